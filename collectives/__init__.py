@@ -1,0 +1,1 @@
+"""KCCL: symmetric heap, mailboxes and the reductions that ranks exchange through them."""

@@ -1,0 +1,116 @@
+"""The exceptions of the project. Everything a user can cause or must know of is one of these.
+
+KogError
+├── ConfigError          a flag, key, environment value or combination of them is wrong (exit 2)
+├── CheckpointError      a model folder cannot be used as it is on disk (exit 3)
+├── PlanError            a plan broke one of the rules in decode/validate (exit 3)
+├── CompileError         a device program did not build; carries the compiler's log (exit 3)
+├── LaunchError          a process, port, name, device or memory was not to be had (exit 3)
+├── ProtocolError        an RPC peer sent something that is not the protocol
+├── RequestError         one request was refused; the engine is unharmed (exit 2)
+├── RequestFailed        a request that was running ended without its answer (exit 4)
+├── AbortedError         a wait ended because the engine is being stopped
+├── PeerLost             another rank died (exit 4)
+├── DeviceError          a wait on a device or rank ran out of time; carries what it waited for (exit 5)
+└── RendezvousTimeout    ranks did not all arrive in time; carries those that are missing (exit 5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kog_dist.abi import WaitRecord
+
+
+class KogError(Exception):
+    """Base of all errors that are meant to be read by a user: one sentence with the cause and the remedy."""
+
+    exit_code = 3
+
+
+class ConfigError(KogError):
+    """A flag, configuration key, environment value or their combination cannot be used."""
+
+    exit_code = 2
+
+
+class CheckpointError(KogError):
+    """A model folder is missing, damaged, or not what its config.json says. The message names file and tensor."""
+
+
+class PlanError(KogError):
+    """A plan broke a rule; the message lists each finding of the validator."""
+
+
+class CompileError(KogError):
+    """A device program did not compile."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(f"{message}\n{log}")
+        self.log = log
+
+
+class LaunchError(KogError):
+    """The engine could not be started; nothing was served."""
+
+
+class ProtocolError(KogError):
+    """A message did not follow the RPC protocol."""
+
+
+class RequestError(KogError):
+    """One request was refused before it reached a rank. `code` is stable and machine-readable."""
+
+    exit_code = 2
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RequestFailed(KogError):
+    """A request was accepted and then ended without its answer. `code` is stable and machine-readable."""
+
+    exit_code = 4
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class AbortedError(KogError):
+    """A wait was left because the engine is being aborted. Nothing may be published after it."""
+
+    exit_code = 4
+
+
+class PeerLost(KogError):
+    """Another rank is gone."""
+
+    exit_code = 4
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class DeviceError(KogError):
+    """A bounded wait ran out of time. `record` says who waited where for which epoch, and what was seen instead."""
+
+    exit_code = 5
+
+    def __init__(self, record: WaitRecord) -> None:
+        super().__init__(str(record))
+        self.record = record
+
+
+class RendezvousTimeout(KogError):
+    """Not every rank arrived before the deadline."""
+
+    exit_code = 5
+
+    def __init__(self, missing: Sequence[int], message: str) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)

@@ -1,0 +1,1 @@
+"""What a model is: its shape, its files, its reference arithmetic, its tokenizer and chat template."""

@@ -1,0 +1,1 @@
+"""Training of small Laneformers: data, tokenizer, loop, evaluation."""

@@ -1,0 +1,1 @@
+"""How an engine is started, watched and stopped."""

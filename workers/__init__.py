@@ -1,0 +1,1 @@
+"""The processes that serve requests: one worker per rank, and the coordinator."""
