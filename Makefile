@@ -1,0 +1,43 @@
+# Everything a newcomer needs: `make demo` and `make test` create .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+RANKS ?= 4
+PROMPT ?= def read_config(path):
+
+.PHONY: demo test lint types check bench clean
+
+demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
+	$(BIN)/kog-launch --device cpu --ranks $(RANKS) --max-tokens 200 --prompt '$(PROMPT)'
+
+test: lint types check  ## everything that needs no GPU
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+check: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed  ## speed of the demo model on this machine's CPU ranks
+	$(BIN)/kog-bench decode
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kog_dist needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# constraints.txt pins every version, torch included: a looser torch would fetch gigabytes of CUDA libraries.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
