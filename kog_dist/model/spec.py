@@ -13,6 +13,7 @@ from typing import Any
 from kog_dist.errors import CheckpointError, ConfigError
 
 MODEL_TYPES = ("laneformer_tp", "laneformer")
+MAX_LAYERS = 4096  # far above any model; keeps a hostile config.json from making us build endless lists
 
 # Keys that transformers writes into every config.json and that change nothing here.
 _IGNORED_KEYS = frozenset(
@@ -25,6 +26,8 @@ _FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
 }
+_LARGEST_NUMBER = 2**53
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")  # the second is the name in transformers 5
 _SPEC_KEYS = frozenset(
     """model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size
     max_position_embeddings rope_theta rope_scaling rope_parameters norm_eps rms_norm_eps num_lanes broadcast_delay use_comm
@@ -113,6 +116,8 @@ class ModelSpec:
                      "max_context", "num_lanes"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"num_layers must be at most {MAX_LAYERS}")
         if self.delay < 0:
             raise ConfigError(f"broadcast_delay must not be negative, got {self.delay}")
         if not self.norm_eps > 0:
@@ -232,10 +237,10 @@ class ModelSpec:
         """Read `config.json` of a model folder. Raises CheckpointError if it is missing, no JSON, or not a model we run."""
         path = folder / "config.json"
         try:
-            parsed = json.loads(path.read_text(encoding="utf-8"))
+            parsed = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_duplicates)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} has no config.json; MODEL must be a folder with a published checkpoint") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(parsed, dict):
             raise CheckpointError(f"{path} holds a {type(parsed).__name__}, expected an object")
@@ -284,13 +289,23 @@ def laneformer_2b() -> ModelSpec:
 
 
 # ---- reading config.json ----
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in names if names.count(key) > 1)!r} stands twice")
+    return parsed
+
+
 def _number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> Any:
-    value = config.get(key, default)
+    value: Any = default if config.get(key) is None else config[key]  # published files write null for "as by default"
     accepted = (int, float) if kind is float else (kind,)
     if value is None:
         raise ConfigError(f"config key {key} is missing")
     if (isinstance(value, bool) and kind is not bool) or not isinstance(value, accepted):
         raise ConfigError(f"config key {key} must be {kind.__name__}, got {value!r}")
+    if isinstance(value, int | float) and not abs(value) <= _LARGEST_NUMBER:
+        raise ConfigError(f"config key {key} must be a finite number of ordinary size, got {value!r:.40}")
     return kind(value)
 
 
@@ -299,20 +314,15 @@ def _spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(f"model_type {config.get('model_type')!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
     unknown = sorted(set(config) - _SPEC_KEYS - _IGNORED_KEYS - set(_FIXED_VALUES))
     if unknown:
-        raise ConfigError(f"unknown config keys: {', '.join(unknown)}")
+        raise ConfigError(f"unknown config keys: {', '.join(map(ascii, unknown))}")
     for key, allowed in _FIXED_VALUES.items():
         if key in config and config[key] not in allowed:
             raise ConfigError(f"config key {key} is {config[key]!r}, only {allowed[0]!r} is supported")
     num_heads = _number(config, "num_attention_heads", None, int)
-    num_layers = _number(config, "num_hidden_layers", None, int)
+    num_layers = min(_number(config, "num_hidden_layers", None, int), MAX_LAYERS + 1)  # ModelSpec refuses the excess
     attention_comm, mlp_comm = _comm(config)
     sliding_window, window_layers = _windows(config, num_layers)
     theta, scaling = _rope(config)
-    try:
-        head_type = HeadType(config.get("lm_head_type", "replicate"))
-    except ValueError:
-        names = ", ".join(kind.value for kind in HeadType)
-        raise ConfigError(f"lm_head_type {config['lm_head_type']!r} is not supported; supported: {names}") from None
     spec = ModelSpec(
         hidden_size=_number(config, "hidden_size", None, int),
         num_layers=num_layers,
@@ -329,16 +339,24 @@ def _spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         attention_comm=attention_comm,
         mlp_comm=mlp_comm,
         early_comm=_number(config, "use_early_comm", True, bool),
-        head_type=head_type,
+        head_type=_head_type(config),
         pre_norm_lane_agg=_number(config, "pre_norm_lane_agg", False, bool),
         shared_norm_scale=_number(config, "replicated_rmsn_scale", True, bool),
         tied_embeddings=_number(config, "tie_word_embeddings", False, bool),
         sliding_window=sliding_window,
         window_layers=window_layers,
     )
-    if config.get("head_dim", spec.head_dim) != spec.head_dim:
+    if _number(config, "head_dim", spec.head_dim, int) != spec.head_dim:
         raise ConfigError(f"head_dim {config['head_dim']} contradicts hidden_size / num_attention_heads = {spec.head_dim}")
     return spec
+
+
+def _head_type(config: Mapping[str, Any]) -> HeadType:
+    try:
+        return HeadType(config.get("lm_head_type", "replicate"))
+    except ValueError:
+        names = ", ".join(kind.value for kind in HeadType)
+        raise ConfigError(f"lm_head_type {config['lm_head_type']!r} is not supported; supported: {names}") from None
 
 
 def _norm_eps(config: Mapping[str, Any]) -> float:
@@ -387,25 +405,38 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, tu
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = float(_number(config, "rope_theta", 1e4, float))
-    raw: Any = config.get("rope_scaling")
-    if raw is None and (raw := config.get("rope_parameters")) is not None:  # the name in transformers 5
-        raw = dict(raw)
-        nested = float(raw.pop("rope_theta", theta))
-        if "rope_theta" in config and nested != theta:
-            raise ConfigError(f"rope_parameters.rope_theta {nested} contradicts rope_theta {theta}")
-        theta = nested
-        if raw.get("rope_type", "default") == "default":
-            return theta, None
-    if raw is None:
-        return theta, None
-    raw = dict(raw)
-    kind = raw.pop("rope_type", raw.pop("type", None))
-    if kind != "llama3":
-        raise ConfigError(f"rope_scaling type {kind!r} is not supported; supported: llama3")
-    names = {field.name for field in fields(RopeScaling)}
-    if set(raw) != names:
-        raise ConfigError(f"rope_scaling must have exactly the keys rope_type, {', '.join(sorted(names))}; got {sorted(raw)}")
-    return theta, RopeScaling(
+    given = {key: dict(config[key]) for key in _ROPE_KEYS if _is_object(config, key)}
+    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
+        raise ConfigError(f"rope_scaling {given['rope_scaling']} contradicts rope_parameters {given['rope_parameters']}")
+    for key, raw in given.items():
+        nested = float(_number(raw, "rope_theta", theta, float))
+        if config.get("rope_theta") is not None and nested != theta:
+            raise ConfigError(f"{key}.rope_theta {nested} contradicts rope_theta {theta}")
+        raw.pop("rope_theta", None)
+        return nested, _rope_scaling(key, raw)
+    return theta, None
+
+
+def _is_object(config: Mapping[str, Any], key: str) -> bool:
+    if config.get(key) is not None and not isinstance(config[key], Mapping):
+        raise ConfigError(f"config key {key} must be an object, got {config[key]!r}")
+    return config.get(key) is not None
+
+
+def _rope_scaling(key: str, raw: dict[str, Any]) -> RopeScaling | None:
+    old_name = raw.pop("type", None)
+    kind = raw.pop("rope_type", old_name)
+    if old_name not in (None, kind):
+        raise ConfigError(f"{key}.type {old_name!r} contradicts {key}.rope_type {kind!r}")
+    names = {} if kind in (None, "default") else {field.name: field for field in fields(RopeScaling)}
+    if kind not in (None, "default", "llama3"):
+        raise ConfigError(f"{key} type {kind!r} is not supported; supported: default, llama3")
+    if set(raw) != set(names):
+        wanted = ", ".join(["rope_type", *sorted(names)])
+        raise ConfigError(f"{key} of type {kind} must have exactly the keys {wanted}; got also or only {sorted(raw)}")
+    if not names:
+        return None
+    return RopeScaling(
         factor=_number(raw, "factor", None, float),
         low_freq_factor=_number(raw, "low_freq_factor", None, float),
         high_freq_factor=_number(raw, "high_freq_factor", None, float),
