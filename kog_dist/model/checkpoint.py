@@ -1,0 +1,332 @@
+"""A model folder as published: `config.json` and `model*.safetensors`, opened, checked, read per rank, and written.
+
+Every byte is verified once over the engine: `open_checkpoint` checks sizes, names, shapes and dtypes without touching a value;
+`Checkpoint.rank_weights` then checks the values that a rank loads (finite; SHA-256 if there is a manifest), each part of a tensor
+by the rank that hosts the part's lane. The ranks of an engine host all lanes: together they check everything, and no byte twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from kog_dist.errors import CheckpointError
+from kog_dist.model.layout import EMBEDDING, TensorLayout, tensor_layouts
+from kog_dist.model.manifest import MANIFEST_NAME, Manifest, check_inside, read_small_file, repair, write_small_file
+from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, narrow, short, widen, write_safetensors
+from kog_dist.model.spec import ModelSpec
+from kog_dist.model.weights import Array, RankReader, RankWeights, aligned_empty
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_HEADER_BYTES_PER_TENSOR = 256  # more than any entry of a header needs
+
+
+def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
+    """Open a model folder and check its metadata: config, file sizes, headers, names, shapes, dtypes, manifest. Reads no values.
+
+    `verify` is kept for later: whether the readers of the checkpoint check the values they load.
+    Raises CheckpointError naming the file and tensor that is wrong.
+    """
+    spec = ModelSpec.from_folder(folder)
+    manifest = Manifest.from_folder(folder) if verify else None
+    layouts = tensor_layouts(spec)
+    files, owner = _open_files(folder, manifest)
+    _check_names(folder, owner, layouts)
+    dtype = owner[EMBEDDING].tensors[EMBEDDING].dtype
+    for name, layout in layouts.items():
+        stored, path = owner[name].tensors[name], owner[name].path
+        if stored.shape != layout.shape:
+            raise CheckpointError(f"{path}: tensor {name} has shape {stored.shape}, but config.json asks for {layout.shape}")
+        if stored.dtype != dtype:
+            raise CheckpointError(
+                f"{path}: tensor {name} is {stored.dtype}, but {EMBEDDING} is {dtype}; all tensors must have one dtype"
+            )
+    if manifest is not None:
+        _check_manifest(folder, manifest, files, layouts)
+    return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """An opened model folder. `files` are its safetensors files, `dtype` what they hold: bfloat16, float16 or float32."""
+
+    folder: Path
+    spec: ModelSpec
+    files: tuple[SafetensorsFile, ...]
+    dtype: str
+    verify: bool
+    manifest: Manifest | None
+    layouts: Mapping[str, TensorLayout]
+    owner: Mapping[str, SafetensorsFile]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(tensor.end - tensor.begin for file in self.files for tensor in file.tensors.values())
+
+    def tensor(self, name: str, dtype: DTypeLike = np.float32) -> Array:
+        """A whole tensor in its published shape, verified if the checkpoint was opened so. Raises CheckpointError."""
+        if name not in self.layouts:
+            raise CheckpointError(f"{self.folder} has no tensor {short(name)}")
+        out = aligned_empty(self.layouts[name].shape, _float_dtype(dtype))
+        self.read_parts(name, out, range(len(self.layouts[name].parts)), range(self.spec.num_lanes))
+        return out
+
+    def verify_all(self) -> None:
+        """Read and check every value of every tensor, without keeping any. Raises CheckpointError naming file and tensor."""
+        for name, layout in self.layouts.items():
+            for part_idx, (first, last) in enumerate(layout.parts):
+                out = aligned_empty((last - first, layout.values_per_row), np.dtype(np.float32))
+                self.read_part(name, part_idx, out, verify=True)
+
+    def part_digests(self, name: str) -> list[str]:
+        """Read and check every value of a tensor; the SHA-256 of each of its parts. Raises CheckpointError."""
+        layout, file = self.layouts[name], self.owner[name]
+        digests = []
+        for first, last in layout.parts:
+            out = aligned_empty((last - first, layout.values_per_row), np.dtype(np.float32))
+            digests.append(file.read(name, first, last, out, verify=True))
+        return digests
+
+    def rank_weights(
+        self, lanes: Iterable[int], vocab_lanes: Iterable[int] | None = None, dtype: DTypeLike = np.float32
+    ) -> RankWeights:
+        """The weights of a rank that hosts `lanes` and computes the logits of `vocab_lanes` (by default the same).
+
+        Only the slices that the rank needs are read. Of tensors that every rank needs whole (embedding, norms) the rank verifies
+        the parts of its own lanes; the other ranks verify theirs. Raises CheckpointError naming file and tensor.
+        """
+        hosted = tuple(lanes)
+        vocab_hosted = hosted if vocab_lanes is None else tuple(vocab_lanes)
+        for lane in (*hosted, *vocab_hosted):
+            if not 0 <= lane < self.spec.num_lanes:
+                raise ValueError(f"lane {lane} does not exist: the model has {self.spec.num_lanes}")
+        return RankReader(self, hosted, vocab_hosted, _float_dtype(dtype)).read()
+
+    def read_part(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
+        """Fill `out` with the rows of one part of a tensor. Raises CheckpointError."""
+        first, last = self.layouts[name].parts[part_idx]
+        file = self.owner[name]
+        digest = file.read(name, first, last, out, verify=verify)
+        if verify and self.manifest is not None and digest != self.manifest.tensors[name][part_idx]:
+            raise CheckpointError(
+                f"{file.path}: tensor {name}, rows {first} to {last}, differs from its SHA-256 in {MANIFEST_NAME}: "
+                f"{repair(file.path.name)}"
+            )
+
+    def read_parts(self, name: str, whole: Array, part_indices: Iterable[int], verified: Iterable[int]) -> None:
+        """Fill the rows of `whole`, an array for a whole tensor, that belong to the given parts; verify those in `verified`."""
+        for part_idx in part_indices:
+            first, last = self.layouts[name].parts[part_idx]
+            self.read_part(name, part_idx, whole[first:last], verify=self.verify and part_idx in verified)
+
+
+def _float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    chosen = np.dtype(dtype)
+    if chosen not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise ValueError(f"weights are loaded as float32 or float64, not {chosen}")
+    return chosen
+
+
+# ---- opening ----
+def _open_files(folder: Path, manifest: Manifest | None) -> tuple[tuple[SafetensorsFile, ...], dict[str, SafetensorsFile]]:
+    """The safetensors files of a folder, and by tensor name the file that holds it."""
+    weight_map = _read_index(folder, manifest)
+    names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
+    files: dict[str, SafetensorsFile] = {}
+    for file_name in names:
+        path = folder / file_name
+        check_inside(folder, path)
+        if not path.exists():
+            raise CheckpointError(_missing_file(folder, file_name, weight_map))
+        files[file_name] = SafetensorsFile.open(path)
+    owner = {name: file for file in files.values() for name in file.tensors}
+    for file_name, file in files.items():
+        promised = set(file.tensors) if weight_map is None else {name for name, place in weight_map.items() if place == file_name}
+        for name in sorted(promised - set(file.tensors)):
+            raise CheckpointError(f"{file.path} has no tensor {short(name)}, but {INDEX_NAME} says so")
+        for name in sorted(set(file.tensors) - promised):
+            raise CheckpointError(f"{file.path} has a tensor {short(name)} that {INDEX_NAME} does not place there")
+    return tuple(files.values()), owner
+
+
+def _missing_file(folder: Path, file_name: str, weight_map: Mapping[str, str] | None) -> str:
+    if weight_map is not None:
+        num_tensors = sum(place == file_name for place in weight_map.values())
+        return f"{folder / file_name} is missing: {INDEX_NAME} places {num_tensors} tensors in it"
+    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+    seen = f"; it has {', '.join(map(short, found[:4]))}" if found else ""
+    return f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}{seen}; weights must be in safetensors files with an index"
+
+
+def _read_index(folder: Path, manifest: Manifest | None) -> dict[str, str] | None:
+    """Tensor name -> file name, or None if the folder has no index."""
+    raw = read_small_file(folder, INDEX_NAME, manifest)
+    if raw is None:
+        return None
+    path = folder / INDEX_NAME
+    try:
+        parsed = json.loads(raw.decode("utf-8"))
+        weight_map = parsed["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map or set(parsed) - {"metadata", "weight_map"}:
+            raise ValueError("expected metadata and a weight_map that is not empty")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not an index of safetensors files: {ascii(str(error))[1:-1]:.200}") from None
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} places tensor {short(name)} in {short(file_name)}, not a .safetensors file of the folder"
+            )
+        if "\0" in file_name or len(file_name) > 255:
+            raise CheckpointError(f"{path} places tensor {short(name)} in {short(file_name)}, which is no file name")
+    return weight_map
+
+
+def _check_names(folder: Path, owner: Mapping[str, SafetensorsFile], layouts: Mapping[str, TensorLayout]) -> None:
+    missing, unexpected = sorted(set(layouts) - set(owner)), sorted(set(owner) - set(layouts))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{folder} lacks tensor {missing[0]}{more}, which its config.json asks for")
+    if unexpected:
+        name = unexpected[0]
+        raise CheckpointError(f"{owner[name].path} has a tensor {short(name)} that a model of this config.json does not have")
+
+
+def _check_manifest(
+    folder: Path, manifest: Manifest, files: tuple[SafetensorsFile, ...], layouts: Mapping[str, TensorLayout]
+) -> None:
+    read_small_file(folder, "config.json", manifest)
+    if set(manifest.headers) != {file.path.name for file in files} or set(manifest.tensors) != set(layouts):
+        raise CheckpointError(
+            f"{folder / MANIFEST_NAME} lists other files or tensors than the folder has; remove it or write it anew"
+        )
+    for name, layout in layouts.items():
+        if len(manifest.tensors[name]) != len(layout.parts):
+            raise CheckpointError(f"{folder / MANIFEST_NAME} divides tensor {name} into other parts than its model has lanes")
+    for file in files:
+        if file.header_sha256 != manifest.headers[file.path.name]:
+            raise CheckpointError(
+                f"{file.path}: the header differs from its SHA-256 in {MANIFEST_NAME}: {repair(file.path.name)}"
+            )
+
+
+# ---- writing ----
+def write_checkpoint(
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Mapping[str, NDArray[Any]],
+    *,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 4 * 2**30,
+    manifest: bool = True,
+) -> None:
+    """Write config.json and safetensors files of at most `max_shard_bytes` each, with an index if there are several.
+
+    A checkpoint that is already in the folder is replaced; its other files stay. config.json comes last: a folder whose writing
+    was interrupted has none. Raises CheckpointError if tensors are missing, unexpected, misshapen, not finite in `dtype`, or
+    larger than a shard, or if a file cannot be written.
+    """
+    stored_dtype = {name: key for key, (name, _) in DTYPES.items()}.get(dtype)
+    if stored_dtype is None:
+        raise ValueError(f"dtype must be one of {', '.join(name for name, _ in DTYPES.values())}, got {dtype!r}")
+    layouts = tensor_layouts(spec)
+    _check_written(layouts, tensors)
+    shards = _shards(layouts, DTYPES[stored_dtype][1], max_shard_bytes)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (folder / "config.json", folder / MANIFEST_NAME, folder / INDEX_NAME, *folder.glob("model*.safetensors")):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be prepared for writing: {error.strerror}") from None
+    weight_map = {}
+    for shard_idx, names in enumerate(shards):
+        file_name = SINGLE_NAME if len(shards) == 1 else f"model-{shard_idx + 1:05d}-of-{len(shards):05d}.safetensors"
+        stored = {name: (stored_dtype, layouts[name].shape, _narrow_finite(name, tensors[name], stored_dtype)) for name in names}
+        write_safetensors(folder / file_name, stored)
+        weight_map.update(dict.fromkeys(names, file_name))
+    if len(shards) > 1:
+        total = sum(layout.num_values for layout in layouts.values()) * DTYPES[stored_dtype][1]
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_small_file(folder / INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
+    write_small_file(folder / "config.json", json.dumps({**spec.to_config(), "dtype": dtype}, indent=2).encode() + b"\n")
+    if manifest:
+        write_manifest(folder)
+
+
+def write_manifest(folder: Path) -> None:
+    """Write (anew) `manifest.json` over the checkpoint as it is now, with the folder's JSON and template files.
+
+    Call it again after files were added. Raises CheckpointError if the checkpoint is not in order.
+    """
+    checkpoint = open_checkpoint(folder, verify=False)
+    names = sorted(path.name for path in folder.glob("*") if path.suffix in (".json", ".jinja") and path.name != MANIFEST_NAME)
+    files = {name: hashlib.sha256(read_small_file(folder, name, None) or b"").hexdigest() for name in names}
+    headers = {file.path.name: file.header_sha256 for file in checkpoint.files}
+    tensors = {name: tuple(checkpoint.part_digests(name)) for name in checkpoint.layouts}
+    Manifest(files, headers, tensors).write(folder)
+
+
+def random_tensors(spec: ModelSpec, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Random weights under their published names: equal for equal spec and seed, and exact in bfloat16.
+
+    Matrices have standard deviation 1/sqrt(fan-in), norm weights lie around 1, all different enough that a mix-up shows.
+    """
+    return {name: _random_tensor(spec, name, layout.shape, seed) for name, layout in tensor_layouts(spec).items()}
+
+
+def _random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    values = rng.standard_normal(shape, dtype=np.float32)
+    if "norm." in name:
+        values = np.float32(1.0) + np.float32(0.2) * np.clip(values, -3, 3)
+    elif name != EMBEDDING:
+        fan_in = shape[-1] * (spec.num_lanes if name.endswith(("wo.weight", "w2.weight")) else 1)  # those are summed over lanes
+        values *= np.float32(fan_in**-0.5)
+    out = np.empty_like(values)
+    widen(narrow(values, "BF16").reshape(-1), "BF16", out.reshape(-1))
+    return out
+
+
+def _check_written(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, NDArray[Any]]) -> None:
+    missing, unexpected = sorted(set(layouts) - set(tensors)), sorted(set(tensors) - set(layouts))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the tensors to write are not those of the model: missing {missing[:3]}, unexpected {unexpected[:3]}"
+        )
+    for name, layout in layouts.items():
+        if tensors[name].shape != layout.shape:
+            raise CheckpointError(f"tensor {name} to write has shape {tensors[name].shape}, the model asks for {layout.shape}")
+
+
+def _narrow_finite(name: str, values: NDArray[Any], stored_dtype: str) -> NDArray[Any]:
+    narrowed = narrow(values, stored_dtype)
+    back = np.empty(narrowed.size, np.float32)
+    widen(narrowed.reshape(-1), stored_dtype, back)
+    if not np.isfinite(back).all():
+        raise CheckpointError(f"tensor {name} to write has values that are not finite in {DTYPES[stored_dtype][0]}")
+    return narrowed
+
+
+def _shards(layouts: Mapping[str, TensorLayout], value_bytes: int, max_shard_bytes: int) -> list[list[str]]:
+    """Tensor names per file, in the order of use, each file with its header within `max_shard_bytes`."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, layout in layouts.items():
+        needed = layout.num_values * value_bytes + _HEADER_BYTES_PER_TENSOR
+        if needed + _HEADER_BYTES_PER_TENSOR > max_shard_bytes:
+            raise CheckpointError(f"tensor {name} needs {needed} bytes, more than a shard of {max_shard_bytes} bytes can hold")
+        if needed > room:
+            shards.append([])
+            room = max_shard_bytes - _HEADER_BYTES_PER_TENSOR
+        shards[-1].append(name)
+        room -= needed
+    return shards

@@ -1,0 +1,113 @@
+"""`manifest.json` of a model folder: SHA-256 of every tensor part, safetensors header and small file. Checked when present."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kog_dist.errors import CheckpointError
+
+MANIFEST_NAME = "manifest.json"
+_FORMAT = "kog_dist manifest 1"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+MAX_SMALL_FILE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Hashes in lower-case hex.
+
+    files: of whole small files by name; headers: of the 8 length bytes and header of each safetensors file; tensors: one hash per
+    lane part (`TensorLayout.parts`), so that a rank can check exactly the bytes it loads.
+    """
+
+    files: Mapping[str, str]
+    headers: Mapping[str, str]
+    tensors: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Manifest | None:
+        """Read it; None if the folder has none. Raises CheckpointError if it cannot be read or is not a manifest."""
+        path = folder / MANIFEST_NAME
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        try:
+            parsed = json.loads(raw.decode("utf-8"))
+            if parsed["format"] != _FORMAT or set(parsed) != {"format", "files", "headers", "tensors"}:
+                raise ValueError(f"expected format {_FORMAT!r} with files, headers and tensors")
+            tensors = {name: tuple(map(_hash, parts)) for name, parts in parsed["tensors"].items()}
+            by_name = [{name: _hash(value) for name, value in parsed[key].items()} for key in ("files", "headers")]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is damaged or not a manifest of this program: {ascii(str(error))[1:-1]:.200}"
+            ) from None
+        return cls(by_name[0], by_name[1], tensors)
+
+    def write(self, folder: Path) -> None:
+        """Write it as `manifest.json`. Raises CheckpointError naming the file if that fails."""
+        content = {"format": _FORMAT, "files": self.files, "headers": self.headers, "tensors": self.tensors}
+        write_small_file(folder / MANIFEST_NAME, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _hash(value: object) -> str:
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise ValueError(f"{value!a:.80} is not a SHA-256")
+    return value
+
+
+def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes | None:
+    """Bytes of a file of the folder, None if it is not there and not promised.
+
+    Raises CheckpointError if it cannot be read, lies outside the folder, is larger than 64 MiB, or is not what the manifest says.
+    """
+    path = folder / name
+    expected = manifest.files.get(name) if manifest else None
+    if not path.exists() and expected is None and not path.is_symlink():
+        return None
+    check_inside(folder, path)
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing or no regular file")
+        with path.open("rb") as file:
+            raw = file.read(MAX_SMALL_FILE_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_SMALL_FILE_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_SMALL_FILE_BYTES} bytes")
+    if expected is not None and hashlib.sha256(raw).hexdigest() != expected:
+        raise CheckpointError(f"{path} differs from its SHA-256 in {MANIFEST_NAME}: {repair(name)}")
+    return raw
+
+
+def repair(name: str) -> str:
+    """What to do about a file that differs from the manifest."""
+    return f"{name} is damaged (copy it again) or was edited (then remove {MANIFEST_NAME}, or write it anew)"
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Raise CheckpointError if `path`, with links followed, leaves the model folder."""
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise CheckpointError(f"{path} cannot be resolved: {error}") from None
+    if not inside:
+        raise CheckpointError(f"{path} leads out of the model folder; copy the files themselves (cp -L), not links to them")
+
+
+def write_small_file(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all. Raises CheckpointError naming it if that fails."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,249 @@
+"""One safetensors file: its header checked strictly, its values read in bounded chunks into float arrays.
+
+The library's reader is not used: it maps the file (one truncated meanwhile kills the process) and has no bfloat16 in NumPy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from kog_dist.errors import CheckpointError
+
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_TENSORS = 65_536
+MAX_DIMENSIONS = 8
+_CHUNK_BYTES = 2**20
+
+# name in a header -> (name in safetensors' writer and in config.json, bytes per value)
+DTYPES: Mapping[str, tuple[str, int]] = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: `dtype` as in DTYPES, `begin` and `end` in bytes from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """A file whose header was found consistent with its exact size. `identity` tells if it was replaced or changed since."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    header_sha256: str  # of the first 8 bytes and the header's text
+    identity: tuple[int, int, int, int]
+
+    @classmethod
+    def open(cls, path: Path) -> SafetensorsFile:
+        """Read and check the header. Raises CheckpointError naming the file and, where there is one, the tensor."""
+        with _opened(path) as fd:
+            identity = _identity(fd)
+            prefix = bytearray(8)
+            _read_exactly(path, fd, memoryview(prefix), 0, "the header's length")
+            length = int.from_bytes(prefix, "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, identity[2] - 8):
+                raise CheckpointError(
+                    f"{path}: a header of {length} bytes is announced; expected 2 to {MAX_HEADER_BYTES}, and no more than the "
+                    f"file's {identity[2]} bytes: it is truncated or no safetensors file"
+                )
+            header = bytearray(length)
+            _read_exactly(path, fd, memoryview(header), 8, "the header")
+        tensors = _parse_header(path, bytes(header), identity[2])
+        return cls(path, tensors, hashlib.sha256(prefix + header).hexdigest(), identity)
+
+    def read(self, name: str, first: int, last: int, out: NDArray[Any], *, verify: bool) -> str:
+        """Fill `out` (C-contiguous, float32 or float64) with rows [first, last) of a tensor; returns the SHA-256 of their bytes.
+
+        With `verify` off nothing is looked at but the byte count, and "" is returned.
+        Raises CheckpointError if the file ends early, has changed since `open`, or (with `verify`) a value is not finite.
+        """
+        tensor = self.tensors[name]
+        width = DTYPES[tensor.dtype][1]
+        row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
+        flat = out.reshape(-1)
+        if not np.shares_memory(flat, out) or flat.size * width != (last - first) * row_bytes:
+            raise ValueError(f"out {out.shape} is not a contiguous array for rows {first} to {last} of {name} {tensor.shape}")
+        hasher = hashlib.sha256()
+        buffer = bytearray(min(_CHUNK_BYTES, flat.size * width))
+        with _opened(self.path) as fd:
+            if _identity(fd) != self.identity:
+                raise CheckpointError(f"{self.path} was changed or replaced while it was being read; load the model again")
+            for start in range(0, flat.size, _CHUNK_BYTES // width):
+                values = flat[start : start + _CHUNK_BYTES // width]
+                chunk = memoryview(buffer)[: values.size * width]
+                _read_exactly(self.path, fd, chunk, tensor.begin + first * row_bytes + start * width, f"tensor {name}")
+                widen(chunk, tensor.dtype, values)
+                if verify:
+                    hasher.update(chunk)
+                    if not np.isfinite(values).all():
+                        bad = first * row_bytes // width + start + int(np.argmin(np.isfinite(values)))
+                        raise CheckpointError(f"{self.path}: tensor {name} has a value that is not finite (element {bad} of it)")
+        return hasher.hexdigest() if verify else ""
+
+
+def write_safetensors(path: Path, stored: Mapping[str, tuple[str, tuple[int, ...], NDArray[Any]]]) -> None:
+    """Write one file; values are (dtype as in DTYPES, shape, array of `narrow`). It appears under its name only when complete.
+
+    Raises CheckpointError naming the file when it cannot be written (no space, no permission).
+    """
+    views = {
+        name: safetensors.TensorSpec(
+            dtype=DTYPES[dtype][0], shape=list(shape), data_ptr=values.ctypes.data, data_len=values.nbytes
+        )
+        for name, (dtype, shape, values) in stored.items()
+    }
+    try:
+        safetensors.serialize_file(views, path, {"format": "pt"})
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from None
+
+
+def widen(chunk: memoryview | NDArray[Any], dtype: str, out: NDArray[Any]) -> None:
+    """Values stored as `dtype` become float32 or float64 in `out`; exact for every value."""
+    if dtype == "BF16" and out.dtype == np.float32:
+        bits = out.view(np.uint32)
+        bits[:] = np.frombuffer(chunk, "<u2")
+        bits <<= 16
+    elif dtype == "BF16":
+        out[:] = (np.frombuffer(chunk, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        out[:] = np.frombuffer(chunk, "<f2" if dtype == "F16" else "<f4")
+
+
+def narrow(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The bits to store: rounded to nearest, ties to even; for BF16 as uint16. Overflow gives infinities, as in IEEE 754."""
+    single = np.ascontiguousarray(values, dtype="<f4")
+    if dtype == "F32":
+        return single
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return single.astype("<f2")
+    bits = single.view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    nan_kept = (bits >> 16) | 0x40  # rounding could carry a NaN into an infinity
+    return np.where(np.isnan(single), nan_kept, rounded).astype("<u2")
+
+
+# ---- the file ----
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO must not hang
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _identity(fd: int) -> tuple[int, int, int, int]:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        return (0, 0, 0, 0)  # no size: refused by the header's bounds
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _read_exactly(path: Path, fd: int, target: memoryview, offset: int, what: str) -> None:
+    wanted, got = len(target), 0
+    while got < wanted:
+        try:
+            count = os.preadv(fd, [target[got:]], offset + got)
+        except OSError as error:
+            raise CheckpointError(f"{path}: reading {what} failed: {error.strerror}") from None
+        if count == 0:
+            raise CheckpointError(f"{path} ends inside {what}: {got} of {wanted} bytes at offset {offset}; it is truncated")
+        got += count
+
+
+# ---- the header ----
+def _parse_header(path: Path, header: bytes, file_bytes: int) -> dict[str, StoredTensor]:
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {why}; the file is damaged or no safetensors file")
+
+    # Counted before parsing, so that a hostile header cannot become hundreds of megabytes of Python objects.
+    if header.count(b"{") > MAX_TENSORS + 2 or header.count(b"[") > 2 * MAX_TENSORS or header.count(b",") > 16 * MAX_TENSORS:
+        raise refuse(f"the header describes more than {MAX_TENSORS} tensors")
+    try:
+        entries = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"the header is not valid JSON ({ascii(str(error))[1:-1]:.200})") from None
+    if header[:1] != b"{" or not isinstance(entries, dict):
+        raise refuse("the header is not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise refuse("__metadata__ in the header must map names to strings")
+    data_start = 8 + len(header)
+    tensors = {}
+    for name, entry in entries.items():
+        try:
+            tensors[name] = _parse_entry(entry, data_start)
+        except ValueError as error:
+            raise refuse(f"tensor {short(name)}: {error}") from None
+    expected_begin = data_start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if tensor.begin != expected_begin:
+            kind = "overlaps the tensor before it" if tensor.begin < expected_begin else "leaves a hole before it"
+            raise refuse(f"tensor {short(name)} {kind} (begins at byte {tensor.begin}, expected {expected_begin})")
+        expected_begin = tensor.end
+    if expected_begin != file_bytes:
+        raise CheckpointError(
+            f"{path} has {file_bytes} bytes, its header describes {expected_begin}: "
+            f"it is {'truncated' if file_bytes < expected_begin else 'followed by bytes that belong to nothing'}"
+        )
+    return tensors
+
+
+def _parse_entry(entry: object, data_start: int) -> StoredTensor:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("an entry must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"dtype {short(dtype)} is not supported; supported: {', '.join(DTYPES)}")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"shape {short(shape)} is not a list of at most {MAX_DIMENSIONS} sizes")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"data_offsets {short(offsets)} are not two ascending offsets")
+    num_bytes = DTYPES[dtype][1]
+    for size in shape:
+        num_bytes *= size
+    if num_bytes != offsets[1] - offsets[0]:
+        raise ValueError(f"shape {short(shape)} of {dtype} needs another number of bytes than data_offsets {offsets} give")
+    return StoredTensor(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {short(key)} stands twice")
+            seen.add(key)
+    return parsed
+
+
+def short(untrusted: object) -> str:
+    """Text from a file as it may appear in a message: ASCII, quoted, bounded."""
+    text = ascii(untrusted)
+    return text if len(text) <= 80 else f"{text[:76]}..."

@@ -1,0 +1,179 @@
+"""The weights that one rank keeps: NumPy arrays, one per lane and use, so that arithmetic never depends on the world size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name
+from kog_dist.model.spec import HeadType
+
+if TYPE_CHECKING:
+    from kog_dist.model.checkpoint import Checkpoint
+
+Array = NDArray[Any]  # float32 or float64, C-contiguous; starts at a multiple of 64 bytes unless it is called a view
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer of one lane. Q, K, F: its query values (lane_heads * head_dim), key values and FFN columns; D: the hidden size.
+
+    Matrices that are applied to the same vector are one array, since a decode step is bounded by matrix-vector products.
+    """
+
+    attention_norm: Array  # (D,)
+    wqkv: Array  # (Q + 2K, D): query rows, then key rows, then value rows
+    wo: Array  # (D, Q)
+    ffn_norm: Array  # (D,)
+    w13: Array  # (2F, D): gate rows w1, then up rows w3
+    w2: Array  # (D, F)
+
+    @property
+    def wq(self) -> Array:
+        """View (Q, D) of wqkv."""
+        return self.wqkv[: self.wo.shape[1]]
+
+    @property
+    def wk(self) -> Array:
+        """View (K, D) of wqkv."""
+        return self.wqkv[self.wo.shape[1] : (self.wo.shape[1] + len(self.wqkv)) // 2]
+
+    @property
+    def wv(self) -> Array:
+        """View (K, D) of wqkv."""
+        return self.wqkv[(self.wo.shape[1] + len(self.wqkv)) // 2 :]
+
+    @property
+    def w1(self) -> Array:
+        """View (F, D) of w13."""
+        return self.w13[: self.w2.shape[1]]
+
+    @property
+    def w3(self) -> Array:
+        """View (F, D) of w13."""
+        return self.w13[self.w2.shape[1] :]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWeights:
+    """All layers of one lane."""
+
+    layers: tuple[LayerWeights, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankWeights:
+    """What a rank that hosts some lanes needs to decode.
+
+    embedding: (V, D). lanes: by hosted lane. heads: by lane of the vocabulary, rows `ModelSpec.vocab_slice(lane)` of the LM head,
+    (rows, D) or (rows, L*D) for the `lane` head. norms: the final norm (D,) of every lane of the model; one and the same array
+    when it is shared (as it always is with pre_norm_lane_agg).
+    """
+
+    embedding: Array
+    lanes: Mapping[int, LaneWeights]
+    heads: Mapping[int, Array]
+    norms: Mapping[int, Array]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all arrays; shared ones count once."""
+        arrays = [self.embedding, *self.heads.values(), *self.norms.values()]
+        for lane in self.lanes.values():
+            for layer in lane.layers:
+                arrays += [layer.attention_norm, layer.wqkv, layer.wo, layer.ffn_norm, layer.w13, layer.w2]
+        return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Uninitialised C-contiguous array that starts at a multiple of 64 bytes, so that sums never depend on its place."""
+    num_bytes = prod(shape) * dtype.itemsize
+    raw = np.empty(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True)
+class RankReader:
+    """Reads what one rank keeps out of a checkpoint; see `Checkpoint.rank_weights`."""
+
+    checkpoint: Checkpoint
+    lanes: tuple[int, ...]
+    vocab_lanes: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def read(self) -> RankWeights:
+        """Allocate and fill all arrays. Raises CheckpointError naming file and tensor."""
+        spec = self.checkpoint.spec
+        embedding = self._whole(EMBEDDING)
+        norms = [
+            self._norm(f"{layer_prefix(i)}{kind}") for i in range(spec.num_layers) for kind in ("attention_norm", "ffn_norm")
+        ]
+        lanes = {
+            lane: LaneWeights(
+                tuple(self._layer(i, lane, norms[2 * i][lane], norms[2 * i + 1][lane]) for i in range(spec.num_layers))
+            )
+            for lane in self.lanes
+        }
+        heads = {lane: self._head(lane, embedding) for lane in self.vocab_lanes}
+        return RankWeights(embedding, lanes, heads, self._norm("model.norm"))
+
+    def _empty(self, *shape: int) -> Array:
+        return aligned_empty(shape, self.dtype)
+
+    def _whole(self, name: str) -> Array:
+        """A tensor that every rank keeps whole; each verifies the parts of its own lanes."""
+        out = self._empty(*self.checkpoint.layouts[name].shape)
+        self.checkpoint.read_parts(name, out, range(len(self.checkpoint.layouts[name].parts)), self.lanes)
+        return out
+
+    def _norm(self, stem: str) -> dict[int, Array]:
+        """A norm's weights (D,) by lane: separate arrays, or the same one if the lanes share it."""
+        name = norm_name(self.checkpoint.spec, stem)
+        whole = self._whole(name)
+        if whole.ndim == 1:
+            return dict.fromkeys(range(self.checkpoint.spec.num_lanes), whole)
+        return {lane: self._copy(row) for lane, row in enumerate(whole)}
+
+    def _copy(self, values: Array) -> Array:
+        out = self._empty(*values.shape)
+        out[:] = values
+        return out
+
+    def _layer(self, layer_idx: int, lane: int, attention_norm: Array, ffn_norm: Array) -> LayerWeights:
+        prefix = layer_prefix(layer_idx)
+        attention, ffn = f"{prefix}attention.", f"{prefix}feed_forward."
+        return LayerWeights(
+            attention_norm=attention_norm,
+            wqkv=self._stacked([f"{attention}{name}.weight" for name in ("wq", "wk", "wv")], lane),
+            wo=self._stacked([f"{attention}wo.weight"], lane),
+            ffn_norm=ffn_norm,
+            w13=self._stacked([f"{ffn}w1.weight", f"{ffn}w3.weight"], lane),
+            w2=self._stacked([f"{ffn}w2.weight"], lane),
+        )
+
+    def _stacked(self, names: list[str], lane: int) -> Array:
+        """The lane's matrices of several lane-first tensors, one below the other."""
+        shapes = [self.checkpoint.layouts[name].shape for name in names]
+        out = self._empty(sum(rows for _, rows, _ in shapes), shapes[0][2])
+        start = 0
+        for name, (_, rows, _) in zip(names, shapes, strict=True):
+            self.checkpoint.read_part(name, lane, out[start : start + rows], verify=self.checkpoint.verify)
+            start += rows
+        return out
+
+    def _head(self, lane: int, embedding: Array) -> Array:
+        spec, name = self.checkpoint.spec, head_name(self.checkpoint.spec)
+        first, last = spec.vocab_slice(lane)
+        if spec.tied_embeddings:
+            return self._copy(embedding[first:last])
+        if spec.head_type is HeadType.VOCAB_PARALLEL:
+            return self._stacked([name], lane)
+        out = self._empty(last - first, self.checkpoint.layouts[name].shape[1])
+        self.checkpoint.read_part(name, lane, out, verify=self.checkpoint.verify)
+        return out
