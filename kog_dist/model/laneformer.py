@@ -1,0 +1,294 @@
+"""The Laneformer in torch: the oracle of every engine, and the module that is trained.
+
+Activations are lane-first: a residual stream is (lanes, batch, time, hidden). While all lanes still hold the same stream
+(before the first delayed or local reduction) its lane dimension is 1, so an ordinary Llama-like model never pays for lanes.
+Parameters carry the names and shapes of the published checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from kog_dist.errors import ConfigError
+from kog_dist.model.rope import rope_table
+from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+
+
+class LaneLinear(nn.Module):
+    """One matrix per lane; `weight` is (lanes, out, in)."""
+
+    def __init__(self, lanes: int, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(lanes, out_features, in_features))
+
+
+class LaneNorm(nn.Module):
+    """RMS norm of the last dimension with one scale for all lanes (`weight`) or one per lane (`scale`)."""
+
+    def __init__(self, spec: ModelSpec, *, per_lane: bool) -> None:
+        super().__init__()
+        self.eps = spec.norm_eps
+        self.per_lane = per_lane
+        if per_lane:
+            self.scale = nn.Parameter(torch.ones(spec.num_lanes, spec.hidden_size))
+        else:
+            self.weight = nn.Parameter(torch.ones(spec.hidden_size))
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Normalise `stream` (lanes or 1, batch, time, hidden); per-lane scales give all lanes."""
+        weight = self.scale[:, None, None, :] if self.per_lane else self.weight
+        return stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + self.eps) * weight
+
+
+def lane_matmul(stream: Tensor, weight: Tensor) -> Tensor:
+    """Each lane's `stream` (lanes or 1, batch, time, in) times its `weight` (lanes, out, in): (lanes, batch, time, out)."""
+    lanes, out_features, in_features = weight.shape
+    batch, time = stream.shape[1], stream.shape[2]
+    if stream.shape[0] == 1:  # all lanes read the same rows: one wide product instead of `lanes` copies
+        wide = functional.linear(stream[0], weight.reshape(lanes * out_features, in_features))
+        return wide.view(batch, time, lanes, out_features).permute(2, 0, 1, 3)
+    rows = stream.reshape(lanes, batch * time, in_features)
+    return torch.bmm(rows, weight.transpose(1, 2)).view(lanes, batch, time, out_features)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn adjacent pairs of `x` (..., time, heads, head_dim) by the angles of `cos`, `sin` (time, head_dim / 2)."""
+    pairs = x.view(*x.shape[:-1], -1, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+@dataclass
+class KvCache:
+    """Keys and values of all tokens so far, per layer (batch, lanes * lane_kv_heads, time, head_dim). Grows with each call."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def extend(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new positions of one layer; returns all positions of it."""
+        if layer_idx == len(self.keys):
+            self.keys.append(key)
+            self.values.append(value)
+        else:
+            self.keys[layer_idx] = torch.cat((self.keys[layer_idx], key), dim=2)
+            self.values[layer_idx] = torch.cat((self.values[layer_idx], value), dim=2)
+        return self.keys[layer_idx], self.values[layer_idx]
+
+
+class LaneAttention(nn.Module):
+    """Attention of all lanes; each lane has its own heads and reads only its own stream."""
+
+    def __init__(self, spec: ModelSpec, layer_idx: int) -> None:
+        super().__init__()
+        lanes, d = spec.num_lanes, spec.hidden_size
+        self.layer_idx = layer_idx
+        self.window = spec.window(layer_idx)
+        self.head_dim, self.heads, self.kv_heads = spec.head_dim, spec.lane_heads, spec.lane_kv_heads
+        self.wq = LaneLinear(lanes, self.heads * self.head_dim, d)
+        self.wk = LaneLinear(lanes, self.kv_heads * self.head_dim, d)
+        self.wv = LaneLinear(lanes, self.kv_heads * self.head_dim, d)
+        self.wo = LaneLinear(lanes, d, self.heads * self.head_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KvCache | None, window_mask: BlockMask | None) -> Tensor:
+        """Partial sums (lanes, batch, time, hidden) of the normalised streams `x`."""
+        lanes, batch, time = self.wq.weight.shape[0], x.shape[1], x.shape[2]
+        qkv = lane_matmul(x, torch.cat((self.wq.weight, self.wk.weight, self.wv.weight), dim=1))
+        qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
+        query, key, value = torch.split(qkv, (self.heads, self.kv_heads, self.kv_heads), dim=3)
+        query, key, value = (
+            part.permute(1, 0, 3, 2, 4).reshape(batch, -1, time, self.head_dim)
+            for part in (rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin), value)
+        )
+        if cache is not None:
+            key, value = cache.extend(self.layer_idx, key, value)
+        mixed = self._attend(query, key, value, window_mask)
+        mixed = mixed.view(batch, lanes, self.heads, time, self.head_dim).permute(1, 0, 3, 2, 4)
+        return lane_matmul(mixed.reshape(lanes, batch, time, self.heads * self.head_dim), self.wo.weight)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, window_mask: BlockMask | None) -> Tensor:
+        grouped = self.heads != self.kv_heads
+        time, num_keys = query.shape[2], key.shape[2]
+        if self.window is None and (time == num_keys or time == 1):
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=time > 1, enable_gqa=grouped)
+        if self.window is not None and window_mask is not None:
+            result = flex_attention(query, key, value, block_mask=window_mask, enable_gqa=grouped)
+            assert isinstance(result, Tensor)
+            return result
+        key_pos = torch.arange(num_keys, device=query.device)
+        query_pos = torch.arange(num_keys - time, num_keys, device=query.device)[:, None]
+        seen = key_pos <= query_pos
+        if self.window is not None:
+            seen &= key_pos > query_pos - self.window
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=grouped)
+
+
+class LaneFeedForward(nn.Module):
+    """SwiGLU of all lanes; each lane has its own columns."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        lanes, d = spec.num_lanes, spec.hidden_size
+        self.w1 = LaneLinear(lanes, spec.lane_ffn, d)
+        self.w2 = LaneLinear(lanes, d, spec.lane_ffn)
+        self.w3 = LaneLinear(lanes, spec.lane_ffn, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Partial sums (lanes, batch, time, hidden) of the normalised streams `x`."""
+        gate, up = lane_matmul(x, torch.cat((self.w1.weight, self.w3.weight), dim=1)).chunk(2, dim=-1)
+        return lane_matmul(functional.silu(gate) * up, self.w2.weight)
+
+
+class LaneLayer(nn.Module):
+    """Attention and feed-forward of one layer, with a norm in front of each."""
+
+    def __init__(self, spec: ModelSpec, layer_idx: int) -> None:
+        super().__init__()
+        self.attention_norm = LaneNorm(spec, per_lane=not spec.shared_norm_scale)
+        self.attention = LaneAttention(spec, layer_idx)
+        self.ffn_norm = LaneNorm(spec, per_lane=not spec.shared_norm_scale)
+        self.feed_forward = LaneFeedForward(spec)
+
+
+class LaneStack(nn.Module):
+    """Embedding, layers and final norm: what the published names put under `model.`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(LaneLayer(spec, layer_idx) for layer_idx in range(spec.num_layers))
+        self.norm = LaneNorm(spec, per_lane=not spec.shared_norm_scale and not spec.pre_norm_lane_agg)
+
+
+class LmHead(nn.Module):
+    """The matrix of the LM head under its published name: `weight`, or `linear.weight` for the `lane` form."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        vocab, d, lanes = spec.vocab_size, spec.hidden_size, spec.num_lanes
+        if spec.head_type is HeadType.LANE:
+            self.linear = nn.Linear(lanes * d, vocab, bias=False)
+        elif spec.head_type is HeadType.VOCAB_PARALLEL:
+            self.weight = nn.Parameter(torch.empty(lanes, vocab // lanes, d))
+        else:
+            self.weight = nn.Parameter(torch.empty(vocab, d))
+
+
+class Laneformer(nn.Module):
+    """A whole model, float32 or (`.double()`) float64, on CPU or CUDA; whole sequences, or in pieces with a `KvCache`.
+
+    Parameters are drawn from `seed`; None leaves them unset, for a caller that loads them.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, spec: ModelSpec, *, seed: int | None = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.model = LaneStack(spec)
+        if not spec.tied_embeddings:
+            self.lm_head = LmHead(spec)
+        cos, sin = rope_table(spec, spec.max_context)
+        self.register_buffer("cos", torch.from_numpy(cos), persistent=False)
+        self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
+        self.window_mask: BlockMask | None = None
+        if seed is not None:
+            self._initialise(seed)
+
+    @torch.no_grad()
+    def _initialise(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        spec = self.spec
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                continue
+            std = 0.05 if "tok_embeddings" in name else 0.5 * parameter.shape[-1] ** -0.5
+            if name.endswith(("wo.weight", "w2.weight")):  # L lanes add up, in every layer
+                std *= (2 * spec.num_layers * spec.num_lanes) ** -0.5
+            parameter.normal_(0.0, std, generator=generator)
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Laneformer:
+        """Read a published checkpoint folder. Raises CheckpointError as `open_checkpoint` does."""
+        from kog_dist.model.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(folder)
+        module = cls(checkpoint.spec, seed=None)
+        module.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name)) for name in module.state_dict()})
+        return module.to(dtype)
+
+    def use_flex_windows(self, time: int) -> None:
+        """Compute windowed layers of full sequences of `time` tokens with flex attention (CUDA, under torch.compile)."""
+        window = self.spec.sliding_window
+        if window is None:
+            raise ConfigError("flex attention windows were asked for, but the model has no sliding_window")
+
+        def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (key > query - window)
+
+        self.window_mask = create_block_mask(seen, B=None, H=None, Q_LEN=time, KV_LEN=time, device=self.cos.device)
+
+    def forward(self, token_ids: Tensor, cache: KvCache | None = None) -> Tensor:
+        """Logits (batch, time, vocab) of `token_ids` (batch, time), which continue what `cache` holds.
+
+        Raises ConfigError if the positions exceed the context of the spec.
+        """
+        return self.logits(self.streams(token_ids, cache))
+
+    def streams(self, token_ids: Tensor, cache: KvCache | None = None) -> Tensor:
+        """The residual streams after the last layer, (lanes or 1, batch, time, hidden)."""
+        start = cache.num_tokens if cache is not None else 0
+        stop = start + token_ids.shape[1]
+        if stop > self.spec.max_context:
+            raise ConfigError(f"{stop} positions exceed the model's context of {self.spec.max_context}; give fewer tokens")
+        cos, sin = self.cos[start:stop], self.sin[start:stop]
+        stream: Tensor = self.model.tok_embeddings(token_ids)[None]
+        partials: dict[tuple[int, Block], Tensor] = {}
+        for layer_idx, layer in enumerate(self.model.layers):
+            assert isinstance(layer, LaneLayer)
+            partial = layer.attention(layer.attention_norm(stream), cos, sin, cache, self.window_mask)
+            stream = self._reduce(stream, partial, layer_idx, Block.ATTENTION, partials)
+            partial = layer.feed_forward(layer.ffn_norm(stream))
+            stream = self._reduce(stream, partial, layer_idx, Block.MLP, partials)
+        if cache is not None:
+            cache.num_tokens = stop
+        return stream
+
+    def _reduce(
+        self, stream: Tensor, partial: Tensor, layer_idx: int, block: Block, partials: dict[tuple[int, Block], Tensor]
+    ) -> Tensor:
+        """Add a block's partial sums to the streams; keeps them in `partials` for the layer that they feed."""
+        spec = self.spec
+        if spec.feeds_layer(layer_idx, block) is not None:
+            partials[layer_idx, block] = partial
+        mode = spec.reduce_mode(layer_idx, block)
+        if mode is ReduceMode.BLOCKING:
+            return stream + partial.sum(0, keepdim=True)
+        if mode is ReduceMode.LOCAL:
+            return stream + partial * math.sqrt(spec.num_lanes)
+        past = partials.pop((layer_idx - spec.delay, block))
+        return stream + (partial + (past.sum(0, keepdim=True) - past))
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """Logits (batch, time, vocab) of residual streams (lanes or 1, batch, time, hidden)."""
+        spec = self.spec
+        if spec.pre_norm_lane_agg:
+            stream = stream.expand(spec.num_lanes, -1, -1, -1).sum(0, keepdim=True)
+        normed: Tensor = self.model.norm(stream)
+        if spec.head_type is HeadType.VOCAB_PARALLEL:
+            return torch.cat(lane_matmul(normed, self.lm_head.weight).unbind(0), dim=-1)
+        if spec.head_type is HeadType.LANE:
+            every_lane = torch.cat(normed.expand(spec.num_lanes, -1, -1, -1).unbind(0), dim=-1)
+            return functional.linear(every_lane, self.lm_head.linear.weight)
+        weight = self.model.tok_embeddings.weight if spec.tied_embeddings else self.lm_head.weight
+        return functional.linear(normed.mean(0), weight)
