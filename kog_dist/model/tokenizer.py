@@ -1,0 +1,247 @@
+"""Text to token ids and back. Decoding is defined on bytes: a stream of pieces is exactly the text decoded all at once.
+
+Every token stands for bytes; text is their concatenation read as UTF-8, where each maximal invalid part becomes one U+FFFD. For
+valid text this is what the `tokenizers` library gives; unlike there, the promise holds for ids that are no valid UTF-8, too.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.model.manifest import Manifest, read_small_file
+
+TOKENIZER_NAME = "tokenizer.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+MAX_EOS_IDS = 16  # room for stop ids in a request block
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """The tokenizer of a model folder.
+
+    eos_ids: ids that end a generation. special_tokens: texts of bos_token, eos_token, ... as a chat template wants them.
+    num_ids: one more than the largest id.
+    """
+
+    def __init__(self, raw: str, eos_ids: Sequence[int] = (), special_tokens: Mapping[str, str] | None = None) -> None:
+        """Build it from the text of a tokenizer.json. Raises ValueError if the library refuses it or its decoder is unsupported."""
+        self._library = _load_library(raw)
+        self._bytes_of = _ByteDecoder.from_json(json.loads(raw))
+        self._token_bytes: dict[int, bytes] = {}
+        self._special_ids = frozenset(i for i, token in self._library.get_added_tokens_decoder().items() if token.special)
+        self.eos_ids = tuple(eos_ids)
+        self.special_tokens = dict(special_tokens or {})
+        self.num_ids = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer | None:
+        """Read a folder's tokenizer; None if it has no tokenizer.json. Raises CheckpointError naming the file that is wrong."""
+        manifest = Manifest.from_folder(folder)
+        raw = read_small_file(folder, TOKENIZER_NAME, manifest)
+        if raw is None:
+            return None
+        try:
+            tokenizer = cls(raw.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{folder / TOKENIZER_NAME} cannot be used: {error}") from None
+        tokenizer.special_tokens = _special_tokens(read_json(folder, TOKENIZER_CONFIG_NAME, manifest))
+        tokenizer.eos_ids = read_eos_ids(folder)
+        if not tokenizer.eos_ids and (eos := tokenizer.id_of(tokenizer.special_tokens.get("eos_token", ""))) is not None:
+            tokenizer.eos_ids = (eos,)
+        return tokenizer
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raise CheckpointError unless every id of the tokenizer is a row of a vocabulary of `vocab_size`."""
+        if self.num_ids > vocab_size:
+            raise CheckpointError(
+                f"{TOKENIZER_NAME} has ids up to {self.num_ids - 1}, but the model's vocabulary ends at {vocab_size - 1}; "
+                "the tokenizer belongs to another model"
+            )
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token given by its exact text in the vocabulary, or None."""
+        found: int | None = self._library.token_to_id(token)
+        return found
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens such as BOS are added as tokenizer.json says; a rendered chat has them already.
+
+        Raises RequestError if `text` holds lone surrogates, which no encoding of text can express.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "invalid_text", f"the text is not valid Unicode: lone surrogate at character {error.start}"
+            ) from None
+        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; none for special tokens and ids that the tokenizer does not have."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            token = (
+                None if token_id in self._special_ids or not 0 <= token_id < self.num_ids else self._library.id_to_token(token_id)
+            )
+            known = self._token_bytes[token_id] = b"" if token is None else self._bytes_of(token)
+        return known
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of a whole sequence."""
+        whole = b"".join(map(self.token_bytes, token_ids))
+        return self._bytes_of.strip_start(whole).decode("utf-8", "replace")
+
+    def stream(self, after: Iterable[int] = ()) -> IncrementalDecoder:
+        """A decoder for ids that arrive one by one and continue the ids `after` (the prompt), whose text it does not repeat."""
+        decoder = IncrementalDecoder(self, self._bytes_of.num_stripped)
+        for token_id in after:
+            decoder.push(token_id)
+        return decoder
+
+
+class IncrementalDecoder:
+    """Turns ids into text piece by piece: all pieces and the flush together are `Tokenizer.decode` of all ids."""
+
+    def __init__(self, tokenizer: Tokenizer, num_stripped: int) -> None:
+        self._tokenizer = tokenizer
+        self._to_strip = num_stripped  # leading spaces that may still have to go
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain with this token; empty inside a character."""
+        piece = self._tokenizer.token_bytes(token_id)
+        if self._to_strip and piece:
+            kept = piece[: self._to_strip].lstrip(b" ") + piece[self._to_strip :]
+            # Only an unbroken run of leading spaces counts: whatever else comes ends it.
+            self._to_strip = 0 if kept else self._to_strip - len(piece)
+            piece = kept
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        """What an unfinished character at the end becomes. The decoder is then as new, but strips no leading space."""
+        return self._utf8.decode(b"", final=True)
+
+
+def text_unavailable(folder: Path) -> RequestError:
+    """The error for a request with text when the folder has no tokenizer."""
+    other = " (its tokenizer.model must be converted to tokenizer.json)" if (folder / "tokenizer.model").exists() else ""
+    return RequestError("no_tokenizer", f"{folder} has no {TOKENIZER_NAME}{other}; give token ids instead of text")
+
+
+def read_eos_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end a generation: `eos_token_id` of generation_config.json, else of config.json, else none. An int or a list.
+
+    Raises CheckpointError naming the file if the value is something else, or more than 16 ids.
+    """
+    manifest = Manifest.from_folder(folder)
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder, name, manifest).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and 0 <= i < 2**31 for i in ids) or len(ids) > MAX_EOS_IDS:
+            raise CheckpointError(
+                f"{folder / name}: eos_token_id must be a token id or at most {MAX_EOS_IDS} of them, got {value!r:.80}"
+            )
+        return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def read_json(folder: Path, name: str, manifest: Manifest | None) -> dict[str, Any]:
+    """A JSON object of the folder; empty if there is no such file. Raises CheckpointError naming the file."""
+    raw = read_small_file(folder, name, manifest)
+    if raw is None:
+        return {}
+    try:
+        parsed = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / name} is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{folder / name} holds a {type(parsed).__name__}, expected an object")
+    return parsed
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ... of a tokenizer_config.json; each is a string or an object with the string as `content`."""
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _load_library(raw: str) -> Any:
+    try:
+        library = tokenizers.Tokenizer.from_str(raw)
+    except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise ValueError(f"the tokenizers library refuses it: {error!s:.200}") from None
+    library.no_truncation()  # a tokenizer.json saved during training may cut or pad every text
+    library.no_padding()
+    return library
+
+
+# ---- tokens to bytes ----
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the other bytes follow from U+0100 on (GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@dataclass(frozen=True)
+class _ByteDecoder:
+    """What the `decoder` of a tokenizer.json does to one token, on bytes. Byte-level BPE, or replacements and byte fallback."""
+
+    alphabet: Mapping[str, int] | None  # byte-level BPE; None: the other kind
+    replacements: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    num_stripped: int = 0  # leading spaces taken off the whole text
+
+    def __call__(self, token: str) -> bytes:
+        if self.alphabet is not None:
+            values = [self.alphabet.get(character, -1) for character in token]
+            return token.encode("utf-8") if -1 in values else bytes(values)
+        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        return token.encode("utf-8")
+
+    def strip_start(self, whole: bytes) -> bytes:
+        return whole[: self.num_stripped].lstrip(b" ") + whole[self.num_stripped :]
+
+    @classmethod
+    def from_json(cls, parsed: Mapping[str, Any]) -> _ByteDecoder:
+        """Read the `decoder` of a tokenizer.json. Raises ValueError if its output is not simply made of tokens' bytes."""
+        decoder = parsed.get("decoder") or {}
+        steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+        kinds = [step.get("type") for step in steps]
+        if kinds == ["ByteLevel"]:
+            return cls(_byte_level_alphabet())
+        replacements, fused, num_stripped = [], False, 0
+        for step in steps:
+            kind = step.get("type")
+            if kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
+                replacements.append((step["pattern"]["String"], step["content"]))
+            elif kind == "Strip" and fused and step.get("content") == " " and step.get("stop") == 0:
+                num_stripped = int(step["start"])
+            elif kind == "Fuse":
+                fused = True
+            elif kind != "ByteFallback":
+                raise ValueError(
+                    f"its decoder {kinds} is not supported; supported: ByteLevel, or Replace, ByteFallback, Fuse, Strip"
+                )
+        return cls(None, tuple(replacements), "ByteFallback" in kinds, num_stripped)
