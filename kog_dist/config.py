@@ -1,0 +1,163 @@
+"""The settings of a run: flags > environment (`KOG_*`) > file > default, each with the source it came from."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from kog_dist import env
+from kog_dist.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+LAUNCHERS = ("auto", "local")
+KV_DTYPES = ("float32",)
+MIN_STALL_S = 0.5
+MAX_TIMEOUT_S = 86400.0
+_INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """What `kog-launch` starts. Every field is a flag, a `KOG_` variable and a key of a config file under the same name."""
+
+    model: str | None = None  # folder of a checkpoint; None = the bundled demo model
+    ranks: int = 0  # 0 = chosen from the machine and the model's lanes
+    gpus: str | None = None  # N, all, or a list such as 0,2,3; asks for the CUDA device
+    device: str = "auto"
+    launcher: str = "auto"
+    kv_dtype: str = "float32"
+    verify: bool = True  # compare the checkpoint with its hash manifest, if it has one
+    instance: str | None = None  # None = "default" when serving, a name of its own for one prompt
+    rpc_port: int | None = None  # None = a socket file in the instance folder; 0 = any free port
+    startup_timeout: float = 300.0  # s, until every rank is ready
+    step_timeout: float = 30.0  # s, longest wait of a rank for its peers
+    shutdown_timeout: float = 10.0  # s, for the running request after a stop was asked for
+    stall_timeout: float = 1.0  # s without a heartbeat after which a ready rank counts as hung
+    log_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, DEVICES)
+        _one_of("launcher", self.launcher, LAUNCHERS)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.ranks < 0 or self.ranks > 1024:
+            raise ConfigError(f"ranks must be between 1 and 1024 (0 = automatic), got {self.ranks}")
+        if self.rpc_port is not None and not 0 <= self.rpc_port <= 65535:
+            raise ConfigError(f"rpc_port must be between 0 and 65535, got {self.rpc_port}")
+        if self.instance is not None and not _INSTANCE_NAME.fullmatch(self.instance):
+            raise ConfigError(f"instance name {self.instance!r} must be 1 to 40 letters, digits, dots, dashes or underscores")
+        for name in ("startup_timeout", "step_timeout", "shutdown_timeout", "stall_timeout"):
+            value = getattr(self, name)
+            if not 0 < value <= MAX_TIMEOUT_S:
+                raise ConfigError(f"{name} must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, got {value}")
+        if self.stall_timeout < MIN_STALL_S:
+            raise ConfigError(f"stall_timeout must be at least {MIN_STALL_S} seconds, got {self.stall_timeout}")
+        if self.gpus is not None and self.device == "cpu":
+            raise ConfigError(f"gpus {self.gpus} contradicts device cpu; give one of them")
+
+
+SETTINGS = tuple(field.name for field in fields(LaunchConfig))
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration and where each value came from ("--ranks", "KOG_RANKS", "laptop.toml" or "default")."""
+
+    config: LaunchConfig
+    sources: Mapping[str, str]
+
+    def describe(self) -> str:
+        """One line per setting: name, value, source."""
+        rows = [(name, _shown(getattr(self.config, name)), self.sources[name]) for name in SETTINGS]
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
+
+
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None) -> Resolved:
+    """Combine the given flags (None = not given), the environment and a file. Raises ConfigError naming key and source."""
+    hints = get_type_hints(LaunchConfig)
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(SETTINGS, "default")
+    layers: list[tuple[Mapping[str, Any], Callable[[str], str], bool]] = []
+    if file is not None:
+        layers.append((read_file(file), lambda name: f"{file}", False))
+    layers.append((env.kog_variables(environ), env.variable, True))
+    layers.append(({n: v for n, v in flags.items() if v is not None}, flag_name, False))
+    for layer, source_of, is_text in layers:
+        for name, value in layer.items():
+            source = source_of(name)
+            if name not in SETTINGS:
+                raise ConfigError(f"{source}: there is no setting {name!r}{did_you_mean(name, SETTINGS)}")
+            values[name] = _convert(value, hints[name], f"{source}: {name}", is_text)
+            sources[name] = source
+    return Resolved(_build(values, sources), sources)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Parse a TOML file of settings. Raises ConfigError when it cannot be read or parsed."""
+    try:
+        with path.open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+
+
+def flag_name(setting: str) -> str:
+    """The command line's word for a setting."""
+    return "MODEL" if setting == "model" else "--" + setting.replace("_", "-")
+
+
+def did_you_mean(word: str, known: tuple[str, ...]) -> str:
+    """`; did you mean X?` when one of `known` is close to `word`, else nothing."""
+    import difflib
+
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; settings are {', '.join(known)}"
+
+
+def _build(values: Mapping[str, Any], sources: Mapping[str, str]) -> LaunchConfig:
+    try:
+        return LaunchConfig(**values)
+    except ConfigError as error:
+        named = next((name for name in sorted(values, key=len, reverse=True) if str(error).startswith(name)), None)
+        raise ConfigError(f"{sources[named]}: {error}" if named else str(error)) from None
+
+
+def _convert(value: Any, hint: Any, where: str, is_text: bool) -> Any:
+    """`value` as the field's type. Text (environment) is parsed; typed values (flags, TOML) must already fit."""
+    kind = next(k for k in (bool, int, float, str) if k is hint or k in getattr(hint, "__args__", ()))
+    if is_text and kind is bool:
+        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if value.lower() not in words:
+            raise ConfigError(f"{where} must be true or false, got {value!r}")
+        return words[value.lower()]
+    if is_text:
+        try:
+            return kind(value)
+        except ValueError:
+            raise ConfigError(f"{where} must be {_article(kind)}, got {value!r}") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{where} must be {_article(kind)}, got {value!r}")
+    return value
+
+
+def _article(kind: type) -> str:
+    return {int: "an integer", float: "a number", str: "text", bool: "true or false"}[kind]
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} {value!r} is not available; use {' or '.join(allowed)}")
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)

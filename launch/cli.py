@@ -1,0 +1,18 @@
+"""`kog-launch`: the entry point. It imports nothing but `signal` until Ctrl-C is safe; the flags are in `launch/flags.py`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+
+def main() -> None:
+    """Run `kog-launch` and exit with its code; until the supervisor takes over, Ctrl-C ends the process silently."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from kog_dist.launch.flags import run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The flags of `kog-launch`. Heavy imports stand inside the functions that need them: `--help` answers in under 0.3 s."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kog_dist import config
+from kog_dist.errors import ConfigError, KogError
+from kog_dist.launch.request import PromptRequest
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_ENGINE, _REQUEST, _INSTEAD = "Engine", "One prompt instead of serving", "Instead of starting"
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
+
+
+@app.command(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def launch(
+    model: Model = None,
+    ranks: Annotated[int | None, typer.Option(help="Rank processes; must divide the lanes. 0: chosen for this machine.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs to use: N, all, or a list such as 0,2,3.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="auto or local.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Type of the KV cache: float32.")] = None,
+    verify: Annotated[bool | None, typer.Option("--verify/--no-verify", help="Check values and hashes while loading.")] = None,
+    instance: Annotated[str | None, typer.Option(help="Name under which clients find the engine. Default: default.")] = None,
+    rpc_port: Annotated[int | None, typer.Option(help="TCP port on 127.0.0.1 instead of a socket file; 0: a free one.")] = None,
+    startup_timeout: Annotated[float | None, typer.Option(help="Seconds until every rank must be ready.")] = None,
+    step_timeout: Annotated[float | None, typer.Option(help="Seconds a rank may wait for its peers.")] = None,
+    shutdown_timeout: Annotated[float | None, typer.Option(help="Seconds for the running request after a stop.")] = None,
+    stall_timeout: Annotated[float | None, typer.Option(help="Seconds without a heartbeat until a rank counts as hung.")] = None,
+    log_dir: Annotated[str | None, typer.Option(help="Folder for one log per process and exit.json.")] = None,
+    config_file: Annotated[Path | None, typer.Option("--config", help="TOML file of settings (keys = these flags).")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Generate once to stdout, then exit.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="The same with token ids: 1,2,3.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    logit_digests: Annotated[bool, typer.Option("--logit-digests", help="SHA-256 of each step's float32 logits.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show bytes per rank, plan and ceiling; start nothing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read the checkpoint's metadata only; exit 0 or 3.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Show every setting and its source.")] = False,
+) -> None:
+    """Start a model on this machine and serve it, or answer one prompt.
+
+    Settings come from flags, then KOG_<SETTING> variables, then the --config file. Exit codes: 0 fine, 2 usage, 3 cannot start,
+    4 a rank died, 5 timeout.
+    """
+    flags = {name: value for name, value in locals().items() if name in config.SETTINGS}
+    resolved = config.resolve(flags, os.environ, config_file)
+    request = PromptRequest.from_flags(
+        prompt=prompt, prompt_ids=prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()),
+        ignore_eos=ignore_eos, json=json, logit_digests=logit_digests,
+    )  # fmt: skip
+    if sum((dry_run, check, print_config)) > 1:
+        raise ConfigError("--dry-run, --check and --print-config exclude each other")
+    if print_config:
+        print(resolved.describe())
+        raise typer.Exit(0)
+    raise typer.Exit(_start(resolved.config, request, dry_run=dry_run, check=check))
+
+
+def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_run: bool, check: bool) -> int:
+    from kog_dist.launch import inspection
+
+    if check:
+        print(inspection.check(settings))
+        return 0
+    if dry_run:
+        print(inspection.dry_run(settings))
+        return 0
+    from kog_dist.launch.supervisor import supervise
+
+    return supervise(settings, request)
+
+
+def run(arguments: list[str]) -> int:
+    """Parse and execute; every KogError becomes one line on stderr and its exit code."""
+    try:
+        code = app(arguments, prog_name="kog-launch", standalone_mode=True)
+    except KogError as error:
+        print(f"kog-launch: {error}", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as stopped:
+        return stopped.code if isinstance(stopped.code, int) else 1
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,98 @@
+"""`kog-launch --check` and `--dry-run`: what would be started, without starting it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+
+from kog_dist.config import LaunchConfig
+from kog_dist.launch.target import Target, choose_target
+
+_PROBE_BYTES = 128 << 20
+_H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
+_MIB = 2**20
+
+
+def check(settings: LaunchConfig) -> str:
+    """One line about a checkpoint whose metadata is in order. Reads no values. Raises CheckpointError or ConfigError."""
+    target = choose_target(settings)
+    opened = target.checkpoint
+    has_tokenizer = (target.folder / "tokenizer.json").is_file()
+    hashes = "with hash manifest" if opened.manifest is not None else "without hash manifest"
+    return (
+        f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {opened.dtype}, {len(opened.files)} "
+        f"file{'s' if len(opened.files) > 1 else ''}, {opened.num_bytes / _MIB:.1f} MiB, {opened.spec.num_lanes} lanes, {hashes}, "
+        f"{'with' if has_tokenizer else 'without'} tokenizer"
+    )
+
+
+def dry_run(settings: LaunchConfig) -> str:
+    """Bytes per rank, plan and ceiling. Raises what starting would raise for the same reason."""
+    from kog_dist.decode.plan import make_plan
+    from kog_dist.decode.validate import check as check_plan
+
+    target = choose_target(settings)
+    plan = make_plan(target.checkpoint.spec, target.world_size)
+    check_plan(plan)
+    steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
+    sent = sum(step.publishes is not None for step in plan.ranks[0].steps)
+    lines = [
+        f"model      {target.model_name}: {target.checkpoint.spec.num_parameters:,} parameters, {target.checkpoint.dtype} on disk",
+        f"ranks      {target.world_size} on {target.device}, {target.checkpoint.spec.num_lanes // target.world_size} lanes each",
+        f"plan       {plan.digest()[:16]}: {len(plan.ranks[0].steps)} steps per token and rank, {sent} of them publish",
+        "           " + ", ".join(f"{count} {name}" for name, count in steps.items()),
+        f"mailboxes  {', '.join(f'{box.name} {box.num_slots} x {box.length}' for box in plan.mailboxes) or 'none'}",
+        *_memory(target),
+        *_ceiling(target),
+    ]
+    return "\n".join(lines)
+
+
+def rank_bytes(target: Target, rank: int) -> dict[str, int]:
+    """Memory of a rank by use, float32: `weights` it keeps, `read` of them per token, `cache` of keys and values."""
+    spec = target.checkpoint.spec
+    lanes = spec.lanes_of_rank(rank, target.world_size)
+    share = len(lanes) / spec.num_lanes
+    embedding, norms = spec.vocab_size * spec.hidden_size, (2 * spec.num_layers + 1) * spec.hidden_size
+    head_rows = sum(last - first for first, last in map(spec.vocab_slice, lanes))
+    head_width = spec.hidden_size * (spec.num_lanes if spec.head_type.value == "lane" else 1)
+    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
+    layers = int(spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size) * share)
+    read = layers + norms * (1 if spec.shared_norm_scale else spec.num_lanes) + head_rows * head_width
+    cache = 2 * spec.num_layers * spec.max_context * spec.lane_kv_heads * spec.head_dim * len(lanes)
+    return {"weights": 4 * (read + embedding), "read": 4 * read, "cache": 4 * cache}
+
+
+def _memory(target: Target) -> list[str]:
+    by_rank = [rank_bytes(target, rank) for rank in range(target.world_size)]
+    return [
+        f"rank {rank:<5} {b['weights'] / _MIB:.1f} MiB weights as float32 ({b['read'] / _MIB:.1f} MiB read per token), "
+        f"{b['cache'] / _MIB:.1f} MiB KV cache"
+        for rank, b in enumerate(by_rank)
+    ]
+
+
+def _ceiling(target: Target) -> list[str]:
+    """What memory bandwidth alone allows: a decode step reads every weight but the embedding once."""
+    read_bytes = sum(rank_bytes(target, rank)["read"] for rank in range(target.world_size))
+    measured = _read_bandwidth()
+    narrow_bytes = target.checkpoint.spec.bytes_per_token(2)
+    return [
+        f"ceiling    {measured / read_bytes:,.0f} tokens/s here: {read_bytes / _MIB:.1f} MiB per token at {measured / 1e9:.1f} GB/s, "
+        "measured just now on one core from main memory; a model that fits the caches can exceed it",
+        f"           {target.world_size * _H200_PEAK_BYTES_S / narrow_bytes:,.0f} tokens/s on {target.world_size} H200: "
+        f"{narrow_bytes / _MIB:.1f} MiB per token in 16 bit at the data sheet's 4.8 TB/s each, communication not counted",
+    ]
+
+
+def _read_bandwidth() -> float:
+    """Bytes per second that one core reads from an array larger than the caches: the best of three passes."""
+    probe = np.ones(_PROBE_BYTES // 8, np.int64)
+    best_s = float("inf")
+    for _ in range(3):
+        begin_s = time.perf_counter()
+        np.bitwise_or.reduce(probe)
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return _PROBE_BYTES / best_s

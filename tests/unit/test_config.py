@@ -1,0 +1,95 @@
+"""Settings: precedence, sources, and refusal of everything unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kog_dist import env
+from kog_dist.config import SETTINGS, LaunchConfig, resolve
+from kog_dist.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = written(tmp_path, "ranks = 2\nstep_timeout = 7\nrpc_port = 1\n")
+    resolved = resolve({"ranks": 8, "model": None}, {"KOG_RANKS": "4", "KOG_STEP_TIMEOUT": "5.5"}, file)
+    assert (resolved.config.ranks, resolved.config.step_timeout, resolved.config.rpc_port) == (8, 5.5, 1)
+    assert resolved.config.startup_timeout == LaunchConfig().startup_timeout
+    assert resolved.sources["ranks"] == "--ranks"
+    assert resolved.sources["step_timeout"] == "KOG_STEP_TIMEOUT"
+    assert resolved.sources["rpc_port"] == str(file)
+    assert resolved.sources["startup_timeout"] == "default"
+
+
+def test_description_names_every_setting_with_its_source(tmp_path: Path) -> None:
+    text = resolve({"log_dir": "logs"}, {"KOG_VERIFY": "no"}, written(tmp_path, "device = 'cpu'")).describe()
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    assert tuple(rows) == SETTINGS
+    assert rows["log_dir"] == ["logs", "--log-dir"]
+    assert rows["verify"] == ["false", "KOG_VERIFY"]
+    assert rows["device"][0] == "cpu"
+    assert rows["device"][1].endswith("run.toml")
+    assert rows["stall_timeout"] == ["1", "default"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "text", "expected"),
+    [
+        ({}, {"KOG_RNKS": "1"}, "", "KOG_RNKS: there is no setting 'rnks'; did you mean ranks?"),
+        ({}, {}, "steptimeout = 3", "there is no setting 'steptimeout'; did you mean step_timeout?"),
+        ({}, {}, "zzz = 3", "settings are model, ranks"),
+        ({}, {"KOG_RANKS": "two"}, "", "KOG_RANKS: ranks must be an integer, got 'two'"),
+        ({}, {"KOG_VERIFY": "maybe"}, "", "KOG_VERIFY: verify must be true or false, got 'maybe'"),
+        ({}, {}, "ranks = '2'", "ranks must be an integer, got '2'"),
+        ({}, {}, "ranks = true", "ranks must be an integer, got True"),
+        ({}, {}, "[ranks]\na = 1", "ranks must be an integer"),
+        ({}, {}, "verify = 1", "verify must be true or false, got 1"),
+        ({}, {}, "ranks = ", "is not valid TOML"),
+        ({"ranks": -1}, {}, "", "--ranks: ranks must be between 1 and 1024"),
+        ({"device": "tpu"}, {}, "", "--device: device 'tpu' is not available; use auto or cpu or cuda"),
+        ({"launcher": "mpi"}, {}, "", "--launcher: launcher 'mpi' is not available; use auto or local"),
+        ({"kv_dtype": "int3"}, {}, "", "--kv-dtype: kv_dtype 'int3' is not available"),
+        ({"stall_timeout": 0.4}, {}, "", "--stall-timeout: stall_timeout must be at least 0.5 seconds, got 0.4"),
+        ({"step_timeout": float("nan")}, {}, "", "--step-timeout: step_timeout must be more than 0"),
+        ({"rpc_port": 70000}, {}, "", "--rpc-port: rpc_port must be between 0 and 65535, got 70000"),
+        ({"instance": "../x"}, {}, "", "--instance: instance name '../x' must be"),
+        ({"gpus": "all", "device": "cpu"}, {}, "", "--gpus: gpus all contradicts device cpu"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(
+    tmp_path: Path, flags: dict[str, object], environ: dict[str, str], text: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(flags, environ, written(tmp_path, text))
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.toml cannot be read: No such file"):
+        resolve({}, {}, tmp_path / "no.toml")
+
+
+def test_other_variables_are_left_alone() -> None:
+    assert resolve({}, {"HOME": "/", "RANK": "3", "KOG_RANKS": ""}, None).config == LaunchConfig()
+
+
+def test_children_get_one_blas_thread_and_no_settings() -> None:
+    child = env.child_environment({"PATH": "/bin", "KOG_RANKS": "3", "OPENBLAS_NUM_THREADS": "7"})
+    assert child["OPENBLAS_NUM_THREADS"] == "1"
+    assert child["PATH"] == "/bin"
+    assert "KOG_RANKS" not in child
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    assert resolve({}, {}, path).config.device in ("auto", "cpu", "cuda")
