@@ -1,0 +1,265 @@
+"""Every fixed-layout struct that processes share, and later CUDA, from one definition each.
+
+A `Struct` gives the numpy dtype, the offsets and the C text of one layout: little-endian, naturally aligned, padded at the end.
+`c_header()` is the same layouts as C with a static_assert for every offset, so that a compiler disagrees loudly.
+Words with different writers stand on different cache lines of 128 bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+ABI_VERSION = 1
+LINE_BYTES = 128
+MAX_STOP_IDS = 16
+LABEL_BYTES = 24
+
+_C_TYPES = {"u64": "uint64_t", "i64": "int64_t", "u32": "uint32_t", "i32": "int32_t", "f64": "double", "u8": "uint8_t"}
+_SIZES = {"u64": 8, "i64": 8, "u32": 4, "i32": 4, "f64": 8, "u8": 1}
+_NUMPY = {"u64": "<u8", "i64": "<i8", "u32": "<u4", "i32": "<i4", "f64": "<f8", "u8": "u1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One member: `count` items of `type`. `align` may ask for more than the natural alignment (a new cache line)."""
+
+    name: str
+    type: str
+    doc: str
+    count: int = 1
+    align: int = 1
+
+
+@dataclass(frozen=True)
+class Struct:
+    """One layout. `size_multiple` pads the end, so that arrays of it keep their alignment."""
+
+    name: str
+    doc: str
+    fields: tuple[Field, ...]
+    size_multiple: int = 8
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of every field."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for field in self.fields:
+            align = max(field.align, _SIZES[field.type])
+            offsets[field.name] = -(-end // align) * align
+            end = offsets[field.name] + _SIZES[field.type] * field.count
+        return offsets
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Size with the padding at the end."""
+        last = self.fields[-1]
+        end = self.offsets[last.name] + _SIZES[last.type] * last.count
+        return -(-end // self.size_multiple) * self.size_multiple
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The same layout for numpy."""
+        formats = [_NUMPY[f.type] if f.count == 1 else (_NUMPY[f.type], (f.count,)) for f in self.fields]
+        names = [f.name for f in self.fields]
+        offsets = [self.offsets[name] for name in names]
+        return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": self.size_bytes})
+
+    def word(self, name: str) -> int:
+        """Index of a 64-bit field in an array of 64-bit words that starts where the struct starts."""
+        offset = self.offsets[name]
+        assert offset % 8 == 0, f"{self.name}.{name} is not a word"
+        return offset // 8
+
+    def c_text(self) -> str:
+        """The struct as C, padding written out, followed by its static_asserts."""
+        lines = [f"// {self.doc}", f"typedef struct Kog{self.name} {{"]
+        end = 0
+        for field in self.fields:
+            offset = self.offsets[field.name]
+            if offset > end:
+                lines.append(f"    uint8_t _pad{end}[{offset - end}];")
+            suffix = f"[{field.count}]" if field.count > 1 else ""
+            lines.append(f"    {_C_TYPES[field.type]} {field.name}{suffix};  // {field.doc}")
+            end = offset + _SIZES[field.type] * field.count
+        if self.size_bytes > end:
+            lines.append(f"    uint8_t _pad{end}[{self.size_bytes - end}];")
+        lines.append(f"}} Kog{self.name};")
+        for name, offset in self.offsets.items():
+            lines.append(f'static_assert(offsetof(Kog{self.name}, {name}) == {offset}, "{self.name}.{name}");')
+        lines.append(f'static_assert(sizeof(Kog{self.name}) == {self.size_bytes}, "{self.name}");')
+        return "\n".join(lines)
+
+
+CONTROL_HEADER = Struct(
+    "ControlHeader",
+    "First page of the control page.",
+    (
+        Field("magic", "u64", "CONTROL_MAGIC"),
+        Field("abi_digest", "u64", "abi_digest() of the build that made the page"),
+        Field("generation", "u64", "counts the starts of this engine; part of the abort word"),
+        Field("world_size", "u32", "number of ranks"),
+        Field("max_context", "u32", "most tokens of prompt and answer together; length of the token ring"),
+        Field("total_bytes", "u64", "size of the whole segment"),
+        Field("rank_offset", "u64", "byte offset of RankControl[world_size]"),
+        Field("request_offset", "u64", "byte offset of two request blocks, used in turn"),
+        Field("request_stride", "u64", "bytes from one request block to the next"),
+        Field("ring_offset", "u64", "byte offset of RingHeader, then TokenEntry[max_context]"),
+        Field("abort", "u64", "0, or generation << 32 | cause << 16 | rank; writer: supervisor, once", align=LINE_BYTES),
+        Field("drain", "u64", "1: take no new requests, finish what runs; writer: supervisor"),
+        Field("doorbell", "u64", "seq of the newest complete request block; writer: coordinator", align=LINE_BYTES),
+        Field("cancel", "u64", "requests up to this seq are cancelled; writer: coordinator"),
+        Field("coordinator_beat_ns", "u64", "CLOCK_MONOTONIC of the last heartbeat; writer: coordinator"),
+    ),
+    size_multiple=4096,
+)
+WAIT_RECORD = Struct(
+    "WaitRecord",
+    "What a wait that ran out of time was waiting for.",
+    (
+        Field("rank", "u32", "the rank that waited"),
+        Field("cta", "u32", "its thread block; 0 on CPU ranks"),
+        Field("phase", "u32", "phase of the decode step, as the engine numbers them; 0 when it has none"),
+        Field("op", "u32", "WaitOp"),
+        Field("mailbox", "u32", "index of the mailbox in the order of declaration"),
+        Field("slot", "u32", "slot of the mailbox"),
+        Field("peer", "u32", "first rank whose value was missing"),
+        Field("num_missing", "u32", "words that did not carry the epoch"),
+        Field("epoch_wanted", "u64", "tag that was waited for"),
+        Field("epoch_seen", "u64", "tag that stood there instead"),
+        Field("elapsed_ns", "u64", "how long the wait lasted"),
+        Field("stamp_ns", "u64", "CLOCK_MONOTONIC at its end; 0 on devices"),
+        Field("label", "u8", "name of the mailbox, cut off, zero-padded; empty on devices", count=LABEL_BYTES),
+    ),
+    size_multiple=LINE_BYTES,
+)
+RANK_CONTROL = Struct(
+    "RankControl",
+    "What one rank writes. Nobody else writes here.",
+    (
+        Field("beat_ns", "u64", "CLOCK_MONOTONIC of the last heartbeat"),
+        Field("state", "u64", "RankState"),
+        Field("done_seq", "u64", "newest request the rank has finished with"),
+        Field("device_beat", "u64", "steps begun by the device program; 0 on CPU ranks", align=LINE_BYTES),
+        Field("abort_req", "u64", "0, or generation << 32 | 2 * has_record | 1; written after the record", align=LINE_BYTES),
+        Field("record", "u8", "WaitRecord", count=WAIT_RECORD.size_bytes, align=LINE_BYTES),
+    ),
+    size_multiple=512,
+)
+REQUEST_BLOCK = Struct(
+    "RequestBlock",
+    "One request, as ranks see it; uint32_t prompt[max_context] follows. `check` covers all of it, so order does not matter.",
+    (
+        Field("seq", "u64", "number of the request, from 1"),
+        Field("check", "u64", "CRC-32 of the block and the prompt ids, taken with check = 0"),
+        Field("seed", "u64", "seed of the sampling"),
+        Field("temperature", "f64", "0 = greedy"),
+        Field("num_prompt", "u32", "prompt ids that follow"),
+        Field("max_tokens", "u32", "most tokens to generate"),
+        Field("flags", "u32", "1: ignore stop ids, 2: a digest of the logits with every token"),
+        Field("num_stop_ids", "u32", "used entries of stop_ids"),
+        Field("stop_ids", "u32", "token ids that end the answer", count=MAX_STOP_IDS),
+    ),
+    size_multiple=LINE_BYTES,
+)
+RING_HEADER = Struct(
+    "RingHeader",
+    "Written by rank 0.",
+    (Field("num_put", "u64", "entries written since the start; only a hint that wakes the reader"),),
+    size_multiple=4096,
+)
+TOKEN_ENTRY = Struct(
+    "TokenEntry",
+    "One generated token. Each word is payload | seq << 32; an entry counts when all its words carry the seq: no fences.",
+    (
+        Field("token_id", "u64", "the token, 0xffffffff for none"),
+        Field("index", "u64", "place of the token in the answer, from 0; several per step are several entries"),
+        Field("finish", "u64", "Finish; not 0: this entry is the last"),
+        Field("flags", "u64", "1: digest is valid"),
+        Field("stamp_low", "u64", "CLOCK_MONOTONIC in ns when the token was known, low half"),
+        Field("stamp_high", "u64", "high half"),
+        Field("spare", "u64", "0", count=2),
+        Field("digest", "u64", "SHA-256 of the float32 logits, 4 bytes a word", count=8),
+    ),
+    size_multiple=LINE_BYTES,
+)
+
+STRUCTS = (CONTROL_HEADER, WAIT_RECORD, RANK_CONTROL, REQUEST_BLOCK, RING_HEADER, TOKEN_ENTRY)
+CONTROL_MAGIC = int.from_bytes(b"KOGCTRL\0", "little")
+
+
+def c_header() -> str:
+    """All structs as a C11 / C++ header."""
+    head = "// Generated by kog_dist.abi; do not edit.\n#pragma once\n"
+    head += "".join(f"#include <{name}.h>\n" for name in ("assert", "stddef", "stdint"))
+    constants = f"#define KOG_ABI_VERSION {ABI_VERSION}\n#define KOG_CONTROL_MAGIC {CONTROL_MAGIC:#x}ull\n"
+    return "\n".join([head + constants, *(struct.c_text() + "\n" for struct in STRUCTS)])
+
+
+def abi_digest() -> int:
+    """64 bits that differ when any layout differs; two builds that disagree refuse each other's memory."""
+    return int.from_bytes(hashlib.sha256(c_header().encode()).digest()[:8], "little")
+
+
+class WaitOp(enum.IntEnum):
+    """What kind of wait a record describes."""
+
+    UNKNOWN = 0
+    COLLECT = 1
+    BARRIER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """A `WAIT_RECORD` as Python sees it; its text is the message of a DeviceError."""
+
+    rank: int
+    op: WaitOp
+    mailbox: int
+    slot: int
+    peer: int
+    num_missing: int
+    epoch_wanted: int
+    epoch_seen: int
+    elapsed_ns: int
+    label: str = ""
+    cta: int = 0
+    phase: int = 0
+    stamp_ns: int = 0
+
+    def __str__(self) -> str:
+        name = f"mailbox {self.label!r}" if self.label else f"mailbox {self.mailbox}"
+        where = "a barrier" if self.op is WaitOp.BARRIER else f"{name} slot {self.slot}"
+        thread_block = f" (thread block {self.cta}, phase {self.phase})" if self.cta or self.phase else ""
+        return (
+            f"rank {self.rank}{thread_block} waited {self.elapsed_ns / 1e9:.3f} s in {where} for epoch {self.epoch_wanted} "
+            f"from rank {self.peer} and saw epoch {self.epoch_seen} ({self.num_missing} words missing); "
+            f"look at what rank {self.peer} was doing"
+        )
+
+    def pack(self) -> bytes:
+        """The record in the layout of `WAIT_RECORD`; the label is cut to its room."""
+        row = np.zeros((), WAIT_RECORD.dtype)
+        for name in WAIT_RECORD.offsets:
+            if name not in ("label", "stamp_ns"):
+                row[name] = getattr(self, name)
+        row["stamp_ns"] = self.stamp_ns or time.monotonic_ns()
+        text = self.label.encode()[:LABEL_BYTES]
+        row["label"][: len(text)] = np.frombuffer(text, np.uint8)
+        return row.tobytes()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> WaitRecord:
+        """The record that `pack` or a device wrote."""
+        row = np.frombuffer(raw, WAIT_RECORD.dtype, count=1)[0]
+        numbers = {name: int(row[name]) for name in WAIT_RECORD.offsets if name not in ("label", "op")}
+        label = bytes(row["label"]).rstrip(b"\0").decode(errors="replace")
+        op = int(row["op"])
+        return cls(op=WaitOp(op) if op in list(WaitOp) else WaitOp.UNKNOWN, label=label, **numbers)

@@ -1,0 +1,329 @@
+"""The control page: the few words through which supervisor, coordinator and ranks steer each other.
+
+One memfd, made by the supervisor and inherited by everyone; it outlives any rank. Every word has exactly one writer, so that
+nothing needs a compare-and-swap (a GPU could not do one on host memory), and different writers have different cache lines.
+
+Memory order: Python has no fences. A 64-bit word goes through a memoryview, which is one aligned 8-byte load or store. Where one
+word announces other memory (abort_req after the wait record), this relies on x86 keeping stores in order and loads in order. Data
+that matters more checks itself: the request block carries a checksum, each word of a token entry its seq.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+import zlib
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kog_dist.abi import (
+    CONTROL_HEADER,
+    CONTROL_MAGIC,
+    MAX_STOP_IDS,
+    RANK_CONTROL,
+    REQUEST_BLOCK,
+    WAIT_RECORD,
+    WaitRecord,
+    abi_digest,
+)
+from kog_dist.decode.ring import TokenRing, ring_bytes
+from kog_dist.errors import LaunchError, ProtocolError, RequestError
+from kog_dist.memfd import Segment, round_up
+from kog_dist.wait import Deadline, FutexWord, WaitResult
+
+COORDINATOR: Final = 0xFFFE  # in place of a rank in `set_abort` and `beat`
+NO_RANK: Final = 0xFFFF
+IDLE_POLL_S = 0.05  # an idle rank wakes this often to beat and to see an abort or drain
+
+_NUM_BLOCKS = 2
+_IGNORE_EOS, _LOGIT_DIGESTS = 1, 2
+_U32, _U64 = 2**32, 2**64
+
+_ABORT, _DRAIN = CONTROL_HEADER.word("abort"), CONTROL_HEADER.word("drain")
+_DOORBELL, _CANCEL = CONTROL_HEADER.word("doorbell"), CONTROL_HEADER.word("cancel")
+_COORDINATOR_BEAT = CONTROL_HEADER.word("coordinator_beat_ns")
+_BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"), RANK_CONTROL.word("done_seq")
+_CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
+_ABORT_REQ = RANK_CONTROL.word("abort_req")
+
+
+class AbortCause(enum.IntEnum):
+    """Why everything is being stopped."""
+
+    NONE = 0
+    RANK_DIED = 1
+    RANK_STALLED = 2
+    COORDINATOR_DIED = 3
+    REQUESTED_BY_RANK = 4
+    SHUTDOWN = 5
+    STARTUP_FAILED = 6
+
+
+class RankState(enum.IntEnum):
+    """What a rank is doing."""
+
+    STARTING = 0
+    LOADING = 1
+    LINKING = 2
+    READY = 3
+    RUNNING = 4
+    STOPPED = 5
+    FAILED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """What ranks know of a request. `seed` is an unsigned 64-bit number; at most 16 `stop_ids` (the model's end tokens)."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_digests: bool = False
+
+
+def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
+    """The request, or RequestError `invalid_request` when the block could not hold it."""
+    finding = ""
+    if not 1 <= len(request.prompt) <= max_context:
+        finding = f"the prompt has {len(request.prompt)} tokens, expected 1 to {max_context}"
+    elif not 1 <= request.max_tokens < _U32:
+        finding = f"max_tokens is {request.max_tokens}, expected at least 1"
+    elif not 0 <= request.seed < _U64:
+        finding = f"seed is {request.seed}, expected 0 to 2^64 - 1"
+    elif len(request.stop_ids) > MAX_STOP_IDS:
+        finding = f"there are {len(request.stop_ids)} stop ids, expected at most {MAX_STOP_IDS}"
+    elif not all(0 <= token_id < _U32 for token_id in (*request.prompt, *request.stop_ids)):
+        finding = "a token id does not fit into 32 bits"
+    elif not 0.0 <= request.temperature < float("inf"):
+        finding = f"temperature is {request.temperature}, expected a finite number that is not negative"
+    if finding:
+        raise RequestError("invalid_request", f"cannot submit the request: {finding}")
+    return request
+
+
+class ControlPage:
+    """One process's view of the control page. `create` in the supervisor, `from_fd` everywhere else.
+
+    The methods say who may call them; calling another one's writer breaks the rule of one writer per word.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        header = np.frombuffer(segment.buffer, CONTROL_HEADER.dtype, count=1)[0].copy()
+        if int(header["magic"]) != CONTROL_MAGIC or int(header["abi_digest"]) != abi_digest():
+            raise LaunchError(f"descriptor {segment.fd} is not a control page of this build; start all from one version")
+        if int(header["total_bytes"]) != segment.size_bytes:
+            raise LaunchError(f"the control page has {segment.size_bytes} bytes and says {int(header['total_bytes'])}")
+        self.world_size = int(header["world_size"])
+        self.max_context = int(header["max_context"])
+        self.generation = int(header["generation"])
+        self._segment = segment
+        self._words = segment.words()
+        self._rank_base = int(header["rank_offset"]) // 8
+        self._request_offset, self._request_stride = int(header["request_offset"]), int(header["request_stride"])
+        self._doorbell_futex = FutexWord(segment.buffer, 8 * _DOORBELL)
+        self.ring = TokenRing(segment, int(header["ring_offset"]), self.max_context)
+
+    @classmethod
+    def create(cls, world_size: int, max_context: int, generation: int = 1) -> ControlPage:
+        """A new page for `world_size` ranks; heartbeats start now. `generation` counts the starts of an engine, from 1."""
+        rank_offset = CONTROL_HEADER.size_bytes
+        request_offset = rank_offset + round_up(world_size * RANK_CONTROL.size_bytes)
+        request_stride = round_up(REQUEST_BLOCK.size_bytes + 4 * max_context)
+        ring_offset = request_offset + _NUM_BLOCKS * request_stride
+        segment = Segment.create("kog-control", ring_offset + ring_bytes(max_context))
+        header = segment.array(CONTROL_HEADER.dtype, 1)
+        header["abi_digest"] = abi_digest()
+        header["generation"] = generation
+        header["world_size"], header["max_context"] = world_size, max_context
+        header["total_bytes"], header["rank_offset"] = segment.size_bytes, rank_offset
+        header["request_offset"], header["request_stride"] = request_offset, request_stride
+        header["ring_offset"] = ring_offset
+        header["magic"] = CONTROL_MAGIC
+        del header
+        page = cls(segment)
+        for rank in (*range(world_size), COORDINATOR):
+            page.beat(rank)
+        return page
+
+    @classmethod
+    def from_fd(cls, fd: int) -> ControlPage:
+        """The page behind an inherited descriptor, which the page owns from now on. LaunchError when it is something else."""
+        segment = Segment.from_fd(fd)
+        if segment.size_bytes < CONTROL_HEADER.size_bytes:
+            raise LaunchError(f"descriptor {fd} is not a control page: it has only {segment.size_bytes} bytes")
+        return cls(segment)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; children get it through `pass_fds`."""
+        return self._segment.fd
+
+    # --- supervisor ------------------------------------------------------------------------------------------------------------
+
+    def set_abort(self, cause: AbortCause, rank: int = NO_RANK) -> None:
+        """Stop everything. The first cause stays; wakes idle ranks. Writer: supervisor."""
+        if self._words[_ABORT] == 0:
+            self._words[_ABORT] = self.generation << 32 | int(cause) << 16 | rank
+        self._doorbell_futex.wake()
+
+    def aborted(self) -> bool:
+        """Whether everything must stop. One load; fit for polling."""
+        return bool(self._words[_ABORT])
+
+    def abort(self) -> tuple[AbortCause, int] | None:
+        """The cause and the rank it names (NO_RANK, COORDINATOR), or None."""
+        word = self._words[_ABORT]
+        return (AbortCause(word >> 16 & 0xFFFF), word & 0xFFFF) if word else None
+
+    def set_drain(self) -> None:
+        """Finish what runs and take nothing new. Writer: supervisor."""
+        self._words[_DRAIN] = 1
+        self._doorbell_futex.wake()
+
+    def draining(self) -> bool:
+        """Whether the engine is to finish and stop."""
+        return bool(self._words[_DRAIN])
+
+    # --- coordinator -----------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: DecodeRequest) -> int:
+        """Hand a request to the ranks; returns its seq, from 1. Writer: coordinator.
+
+        The block is written completely before the doorbell. Two blocks are used in turn: submit request n + 2 only when every
+        rank has read request n (`all_done`). Raises RequestError for values that the block cannot hold.
+        """
+        _checked(request, self.max_context)
+        seq = self._words[_DOORBELL] + 1
+        flags = _IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests
+        raw = bytearray(REQUEST_BLOCK.size_bytes)  # bytes decide, numpy may skip padding when it copies a struct
+        block = np.frombuffer(raw, REQUEST_BLOCK.dtype)
+        block["seq"], block["seed"], block["temperature"] = seq, request.seed, request.temperature
+        block["num_prompt"], block["max_tokens"], block["flags"] = len(request.prompt), request.max_tokens, flags
+        block["num_stop_ids"] = len(request.stop_ids)
+        block["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
+        prompt = np.asarray(request.prompt, "<u4")
+        block["check"] = zlib.crc32(prompt.tobytes(), zlib.crc32(raw))
+        start = self._request_offset + seq % _NUM_BLOCKS * self._request_stride
+        middle = start + REQUEST_BLOCK.size_bytes
+        self._segment.buffer[start:middle] = bytes(raw)
+        self._segment.buffer[middle : middle + prompt.nbytes] = prompt.tobytes()
+        self._words[_DOORBELL] = seq
+        self._doorbell_futex.wake()
+        return seq
+
+    def cancel(self, seq: int) -> None:
+        """Cancel request `seq` and all before it. Writer: coordinator."""
+        self._words[_CANCEL] = max(seq, self._words[_CANCEL])
+
+    def cancelled(self, seq: int) -> bool:
+        """Whether request `seq` was cancelled. Ranks see it at different times: rank 0 decides and tells the others."""
+        return bool(self._words[_CANCEL] >= seq)
+
+    # --- ranks -----------------------------------------------------------------------------------------------------------------
+
+    def doorbell(self) -> int:
+        """Seq of the newest request, 0 before the first."""
+        return int(self._words[_DOORBELL])
+
+    def wait_doorbell(self, rank: int, seen: int, deadline: Deadline | None = None) -> WaitResult:
+        """Block in the kernel until a request newer than `seen` is there (OK), or ABORT, or TIMEOUT; beats meanwhile."""
+        deadline = deadline or Deadline.never()
+        while True:
+            self.beat(rank)
+            doorbell = self.doorbell()
+            if self.aborted():
+                return WaitResult.ABORT
+            if doorbell > seen:
+                return WaitResult.OK
+            if deadline.expired():
+                return WaitResult.TIMEOUT
+            self._doorbell_futex.wait(doorbell, min(IDLE_POLL_S, deadline.remaining_s()))
+
+    def read_request(self, seq: int) -> DecodeRequest:
+        """Request `seq`, complete or not at all: ProtocolError when the block is damaged or already holds another request."""
+        start = self._request_offset + seq % _NUM_BLOCKS * self._request_stride
+        middle = start + REQUEST_BLOCK.size_bytes
+        raw = bytearray(self._segment.buffer[start:middle])  # a copy: what is checked is what is used
+        row = np.frombuffer(raw, REQUEST_BLOCK.dtype)[0]
+        num_prompt, check = int(row["num_prompt"]), int(row["check"])
+        prompt = self._segment.buffer[middle : middle + 4 * min(num_prompt, self.max_context)]
+        raw[_CHECK] = bytes(8)
+        if int(row["seq"]) != seq or check != zlib.crc32(prompt, zlib.crc32(raw)) or len(prompt) != 4 * num_prompt:
+            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {int(row['seq'])}")
+        flags = int(row["flags"])
+        return DecodeRequest(
+            prompt=tuple(np.frombuffer(prompt, "<u4").tolist()),
+            max_tokens=int(row["max_tokens"]),
+            temperature=float(row["temperature"]),
+            seed=int(row["seed"]),
+            stop_ids=tuple(row["stop_ids"][: int(row["num_stop_ids"])].tolist()),
+            ignore_eos=bool(flags & _IGNORE_EOS),
+            logit_digests=bool(flags & _LOGIT_DIGESTS),
+        )
+
+    def beat(self, rank: int) -> None:
+        """Say that `rank` (or COORDINATOR) is alive and not stuck. Writer: the rank itself."""
+        self._words[self._beat_word(rank)] = time.monotonic_ns()
+
+    def beat_age_s(self, rank: int) -> float:
+        """Seconds since the last heartbeat of `rank` (or COORDINATOR)."""
+        return (time.monotonic_ns() - self._words[self._beat_word(rank)]) / 1e9
+
+    def set_state(self, rank: int, state: RankState) -> None:
+        """Say what `rank` is doing. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _STATE)] = int(state)
+
+    def state(self, rank: int) -> RankState:
+        """What `rank` last said that it was doing."""
+        return RankState(self._words[self._rank_word(rank, _STATE)])
+
+    def set_done(self, rank: int, seq: int) -> None:
+        """Say that `rank` has finished with request `seq` and all before it. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _DONE)] = seq
+
+    def all_done(self, seq: int) -> bool:
+        """Whether every rank has finished with request `seq`."""
+        return all(self._words[self._rank_word(rank, _DONE)] >= seq for rank in range(self.world_size))
+
+    def request_abort(self, rank: int, record: WaitRecord | None = None) -> None:
+        """Ask the supervisor to stop everything; the first record of a rank stays. Writer: the rank itself."""
+        word = self._rank_word(rank, _ABORT_REQ)
+        if self._words[word]:
+            return
+        if record is not None:
+            start = 8 * self._rank_word(rank, 0) + RANK_CONTROL.offsets["record"]
+            self._segment.buffer[start : start + WAIT_RECORD.size_bytes] = record.pack()
+        self._words[word] = self.generation << 32 | 2 * (record is not None) | 1
+
+    def abort_requests(self) -> list[tuple[int, WaitRecord | None]]:
+        """The ranks that asked for an abort, each with what it had waited for."""
+        found: list[tuple[int, WaitRecord | None]] = []
+        for rank in range(self.world_size):
+            word = self._words[self._rank_word(rank, _ABORT_REQ)]
+            start = 8 * self._rank_word(rank, 0) + RANK_CONTROL.offsets["record"]
+            if word:
+                raw = self._segment.buffer[start : start + WAIT_RECORD.size_bytes]
+                found.append((rank, WaitRecord.unpack(raw) if word & 2 else None))
+        return found
+
+    # ---------------------------------------------------------------------------------------------------------------------------
+
+    def _rank_word(self, rank: int, word: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not one of the {self.world_size} ranks of the control page")
+        return self._rank_base + rank * (RANK_CONTROL.size_bytes // 8) + word
+
+    def _beat_word(self, rank: int) -> int:
+        return _COORDINATOR_BEAT if rank == COORDINATOR else self._rank_word(rank, _BEAT)
+
+    def close(self) -> None:
+        """Unmap the page in this process. Nothing may be called afterwards."""
+        self.ring.close()
+        self._doorbell_futex.close()
+        self._words.release()
+        self._segment.close()

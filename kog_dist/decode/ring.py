@@ -1,0 +1,123 @@
+"""The token ring: rank 0 writes what it generates, the coordinator reads it. Neither waits for the other.
+
+Entry `index` of a request has its fixed place, so a request of at most `max_context` tokens never laps itself. Every 64-bit word
+of an entry carries the request's seq in its upper half. A reader takes a copy and accepts it only when all words carry the wanted
+seq: an entry that is half written, or left from an earlier request, is never returned, whatever the order of the stores.
+What this relies on: an aligned 8-byte word is written and read as one.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kog_dist.abi import RING_HEADER, TOKEN_ENTRY
+from kog_dist.memfd import Segment, round_up
+from kog_dist.wait import Deadline, FutexWord
+
+NO_TOKEN: Final = -1  # token_id of an entry that ends the answer without a token
+DIGEST_BYTES: Final = 32
+
+_TAG_SHIFT = np.uint64(32)
+_LOW = 0xFFFFFFFF
+_WORDS = TOKEN_ENTRY.size_bytes // 8
+_SPARE, _DIGEST = TOKEN_ENTRY.word("spare"), TOKEN_ENTRY.word("digest")
+
+
+class Finish(enum.IntEnum):
+    """Why an answer ended. An entry with anything but NONE is the last of its request."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    NUMERICAL_FAULT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One generated token. `token_id` is NO_TOKEN when the entry only ends the answer; `stamp_ns` is on the monotonic clock."""
+
+    seq: int
+    index: int
+    token_id: int
+    stamp_ns: int
+    digest: bytes | None
+    finish: Finish
+
+
+def ring_bytes(num_entries: int) -> int:
+    """Bytes that a ring takes in a segment."""
+    return RING_HEADER.size_bytes + round_up(num_entries * TOKEN_ENTRY.size_bytes)
+
+
+class TokenRing:
+    """A view of the ring inside `segment`, at `offset` bytes; `close` before the segment is closed."""
+
+    def __init__(self, segment: Segment, offset: int, num_entries: int) -> None:
+        self.num_entries = num_entries
+        self._header = segment.array(np.uint64, 1, offset)
+        words = segment.array(np.uint64, num_entries * _WORDS, offset + RING_HEADER.size_bytes)
+        self._entries = words.reshape(num_entries, _WORDS)
+        self._futex = FutexWord(segment.buffer, offset)
+        self._num_put = int(self._header[0])
+
+    def put(self, seq: int, index: int, token_id: int, stamp_ns: int, digest: bytes | None, finish: Finish) -> None:
+        """Write entry `index` of request `seq` and wake the reader. Only rank 0 calls this; it never waits.
+
+        `digest` is 32 bytes or None. Raises IndexError when `index` is outside the ring, ValueError for a digest of another size.
+        """
+        if not 0 <= index < self.num_entries:
+            raise IndexError(f"entry {index} of request {seq} is outside the token ring of {self.num_entries} entries")
+        payloads = [token_id & _LOW, index, int(finish), int(digest is not None), stamp_ns & _LOW, stamp_ns >> 32, 0, 0]
+        entry = np.zeros(_WORDS, np.uint64)
+        entry[:_DIGEST] = payloads
+        if digest is not None:
+            if len(digest) != DIGEST_BYTES:
+                raise ValueError(f"a digest of the logits has {DIGEST_BYTES} bytes, got {len(digest)}")
+            entry[_DIGEST:] = np.frombuffer(digest, "<u4")
+        entry |= np.uint64(seq & _LOW) << _TAG_SHIFT
+        self._entries[index] = entry
+        self._num_put += 1
+        self._header[0] = self._num_put  # after the entry: x86 keeps stores in order; elsewhere a late wake costs a poll
+        self._futex.wake()
+
+    def get(self, seq: int, index: int) -> TokenEntry | None:
+        """Entry `index` of request `seq` (from 1), or None when it is not completely there. Never waits."""
+        if not 0 <= index < self.num_entries:
+            raise IndexError(f"entry {index} of request {seq} is outside the token ring of {self.num_entries} entries")
+        entry = self._entries[index].copy()
+        if (entry >> _TAG_SHIFT != np.uint64(seq & _LOW)).any():
+            return None
+        payload = entry.astype(np.uint32)  # keeps the lower halves
+        token_id, _, finish, has_digest, low, high = payload[:_SPARE].tolist()
+        return TokenEntry(
+            seq=seq,
+            index=index,
+            token_id=NO_TOKEN if token_id == _LOW else token_id,
+            stamp_ns=low | high << 32,
+            digest=payload[_DIGEST:].tobytes() if has_digest else None,
+            finish=Finish(finish),
+        )
+
+    def wait(self, seq: int, index: int, deadline: Deadline, *, poll_s: float = 0.05) -> TokenEntry | None:
+        """Block in the kernel until the entry is there; None when the deadline came first.
+
+        Looks again every `poll_s`: writers that cannot wake anybody (a GPU) need a small one. The coordinator checks for aborts
+        between calls, so give it short deadlines.
+        """
+        while True:
+            num_put = int(self._header[0])  # read before the entry: a put in between changes the word, and the wait returns
+            entry = self.get(seq, index)
+            if entry is not None or deadline.expired():
+                return entry
+            self._futex.wait(num_put, min(poll_s, deadline.remaining_s()))
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        self._futex.close()
+        self._header = np.zeros(1, np.uint64)
+        self._entries = np.zeros((0, _WORDS), np.uint64)
