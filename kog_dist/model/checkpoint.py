@@ -20,8 +20,17 @@ from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.layout import EMBEDDING, TensorLayout, tensor_layouts
-from kog_dist.model.manifest import MANIFEST_NAME, Manifest, check_inside, read_small_file, repair, write_small_file
-from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, narrow, short, widen, write_safetensors
+from kog_dist.model.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_inside,
+    object_without_duplicates,
+    read_small_file,
+    repair,
+    short,
+    write_small_file,
+)
+from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, narrow, widen, write_safetensors
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import Array, RankReader, RankWeights, aligned_empty
 
@@ -175,7 +184,7 @@ def _read_index(folder: Path, manifest: Manifest | None) -> dict[str, str] | Non
         return None
     path = folder / INDEX_NAME
     try:
-        parsed = json.loads(raw.decode("utf-8"))
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=object_without_duplicates)
         weight_map = parsed["weight_map"]
         if not isinstance(weight_map, dict) or not weight_map or set(parsed) - {"metadata", "weight_map"}:
             raise ValueError("expected metadata and a weight_map that is not empty")

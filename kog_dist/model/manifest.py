@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kog_dist.errors import CheckpointError
 
@@ -111,3 +112,21 @@ def write_small_file(path: Path, content: bytes) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Hook for json.loads: an object as a dict. Raises ValueError if a key stands twice (readers would disagree on its value)."""
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {short(key)} stands twice")
+            seen.add(key)
+    return parsed
+
+
+def short(untrusted: object) -> str:
+    """Text from a file as it may appear in a message: ASCII, quoted, bounded."""
+    text = ascii(untrusted)
+    return text if len(text) <= 80 else f"{text[:76]}..."

@@ -20,6 +20,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
+from kog_dist.model.manifest import object_without_duplicates, short
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 65_536
@@ -181,7 +182,7 @@ def _parse_header(path: Path, header: bytes, file_bytes: int) -> dict[str, Store
     if header.count(b"{") > MAX_TENSORS + 2 or header.count(b"[") > 2 * MAX_TENSORS or header.count(b",") > 16 * MAX_TENSORS:
         raise refuse(f"the header describes more than {MAX_TENSORS} tensors")
     try:
-        entries = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
+        entries = json.loads(header.decode("utf-8"), object_pairs_hook=object_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise refuse(f"the header is not valid JSON ({ascii(str(error))[1:-1]:.200})") from None
     if header[:1] != b"{" or not isinstance(entries, dict):
@@ -230,20 +231,3 @@ def _parse_entry(entry: object, data_start: int) -> StoredTensor:
 
 def _is_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    parsed = dict(pairs)
-    if len(parsed) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {short(key)} stands twice")
-            seen.add(key)
-    return parsed
-
-
-def short(untrusted: object) -> str:
-    """Text from a file as it may appear in a message: ASCII, quoted, bounded."""
-    text = ascii(untrusted)
-    return text if len(text) <= 80 else f"{text[:76]}..."

@@ -1,7 +1,7 @@
 """The process that renders a chat template: started by `chat_template`, one JSON object per line in and one per line out.
 
-The template runs in jinja2's immutable sandbox, the kernel limits memory, and an alarm whose default action ends the process bounds
-every render, even inside one long operation of the interpreter. Its parent starts another one if need be.
+The template runs in jinja2's immutable sandbox, the kernel limits memory, and an alarm whose default action ends the process
+bounds every render, even inside one long operation of the interpreter. Its parent starts another one if need be.
 """
 
 from __future__ import annotations

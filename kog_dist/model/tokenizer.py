@@ -33,7 +33,7 @@ class Tokenizer:
     """
 
     def __init__(self, raw: str, eos_ids: Sequence[int] = (), special_tokens: Mapping[str, str] | None = None) -> None:
-        """Build it from the text of a tokenizer.json. Raises ValueError if the library refuses it or its decoder is unsupported."""
+        """Build it from the text of a tokenizer.json. Raises ValueError if it is none that we can decode."""
         self._library = _load_library(raw)
         self._bytes_of = _ByteDecoder.from_json(json.loads(raw))
         self._token_bytes: dict[int, bytes] = {}
