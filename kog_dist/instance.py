@@ -1,0 +1,226 @@
+"""The folder of a running engine: a 0700 directory for its sockets, and the lease that says who owns the name.
+
+The lease is a flock on a file in the folder. The supervisor takes it and the coordinator inherits the descriptor, so the name
+stays taken until both are gone, and whichever of them lives longer can `remove` the folder. What nobody could remove (both killed
+at once) is swept by the next start: a folder whose lease is free belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.wait import Deadline
+
+LEASE_FILE = "lease"
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HANDOVER_S = 2.0  # a dead holder's children may keep the lease for a moment
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHolder:
+    """Who holds, or last held, a lease. `start_time` is the process's start in clock ticks since boot: pids are used again."""
+
+    pid: int
+    start_time: int
+    command: str
+
+    def alive(self) -> bool:
+        """Whether that very process still runs."""
+        return process_start_time(self.pid) == self.start_time
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.command})"
+
+
+def process_start_time(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot, None when there is no such process (or only a zombie of it)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    after_name = text.rpartition(")")[2].split()
+    return None if after_name[0] in "ZX" else int(after_name[19])
+
+
+def instances_root() -> Path:
+    """The folder of all instance folders of this user: `$XDG_RUNTIME_DIR/kog`, else `kog-<uid>` among the temporary files.
+
+    It is created with mode 0700. LaunchError when it exists and is not a directory of this user that nobody else can enter.
+    """
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime_dir and os.path.isabs(runtime_dir) and os.access(runtime_dir, os.W_OK):
+        return _private_folder(Path(runtime_dir) / "kog")
+    return _private_folder(Path(tempfile.gettempdir()) / f"kog-{os.getuid()}")
+
+
+def _private_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise LaunchError(f"cannot create {folder} for the engine's sockets: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise LaunchError(
+            f"{folder} must be a directory of user {os.getuid()} with mode 0700, and is {stat.filemode(status.st_mode)} of user "
+            f"{status.st_uid}; remove it or set XDG_RUNTIME_DIR"
+        )
+    return folder
+
+
+class Instance:
+    """A name that this engine owns, and its folder. Close it, or remove it, exactly once per process that holds it."""
+
+    def __init__(self, folder: Path, lease_fd: int) -> None:
+        self.name = folder.name
+        self.folder = folder
+        self.lease_fd = lease_fd
+
+    @classmethod
+    def acquire(cls, name: str, root: Path | None = None) -> Instance:
+        """Take the name, or raise LaunchError that says who has it. Clears away what a dead engine left under the name."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"instance name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
+            )
+        folder = (root or instances_root()) / name
+        deadline = Deadline.after(_HANDOVER_S)
+        while True:
+            fd = _lock(folder, create=True)
+            if fd is not None:
+                break
+            holder = read_holder(folder)
+            if (holder is not None and holder.alive()) or deadline.expired():
+                who = str(holder) if holder else "another process"
+                raise LaunchError(f"instance name {name!r} is taken by {who}; stop it or choose another --instance")
+            time.sleep(0.01)
+        instance = cls(folder, fd)
+        _clear(folder)
+        command = " ".join(sys.orig_argv)[:400]
+        text = json.dumps({"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "command": command})
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text.encode(), 0)
+        return instance
+
+    @classmethod
+    def inherit(cls, folder: Path, lease_fd: int) -> Instance:
+        """The same instance in a child that got `lease_fd` through `pass_fds`; the lock is shared with the parent."""
+        os.set_inheritable(lease_fd, False)
+        return cls(folder, lease_fd)
+
+    def socket_path(self, leaf: str) -> Path:
+        """Where to bind a socket. LaunchError when the path is longer than a socket address can be."""
+        path = self.folder / leaf
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise LaunchError(
+                f"socket path {path} has {len(os.fsencode(path))} bytes, at most {MAX_SOCKET_PATH_BYTES} are possible; "
+                "choose a shorter --instance or XDG_RUNTIME_DIR"
+            )
+        return path
+
+    def remove(self) -> None:
+        """Delete the folder with all that is in it, then give the name up. Does nothing where it was done already."""
+        if self.lease_fd >= 0 and _owns(self.folder, self.lease_fd):
+            _delete(self.folder)
+        self.close()
+
+    def close(self) -> None:
+        """Give up this process's hold and leave the folder as it is."""
+        if self.lease_fd >= 0:
+            os.close(self.lease_fd)
+            self.lease_fd = -1
+
+
+def read_holder(folder: Path) -> LeaseHolder | None:
+    """Who wrote the lease of an instance folder; None when nobody did, or the file cannot be read."""
+    try:
+        entry = json.loads((folder / LEASE_FILE).read_text())
+        return LeaseHolder(pid=int(entry["pid"]), start_time=int(entry["start_time"]), command=str(entry["command"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def sweep_stale(root: Path | None = None) -> list[str]:
+    """Delete every instance folder whose lease nobody holds; returns their names. Never touches a live engine's."""
+    swept = []
+    for folder in sorted((root or instances_root()).iterdir()):
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        fd = _lock(folder, create=False)
+        if fd is not None:
+            _delete(folder)
+            os.close(fd)
+            swept.append(folder.name)
+    return swept
+
+
+def _lock(folder: Path, *, create: bool) -> int | None:
+    """A descriptor that holds the folder's lease, or None when somebody else does (or just deleted it)."""
+    if create:
+        _private_folder(folder)
+    elif not (folder / LEASE_FILE).exists():
+        return _lock_empty(folder)
+    try:
+        fd = os.open(folder / LEASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _owns(folder, fd):  # else the file was deleted between open and flock: the lock means nothing
+            return fd
+    except BlockingIOError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _lock_empty(folder: Path) -> int | None:
+    """A folder without a lease is left over from a crash between two steps; remove it when it is empty."""
+    try:
+        folder.rmdir()
+    except OSError:
+        pass
+    return None
+
+
+def _owns(folder: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder / LEASE_FILE, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _clear(folder: Path) -> None:
+    """Delete everything in the folder but the lease. The caller holds the lease."""
+    for leaf in os.listdir(folder):
+        path = folder / leaf
+        if leaf == LEASE_FILE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder whose lease the caller holds. The lease goes last, so that a half-deleted folder is seen to be stale."""
+    try:
+        _clear(folder)
+        (folder / LEASE_FILE).unlink(missing_ok=True)
+        folder.rmdir()
+    except FileNotFoundError:
+        pass  # the other holder of a shared lease has deleted it at the same time
+    except OSError:
+        pass  # somebody has just taken the name anew: the folder is theirs
