@@ -1,0 +1,107 @@
+"""The arithmetic of a decode step in NumPy, lane by lane, so that its bits never depend on how many lanes a rank hosts.
+
+What NumPy and BLAS do not round exactly (matrix-vector products, sums along a vector, exp) is called once per lane, with shapes
+that the model alone decides. What IEEE defines exactly (+, -, *, /, sqrt, maximum) may run over several lanes at once: `n` below.
+BLAS must run on one thread (OPENBLAS_NUM_THREADS=1, set by the launcher): it is faster so, and the same everywhere.
+All results go to arrays that the caller allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]  # float32; float64 for checks
+
+
+def rms_norm(streams: Array, weight: Array, eps: Array, inverse: Array, normed: Array) -> None:
+    """`normed` (n, D) = streams (n, D) / sqrt(mean of squares + eps) * weight (D or n, D). `inverse` (n, 1) is scratch."""
+    np.vecdot(streams, streams, out=inverse[:, 0])  # one BLAS dot per lane
+    np.divide(inverse, streams.dtype.type(streams.shape[1]), out=inverse)
+    np.add(inverse, eps, out=inverse)
+    np.sqrt(inverse, out=inverse)
+    np.divide(1, inverse, out=inverse)
+    np.multiply(streams, inverse, out=normed)
+    np.multiply(normed, weight, out=normed)
+
+
+def matrix_vector(triples: Sequence[tuple[Array, Array, Array]]) -> None:
+    """For each lane's (matrix, vector, product): product (rows,) = matrix (rows, K) @ vector (K,), in one BLAS call."""
+    for matrix, vector, product in triples:
+        np.dot(matrix, vector, out=product)
+
+
+def rotate_pairs(heads: Array, cos: Array, sin: Array, scratch: Array, rotated: Array) -> None:
+    """Turn adjacent pairs of `heads` (n, heads, head_dim / 2, 2) by the angles of `cos`, `sin` (head_dim / 2).
+
+    Separate products and sums: a complex multiplication may use fused operations, whose bits depend on the place in the array.
+    """
+    even, odd = heads[..., 0], heads[..., 1]
+    np.multiply(even, cos, out=rotated[..., 0])
+    np.multiply(odd, sin, out=scratch)
+    np.subtract(rotated[..., 0], scratch, out=rotated[..., 0])
+    np.multiply(even, sin, out=rotated[..., 1])
+    np.multiply(odd, cos, out=scratch)
+    np.add(rotated[..., 1], scratch, out=rotated[..., 1])
+
+
+def attend(queries: Array, keys: Array, values: Array, scores: Array, peaks: Array, sums: Array, mixed: Array) -> None:
+    """Softmax attention of one position; `queries` (n, heads, head_dim) are already scaled by head_dim ** -0.5.
+
+    keys, values: (n, kv_heads, positions, head_dim); heads / kv_heads neighbouring query heads share a KV head.
+    scores (n, heads, positions), peaks and sums (n, heads, 1) are scratch; mixed (n, heads, head_dim) is the result.
+    """
+    num_lanes, num_heads = queries.shape[:2]
+    group = num_heads // keys.shape[1]
+    for lane in range(num_lanes):
+        for head in range(num_heads):
+            np.dot(keys[lane, head // group], queries[lane, head], out=scores[lane, head])
+    np.maximum.reduce(scores, axis=2, keepdims=True, out=peaks)
+    np.subtract(scores, peaks, out=scores)
+    for lane in range(num_lanes):
+        for head in range(num_heads):
+            weights = scores[lane, head]
+            np.exp(weights, out=weights)
+            np.add.reduce(weights, out=sums[lane, head], keepdims=True)
+            np.dot(weights, values[lane, head // group], out=mixed[lane, head])
+    np.divide(mixed, sums, out=mixed)
+
+
+def swiglu(gate_up: Array, activation: Array) -> None:
+    """`activation` (n, F) = silu(gate) * up, with `gate_up` (n, 2F) = gate columns, then up columns. Overwrites `gate_up`."""
+    width = activation.shape[1]
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    np.negative(gate, out=activation)
+    for lane_row in activation:
+        np.exp(lane_row, out=lane_row)
+    np.add(activation, 1, out=activation)
+    np.divide(gate, activation, out=activation)
+    np.multiply(activation, up, out=activation)
+
+
+def tree_sum(terms: Array, scratch: Array, total: Array) -> None:
+    """`total` (D,) = sum of terms (n, D) as a binary tree of adjacent pairs; n is a power of two. `scratch` is (n / 2, D)."""
+    rows = len(terms)
+    if rows == 1:
+        np.copyto(total, terms[0])
+        return
+    level = terms
+    while rows > 2:
+        np.add(level[0:rows:2], level[1:rows:2], out=scratch[: rows // 2])
+        level, rows = scratch, rows // 2
+    np.add(level[0], level[1], out=total)
+
+
+def round_to(values: Array, storage: str) -> None:
+    """Round float values in place to what `storage` ("float32", "float16", "bfloat16") can hold, ties to even."""
+    if storage == "float16":
+        values[...] = values.astype(np.float16)
+    elif storage == "bfloat16":
+        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+        rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
+        np.copyto(values, rounded.view(np.float32), where=np.isfinite(values))
+    elif storage == "float32" and values.dtype != np.float32:
+        values[...] = values.astype(np.float32)

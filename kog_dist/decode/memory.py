@@ -1,0 +1,97 @@
+"""Where the interpreter of one rank keeps the values of a plan: preallocated arrays, and which value each holds right now."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.decode.steps import NONE, Kind, Value
+from kog_dist.errors import PlanError
+from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.weights import aligned_empty
+
+Array = NDArray[Any]
+# Values of a token that replace each other in one place: the next layer's overwrites this one's.
+_REUSED = (Kind.STREAM, Kind.QUERY, Kind.MIXED, Kind.ACTIVATION)
+_PER_LANE = (Kind.STREAM, Kind.QUERY, Kind.CACHE, Kind.MIXED, Kind.ACTIVATION, Kind.PARTIAL, Kind.LOGITS)
+
+
+class Memory:
+    """Arrays of one rank. Values of a kind that all lanes have are rows of one array (own lanes, ...).
+
+    A block's outputs and sums live for `delay` layers after their own, so their places repeat every delay + 1 layers.
+    `cell` tells which values share a place: the interpreter tags each cell with the value that it holds.
+    """
+
+    def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.spec, self.lanes, self.dtype = spec, lanes, dtype
+        self.depth = min(spec.delay, spec.num_layers) + 1
+        self._arrays: dict[tuple[int, ...], Array] = {}
+        kv_shape = (len(lanes), spec.lane_kv_heads, spec.max_context, spec.head_dim)
+        # Plain zeros: the system hands out pages only when a position is written.
+        self.keys = [np.zeros(kv_shape, dtype) for _ in range(spec.num_layers)]
+        self.values = [np.zeros(kv_shape, dtype) for _ in range(spec.num_layers)]
+
+    def empty(self, *shape: int) -> Array:
+        """Scratch of the interpreter's dtype, zeroed, at a multiple of 64 bytes."""
+        array = aligned_empty(shape, self.dtype)
+        array[...] = 0
+        return array
+
+    def place(self, value: Value) -> tuple[int, ...]:
+        """The place of a value, lane left out."""
+        if value.kind in _REUSED:
+            return (value.kind,)
+        if value.kind in (Kind.PARTIAL, Kind.OWN_SUM, Kind.TOTAL):
+            return (value.kind, value.site, value.number % self.depth)
+        return (value.kind, value.number)
+
+    def cell(self, value: Value) -> tuple[int, ...]:
+        """The place of a value, with its lane."""
+        return (*self.place(value), value.lane)
+
+    def rows(self, value: Value) -> Array:
+        """The array of all lanes (own lanes, ...) that `value` is a row of; the array itself if the value has no lane."""
+        place = self.place(value) if value.lane == NONE else (*self.place(value), 1)
+        if place not in self._arrays:
+            shape = self._shape(value)
+            self._arrays[place] = self.empty(*shape) if value.lane == NONE else self.empty(len(self.lanes), *shape)
+        return self._arrays[place]
+
+    def row(self, value: Value) -> Array:
+        """The array of one value."""
+        rows = self.rows(value)
+        return rows if value.lane == NONE else rows[self.local(value.lane)]
+
+    def local(self, lane: int) -> int:
+        """Place of a lane among those of this rank. Raises PlanError if it is not hosted here."""
+        if lane not in self.lanes:
+            raise PlanError(f"the plan uses lane {lane} on a rank that hosts lanes {self.lanes}")
+        return lane - self.lanes[0]
+
+    def _shape(self, value: Value) -> tuple[int, ...]:
+        spec, d = self.spec, self.spec.hidden_size
+        shared_input = d * (spec.num_lanes if spec.head_type is HeadType.LANE else 1)
+        shapes = {
+            Kind.STREAM: (d,),
+            Kind.QUERY: (spec.lane_heads, spec.head_dim),
+            Kind.MIXED: (spec.lane_heads, spec.head_dim),
+            Kind.ACTIVATION: (spec.lane_ffn,),
+            Kind.PARTIAL: (d,),
+            Kind.OWN_SUM: (d,),
+            Kind.TOTAL: (d,),
+            Kind.HEAD_INPUT: (shared_input,),
+            Kind.LOGITS: (spec.vocab_slice(0)[1],),
+            Kind.ALL_LOGITS: (spec.vocab_size,),
+        }
+        if value.kind not in shapes or (value.kind in _PER_LANE) != (value.lane != NONE and value.kind is not Kind.HEAD_INPUT):
+            raise PlanError(f"the plan keeps {value} in an array, which it has not")
+        return shapes[value.kind]
+
+    def num_bytes(self) -> int:
+        """Memory of all arrays, the KV cache counted whole."""
+        arrays = [*self._arrays.values(), *self.keys, *self.values]
+        return sum(prod(array.shape) * array.itemsize for array in arrays)

@@ -1,0 +1,67 @@
+"""What every rank does for one token, as data: made once, in pure Python, from the model spec and the world size.
+
+Two engines execute it: the interpreter (`decode/interpreter.py`) and the GPU kernel. `decode/validate.py` proves a plan correct
+before anything starts; docs/plan.md explains the model in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+from kog_dist.decode.schedule import Scheduler
+from kog_dist.decode.steps import Mailbox, Message, RankPlan
+from kog_dist.errors import ConfigError
+from kog_dist.model.spec import ModelSpec
+
+LARGEST_VOCAB = 1 << 24  # candidates travel as float32, which counts exactly to here
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank does for one token. `token` numbers below count steps of the engine from 1 and never restart."""
+
+    spec: ModelSpec
+    world_size: int
+    num_ctas: int
+    mailboxes: tuple[Mailbox, ...]
+    ranks: tuple[RankPlan, ...]
+
+    @cached_property
+    def mailbox_by_name(self) -> dict[str, Mailbox]:
+        """The mailboxes by name."""
+        return {mailbox.name: mailbox for mailbox in self.mailboxes}
+
+    def epoch(self, message: Message, token: int) -> int:
+        """Epoch of a message of the `token`-th step of the engine: at least 1, larger for every later message of the mailbox."""
+        return token * self.mailbox_by_name[message.mailbox].per_token + message.sequence
+
+    def slot(self, message: Message, token: int) -> int:
+        """Slot of a message: its epoch modulo the slots of the mailbox."""
+        return self.epoch(message, token) % self.mailbox_by_name[message.mailbox].num_slots
+
+    def digest(self) -> str:
+        """SHA-256 over everything in the plan: ranks that agree on it run the same program."""
+        content = [
+            self.spec.to_config(), self.world_size, self.num_ctas,
+            [[box.name, box.num_slots, box.length, box.per_token] for box in self.mailboxes],
+            [[part.rank, part.lanes, part.steps, part.splits] for part in self.ranks],
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def make_plan(spec: ModelSpec, world_size: int, num_ctas: int = 128) -> Plan:
+    """The plan of `spec` on `world_size` ranks whose kernels have `num_ctas` compute CTAs.
+
+    Deterministic. Raises ConfigError if the lanes cannot be spread over the ranks or the sizes cannot be run.
+    """
+    if num_ctas < 1:
+        raise ConfigError(f"num_ctas must be at least 1, got {num_ctas}")
+    if spec.vocab_size > LARGEST_VOCAB:
+        raise ConfigError(f"vocab_size {spec.vocab_size} is not supported: token ids must stay below {LARGEST_VOCAB}")
+    spec.lanes_of_rank(0, world_size)  # raises if they cannot be spread
+    schedulers = [Scheduler(spec, rank, world_size, num_ctas) for rank in range(world_size)]
+    ranks = tuple(scheduler.rank_plan() for scheduler in schedulers)
+    return Plan(spec, world_size, num_ctas, schedulers[0].mailboxes(), ranks)

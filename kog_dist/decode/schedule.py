@@ -1,0 +1,212 @@
+"""Writes the steps of one rank in order: phase-major, so that each lane's wait is covered by the other lanes' work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kog_dist.decode.steps import NONE, Kind, Mailbox, Message, Phase, RankPlan, RowSplit, Site, Step, Value, When
+from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+
+CANDIDATE_VALUES = 2  # a candidate travels as (value, token id)
+Values = tuple[Value, ...]
+
+
+class Scheduler:
+    """Makes the `RankPlan` of one rank."""
+
+    def __init__(self, spec: ModelSpec, rank: int, world_size: int, num_ctas: int) -> None:
+        self.spec, self.rank, self.world_size, self.num_ctas = spec, rank, world_size, num_ctas
+        self.lanes = tuple(spec.lanes_of_rank(rank, world_size))
+        self.peers = tuple(peer for peer in range(world_size) if peer != rank)
+        self.steps: list[Step] = []
+        self.sequence: dict[tuple[int, int], int] = {}  # of the message of (site, layer)
+        for block in Block:
+            summed = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, block)]
+            self.sequence |= {(block, layer): sequence for sequence, layer in enumerate(summed)}
+
+    def rank_plan(self) -> RankPlan:
+        """All steps of a token, and the rows of each compute CTA."""
+        self.steps = []
+        self._per_lane(Phase.EMBED, lambda lane: ((), (stream(0, lane),)))
+        for layer in range(self.spec.num_layers):
+            self._add_attention(layer)
+            self._add_mlp(layer)
+        self._add_head()
+        self._add_sampling()
+        return RankPlan(self.rank, self.lanes, tuple(self.steps), row_splits(self.spec, self.lanes, self.num_ctas))
+
+    def mailboxes(self) -> tuple[Mailbox, ...]:
+        """What the ranks exchange; nothing if there is only one."""
+        if self.world_size == 1:
+            return ()
+        spec, num_lanes = self.spec, len(self.lanes)
+        boxes = []
+        for site in (Site.ATTENTION, Site.MLP):
+            count = sum(key[0] == site for key in self.sequence)
+            if count:  # one slot per layer: a slot is rewritten one token later
+                boxes.append(Mailbox(site.name.lower(), count, spec.hidden_size, count))
+        if spec.head_type is not HeadType.VOCAB_PARALLEL:
+            lanes_in_row = num_lanes if spec.head_type is HeadType.LANE else 1
+            boxes.append(Mailbox("final", 1, spec.hidden_size * lanes_in_row, 1))
+        boxes.append(Mailbox("logits", 1, spec.vocab_slice(0)[1] * num_lanes, 1))
+        # The one exchange that every token has. Two slots: nothing else keeps a fast rank from its next token's write.
+        boxes.append(Mailbox("candidates", 2, CANDIDATE_VALUES * num_lanes, 1))
+        return tuple(boxes)
+
+    def _per_lane(
+        self, phase: Phase, values: Callable[[int], tuple[Values, Values]], layer: int = NONE, site: int = NONE,
+        when: When = When.ALWAYS,
+    ) -> None:  # fmt: skip
+        """One step for each lane; `values(lane)` is what it reads and writes."""
+        for lane in self.lanes:
+            reads, writes = values(lane)
+            self.steps.append(Step(phase, layer, lane, site, reads, writes, when=when))
+
+    def _add_attention(self, layer: int) -> None:
+        def of_lane(kind: Kind, lane: int) -> Value:
+            return Value(kind, layer, lane)
+
+        def appended(lane: int) -> Values:
+            return of_lane(Kind.QUERY, lane), of_lane(Kind.CACHE, lane)
+
+        self._per_lane(Phase.QKV, lambda lane: ((stream(2 * layer, lane),), appended(lane)), layer)
+        self._per_lane(Phase.ATTEND, lambda lane: (appended(lane), (of_lane(Kind.MIXED, lane),)), layer)
+        self._per_lane(Phase.OUT, lambda lane: ((of_lane(Kind.MIXED, lane),), (partial(Site.ATTENTION, layer, lane),)), layer)
+        self._add_reduction(Site.ATTENTION, layer)
+
+    def _add_mlp(self, layer: int) -> None:
+        def activation(lane: int) -> Value:
+            return Value(Kind.ACTIVATION, layer, lane)
+
+        self._per_lane(Phase.GATE_UP, lambda lane: ((stream(2 * layer + 1, lane),), (activation(lane),)), layer)
+        self._per_lane(Phase.DOWN, lambda lane: ((activation(lane),), (partial(Site.MLP, layer, lane),)), layer)
+        self._add_reduction(Site.MLP, layer)
+
+    def _add_reduction(self, site: Site, layer: int) -> None:
+        """Publish the own lanes' sum if anybody needs it, then bring each lane's stream to its next revision."""
+        spec, block, past = self.spec, Block(site), layer - self.spec.delay
+        mode = spec.reduce_mode(layer, block)
+        if (site, layer) in self.sequence:
+            self._add_sum(site, layer, [partial(site, layer, lane) for lane in self.lanes])
+        if mode is ReduceMode.BLOCKING:
+            self._add_total(site, layer)
+        elif mode is ReduceMode.DELAYED and spec.reduce_mode(past, block) is not ReduceMode.BLOCKING:
+            self._add_total(site, past)  # of a blocking layer the total is there already: it is used twice
+
+        def residual(lane: int) -> tuple[Values, Values]:
+            before, own = stream(2 * layer + site, lane), partial(site, layer, lane)
+            reads: Values = (before, own)
+            if mode is ReduceMode.BLOCKING:
+                reads = (before, total(site, layer))
+            elif mode is ReduceMode.DELAYED:
+                reads = (before, own, total(site, past), partial(site, past, lane))
+            return reads, (stream(2 * layer + site + 1, lane),)
+
+        self._per_lane(Phase.RESIDUAL, residual, layer, site)
+
+    def _add_sum(self, site: Site, layer: int, terms: Iterable[Value], when: When = When.ALWAYS) -> None:
+        own = Value(Kind.OWN_SUM, layer, site=site)
+        message = self._message(site, layer)
+        self.steps.append(Step(Phase.SUM, layer, NONE, site, tuple(terms), (own,), publishes=message, when=when))
+
+    def _add_total(self, site: Site, layer: int, when: When = When.ALWAYS) -> None:
+        own = Value(Kind.OWN_SUM, layer, site=site)
+        message = self._message(site, layer)
+        self.steps.append(Step(Phase.TOTAL, layer, NONE, site, (own,), (total(site, layer),), waits=message, when=when))
+
+    def _message(self, site: Site, layer: int) -> Message | None:
+        if self.world_size == 1:
+            return None
+        return Message(site.name.lower(), 0 if site is Site.FINAL else self.sequence[site, layer], self.peers)
+
+    def _add_head(self) -> None:
+        spec, sampled = self.spec, When.SAMPLED
+        last = 2 * spec.num_layers
+        per_lane = spec.head_type is HeadType.VOCAB_PARALLEL
+
+        def normed(lane: int) -> Value:
+            return Value(Kind.HEAD_INPUT, lane=lane) if per_lane else partial(Site.FINAL, NONE, lane)
+
+        if not spec.pre_norm_lane_agg:
+            self._per_lane(Phase.FINAL_NORM, lambda lane: ((stream(last, lane),), (normed(lane),)), when=sampled)
+        terms = tuple(stream(last, lane) if spec.pre_norm_lane_agg else normed(lane) for lane in self.lanes)
+        shared = Value(Kind.HEAD_INPUT)
+        if spec.head_type is HeadType.REPLICATE:
+            self._add_sum(Site.FINAL, NONE, terms, sampled)
+            self._add_total(Site.FINAL, NONE, sampled)
+            self.steps.append(Step(Phase.HEAD_INPUT, NONE, NONE, Site.FINAL, (total(Site.FINAL, NONE),), (shared,), when=sampled))
+        elif spec.head_type is HeadType.LANE:
+            exchange = self._message(Site.FINAL, NONE)
+            self.steps.append(Step(Phase.HEAD_INPUT, NONE, NONE, Site.FINAL, terms, (shared,), exchange, exchange, when=sampled))
+        self._per_lane(Phase.HEAD, lambda lane: ((normed(lane) if per_lane else shared,), (logits(lane),)), when=sampled)
+
+    def _add_sampling(self) -> None:
+        own = tuple(logits(lane) for lane in self.lanes)
+        is_root, several = self.rank == 0, self.world_size > 1
+        publishes = Message("logits", 0, (0,)) if several and not is_root else None
+        waits = Message("logits", 0, self.peers) if several and is_root else None
+        writes = (Value(Kind.ALL_LOGITS),) if is_root else ()
+        self.steps.append(Step(Phase.GATHER, NONE, NONE, NONE, own, writes, publishes, waits, When.GATHERED))
+        exchange = Message("candidates", 0, self.peers) if several else None
+        self.steps.append(Step(Phase.SAMPLE, NONE, NONE, NONE, own, (Value(Kind.TOKEN),), exchange, exchange))
+
+
+def row_splits(spec: ModelSpec, lanes: Iterable[int], num_ctas: int) -> tuple[RowSplit, ...]:
+    """Rows of each CTA for each weight phase and lane, balanced over the lanes of the rank.
+
+    OUT and DOWN rows (residual rows) have the same owner in all lanes and layers; where rows do not divide evenly, the extra rows
+    of the other phases continue where the last phase stopped.
+    """
+    hosted = tuple(lanes)
+    qkv_pairs = (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2
+    fixed_units = {Phase.QKV: qkv_pairs, Phase.GATE_UP: spec.lane_ffn}
+    next_cta = spec.hidden_size % num_ctas
+    splits = []
+    for phase in (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN, Phase.HEAD):
+        for lane in hosted:
+            if phase in (Phase.OUT, Phase.DOWN):
+                rows = balanced(spec.hidden_size, num_ctas, 0)
+            else:
+                first, last = spec.vocab_slice(lane)
+                units = fixed_units.get(phase, last - first)
+                rows = balanced(units, num_ctas, next_cta)
+                next_cta = (next_cta + units) % num_ctas
+            width = 2 if phase is Phase.QKV else 1
+            splits.append(RowSplit(phase, lane, tuple((width * start, width * count) for start, count in rows)))
+    return tuple(splits)
+
+
+def balanced(units: int, num_ctas: int, first_extra: int) -> list[tuple[int, int]]:
+    """Contiguous (start, count) by CTA; the remainder goes to the CTAs from `first_extra` on, round the circle."""
+    share, extra = divmod(units, num_ctas)
+    rows, start = [], 0
+    for cta in range(num_ctas):
+        count = share + ((cta - first_extra) % num_ctas < extra)
+        rows.append((start, count))
+        start += count
+    return rows
+
+
+def is_summed(spec: ModelSpec, layer: int, block: Block) -> bool:
+    """Whether anybody needs the sum over lanes of this block's outputs, now or `delay` layers later."""
+    return spec.reduce_mode(layer, block) is ReduceMode.BLOCKING or spec.feeds_layer(layer, block) is not None
+
+
+def stream(revision: int, lane: int) -> Value:
+    """The residual stream of a lane after `revision` blocks."""
+    return Value(Kind.STREAM, revision, lane)
+
+
+def partial(site: Site, layer: int, lane: int) -> Value:
+    """A lane's own output of a block."""
+    return Value(Kind.PARTIAL, layer, lane, site)
+
+
+def total(site: Site, layer: int) -> Value:
+    """The sum over all lanes of a block's outputs."""
+    return Value(Kind.TOTAL, layer, site=site)
+
+
+def logits(lane: int) -> Value:
+    """The logits of a lane's slice of the vocabulary."""
+    return Value(Kind.LOGITS, lane=lane)

@@ -1,0 +1,129 @@
+"""The vocabulary of a plan: phases, values, messages and steps. Pure data; `decode/plan.py` puts them together."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+NONE = -1  # a value or step without this coordinate (no lane, no layer)
+
+
+class Phase(enum.IntEnum):
+    """Stage of one decode step. QKV, OUT, GATE_UP, DOWN and HEAD read weights; the others only move or combine values."""
+
+    EMBED = 0
+    QKV = 1
+    ATTEND = 2
+    OUT = 3
+    GATE_UP = 4
+    DOWN = 5
+    SUM = 6  # own lanes' partial outputs -> this rank's sum, published
+    TOTAL = 7  # every rank's sum -> the sum over all lanes
+    RESIDUAL = 8
+    FINAL_NORM = 9
+    HEAD_INPUT = 10
+    HEAD = 11
+    GATHER = 12
+    SAMPLE = 13
+
+
+WEIGHT_PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN, Phase.HEAD)
+
+
+class Site(enum.IntEnum):
+    """Where a sum over lanes happens. The first two equal `spec.Block`; FINAL is the lane aggregation before the LM head."""
+
+    ATTENTION = 0
+    MLP = 1
+    FINAL = 2
+
+
+class When(enum.IntEnum):
+    """For which tokens a step runs."""
+
+    ALWAYS = 0
+    SAMPLED = 1  # tokens whose logits are wanted: all but the inner tokens of a prompt
+    GATHERED = 2  # sampled tokens whose logits rank 0 collects
+
+
+class Kind(enum.IntEnum):
+    """What a value is."""
+
+    STREAM = 0  # residual stream of a lane; number counts its revisions: 0 = embedding, 2 * layer + site + 1 after each block
+    QUERY = 1
+    CACHE = 2  # keys and values of a lane and layer, positions 0 .. current
+    MIXED = 3  # attention output of a lane's heads
+    ACTIVATION = 4  # silu(gate) * up
+    PARTIAL = 5  # a lane's own output of a block: p_l of LANEFORMER's formula
+    OWN_SUM = 6  # tree sum over this rank's lanes
+    TOTAL = 7  # tree sum over all lanes
+    HEAD_INPUT = 8
+    LOGITS = 9  # of a lane's slice of the vocabulary
+    ALL_LOGITS = 10
+    TOKEN = 11
+
+
+class Value(NamedTuple):
+    """Name of something that a step writes once per token. `number` is the layer (STREAM: the revision)."""
+
+    kind: Kind
+    number: int = NONE
+    lane: int = NONE
+    site: int = NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Mailbox:
+    """A mailbox of the plan. Its epochs grow by `per_token` with each token; the slot is the epoch modulo `num_slots`.
+
+    `length` is the number of float32 values that each rank writes.
+    """
+
+    name: str
+    num_slots: int
+    length: int
+    per_token: int
+
+
+class Message(NamedTuple):
+    """One message of a token: `sequence` tells it from the others of its mailbox. `peers` are its readers, or its writers."""
+
+    mailbox: str
+    sequence: int
+    peers: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """One step of a rank, run to its end before the next. A step that both publishes and waits publishes first."""
+
+    phase: Phase
+    layer: int = NONE
+    lane: int = NONE
+    site: int = NONE
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+    publishes: Message | None = None
+    waits: Message | None = None
+    when: When = When.ALWAYS
+
+
+class RowSplit(NamedTuple):
+    """Which compute CTA owns which rows of a lane's matrix, the same in every layer: (first row, rows) by CTA.
+
+    QKV counts query, then key, then value rows, in pairs that turn together; GATE_UP counts columns (a gate and an up row each).
+    """
+
+    phase: Phase
+    lane: int
+    rows: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """All that one rank does for a token, in order."""
+
+    rank: int
+    lanes: tuple[int, ...]
+    steps: tuple[Step, ...]
+    splits: tuple[RowSplit, ...]

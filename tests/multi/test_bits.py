@@ -1,0 +1,167 @@
+"""Every world size gives the same bits: ranks run as threads that exchange through a small in-process communicator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kog_dist.decode.interpreter import Interpreter, StepOutput
+from kog_dist.decode.plan import make_plan
+from kog_dist.decode.sampling import Sampling
+from kog_dist.errors import AbortedError
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.spec import HeadType, ModelSpec, RopeScaling
+
+DEADLINE_S = 60.0
+PROMPT = (3, 17, 4, 90, 41)
+NUM_GENERATED = 12
+Row = NDArray[np.float32]
+
+
+class Board:
+    """Mailboxes of all ranks in one process: (mailbox, slot, source) -> the last (epoch, row) published there."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.rows: dict[tuple[str, int, int], tuple[int, Row]] = {}
+        self.changed = threading.Condition()
+        self.failed = False
+
+    def fail(self) -> None:
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+
+
+class ThreadExchange:
+    """The communicator of one rank; slots are overwritten as in shared memory, and a lost message is an error."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self.board, self.rank, self.world_size = board, rank, board.world_size
+
+    def publish(self, mailbox: str, slot: int, epoch: int, values: Row) -> None:
+        assert values.dtype == np.float32
+        with self.board.changed:
+            self.board.rows[mailbox, slot, self.rank] = (epoch, values.copy())
+            self.board.changed.notify_all()
+
+    def collect(self, mailbox: str, slot: int, epoch: int, own: Row) -> NDArray[np.float32]:
+        def row(source: int) -> Row:
+            if source == self.rank:
+                return own
+            key = (mailbox, slot, source)
+
+            def ready() -> bool:
+                return self.board.failed or self.board.rows.get(key, (0, own))[0] >= epoch
+
+            if not self.board.changed.wait_for(ready, DEADLINE_S) or self.board.failed:
+                raise AbortedError(f"rank {self.rank} never saw {key} at epoch {epoch}")
+            found, values = self.board.rows[key]
+            assert found == epoch, f"rank {self.rank} lost {key} of epoch {epoch}: it holds {found}"
+            return values
+
+        with self.board.changed:
+            return np.stack([row(source) for source in range(self.world_size)])
+
+    def delayed_reduce(self, mailbox: str, slot: int, epoch: int, own: Row) -> Row:
+        rows = list(self.collect(mailbox, slot, epoch, own))
+        while len(rows) > 1:
+            rows = [np.add(a, b) for a, b in zip(rows[0::2], rows[1::2], strict=True)]
+        return rows[0]
+
+
+def run_ranks(world_size: int, work: Callable[[int, ThreadExchange], Any]) -> list[Any]:
+    """What `work` returns on every rank; the first error of any."""
+    board = Board(world_size)
+
+    def rank_main(rank: int) -> Any:
+        try:
+            return work(rank, ThreadExchange(board, rank))
+        except BaseException:
+            board.fail()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(rank_main, rank) for rank in range(world_size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, AbortedError)), errors[0])
+        return [future.result() for future in futures]
+
+
+def generate(folder: Path, world_size: int, sampling: Sampling, kv_dtype: str = "float32") -> list[StepOutput]:
+    """Outputs of rank 0 for the prompt and the tokens that follow; all ranks must choose the same tokens."""
+    checkpoint = open_checkpoint(folder)
+    plan = make_plan(checkpoint.spec, world_size, num_ctas=4)
+
+    def work(rank: int, exchange: ThreadExchange) -> list[StepOutput]:
+        weights = checkpoint.rank_weights(plan.ranks[rank].lanes)
+        engine = Interpreter(plan, rank, weights, exchange, kv_dtype=kv_dtype)
+        outputs, token = [], PROMPT[0]
+        for position in range(len(PROMPT) + NUM_GENERATED):
+            wanted = sampling if position >= len(PROMPT) - 1 else None
+            output = engine.step(token, position, wanted, gather_logits=True)
+            outputs.append(output)
+            token = PROMPT[position + 1] if position + 1 < len(PROMPT) else output.token_id
+        return outputs
+
+    ranks: list[list[StepOutput]] = run_ranks(world_size, work)
+    for outputs in ranks[1:]:
+        assert [o.token_id for o in outputs] == [o.token_id for o in ranks[0]]
+        assert [o.finite for o in outputs] == [o.finite for o in ranks[0]]
+    return ranks[0]
+
+
+BASE = ModelSpec(
+    hidden_size=64, num_layers=6, num_heads=16, num_kv_heads=8, intermediate_size=96, vocab_size=104, max_context=32,
+    num_lanes=8, delay=2, sliding_window=7, window_layers=(0, 1, 3),
+)  # fmt: skip
+SPECS = {
+    "laneformer": BASE,
+    "pre_norm": replace(BASE, pre_norm_lane_agg=True),
+    "lane_head": replace(BASE, head_type=HeadType.LANE),
+    "vocab_parallel": replace(BASE, head_type=HeadType.VOCAB_PARALLEL, shared_norm_scale=False),
+    "per_lane_norms": replace(BASE, shared_norm_scale=False),
+    "per_lane_norms_pre_norm": replace(BASE, shared_norm_scale=False, pre_norm_lane_agg=True),
+    "tied_uneven_vocab": replace(BASE, tied_embeddings=True, vocab_size=101),
+    "no_early_comm": replace(BASE, early_comm=False),
+    "no_attention_comm": replace(BASE, attention_comm=False),
+    "no_comm": replace(BASE, attention_comm=False, mlp_comm=False, head_type=HeadType.LANE),
+    "delay_0": replace(BASE, delay=0),
+    "delay_1": replace(BASE, delay=1),
+    "delay_3": replace(BASE, delay=3, early_comm=False),
+    "delay_exceeds_layers": replace(BASE, delay=9),
+    "all_windowed": replace(BASE, sliding_window=3, window_layers=tuple(range(6))),
+    "no_window": replace(BASE, sliding_window=None, window_layers=()),
+    "rope_scaling": replace(BASE, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8)),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS, ids=list(SPECS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = SPECS[request.param]
+    target = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(target, spec, random_tensors(spec, seed=11))
+    return target
+
+
+def bits(outputs: list[StepOutput]) -> list[bytes]:
+    return [output.logits.tobytes() for output in outputs if output.logits is not None]
+
+
+def test_logits_and_tokens_do_not_depend_on_the_world_size(folder: Path) -> None:
+    alone = generate(folder, 1, Sampling())
+    assert len(set(bits(alone))) == NUM_GENERATED + 1, "logits that repeat would hide differences"
+    for world_size in (2, 4, 8):
+        several = generate(folder, world_size, Sampling())
+        assert [o.token_id for o in several] == [o.token_id for o in alone]
+        assert bits(several) == bits(alone), f"{world_size} ranks give other bits than 1"
+        assert all(o.finite for o in several)
