@@ -1,0 +1,166 @@
+"""Where an engine is found, and the client's socket. The other end is rpc/listener.py.
+
+By default an engine listens on a Unix socket in its instance folder, which only its user may enter. A TCP port is opened on
+request only, and then every connection must be encrypted (CURVE) with the one client key that the engine wrote into its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kog_dist.errors import LaunchError, ProtocolError, RequestFailed
+from kog_dist.rpc.messages import MAX_MESSAGE_BYTES, ErrorCode, Event, Request, decode_event, encode
+from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
+
+MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path that the kernel takes
+PEER_HWM = 64  # messages that zmq itself queues per peer, in each direction
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3000  # TCP only
+
+
+# ---- where an engine is ----
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach an engine: a zmq address, and for TCP the server's public key and the client's key pair (Z85)."""
+
+    address: str
+    server_public: str | None = None
+    client_public: str | None = None
+    client_secret: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Access:
+        """The socket of the engine whose instance folder this is."""
+        return cls(socket_address(folder))
+
+    @classmethod
+    def from_file(cls, path: Path) -> Access:
+        """What an engine with a TCP port wrote. Raises LaunchError if the file is not that, or may be read by other users."""
+        try:
+            mode = path.stat().st_mode
+            parsed = json.loads(path.read_text(encoding="utf-8"))
+            access = cls(**parsed)
+            if not all(isinstance(value, str) for value in parsed.values()):
+                raise ValueError("every value must be text")
+        except (OSError, ValueError, TypeError) as error:
+            raise LaunchError(f"{path} cannot be read as an engine's {ACCESS_NAME}: {error}") from None
+        if mode & 0o077:
+            raise LaunchError(f"{path} holds a secret key and other users may read it (mode {mode & 0o777:o}); chmod 600 it")
+        return access
+
+
+def socket_address(folder: Path) -> str:
+    """zmq address of the socket file in an instance folder. Raises LaunchError if the path is too long for the kernel."""
+    path = folder / SOCKET_NAME
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_SOCKET_PATH:
+        raise LaunchError(
+            f"the socket path {path} has {num_bytes} bytes, the system takes {MAX_SOCKET_PATH}; "
+            "use a shorter folder or instance name"
+        )
+    return f"ipc://{path}"
+
+
+# ---- client's side ----
+class Connection:
+    """A client's DEALER and the monitor that tells when the engine is gone. One engine: it never reconnects to another."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self._context = zmq.Context()
+        self._dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._connected = False
+        self._lost = False
+        dealer = self._dealer
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+        dealer.setsockopt(zmq.SNDHWM, PEER_HWM)
+        if access.address.startswith("tcp://"):
+            if not (access.server_public and access.client_public and access.client_secret):
+                self._context.destroy(linger=0)
+                raise LaunchError(f"{access.address} needs the keys of the engine's {ACCESS_NAME}")
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, access.server_public.encode())
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, access.client_public.encode())
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, access.client_secret.encode())
+            dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._monitor: zmq.Socket[bytes] = dealer.get_monitor_socket()
+        try:
+            dealer.connect(access.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from error
+        self._poller = zmq.Poller()
+        self._poller.register(self._dealer, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def wait_connected(self, deadline_s: float, *, patient: bool) -> None:
+        """Return once the engine has taken the connection. `patient`: keep trying until the deadline (time.monotonic()).
+
+        Raises LaunchError when nobody listens, when the keys are refused, or at the deadline.
+        """
+        while not self._connected:
+            remaining_ms = max(0, round((deadline_s - time.monotonic()) * 1000))
+            if not self._monitor.poll(remaining_ms):
+                raise LaunchError(f"no engine took the connection at {self.access.address} in time; is one running?")
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                raise LaunchError(f"the engine at {self.access.address} refuses this client's key")
+            elif event == zmq.EVENT_CONNECT_RETRIED and not patient:
+                raise LaunchError(f"no engine listens at {self.access.address}; start one with kog-launch")
+
+    def send(self, message: Request) -> None:
+        """Hand a request to zmq. Raises RequestFailed if the engine does not read any more."""
+        try:
+            self._dealer.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise RequestFailed(ErrorCode.ENGINE_LOST, f"the engine at {self.access.address} takes no more requests") from None
+
+    def receive(self, deadline_s: float) -> Event | None:
+        """The next event; None at the deadline (time.monotonic()).
+
+        Raises RequestFailed (`engine_lost`) once the engine is gone and everything it had sent is read; ProtocolError if what
+        came is not the protocol.
+        """
+        while True:
+            frame = self._next_frame()
+            if frame is not None:
+                return decode_event(frame)
+            if self._lost:
+                raise RequestFailed(
+                    ErrorCode.ENGINE_LOST, f"the engine at {self.access.address} is gone; start it again and repeat the request"
+                )
+            remaining_ms = (deadline_s - time.monotonic()) * 1000
+            if remaining_ms <= 0:
+                return None
+            ready = dict(self._poller.poll(max(1, round(remaining_ms))))
+            if self._monitor in ready:
+                event = recv_monitor_message(self._monitor)["event"]
+                self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
+
+    def _next_frame(self) -> bytes | None:
+        try:
+            parts = self._dealer.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        if len(parts) != 1:
+            raise ProtocolError(f"the engine sent a message of {len(parts)} frames, expected one; use the same kog_dist release")
+        return parts[0]
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the sockets; requests that were handed over get at most `linger_s`. A second call does nothing."""
+        if self._dealer.closed:
+            return
+        self._dealer.disable_monitor()
+        self._monitor.close(0)
+        self._dealer.close(round(linger_s * 1000))
+        self._context.term()

@@ -1,0 +1,85 @@
+"""What the coordinator knows of the model it serves, and the check that every request must pass before ranks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kog_dist.control import DecodeRequest
+from kog_dist.errors import RequestError
+from kog_dist.model.spec import ModelSpec
+from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
+from kog_dist.rpc.messages import ErrorCode, Generate
+
+DEFAULT_MAX_TOKENS = 256
+MAX_BYTES_PER_TOKEN = 64  # a text with more bytes per token of context than this is refused before it is tokenized
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Shape and tokenizer of a model folder. Without a tokenizer only token ids are taken."""
+
+    name: str  # what users call it
+    folder: Path
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: Path, name: str) -> ServedModel:
+        """Read config.json and the tokenizer. Raises CheckpointError naming the file."""
+        spec = ModelSpec.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder)
+        if tokenizer is not None:
+            tokenizer.check_fits(spec.vocab_size)
+        eos_ids = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(folder)
+        return cls(name, folder, spec, tokenizer, tuple(i for i in eos_ids if i < spec.vocab_size))
+
+    def admit(self, message: Generate) -> DecodeRequest:
+        """The request as ranks will see it. Raises RequestError with the code that the client gets."""
+        prompt_ids = self._prompt_ids(message)
+        context = self.spec.max_context
+        if not prompt_ids:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "the prompt has no tokens; give at least one")
+        room = context - len(prompt_ids)
+        if room < 1:
+            raise _too_long(f"the prompt has {len(prompt_ids)} tokens and the context {context}: no room for an answer")
+        max_tokens = message.max_tokens if message.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
+        if max_tokens > room:
+            raise _too_long(
+                f"{len(prompt_ids)} prompt tokens and max_tokens {max_tokens} exceed the context of {context} tokens; "
+                f"ask for at most {room}"
+            )
+        return DecodeRequest(
+            prompt=tuple(prompt_ids), max_tokens=max_tokens, temperature=message.temperature, seed=message.seed,
+            stop_ids=self.eos_ids, ignore_eos=message.ignore_eos, logit_digests=message.logit_digests,
+        )  # fmt: skip
+
+    def _prompt_ids(self, message: Generate) -> Sequence[int]:
+        if message.prompt_ids is not None:
+            for idx, token_id in enumerate(message.prompt_ids):
+                if not 0 <= token_id < self.spec.vocab_size:
+                    raise RequestError(
+                        ErrorCode.TOKEN_ID_OUT_OF_RANGE,
+                        f"prompt_ids[{idx}] is {token_id}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
+                    )
+            return message.prompt_ids
+        assert message.prompt is not None, "a Generate message has one of the two"
+        if self.tokenizer is None:
+            raise text_unavailable(self.folder)
+        num_bytes, most = len(message.prompt.encode()), MAX_BYTES_PER_TOKEN * self.spec.max_context
+        if num_bytes > most:
+            raise _too_long(f"the prompt has {num_bytes} bytes, at most {most} can fit {self.spec.max_context} tokens of context")
+        try:
+            return self.tokenizer.encode(message.prompt)
+        except RequestError:
+            raise
+        except BaseException as error:  # the library's panics derive from BaseException
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"the tokenizer cannot read the prompt: {error!s:.200}") from None
+
+
+def _too_long(message: str) -> RequestError:
+    return RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
