@@ -1,9 +1,10 @@
 """What every KCCL communicator offers, on CPU ranks over shared memory and on GPUs over IPC-mapped peer memory.
 
 A communicator moves float32 vectors between ranks through mailboxes in the symmetric heap. A mailbox is a named set of slots,
-declared by the plan; a slot holds one vector per source rank, as 64-bit words that carry payload and epoch. Values are pushed into the
-peers' memory and only ever read from local memory. Every wait is bounded: it ends normally, or raises AbortedError (the engine is
-being stopped) or DeviceError (time ran out; the record says what was waited for). After either, nothing is published any more.
+declared by the plan; a slot holds one vector per source rank, as 64-bit words that carry payload and epoch. Values are pushed
+into the peers' memory and only ever read from local memory. Every wait is bounded: it ends normally, or raises AbortedError (the
+engine is being stopped) or DeviceError (time ran out; the record says what was waited for). After either, nothing is published
+any more.
 """
 
 from __future__ import annotations

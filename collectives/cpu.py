@@ -1,0 +1,216 @@
+"""KCCL for CPU ranks of one host: values are pushed into the peers' heaps, waits poll local memory only.
+
+All the coordination is in the words (see `words`): there is no lock, no counter to reset, and a slot may be rewritten as soon as
+the plan can prove that everyone has consumed it (2d + 2 slots for delay d).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.abi import WaitOp, WaitRecord
+from kog_dist.collectives import words
+from kog_dist.collectives.api import MailboxSpec, Vector
+from kog_dist.collectives.heap import SymmetricHeap
+from kog_dist.collectives.mailbox import Mailbox, fingerprint, place
+from kog_dist.collectives.reference import tree_sum
+from kog_dist.control import ControlPage
+from kog_dist.errors import AbortedError, DeviceError
+from kog_dist.topology import Rendezvous
+from kog_dist.wait import Deadline, WaitResult, wait
+
+_BARRIER = MailboxSpec("barrier", num_slots=2, length=1)  # 2d + 2 slots at delay 0
+
+
+class _Box:
+    """One mailbox with its views: where this rank's values go on every peer, and where the peers' values arrive here."""
+
+    def __init__(self, heap: SymmetricHeap, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
+        self.length = mailbox.spec.length
+        rank, world_size = heap.rank, mailbox.world_size
+        peers = [(rank + step) % world_size for step in range(1, world_size)]  # everybody starts with another peer
+        slot_words = world_size * mailbox.row_words
+        self.outgoing: list[list[words.Words]] = []
+        self.incoming: list[words.Words] = []
+        self.last_words: list[list[int]] = []
+        for slot in range(mailbox.spec.num_slots):
+            row = mailbox.row(slot, rank)
+            self.outgoing.append([heap.peer_view(peer, row * words.WORD_BYTES, self.length) for peer in peers])
+            rows = heap.peer_view(rank, mailbox.row(slot, 0) * words.WORD_BYTES, slot_words)
+            self.incoming.append(rows.reshape(world_size, mailbox.row_words)[:, : self.length])
+            self.last_words.append([mailbox.row(slot, peer) + self.length - 1 for peer in peers])
+        self.stripped = np.zeros((world_size, self.length), np.uint64)
+
+
+class CpuCommunicator:
+    """The `Communicator` of a CPU rank. Not for several threads. See `api.Communicator` for what the methods mean.
+
+    The first wait that does not end well is the last: afterwards every method raises AbortedError and nothing is published.
+    """
+
+    def __init__(
+        self, heap: SymmetricHeap, mailboxes: list[Mailbox], control: ControlPage, *, timeout_s: float, epoch_bits: int
+    ) -> None:
+        self.rank = heap.rank
+        self.world_size = mailboxes[0].world_size
+        self._heap = heap
+        self._control = control
+        self._timeout_s = timeout_s
+        self._tag = words.EpochTag(epoch_bits)
+        self._local = heap.own_words()
+        self._boxes = {mailbox.spec.name: _Box(heap, mailbox) for mailbox in mailboxes}
+        self._barrier = self._boxes[_BARRIER.name]
+        self._num_barriers = 0
+        self._fault = ""
+
+    @classmethod
+    def create(
+        cls,
+        mailboxes: Sequence[MailboxSpec],
+        *,
+        rendezvous: Rendezvous,
+        control: ControlPage,
+        deadline: Deadline,
+        timeout_s: float = 30.0,
+        epoch_bits: int = words.TAG_BITS,
+    ) -> CpuCommunicator:
+        """Collective: every rank calls it with equal mailboxes (ConfigError otherwise); `deadline` bounds the meeting.
+
+        `timeout_s` bounds every later wait. Bind all but the mailboxes with functools.partial to get a CommunicatorFactory.
+        """
+        world_size = rendezvous.world_size
+        placed = place([*mailboxes, _BARRIER], world_size)
+        num_words = placed[-1].first_word + placed[-1].num_words
+        heap = SymmetricHeap.create(
+            num_words * words.WORD_BYTES,
+            rendezvous,
+            deadline,
+            generation=control.generation,
+            fingerprint=fingerprint(mailboxes, world_size, epoch_bits),
+        )
+        return cls(heap, placed, control, timeout_s=timeout_s, epoch_bits=epoch_bits)
+
+    def publish(self, mailbox: str, slot: int, epoch: int, values: Vector) -> None:
+        """Push `values` to every peer; AbortedError when the engine is being stopped."""
+        self._publish(self._boxes[mailbox], slot, epoch, values)
+
+    def collect(self, mailbox: str, slot: int, epoch: int, own: Vector) -> NDArray[np.float32]:
+        """Every rank's values of the epoch, (world_size, length); a new array."""
+        return self._collect(self._boxes[mailbox], slot, epoch, own, WaitOp.COLLECT)
+
+    def delayed_reduce(self, mailbox: str, slot: int, epoch: int, own: Vector) -> Vector:
+        """Sum over ranks, in the tree of `reference.tree_sum`."""
+        return tree_sum(self.collect(mailbox, slot, epoch, own))
+
+    def all_reduce(self, mailbox: str, slot: int, epoch: int, values: Vector) -> Vector:
+        """Publish and reduce in one call."""
+        self.publish(mailbox, slot, epoch, values)
+        return self.delayed_reduce(mailbox, slot, epoch, values)
+
+    def all_gather(self, mailbox: str, slot: int, epoch: int, values: Vector) -> NDArray[np.float32]:
+        """Publish and collect in one call."""
+        self.publish(mailbox, slot, epoch, values)
+        return self.collect(mailbox, slot, epoch, values)
+
+    def barrier(self) -> None:
+        """Return when every rank has come as often as this one."""
+        self._num_barriers += 1
+        slot = self._num_barriers % _BARRIER.num_slots
+        nothing = np.zeros(1, np.float32)
+        self._publish(self._barrier, slot, self._num_barriers, nothing)
+        self._collect(self._barrier, slot, self._num_barriers, nothing, WaitOp.BARRIER)
+
+    def close(self) -> None:
+        """Unmap everything. Later calls raise AbortedError; closing twice is harmless."""
+        self._fault = self._fault or "its communicator is closed"
+        self._boxes.clear()
+        del self._barrier
+        self._local.release()
+        self._heap.close()
+
+    def _publish(self, box: _Box, slot: int, epoch: int, values: Vector) -> None:
+        _check_vector(box, values)
+        tag = self._tag.of(epoch)
+        if self._fault or self._control.aborted():
+            self._stop(f"publishing epoch {epoch} to mailbox {box.mailbox.spec.name!r}")
+        payload = words.payload_words(values)
+        for row in box.outgoing[slot]:
+            words.write(row, payload, tag)
+
+    def _collect(self, box: _Box, slot: int, epoch: int, own: Vector, op: WaitOp) -> NDArray[np.float32]:
+        _check_vector(box, own)
+        tag = self._tag.of(epoch)
+        if self._fault:
+            self._stop(f"collecting epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
+        started_ns = time.monotonic_ns()
+        result = wait(
+            self._arrival(box, slot, tag),
+            aborted=self._control.aborted,
+            deadline=Deadline.after(self._timeout_s),
+            on_poll=lambda: self._control.beat(self.rank),
+        )
+        if result is WaitResult.ABORT:
+            self._stop(f"waiting for epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
+        if result is WaitResult.TIMEOUT:
+            record = self._record(box, slot, tag, op, time.monotonic_ns() - started_ns)
+            self._fault = "a wait had run out of time"
+            self._control.request_abort(self.rank, record)
+            raise DeviceError(record)
+        values = words.payload(box.stripped)
+        values[self.rank] = own
+        return values
+
+    def _arrival(self, box: _Box, slot: int, tag: int) -> Callable[[], bool]:
+        """A poll that looks at one word per peer until all have come, and only then takes and checks everything."""
+        local, incoming, stripped, rank = self._local, box.incoming[slot], box.stripped, self.rank
+        pending = box.last_words[slot].copy()
+
+        def arrived() -> bool:
+            while pending:
+                if local[pending[-1]] >> words.TAG_BITS != tag:
+                    return False
+                pending.pop()
+            words.strip(incoming, tag, out=stripped)
+            stripped[rank] = 0  # nobody writes the own row
+            return words.all_tagged(stripped)
+
+        return arrived
+
+    def _record(self, box: _Box, slot: int, tag: int, op: WaitOp, elapsed_ns: int) -> WaitRecord:
+        seen = words.tags(box.incoming[slot])
+        missing = seen != tag
+        missing[self.rank] = False
+        places = np.argwhere(missing)
+        peer, column = places[0].tolist() if len(places) else (self.rank, 0)  # all came since the last look
+        return WaitRecord(
+            rank=self.rank,
+            op=op,
+            mailbox=box.mailbox.index,
+            slot=slot,
+            peer=peer,
+            num_missing=len(places),
+            epoch_wanted=tag,
+            epoch_seen=int(seen[peer, column]),
+            elapsed_ns=elapsed_ns,
+            label=box.mailbox.spec.name,
+        )
+
+    def _stop(self, doing: str) -> NoReturn:
+        if not self._fault:
+            abort = self._control.abort()
+            self._fault = f"the engine is being stopped ({abort[0].name.lower()})" if abort else "the engine is being stopped"
+        raise AbortedError(f"rank {self.rank} left {doing}: {self._fault}")
+
+
+def _check_vector(box: _Box, values: Vector) -> None:
+    if values.shape != (box.length,) or values.dtype != np.float32 or not values.flags.c_contiguous:
+        raise ValueError(
+            f"mailbox {box.mailbox.spec.name!r} carries contiguous float32 vectors of {box.length} values, "
+            f"got {values.dtype} of shape {values.shape}"
+        )

@@ -1,0 +1,55 @@
+"""Where mailboxes lie in the symmetric heap: the same on every rank, and the same for CPU and CUDA heaps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kog_dist.abi import LINE_BYTES
+from kog_dist.collectives.api import MailboxSpec
+from kog_dist.collectives.words import WORD_BYTES
+from kog_dist.errors import PlanError
+
+_LINE_WORDS = LINE_BYTES // WORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Mailbox:
+    """A placed mailbox: slot s is `world_size` rows, one per source rank, that start on cache lines. Units are 64-bit words."""
+
+    spec: MailboxSpec
+    index: int
+    first_word: int
+    row_words: int
+    world_size: int
+
+    def row(self, slot: int, source: int) -> int:
+        """First word of the row that `source` writes."""
+        return self.first_word + (slot * self.world_size + source) * self.row_words
+
+    @property
+    def num_words(self) -> int:
+        """Words of all slots."""
+        return self.spec.num_slots * self.world_size * self.row_words
+
+
+def place(mailboxes: Sequence[MailboxSpec], world_size: int) -> list[Mailbox]:
+    """Place the mailboxes one after the other from word 0. PlanError for a name that is used twice or a size below 1."""
+    placed: list[Mailbox] = []
+    first_word = 0
+    names: set[str] = set()
+    for index, spec in enumerate(mailboxes):
+        if spec.name in names or spec.num_slots < 1 or spec.length < 1:
+            raise PlanError(f"mailbox {spec} is declared twice or is empty")
+        names.add(spec.name)
+        row_words = -(-spec.length // _LINE_WORDS) * _LINE_WORDS
+        placed.append(Mailbox(spec, index, first_word, row_words, world_size))
+        first_word += placed[-1].num_words
+    return placed
+
+
+def fingerprint(mailboxes: Sequence[MailboxSpec], world_size: int, epoch_bits: int) -> bytes:
+    """32 bytes that are equal on two ranks only when they lay the heap out alike."""
+    text = repr((world_size, epoch_bits, [(spec.name, spec.num_slots, spec.length) for spec in mailboxes]))
+    return hashlib.sha256(text.encode()).digest()
