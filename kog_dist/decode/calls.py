@@ -41,9 +41,10 @@ class Cursor:
         self.sampling: Sampling | None = None
         self.lengths = [[0] * num_lanes for _ in range(plan.spec.num_layers)]  # of the KV cache, by layer and own lane
         self.next_token, self.finite = NONE, True
+        self.stopped = False  # what this rank wants while the token runs, what rank 0 wanted after it
         self.all_logits: Array | None = None
 
-    def begin(self, token_id: int, position: int, sampling: Sampling | None) -> None:
+    def begin(self, token_id: int, position: int, sampling: Sampling | None, stop: bool) -> None:
         """Start the next token. Raises PlanError if the caller asks for a token or position that cannot follow."""
         spec = self.plan.spec
         if not 0 <= token_id < spec.vocab_size:
@@ -54,7 +55,7 @@ class Cursor:
             raise PlanError(f"position {position} exceeds the model's context of {spec.max_context}")
         self.token += 1
         self.token_id, self.position, self.sampling = token_id, position, sampling
-        self.next_token, self.finite, self.all_logits = NONE, True, None
+        self.next_token, self.finite, self.stopped, self.all_logits = NONE, True, stop, None
         for layer in self.lengths:  # shorter after a reset or a step back; longer if the last token was not finished
             layer[:] = [position] * len(layer)
 
@@ -378,16 +379,19 @@ class CallBuilder:
         publish, collect = self._publisher(step.publishes), self._collector(step.waits)
         bounds = [self.spec.vocab_slice(lane) for lane in self.memory.lanes]
         slices = [row[: last - first] for row, (first, last) in zip(rows, bounds, strict=True)]
-        own = np.zeros(2 * len(slices), np.float32)
+        own = np.zeros(2 * len(slices) + 1, np.float32)
         single = step.waits is None
 
         def run() -> None:
             sampling = cursor.sampling
             found = [NO_CANDIDATE] * len(slices) if sampling is None else own_candidates(sampling, cursor.position)
             if not single:
-                own[0::2], own[1::2] = zip(*found, strict=True)
+                own[0:-1:2], own[1:-1:2] = zip(*found, strict=True)
+                own[-1] = cursor.stopped
                 publish(own)
-                found = [Candidate(float(value), int(token_id)) for value, token_id in collect(own).reshape(-1, 2)]
+                gathered = collect(own)
+                cursor.stopped = bool(gathered[0, -1])
+                found = [Candidate(float(value), int(token_id)) for value, token_id in gathered[:, :-1].reshape(-1, 2)]
             if sampling is not None:
                 best = pick(found)
                 cursor.finite, cursor.next_token = not math.isnan(best.value), best.token_id

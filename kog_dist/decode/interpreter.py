@@ -46,12 +46,13 @@ class StepOutput:
     """Result of one token. `token_id` is -1 for a prompt token, and undefined if `finite` is false.
 
     `logits` (vocab,) are set on rank 0 when they were gathered. `finite` (equal on all ranks) says that no logit was NaN or
-    infinite.
+    infinite. `stopped` (equal on all ranks): rank 0 was called with `stop`; all ranks leave the request after the same token.
     """
 
     token_id: int
     logits: NDArray[Any] | None
     finite: bool
+    stopped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +154,18 @@ class Interpreter:
         """Forget the KV cache. Epochs go on: every rank must have run the same number of steps."""
         self._cursor.num_positions = 0
 
-    def step(self, token_id: int, position: int, sampling: Sampling | None, gather_logits: bool = False) -> StepOutput:
+    def step(
+        self, token_id: int, position: int, sampling: Sampling | None, gather_logits: bool = False, *, stop: bool = False
+    ) -> StepOutput:
         """Run one token through the model and choose its successor; `sampling` None = a prompt token, which has none.
+
+        `stop`, which only rank 0 may decide, travels to all ranks with this token's candidates.
 
         `position` may be at most the number of positions in the cache: a smaller one drops those from it on.
         Raises PlanError if a value is not what the plan says; AbortedError or DeviceError from a wait that did not end well.
         """
         cursor = self._cursor
-        cursor.begin(token_id, position, sampling)
+        cursor.begin(token_id, position, sampling, stop)
         when = When.ALWAYS if sampling is None else When.GATHERED if gather_logits else When.SAMPLED
         tags = self._tags = [0] * len(self._cells)
         with np.errstate(all="ignore"):  # what overflows ends in logits that are not finite, and is reported so
@@ -172,7 +177,7 @@ class Interpreter:
                     tags[cell] = ident
         cursor.num_positions = position + 1
         logits = cursor.all_logits if when is When.GATHERED else None
-        return StepOutput(cursor.next_token, logits, cursor.finite)
+        return StepOutput(cursor.next_token, logits, cursor.finite, cursor.stopped)
 
     def _complaint(self, call: _Call) -> str:
         held_by_cell = dict(zip(call.cells, call.values, strict=True))

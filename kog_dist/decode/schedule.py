@@ -8,6 +8,7 @@ from kog_dist.decode.steps import NONE, Kind, Mailbox, Message, Phase, RankPlan,
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
 
 CANDIDATE_VALUES = 2  # a candidate travels as (value, token id)
+STOP_VALUES = 1  # after a rank's candidates: whether it wants the request to end; rank 0's counts
 Values = tuple[Value, ...]
 
 
@@ -50,7 +51,7 @@ class Scheduler:
             boxes.append(Mailbox("final", 1, spec.hidden_size * lanes_in_row, 1))
         boxes.append(Mailbox("logits", 1, spec.vocab_slice(0)[1] * num_lanes, 1))
         # The one exchange that every token has. Two slots: nothing else keeps a fast rank from its next token's write.
-        boxes.append(Mailbox("candidates", 2, CANDIDATE_VALUES * num_lanes, 1))
+        boxes.append(Mailbox("candidates", 2, CANDIDATE_VALUES * num_lanes + STOP_VALUES, 1))
         return tuple(boxes)
 
     def _per_lane(
