@@ -14,7 +14,7 @@ from kog_dist.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("auto", "local")
-KV_DTYPES = ("float32",)
+KV_DTYPES = ("float32", "float16", "bfloat16")
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -160,4 +160,12 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _shown(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "-"
+        if value is None
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )

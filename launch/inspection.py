@@ -19,12 +19,12 @@ def check(settings: LaunchConfig) -> str:
     """One line about a checkpoint whose metadata is in order. Reads no values. Raises CheckpointError or ConfigError."""
     target = choose_target(settings)
     opened = target.checkpoint
-    has_tokenizer = (target.folder / "tokenizer.json").is_file()
+    tokenizer = "with" if (target.folder / "tokenizer.json").is_file() else "without"
     hashes = "with hash manifest" if opened.manifest is not None else "without hash manifest"
+    files = f"{len(opened.files)} file{'s' if len(opened.files) > 1 else ''}"
     return (
-        f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {opened.dtype}, {len(opened.files)} "
-        f"file{'s' if len(opened.files) > 1 else ''}, {opened.num_bytes / _MIB:.1f} MiB, {opened.spec.num_lanes} lanes, {hashes}, "
-        f"{'with' if has_tokenizer else 'without'} tokenizer"
+        f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {opened.dtype}, {files}, "
+        f"{opened.num_bytes / _MIB:.1f} MiB, {opened.spec.num_lanes} lanes, {hashes}, {tokenizer} tokenizer"
     )
 
 
@@ -34,13 +34,14 @@ def dry_run(settings: LaunchConfig) -> str:
     from kog_dist.decode.validate import check as check_plan
 
     target = choose_target(settings)
-    plan = make_plan(target.checkpoint.spec, target.world_size)
+    spec = target.checkpoint.spec
+    plan = make_plan(spec, target.world_size)
     check_plan(plan)
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)
     lines = [
-        f"model      {target.model_name}: {target.checkpoint.spec.num_parameters:,} parameters, {target.checkpoint.dtype} on disk",
-        f"ranks      {target.world_size} on {target.device}, {target.checkpoint.spec.num_lanes // target.world_size} lanes each",
+        f"model      {target.model_name}: {spec.num_parameters:,} parameters, {target.checkpoint.dtype} on disk",
+        f"ranks      {target.world_size} on {target.device}, {spec.num_lanes // target.world_size} lanes each",
         f"plan       {plan.digest()[:16]}: {len(plan.ranks[0].steps)} steps per token and rank, {sent} of them publish",
         "           " + ", ".join(f"{count} {name}" for name, count in steps.items()),
         f"mailboxes  {', '.join(f'{box.name} {box.num_slots} x {box.length}' for box in plan.mailboxes) or 'none'}",
@@ -80,8 +81,8 @@ def _ceiling(target: Target) -> list[str]:
     measured = _read_bandwidth()
     narrow_bytes = target.checkpoint.spec.bytes_per_token(2)
     return [
-        f"ceiling    {measured / read_bytes:,.0f} tokens/s here: {read_bytes / _MIB:.1f} MiB per token at {measured / 1e9:.1f} GB/s, "
-        "measured just now on one core from main memory; a model that fits the caches can exceed it",
+        f"ceiling    {measured / read_bytes:,.0f} tokens/s here: {read_bytes / _MIB:.1f} MiB per token at {measured / 1e9:.1f} "
+        "GB/s (one core, main memory, measured just now); a model that fits the caches can exceed it",
         f"           {target.world_size * _H200_PEAK_BYTES_S / narrow_bytes:,.0f} tokens/s on {target.world_size} H200: "
         f"{narrow_bytes / _MIB:.1f} MiB per token in 16 bit at the data sheet's 4.8 TB/s each, communication not counted",
     ]

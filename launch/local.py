@@ -110,7 +110,7 @@ def spawn(
             env=dict(environment),
             pass_fds=tuple(pass_fds),
             process_group=0,
-            preexec_fn=_die_with(os.getpid()) if dies_with_parent else None,  # noqa: PLW1509 - the launcher has one thread
+            preexec_fn=_die_with(os.getpid()) if dies_with_parent else None,
         )
     except (OSError, subprocess.SubprocessError) as error:
         os.close(read_fd)

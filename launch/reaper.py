@@ -1,8 +1,8 @@
 """The process that cleans up after a launcher that was killed: a fork that waits for its end of a pipe to close.
 
-Ranks and the coordinator are killed by the kernel when the launcher dies (PR_SET_PDEATHSIG). What remains is a client that is still
-printing its error, and the instance folder with the socket file; the reaper ends the one and removes the other. It holds the lease
-of the instance name until then.
+Ranks and the coordinator are killed by the kernel when the launcher dies (PR_SET_PDEATHSIG). What remains is a client that is
+still printing its error, and the instance folder with the socket file; the reaper ends the one and removes the other. It holds
+the lease of the instance name until then.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import time
-from pathlib import Path
+
+from kog_dist.instance import Instance
 
 CLIENT_GRACE_S = 1.0
 
@@ -26,15 +26,16 @@ class Reaper:
         self._pipe_fd = pipe_fd
 
     @classmethod
-    def start(cls, folder: Path, lease_fd: int) -> Reaper:
-        """Fork it. `folder` is removed when the launcher dies; `lease_fd` is kept open until then. Call before any thread exists."""
+    def start(cls, instance: Instance) -> Reaper:
+        """Fork it; it holds the lease too, and removes the folder if the launcher dies. Call before any thread exists."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
             try:
+                _ignore_signals()
                 os.setsid()
-                _keep_only(read_fd, lease_fd)
-                _watch(read_fd, folder)
+                _keep_only(read_fd, instance.lease_fd)
+                _watch(read_fd, instance)
             finally:
                 os._exit(0)
         os.close(read_fd)
@@ -60,18 +61,22 @@ class Reaper:
 def _keep_only(*kept: int) -> None:
     """Close all descriptors but `kept`: somebody may wait for the end of the launcher's output."""
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
+    for fd in set(range(3)) - set(kept):
         os.dup2(null, fd)
     low = 3
     for fd in sorted(kept):
         os.closerange(low, fd)
         low = fd + 1
-    os.closerange(low, os.sysconf("SC_OPEN_MAX") if low < 4096 else low)
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
-def _watch(read_fd: int, folder: Path) -> None:
+def _ignore_signals() -> None:
+    signal.set_wakeup_fd(-1)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+
+
+def _watch(read_fd: int, instance: Instance) -> None:
     pidfds: list[int] = []
     received = b""
     while chunk := os.read(read_fd, 4096):
@@ -82,7 +87,7 @@ def _watch(read_fd: int, folder: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 pidfds.append(os.pidfd_open(int(line)))
     _end(pidfds, time.monotonic() + CLIENT_GRACE_S)
-    shutil.rmtree(folder, ignore_errors=True)
+    instance.remove()
 
 
 def _end(pidfds: list[int], deadline: float) -> None:

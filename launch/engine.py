@@ -1,0 +1,162 @@
+"""What one engine consists of on this machine: the leased folder, shared memory and processes. Made here, ended here."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+from pathlib import Path
+
+from kog_dist import env
+from kog_dist.config import LaunchConfig
+from kog_dist.control import NO_RANK, AbortCause, ControlPage, RankState
+from kog_dist.instance import Instance
+from kog_dist.launch import local
+from kog_dist.launch.local import Child
+from kog_dist.launch.outcome import Outcome
+from kog_dist.launch.reaper import Reaper
+from kog_dist.launch.request import PromptRequest
+from kog_dist.launch.signals import StopSignals
+from kog_dist.launch.target import Target
+from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
+from kog_dist.topology import LocalRendezvous, RankInfo
+from kog_dist.wait import Deadline
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.coordinator_args import CoordinatorArgs
+
+GRACE_S = 1.0  # from the abort word to SIGTERM
+TERM_GRACE_S = 0.4  # from SIGTERM to SIGKILL
+_POLL_S = 0.05
+
+
+class EngineProcesses:
+    """Everything that `kog-launch` creates. `stop` may be called at any moment, also when `start` was never called or failed."""
+
+    def __init__(self, settings: LaunchConfig, target: Target, request: PromptRequest | None, log_dir: Path | None) -> None:
+        """Take the instance name and make the control page; starts no process but the reaper. Raises LaunchError."""
+        self.request = request
+        self.world_size = target.world_size
+        self.model_name, self.device = target.model_name, target.device
+        self.children: list[Child] = []
+        self._settings, self._target, self._log_dir = settings, target, log_dir
+        name = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
+        self._lease = Instance.acquire(name)
+        self.instance = self._lease.name
+        self._reaper = Reaper.start(self._lease)
+        self.control = ControlPage.create(target.world_size, target.checkpoint.spec.max_context)
+        self._rendezvous = LocalRendezvous.create(target.world_size)
+
+    @property
+    def endpoint(self) -> str:
+        """The address to show: the TCP port if one was asked for, else the socket file."""
+        access = self._lease.folder / ACCESS_NAME
+        if self._settings.rpc_port is not None and access.exists():
+            return str(json.loads(access.read_text(encoding="utf-8"))["address"])
+        return f"ipc://{self._lease.folder / SOCKET_NAME}"
+
+    def start(self) -> None:
+        """Start coordinator, ranks and, for a prompt, its client. Raises LaunchError if a process cannot be started."""
+        self._spawn_coordinator()
+        for rank in range(self.world_size):
+            self._spawn_rank(rank)
+        if self.request is not None:
+            self._spawn_client(self.request)
+
+    def is_ready(self) -> bool:
+        """Whether every rank can take a request and the coordinator listens."""
+        listening = (self._lease.folder / SOCKET_NAME).exists()
+        if self._settings.rpc_port is not None:
+            listening = listening and (self._lease.folder / ACCESS_NAME).exists()
+        states = {self.control.state(rank) for rank in range(self.world_size)}
+        return listening and states <= {RankState.READY, RankState.RUNNING}
+
+    def rank_of(self, child: Child) -> int | None:
+        """The rank that a child is, None for the others."""
+        return int(child.role.split()[1]) if child.role.startswith("rank ") else None
+
+    def rank_pid(self, rank: int) -> int | None:
+        """Process id of a rank."""
+        return next((child.pid for child in self.children if self.rank_of(child) == rank), None)
+
+    def abort(self, cause: AbortCause, rank: int = NO_RANK) -> None:
+        """Set the abort word; the first cause stands. A rank that is hung, and a client whose engine never came, end at once."""
+        self.control.set_abort(cause, rank)
+        for child in self.children:
+            hung = cause is AbortCause.RANK_STALLED and self.rank_of(child) == rank
+            if hung or (cause is AbortCause.STARTUP_FAILED and child.role == "client"):
+                child.send(signal.SIGKILL)
+
+    def interrupt_client(self, signum: signal.Signals | None) -> None:
+        """Ctrl-C cancels the one request; SIGTERM lets it finish."""
+        if signum is signal.SIGINT:
+            for child in self.children:
+                if child.role == "client":
+                    child.send(signal.SIGINT)
+
+    def stop(self, signals: StopSignals, outcome: Outcome | None) -> None:
+        """End every process, remove the folder, give the name up: within GRACE_S + TERM_GRACE_S and the kernel's time to kill."""
+        self.control.set_abort(AbortCause.SHUTDOWN)
+        was_interrupted = signals.count > 1 or outcome is None
+        deadlines = (Deadline.after(0 if was_interrupted else GRACE_S), Deadline.after(GRACE_S + TERM_GRACE_S))
+        sent = 0
+        while any(child.exit_code is None for child in self.children):
+            for child in self.children:
+                child.read_output()
+            while sent < 2 and deadlines[sent].expired():
+                for child in self.children:
+                    child.send((signal.SIGTERM, signal.SIGKILL)[sent])
+                sent += 1
+            self._wait_for_exits()
+        for child in self.children:
+            child.read_output()
+            child.close()
+        self._rendezvous.close()
+        self.control.close()
+        self._lease.remove()
+        self._reaper.dismiss()
+
+    def _wait_for_exits(self) -> None:
+        running = [child.pidfd for child in self.children if child.exit_code is None]
+        if running:
+            select.select(running, [], [], _POLL_S)
+
+    # ---- spawning ----
+    def _spawn_rank(self, rank: int) -> None:
+        info = RankInfo(rank, self.world_size, rank, self.instance, 1, self.control.fd, self._rendezvous.fd)
+        settings = self._settings
+        arguments = WorkerArgs(
+            info=info, model=str(self._target.folder), device=self.device, kv_dtype=settings.kv_dtype, verify=settings.verify,
+            startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
+        )  # fmt: skip
+        child = local.spawn(
+            f"rank {rank}", "kog_dist.workers.worker", [arguments.to_json()], environment=env.child_environment(os.environ),
+            pass_fds=(self.control.fd, self._rendezvous.fd), log_dir=self._log_dir,
+        )  # fmt: skip
+        self._adopt(child)
+
+    def _spawn_coordinator(self) -> None:
+        settings = self._settings
+        arguments = CoordinatorArgs(
+            instance=self.instance, folder=str(self._lease.folder), lease_fd=self._lease.lease_fd, control_fd=self.control.fd,
+            model=str(self._target.folder), model_name=self.model_name, supervisor_pid=os.getpid(),
+            drain_s=settings.shutdown_timeout, rpc_port=settings.rpc_port,
+        )  # fmt: skip
+        child = local.spawn(
+            "coordinator", "kog_dist.workers.coordinator", [arguments.to_json()], environment=env.child_environment(os.environ),
+            pass_fds=(self.control.fd, self._lease.lease_fd), log_dir=self._log_dir,
+        )  # fmt: skip
+        self._adopt(child)
+
+    def _spawn_client(self, request: PromptRequest) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
+        arguments = ["generate", f"--instance={self.instance}", "--wait-ready", *request.client_arguments()]
+        self._adopt(
+            local.spawn(
+                "client", "kog_dist.rpc.cli", arguments, environment=environment, on_terminal=True, dies_with_parent=False
+            )
+        )
+
+    def _adopt(self, child: Child) -> None:
+        self.children.append(child)
+        self._reaper.watch(child.pid)

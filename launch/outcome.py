@@ -1,0 +1,49 @@
+"""How an engine ended: exit code, one sentence, and `exit.json` for whoever loses exit codes on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+EXIT_OK, EXIT_USAGE, EXIT_CANNOT_START, EXIT_RANK_DIED, EXIT_TIMEOUT = 0, 2, 3, 4, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a run. `reason` is stable and machine-readable; `sentence` is for people, None when all went well."""
+
+    exit_code: int
+    reason: str
+    sentence: str | None = None
+    rank: int | None = None
+    pid: int | None = None
+    signal: str | None = None
+
+    def write(self, log_dir: Path | None, instance: str) -> None:
+        """Leave `exit.json` in the log folder, if there is one. A full disk is not allowed to hide the real outcome."""
+        if log_dir is None:
+            return
+        record = asdict(self) | {"instance": instance, "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        with contextlib.suppress(OSError):
+            (log_dir / "exit.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def how_it_ended(exit_code: int) -> str:
+    """`was killed by SIGKILL` or `stopped with exit code 70`, from a child's exit code."""
+    if exit_code < 0:
+        return f"was killed by {signal_name(exit_code)}"
+    return f"stopped with exit code {exit_code}"
+
+
+def signal_name(exit_code: int) -> str | None:
+    """Name of the signal that ended a child with this exit code, None if it was none."""
+    if exit_code >= 0:
+        return None
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"

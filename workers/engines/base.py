@@ -1,0 +1,31 @@
+"""What a worker asks of an engine: the same of NumPy on CPU ranks and of a persistent kernel on a GPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kog_dist.control import DecodeRequest
+from kog_dist.decode.ring import Finish
+
+
+class Engine(Protocol):
+    """One rank's share of the model. All methods are collective: every rank calls them in the same order.
+
+    The unit of work is a whole request, not a step: the loop over tokens may run on a device, where the host cannot follow it.
+    """
+
+    def startup(self) -> None:
+        """Load weights, make and check the plan, agree with the other ranks, map their memory, and run one token as a trial.
+
+        Raises KogError when this rank cannot serve, AbortedError when the engine is being stopped meanwhile.
+        """
+
+    def run(self, seq: int, request: DecodeRequest) -> Finish:
+        """Prefill and decode one request; rank 0 writes the token ring. Returns why the answer ended, the same on all ranks.
+
+        The entry with a Finish is the last one of `seq` in the ring. A cancel ends the request after the same token everywhere.
+        Raises AbortedError when the engine is being stopped, DeviceError when a wait ran out of time; then nothing is published.
+        """
+
+    def close(self) -> None:
+        """Release everything. Also after a failed startup."""

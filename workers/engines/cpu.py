@@ -1,0 +1,167 @@
+"""The engine of a CPU rank: the plan's interpreter in NumPy, peers through shared memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kog_dist.abi import abi_digest
+from kog_dist.collectives.api import MailboxSpec
+from kog_dist.collectives.cpu import CpuCommunicator
+from kog_dist.control import ControlPage, DecodeRequest, RankState
+from kog_dist.decode.interpreter import Interpreter, StepOutput
+from kog_dist.decode.plan import make_plan
+from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.sampling import Sampling
+# VALIDATE from kog_dist.decode.validate import check
+from kog_dist.errors import AbortedError, ConfigError
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.topology import LocalRendezvous
+from kog_dist.wait import Deadline
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.engines.heartbeat import Heartbeat
+
+HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
+
+
+class CpuEngine:
+    """See `Engine`."""
+
+    def __init__(self, args: WorkerArgs, control: ControlPage) -> None:
+        self._args, self._control = args, control
+        self._rank, self._world_size = args.info.rank, args.info.world_size
+        self._rendezvous: LocalRendezvous | None = None
+        self._comm: CpuCommunicator | None = None
+        self._interpreter: Interpreter | None = None
+        self._heartbeat: Heartbeat | None = None
+
+    # ---- startup ----
+    def startup(self) -> None:
+        """See `Engine.startup`."""
+        args, rank = self._args, self._rank
+        deadline = Deadline.after(args.startup_timeout_s)
+        self._control.set_state(rank, RankState.LOADING)
+        checkpoint = open_checkpoint(Path(args.model), verify=args.verify)
+        spec = checkpoint.spec
+        if spec.max_context > self._control.max_context:
+            raise ConfigError(
+                f"rank {rank}: the model's context is {spec.max_context} tokens, but the control page was made for "
+                f"{self._control.max_context}; the checkpoint was changed during start-up"
+            )
+        weights = checkpoint.rank_weights(spec.lanes_of_rank(rank, self._world_size))
+        plan = make_plan(spec, self._world_size)
+        # VALIDATE check(plan)
+        self._control.set_state(rank, RankState.LINKING)
+        aborted = self._control.aborted
+        self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, rank, aborted=aborted)
+        agree(self._rendezvous, self._terms(checkpoint, plan.digest()), deadline)
+        self._comm = CpuCommunicator.create(
+            [MailboxSpec(box.name, box.num_slots, box.length) for box in plan.mailboxes],
+            rendezvous=self._rendezvous, control=self._control, deadline=deadline, timeout_s=args.step_timeout_s,
+        )  # fmt: skip
+        self._interpreter = Interpreter(plan, rank, weights, self._comm, kv_dtype=args.kv_dtype)
+        self._interpreter.step(0, 0, Sampling())  # maps pages, fills caches, and shows that all ranks answer
+        self._rendezvous.barrier(deadline)
+
+    def _terms(self, checkpoint: Checkpoint, plan_digest: str) -> dict[str, str]:
+        """What all ranks must have in common, by the name to show when they do not."""
+        headers = "".join(file.header_sha256 for file in checkpoint.files)
+        return {
+            "world size": str(self._world_size),
+            "model": checkpoint.spec.digest(),
+            "checkpoint files": hashlib.sha256(headers.encode()).hexdigest(),
+            "plan": plan_digest,
+            "KV cache type": self._args.kv_dtype,
+            "memory layout": f"{abi_digest():016x}",
+            "numpy": np.__version__,
+        }
+
+    # ---- requests ----
+    def run(self, seq: int, request: DecodeRequest) -> Finish:
+        """See `Engine.run`."""
+        with Heartbeat(self._control, self._rank, self._args.step_timeout_s + HEARTBEAT_MARGIN_S) as self._heartbeat:
+            assert self._interpreter is not None
+            self._interpreter.reset()
+            if not self._prefill(seq, request.prompt[:-1]):
+                self._put(seq, 0, NO_TOKEN, None, Finish.CANCELLED)
+                return Finish.CANCELLED
+            return self._decode(seq, request)
+
+    def _prefill(self, seq: int, tokens: tuple[int, ...]) -> bool:
+        """Fill the KV cache with the prompt up to its last token; False when the request was cancelled meanwhile."""
+        return not any(self._step(seq, token_id, position, None).stopped for position, token_id in enumerate(tokens))
+
+    def _decode(self, seq: int, request: DecodeRequest) -> Finish:
+        sampling = Sampling(request.temperature, request.seed)
+        stop_ids = frozenset() if request.ignore_eos else frozenset(request.stop_ids)
+        token_id, first_position = request.prompt[-1], len(request.prompt) - 1
+        index = 0
+        while True:
+            position = first_position + index
+            output = self._step(seq, token_id, position, sampling, gather_logits=request.logit_digests)
+            token_id = output.token_id
+            finish = Finish.NONE
+            if output.stopped:
+                finish = Finish.CANCELLED
+            elif not output.finite:
+                finish = Finish.NUMERICAL_FAULT
+            elif token_id in stop_ids:
+                finish = Finish.STOP
+            elif index + 1 >= request.max_tokens or position + 2 >= self._max_context:
+                finish = Finish.LENGTH
+            has_token = finish not in (Finish.CANCELLED, Finish.NUMERICAL_FAULT)
+            self._put(seq, index, token_id if has_token else NO_TOKEN, output if has_token else None, finish)
+            if finish is not Finish.NONE:
+                return finish
+            index += 1
+
+    def _step(
+        self, seq: int, token_id: int, position: int, sampling: Sampling | None, *, gather_logits: bool = False
+    ) -> StepOutput:
+        """One token. Rank 0 alone looks for a cancel; its decision reaches the others with the candidates of this step."""
+        assert self._interpreter is not None
+        assert self._heartbeat is not None
+        if self._control.aborted():
+            raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
+        self._heartbeat.progress()
+        stop = self._rank == 0 and self._control.cancelled(seq)
+        return self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop)
+
+    def _put(self, seq: int, index: int, token_id: int, output: StepOutput | None, finish: Finish) -> None:
+        """Rank 0 hands a token out; nothing is published once the engine is being stopped."""
+        if self._rank != 0 or self._control.aborted():
+            return
+        digest = None
+        if output is not None and output.logits is not None:
+            digest = hashlib.sha256(output.logits.astype("<f4", copy=False).tobytes()).digest()
+        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish)
+
+    @property
+    def _max_context(self) -> int:
+        assert self._interpreter is not None
+        return self._interpreter.plan.spec.max_context
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._interpreter = None
+        if self._comm is not None:
+            self._comm.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+
+def agree(rendezvous: LocalRendezvous, terms: dict[str, str], deadline: Deadline) -> None:
+    """Return when all ranks have equal `terms`. Collective. Raises ConfigError naming the ranks that differ and in what."""
+    everyone = [json.loads(raw) for raw in rendezvous.all_gather_bytes(json.dumps(terms).encode(), deadline)]
+    for name, value in terms.items():
+        differing = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
+        if differing:
+            others = ", ".join(map(str, differing))
+            mine = f"rank {rendezvous.rank} has {value:.16}, rank 0 has {everyone[0].get(name, 'none'):.16}"
+            raise ConfigError(
+                f"the ranks do not agree on the {name}: {others} differ from rank 0 ({mine}); start all from one version"
+            )

@@ -1,0 +1,107 @@
+"""The process of one rank: startup, then requests one after the other, until the engine is stopped.
+
+`python -m kog_dist.workers.worker JSON`; the JSON is `WorkerArgs`. Its last line on stderr says why it stopped by itself.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from enum import IntEnum
+
+from kog_dist.control import AbortCause, ControlPage, RankState
+from kog_dist.errors import AbortedError, ConfigError, DeviceError, KogError
+from kog_dist.wait import WaitResult
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.engines.base import Engine
+
+
+class WorkerExit(IntEnum):
+    """Exit codes of a rank; 0 only when it was told to stop."""
+
+    STOPPED = 0
+    RANK_FAILED = 70
+    STALL = 71
+    NUMERICAL = 72
+    CONFIG_MISMATCH = 73
+    DEVICE_ERROR = 74
+
+
+def main() -> None:
+    """Run the rank and exit with a `WorkerExit`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
+    sys.exit(run(sys.argv[1] if len(sys.argv) == 2 else ""))
+
+
+def run(arguments: str) -> int:
+    """The whole life of the rank; returns its exit code."""
+    try:
+        args = WorkerArgs.from_json(arguments)
+        control = ControlPage.from_fd(args.info.control_fd)
+    except KogError as error:
+        return _last_words(error, WorkerExit.CONFIG_MISMATCH)
+    rank = args.info.rank
+    try:
+        engine = make_engine(args, control)
+        try:
+            engine.startup()
+            serve(engine, control, rank)
+        finally:
+            engine.close()
+    except AbortedError:
+        control.set_state(rank, RankState.STOPPED)
+        cause = control.abort()
+        return WorkerExit.STOPPED if cause is not None and cause[0] is AbortCause.SHUTDOWN else WorkerExit.RANK_FAILED
+    except DeviceError as error:
+        control.request_abort(rank, error.record)
+        control.set_state(rank, RankState.FAILED)
+        return _last_words(error, WorkerExit.STALL)
+    except ConfigError as error:
+        control.set_state(rank, RankState.FAILED)
+        return _last_words(error, WorkerExit.CONFIG_MISMATCH)
+    except KogError as error:
+        control.set_state(rank, RankState.FAILED)
+        return _last_words(error, WorkerExit.RANK_FAILED)
+    except Exception as error:  # a defect, or no memory: the trace goes to the log, its last line to the user
+        control.set_state(rank, RankState.FAILED)
+        traceback.print_exc()
+        return _last_words(error, WorkerExit.RANK_FAILED)
+    return WorkerExit.STOPPED
+
+
+def make_engine(args: WorkerArgs, control: ControlPage) -> Engine:
+    """The engine of the device that was asked for. Raises ConfigError for a device that there is no engine for."""
+    if args.device == "cpu":
+        from kog_dist.workers.engines.cpu import CpuEngine
+
+        return CpuEngine(args, control)
+    raise ConfigError(f"rank {args.info.rank}: there is no engine for device {args.device!r}")
+
+
+def serve(engine: Engine, control: ControlPage, rank: int) -> None:
+    """Run requests in the order of their seq until the engine is aborted, which raises AbortedError."""
+    seq = 0
+    control.beat(rank)
+    control.set_state(rank, RankState.READY)
+    while True:
+        if control.wait_doorbell(rank, seq) is WaitResult.ABORT:
+            raise AbortedError(f"rank {rank} was idle when the engine was stopped")
+        seq += 1
+        request = control.read_request(seq)
+        control.set_state(rank, RankState.RUNNING)
+        engine.run(seq, request)
+        control.set_done(rank, seq)
+        control.set_state(rank, RankState.READY)
+
+
+def _last_words(error: Exception, code: WorkerExit) -> WorkerExit:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, KogError):
+        text = f"{type(error).__name__}: {text}"
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()
