@@ -213,6 +213,11 @@ def _check_names(folder: Path, owner: Mapping[str, SafetensorsFile], layouts: Ma
 def _check_manifest(
     folder: Path, manifest: Manifest, files: tuple[SafetensorsFile, ...], layouts: Mapping[str, TensorLayout]
 ) -> None:
+    for name in {"config.json", *([INDEX_NAME] if (folder / INDEX_NAME).exists() else [])} - set(manifest.files):
+        raise CheckpointError(f"{folder / MANIFEST_NAME} has no SHA-256 of {name}; remove it or write it anew")
+    for name in manifest.files:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} has no {short(name)}, but {MANIFEST_NAME} lists it; copy the file again")
     read_small_file(folder, "config.json", manifest)
     if set(manifest.headers) != {file.path.name for file in files} or set(manifest.tensors) != set(layouts):
         raise CheckpointError(

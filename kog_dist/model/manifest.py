@@ -34,12 +34,9 @@ class Manifest:
     def from_folder(cls, folder: Path) -> Manifest | None:
         """Read it; None if the folder has none. Raises CheckpointError if it cannot be read or is not a manifest."""
         path = folder / MANIFEST_NAME
-        try:
-            raw = path.read_bytes()
-        except FileNotFoundError:
+        raw = read_small_file(folder, MANIFEST_NAME, None)
+        if raw is None:
             return None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         try:
             parsed = json.loads(raw.decode("utf-8"))
             if parsed["format"] != _FORMAT or set(parsed) != {"format", "files", "headers", "tensors"}:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kog_dist.errors import CheckpointError, ConfigError
@@ -240,6 +240,7 @@ def test_feeds_layer() -> None:
         assert len(producers) == (SMALL.reduce_mode(layer_idx, Block.MLP) is ReduceMode.DELAYED)
 
 
+@settings(deadline=None, derandomize=True)
 @given(vocab_size=st.integers(1, 400), log_lanes=st.integers(0, 3))
 def test_vocab_slices_cover_the_vocabulary_once(vocab_size: int, log_lanes: int) -> None:
     lanes = 2**log_lanes
@@ -258,6 +259,7 @@ def test_lanes_of_rank() -> None:
             spec.lanes_of_rank(0, world_size)
 
 
+@settings(deadline=None, derandomize=True)
 @given(
     lanes=st.sampled_from([1, 2, 4]),
     delay=st.integers(0, 4),
