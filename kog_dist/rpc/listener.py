@@ -78,7 +78,7 @@ class RpcListener:
         except BaseException:
             self.close()
             raise
-        self.fds = [self._router.getsockopt(zmq.FD)] + ([self._zap.getsockopt(zmq.FD)] if self._zap is not None else [])
+        self.fds = [int(s.getsockopt(zmq.FD)) for s in self._sockets()]
 
     def _set_options(self) -> None:
         router = self._router
@@ -143,8 +143,10 @@ class RpcListener:
 
     def has_input(self) -> bool:
         """Whether `receive` has something to do."""
-        sockets = [self._router] if self._zap is None else [self._router, self._zap]
-        return any(int(s.getsockopt(zmq.EVENTS)) & zmq.POLLIN for s in sockets)
+        return any(int(s.getsockopt(zmq.EVENTS)) & zmq.POLLIN for s in self._sockets())
+
+    def _sockets(self) -> list[zmq.Socket[bytes]]:
+        return [self._router] if self._zap is None else [self._router, self._zap]
 
     def receive(self) -> tuple[bytes, Request] | None:
         """The next well-formed request and its sender; None when there is none now. Anything else is answered and counted."""

@@ -1,0 +1,184 @@
+"""A synchronous client of a running engine. Every wait has a deadline; a lost engine is one error, at once.
+
+with Client(Access.from_folder(folder)) as client:
+    for event in client.generate(prompt="def add(a, b):"):
+        ...
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+from kog_dist.errors import ProtocolError, RequestError, RequestFailed
+from kog_dist.rpc.messages import (
+    Accepted,
+    BadMessage,
+    Cancel,
+    Done,
+    Drain,
+    EngineState,
+    Error,
+    ErrorCode,
+    Event,
+    Generate,
+    Hello,
+    Request,
+    Status,
+    StatusReport,
+    Tokens,
+    Welcome,
+    build_hash,
+)
+from kog_dist.rpc.transport import Access, Connection
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 10.0  # the engine says something about four times a second while a request is not finished
+ANSWER_TIMEOUT_S = 10.0
+CANCEL_TIMEOUT_S = 1.0
+_READY_POLL_S = 0.05
+
+Answer = TypeVar("Answer", Welcome, StatusReport)
+
+
+class DeadlineExceeded(RequestFailed):
+    """The caller's own time limit was reached. `code` is `timeout`."""
+
+    exit_code = 5
+
+    def __init__(self, message: str) -> None:
+        super().__init__("timeout", message)
+
+
+class Client:
+    """One connection to one engine, for one thread. It may be used until `close`, or until an engine is lost."""
+
+    def __init__(self, access: Access, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, patient: bool = False) -> None:
+        """Connect and greet. `patient`: wait for an engine that does not listen yet, at most `connect_timeout_s`.
+
+        Raises LaunchError if there is no engine, ProtocolError if it speaks another version.
+        """
+        deadline_s = time.monotonic() + connect_timeout_s
+        self._connection = Connection(access)
+        try:
+            self._connection.wait_connected(deadline_s, patient=patient)
+            self.welcome = self._ask(Hello(build=build_hash()), Welcome, max(deadline_s, time.monotonic() + 1.0))
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect; the engine cancels what still runs for this client."""
+        self._connection.close()
+
+    # ---- verbs ----
+    def generate(
+        self, prompt: str | None = None, *, prompt_ids: Sequence[int] | None = None, max_tokens: int | None = None,
+        temperature: float = 0.0, seed: int = 0, stop: Sequence[str] = (), ignore_eos: bool = False, logit_digests: bool = False,
+        request_id: str | None = None, timeout_s: float | None = None,
+    ) -> Generator[Accepted | Tokens | Done, None, None]:  # fmt: skip
+        """Decode one prompt: yields `Accepted`, any number of `Tokens`, then `Done`. Nothing is sent before the first `next`.
+
+        Leaving the iterator early, Ctrl-C included, cancels the request. Raises RequestError when it is refused, RequestFailed
+        when it ends without its answer (`engine_lost` when the engine is gone), DeadlineExceeded after `timeout_s`.
+        """
+        try:
+            message = Generate(
+                request_id or secrets.token_hex(8), prompt, None if prompt_ids is None else tuple(prompt_ids), max_tokens,
+                temperature, seed, tuple(stop), ignore_eos, logit_digests,
+            )  # fmt: skip
+            self._connection.send(message)
+        except BadMessage as error:
+            raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from None
+        yield from self._events_of(message.request_id, None if timeout_s is None else time.monotonic() + timeout_s)
+
+    def status(self) -> StatusReport:
+        """The engine's state and counters."""
+        return self._ask(Status(), StatusReport)
+
+    def cancel(self, request_id: str) -> StatusReport:
+        """Cancel a request of any client. Raises RequestError if it is not waiting or running."""
+        return self._ask(Cancel(request_id), StatusReport)
+
+    def drain(self) -> StatusReport:
+        """Let the engine finish what runs, refuse the rest and stop."""
+        return self._ask(Drain(), StatusReport)
+
+    def wait_ready(self, timeout_s: float) -> StatusReport:
+        """Return when the engine can decode. Raises RequestFailed if it fails meanwhile, DeadlineExceeded after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            report = self.status()
+            if report.state is EngineState.READY:
+                return report
+            if report.state in (EngineState.FAILED, EngineState.DRAINING):
+                raise RequestFailed(ErrorCode.STARTUP_FAILED, f"the engine is {report.state.value} and will not become ready")
+            if time.monotonic() >= deadline_s:
+                raise DeadlineExceeded(f"the engine was still {report.state.value} after {timeout_s:g} s")
+            self._next(min(deadline_s, time.monotonic() + _READY_POLL_S))
+
+    # ---- waiting ----
+    def _events_of(self, request_id: str, deadline_s: float | None) -> Generator[Accepted | Tokens | Done, None, None]:
+        finished = accepted = False
+        try:
+            while not finished:
+                silent_s = time.monotonic() + SILENCE_TIMEOUT_S
+                event = self._next(silent_s if deadline_s is None else min(silent_s, deadline_s))
+                if event is None:
+                    raise self._overdue(deadline_s)
+                if isinstance(event, Error) and event.request_id in (request_id, None):
+                    finished = True
+                    raise (RequestFailed if accepted else RequestError)(event.code, event.message)
+                if deadline_s is not None and time.monotonic() >= deadline_s:
+                    raise self._overdue(deadline_s)
+                if isinstance(event, Accepted | Tokens | Done) and event.request_id == request_id:
+                    accepted, finished = True, isinstance(event, Done)
+                    yield event
+        except RequestFailed as error:
+            finished = finished or error.code == ErrorCode.ENGINE_LOST
+            raise
+        finally:
+            if not finished:
+                self._give_up(request_id)
+
+    def _overdue(self, deadline_s: float | None) -> RequestFailed:
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            return DeadlineExceeded("the answer was not complete within the time limit; the request was cancelled")
+        return DeadlineExceeded(f"the engine has said nothing for {SILENCE_TIMEOUT_S:g} s; it hangs or was stopped")
+
+    def _give_up(self, request_id: str) -> None:
+        """Cancel, and read until the engine has confirmed, so that the connection can be used again."""
+        deadline_s = time.monotonic() + CANCEL_TIMEOUT_S
+        try:
+            self._connection.send(Cancel(request_id))
+            while (event := self._next(deadline_s)) is not None:
+                if isinstance(event, Done | Error) and event.request_id == request_id:
+                    return
+        except (RequestFailed, ProtocolError):
+            return  # the engine is gone or no engine, and the request with it
+
+    def _ask(self, message: Request, kind: type[Answer], deadline_s: float | None = None) -> Answer:
+        self._connection.send(message)
+        deadline_s = deadline_s if deadline_s is not None else time.monotonic() + ANSWER_TIMEOUT_S
+        while (event := self._next(deadline_s)) is not None:
+            if isinstance(event, kind):
+                return event
+            if isinstance(event, Error) and event.code is ErrorCode.PROTOCOL_VERSION:
+                raise BadMessage(event.message, event.code)
+            if isinstance(event, Error) and event.request_id == getattr(message, "request_id", None):
+                raise RequestError(event.code, event.message)
+        raise DeadlineExceeded(f"the engine at {self._connection.access.address} did not answer in time; it hangs or was stopped")
+
+    def _next(self, deadline_s: float) -> Event | None:
+        return self._connection.receive(deadline_s)

@@ -1,0 +1,243 @@
+"""What the commands of `kog-client` do. `kog-launch --prompt` runs `generate` as a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
+from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client
+from kog_dist.rpc.messages import Accepted, Done, StatusReport, Tokens
+from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.rpc.transport import Access
+
+READY_TIMEOUT_S = 3600.0  # the launcher's own start-up limit comes first
+EXIT_INTERRUPTED = 130
+_SHOWN = {"\n", "\t"}  # of the control characters; a terminal obeys the others
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which engine to talk to."""
+
+    instance: str | None = None
+    endpoint: str | None = None
+    key_file: Path | None = None
+
+    def access(self) -> Access:
+        """How to reach it. Raises ConfigError for flags that contradict each other, LaunchError if the key file is unusable."""
+        if self.instance is not None and self.endpoint is not None:
+            raise ConfigError("--instance and --endpoint exclude each other")
+        if self.key_file is not None:
+            if self.instance is not None:
+                raise ConfigError("--key-file goes with --endpoint, or alone; --instance finds the socket file by itself")
+            access = Access.from_file(self.key_file)
+            if self.endpoint is not None:  # the engine may be reached under another address, through a tunnel for instance
+                return Access(self.endpoint, access.server_public, access.client_public, access.client_secret)
+            return access
+        if self.endpoint is not None:
+            if not self.endpoint.startswith("ipc://"):
+                raise ConfigError(
+                    f"--endpoint {self.endpoint!r} must be ipc://PATH, or tcp://HOST:PORT with --key-file {ACCESS_NAME}"
+                )
+            return Access(self.endpoint)
+        from kog_dist.instance import instances_root
+
+        name = self.instance or "default"
+        if "/" in name or name.startswith("."):
+            raise ConfigError(f"instance name {name!r} must be a name, not a path; see --endpoint")
+        return Access.from_folder(instances_root() / name)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFlags:
+    """The request as the command line gives it."""
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...] | None
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logit_digests: bool = False
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has arrived of an answer."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    stamps_s: list[float] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    done: Done | None = None
+
+    def add(self, event: Accepted | Tokens | Done) -> None:
+        if isinstance(event, Tokens):
+            self.text.append(event.text)
+            self.token_ids += event.token_ids
+            self.stamps_s += event.stamps_s
+            self.digests += event.digests
+        elif isinstance(event, Done):
+            self.done = event
+
+    def tokens_per_s(self) -> float | None:
+        """Speed after the first token; None for fewer than two tokens."""
+        span_s = self.stamps_s[-1] - self.stamps_s[0] if len(self.stamps_s) > 1 else 0.0
+        return (len(self.stamps_s) - 1) / span_s if span_s > 0 else None
+
+
+def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: float | None, wait_ready: bool) -> int:
+    """Decode one prompt and print it. Returns the exit code; Ctrl-C cancels the request and gives 130."""
+    answer = _Answer()
+    try:
+        if timeout_s is not None and not 0 < timeout_s < READY_TIMEOUT_S * 24:
+            raise ConfigError(f"--timeout must be a positive number of seconds, got {timeout_s}")
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with _connect(target, timeout_s, wait_ready=wait_ready) as client:
+            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+            if wait_ready:
+                client.wait_ready(left_s if left_s is not None else READY_TIMEOUT_S)
+            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+            events = client.generate(**_without_defaults(flags), timeout_s=left_s)
+            show = _ignore if as_json else _text_printer(client.welcome.has_tokenizer)
+            _follow(events, answer, show)
+    except KeyboardInterrupt:
+        return _print_failure("cancelled", "the request was cancelled", EXIT_INTERRUPTED, answer, as_json)
+    except BrokenPipeError:  # whoever read the answer has enough
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KogError as error:
+        return _print_failure(_code_of(error), str(error), error.exit_code, answer, as_json)
+    assert answer.done is not None, "generate ends with Done or raises"
+    if as_json:
+        print(json.dumps(_as_object(answer, answer.done, flags.logit_digests)))
+    else:
+        _print_statistics(answer, answer.done)
+        if flags.logit_digests:
+            print("\n".join(answer.digests), file=sys.stderr)
+    return 0
+
+
+def ask(
+    target: Target, verb: str, request_id: str | None = None, *, as_json: bool, timeout_s: float | None
+) -> int:  # fmt: skip
+    """`status`, `cancel` or `drain`; prints the engine's report. Returns the exit code."""
+    try:
+        with _connect(target, timeout_s, wait_ready=False) as client:
+            if verb == "cancel":
+                request_id = request_id or client.status().running
+                if request_id is None:
+                    raise RequestError("unknown_request", "no request is running")
+                report = client.cancel(request_id)
+            else:
+                report = client.drain() if verb == "drain" else client.status()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except KogError as error:
+        return _print_failure(_code_of(error), str(error), error.exit_code, _Answer(), as_json)
+    print(json.dumps(asdict(report)) if as_json else _describe(report))
+    return 0
+
+
+def _connect(target: Target, timeout_s: float | None, *, wait_ready: bool) -> Client:
+    limit_s = READY_TIMEOUT_S if wait_ready else CONNECT_TIMEOUT_S
+    return Client(target.access(), connect_timeout_s=min(limit_s, timeout_s or limit_s), patient=wait_ready)
+
+
+def _without_defaults(flags: PromptFlags) -> dict[str, Any]:
+    return {name: getattr(flags, name) for name in PromptFlags.__slots__}
+
+
+def _follow(events: Generator[Accepted | Tokens | Done, None, None], answer: _Answer, show: Callable[[Tokens], None]) -> None:
+    with closing(events):  # leaving it cancels the request
+        for event in events:
+            answer.add(event)
+            if isinstance(event, Tokens):
+                show(event)
+
+
+def _ignore(_event: Tokens) -> None:
+    """--json prints nothing before the end."""
+
+
+def _text_printer(has_text: bool) -> Callable[[Tokens], None]:
+    is_terminal = sys.stdout.isatty()
+
+    def show(event: Tokens) -> None:
+        text = event.text if has_text else "".join(f"{token_id} " for token_id in event.token_ids)
+        if is_terminal:  # what a model writes must not steer the terminal
+            text = "".join(c if c in _SHOWN or (c.isprintable() or c == " ") else "\N{REPLACEMENT CHARACTER}" for c in text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    return show
+
+
+def _code_of(error: KogError) -> str:
+    if isinstance(error, RequestError | RequestFailed):
+        return str(error.code)
+    names = {LaunchError: "no_engine", ConfigError: "usage"}
+    return next((name for kind, name in names.items() if isinstance(error, kind)), "protocol_error")
+
+
+def _print_failure(code: str, message: str, exit_code: int, answer: _Answer, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": {"code": code, "message": message, "num_generated_tokens": len(answer.token_ids)}}))
+    else:
+        if answer.token_ids:
+            print(flush=True)
+        print(f"kog-client: {code}: {message}", file=sys.stderr)
+    return exit_code
+
+
+def _as_object(answer: _Answer, done: Done, with_digests: bool) -> dict[str, Any]:
+    timings = {name: getattr(done, name) for name in ("queue_s", "prefill_s", "ttft_s", "total_s", "itl_p50_s", "itl_p99_s")}
+    whole: dict[str, Any] = {
+        "request_id": done.request_id,
+        "text": "".join(answer.text),
+        "token_ids": answer.token_ids,
+        "finish_reason": done.finish_reason.value,
+        "usage": {"num_prompt_tokens": done.num_prompt_tokens, "num_generated_tokens": done.num_generated_tokens},
+        "timings": {**timings, "tokens_per_s": answer.tokens_per_s(), "stamps_s": answer.stamps_s},
+    }
+    if with_digests:
+        whole["logit_digests"] = answer.digests
+    return whole
+
+
+def _print_statistics(answer: _Answer, done: Done) -> None:
+    print(flush=True)
+    parts = [f"{done.num_prompt_tokens} prompt tokens", f"{done.num_generated_tokens} generated ({done.finish_reason.value})"]
+    if done.ttft_s is not None:
+        parts.append(f"first after {done.ttft_s * 1e3:.1f} ms")
+    if (tokens_per_s := answer.tokens_per_s()) is not None:
+        parts.append(f"{tokens_per_s:.1f} tokens/s")
+    if done.itl_p50_s is not None and done.itl_p99_s is not None:
+        parts.append(f"gaps p50 {done.itl_p50_s * 1e3:.2f} ms, p99 {done.itl_p99_s * 1e3:.2f} ms")
+    print(", ".join(parts), file=sys.stderr)
+
+
+def _describe(report: StatusReport) -> str:
+    states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states))
+    return "\n".join(
+        [
+            f"{report.instance}: {report.state.value}, {report.model} on {report.world_size} ranks, up {report.uptime_s:.0f} s",
+            f"ranks    {states}",
+            f"running  {report.running or '-'}",
+            f"waiting  {' '.join(report.waiting) or '-'} (at most {report.queue_limit})",
+            f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_failed} failed, "
+            f"{report.num_refused} refused; {report.num_tokens} tokens",
+            f"clients  {report.num_dropped_clients} lost or dropped, {report.num_bad_messages} bad messages",
+        ]
+    )

@@ -1,0 +1,399 @@
+"""The process that serves requests: RPC on one side, the control page and the token ring on the other.
+
+One thread, one loop. The socket is bound before anything slow, so clients can ask for the state while ranks load. Ranks never see
+text; clients never see a token that was not read from the ring; every accepted request ends in exactly one terminal event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from kog_dist.control import COORDINATOR, AbortCause, ControlPage, RankState
+from kog_dist.decode.ring import Finish
+from kog_dist.errors import KogError, LaunchError, RequestError
+from kog_dist.instance import Instance
+from kog_dist.rpc.listener import Delivery, RpcListener, error_event
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    Cancel,
+    Done,
+    Drain,
+    EngineState,
+    Error,
+    ErrorCode,
+    FinishReason,
+    Generate,
+    Hello,
+    Request,
+    Status,
+    StatusReport,
+    Tokens,
+    Welcome,
+    build_hash,
+)
+from kog_dist.wait import Deadline
+from kog_dist.workers.abort_text import describe_abort
+from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.decode_slot import DecodeSlot
+from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.streams import RequestStream
+
+ALIVE_EVERY_NS = 250_000_000
+FAREWELL_S = 0.25  # for the last events, once the loop has ended
+_TOKEN_WAIT_S = 0.002  # longest sleep while ranks decode: bounds the delay of a cancel or an abort
+_IDLE_WAIT_S = 0.02
+_MESSAGES_PER_TURN = 64  # so that a flood of messages does not hold up tokens
+_PR_SET_PDEATHSIG = 1
+
+
+class Farewell(NamedTuple):
+    """Why the coordinator ends: what requests that are not finished are told, and the exit code."""
+
+    code: ErrorCode
+    message: str
+    exit_code: int
+
+
+class Coordinator:
+    """Queue, running request and their clients. `turn` does what there is to do without blocking; `run` repeats it."""
+
+    def __init__(
+        self, args: CoordinatorArgs, control: ControlPage, model: ServedModel, listener: RpcListener, *, supervisor_fd: int = -1
+    ) -> None:
+        """`supervisor_fd`: a pidfd that becomes readable when the supervisor is dead; -1 for none."""
+        self._args = args
+        self._control = control
+        self._model = model
+        self._listener = listener
+        self._supervisor_fd = supervisor_fd
+        self._slot = DecodeSlot(control)
+        self._running: RequestStream | None = None
+        self._queue: deque[RequestStream] = deque()
+        self._has_been_ready = False
+        self._drain_deadline: Deadline | None = None
+        self._farewell: Farewell | None = None
+        self._begin_s = time.monotonic()
+        self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
+        self.num_stop_signals = 0
+        self.num_completed = self.num_cancelled = self.num_failed = self.num_refused = 0
+        self.num_dropped_clients = self.num_tokens = 0
+
+    # ---- the loop ----
+    def run(self, wakeup_fd: int = -1) -> int:
+        """Serve until drained, aborted or orphaned. Returns the exit code. `wakeup_fd` becomes readable on a signal."""
+        wake_fds = self._wake_fds + ([wakeup_fd] if wakeup_fd >= 0 else [])
+        while self._farewell is None:
+            self.turn()
+            self._sleep(wake_fds, wakeup_fd)
+        return self._say_farewell(self._farewell)
+
+    def turn(self) -> None:
+        """One round: messages, tokens, the engine's state, the next request, clients that are slow."""
+        self._control.beat(COORDINATOR)
+        for _ in range(_MESSAGES_PER_TURN):
+            received = self._listener.receive()
+            if received is None:
+                break
+            self._answer(*received)
+        self._read_tokens()
+        self._look_after_engine()
+        self._start_next()
+        self._keep_alive()
+        for peer in self._listener.flush():
+            self._forget_client(peer)
+
+    def _sleep(self, wake_fds: list[int], wakeup_fd: int) -> None:
+        if self._farewell is not None or self._listener.has_input():
+            return
+        if self._slot.busy:
+            self._slot.wait(_TOKEN_WAIT_S)
+            return
+        timeout_s = _IDLE_WAIT_S if not self._listener.has_backlog else _TOKEN_WAIT_S
+        if wakeup_fd in select.select(wake_fds, [], [], timeout_s)[0]:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wakeup_fd, 512)
+
+    def _say_farewell(self, farewell: Farewell) -> int:
+        for stream in [*([self._running] if self._running else []), *self._queue]:
+            self._fail(stream, farewell.code, farewell.message)
+        self._listener.close(FAREWELL_S)
+        return farewell.exit_code
+
+    # ---- messages ----
+    def _answer(self, peer: bytes, message: Request) -> None:
+        match message:
+            case Generate():
+                self._take_request(peer, message)
+            case Cancel():
+                self._cancel(peer, message.request_id)
+            case Hello():
+                self._send_to(peer, self._welcome())
+            case Status():
+                self._send_to(peer, self._report())
+            case Drain():
+                self._begin_drain()
+                self._send_to(peer, self._report())
+
+    def _take_request(self, peer: bytes, message: Generate) -> None:
+        arrived_ns = time.monotonic_ns()
+        try:
+            self._check_room(message.request_id)
+            request = self._model.admit(message)
+        except RequestError as error:
+            self.num_refused += 1
+            code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
+            self._send_to(peer, error_event(code, str(error), message.request_id))
+            return
+        tokenizer = self._model.tokenizer
+        decoder = tokenizer.stream(after=request.prompt) if tokenizer is not None else None
+        stream = RequestStream(
+            peer, message.request_id, request, stops=message.stop, decoder=decoder, arrived_ns=arrived_ns
+        )  # fmt: skip
+        self._queue.append(stream)
+        position = len(self._queue) - 1 + (self._running is not None)
+        self._send(stream, Accepted(stream.request_id, position, len(request.prompt), request.max_tokens))
+
+    def _check_room(self, request_id: str) -> None:
+        if self._drain_deadline is not None:
+            raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
+        if self._find(request_id) is not None:
+            raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, f"a request {request_id!r} is not finished yet; choose another id")
+        if len(self._queue) >= self._args.queue_limit:
+            raise RequestError(ErrorCode.QUEUE_FULL, f"{len(self._queue)} requests are waiting already; try again later")
+
+    def _cancel(self, peer: bytes, request_id: str) -> None:
+        stream = self._find(request_id)
+        if stream is None:
+            message = f"no request {request_id!r} is waiting or running"
+            self._send_to(peer, error_event(ErrorCode.UNKNOWN_REQUEST, message, request_id))
+            return
+        self._finish(stream, FinishReason.CANCELLED)
+        if peer != stream.peer:
+            self._send_to(peer, self._report())
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            build_hash(), self._args.instance, self._model.name, self.state, self._control.world_size,
+            self._model.spec.max_context, self._model.spec.vocab_size, self._model.tokenizer is not None,
+        )  # fmt: skip
+
+    def _report(self) -> StatusReport:
+        ranks = range(self._control.world_size)
+        return StatusReport(
+            state=self.state, instance=self._args.instance, model=self._model.name, build=build_hash(), pid=os.getpid(),
+            world_size=self._control.world_size,
+            rank_states=tuple(self._control.state(rank).name.lower() for rank in ranks),
+            beat_ages_s=tuple(max(0.0, self._control.beat_age_s(rank)) for rank in ranks),
+            uptime_s=time.monotonic() - self._begin_s,
+            running=self._running.request_id if self._running is not None else None,
+            waiting=tuple(stream.request_id for stream in self._queue),
+            queue_limit=self._args.queue_limit, num_completed=self.num_completed, num_cancelled=self.num_cancelled,
+            num_failed=self.num_failed, num_refused=self.num_refused, num_dropped_clients=self.num_dropped_clients,
+            num_bad_messages=self._listener.num_bad_messages, num_tokens=self.num_tokens,
+        )  # fmt: skip
+
+    # ---- tokens ----
+    def _start_next(self) -> None:
+        if self._running is not None or not self._queue or self._farewell is not None:
+            return
+        if self._is_ready() and self._slot.may_submit():
+            self._running = self._queue.popleft()
+            self._running.submitted_ns = time.monotonic_ns()
+            self._slot.submit(self._running.request)
+
+    def _read_tokens(self) -> None:
+        entries = self._slot.read()
+        stream = self._running
+        if stream is None or not entries:
+            return
+        faulty = entries[-1].finish is Finish.NUMERICAL_FAULT
+        event, reason = stream.take(entries[:-1] if faulty else entries)
+        if event is not None:
+            self.num_tokens += len(event.token_ids)
+            if not self._send(stream, event):
+                return
+        if reason is not None:
+            self._finish(stream, reason)
+        elif faulty:
+            self._fail(
+                stream, ErrorCode.NUMERICAL_FAULT,
+                f"the logits of token {stream.num_tokens} are not finite; the weights or the device are damaged",
+            )  # fmt: skip
+
+    # ---- ends of a request ----
+    def _finish(self, stream: RequestStream, reason: FinishReason) -> None:
+        """End a request that went well, or was cancelled, with its one terminal event."""
+        self._remove(stream)
+        if reason is FinishReason.CANCELLED:
+            self.num_cancelled += 1
+        else:
+            self.num_completed += 1
+        rest = stream.rest()
+        events: list[Tokens | Done] = [Tokens(stream.request_id, stream.num_tokens, (), rest, ())] if rest else []
+        for event in [*events, stream.done(reason, time.monotonic_ns())]:
+            if not self._send(stream, event):
+                return
+
+    def _fail(self, stream: RequestStream, code: ErrorCode, message: str) -> None:
+        """End a request without its answer, with its one terminal event."""
+        self._remove(stream)
+        self.num_failed += 1
+        self._send(stream, error_event(code, message, stream.request_id))
+
+    def _remove(self, stream: RequestStream) -> None:
+        """Take a request off the books; if ranks decode it, they are told that nobody wants it any more."""
+        if stream is self._running:
+            self._running = None
+            self._slot.cancel()
+        with contextlib.suppress(ValueError):
+            self._queue.remove(stream)
+
+    def _streams_of(self, peer: bytes) -> list[RequestStream]:
+        running = [self._running] if self._running is not None else []
+        return [stream for stream in [*running, *self._queue] if stream.peer == peer]
+
+    def _find(self, request_id: str) -> RequestStream | None:
+        running = [self._running] if self._running is not None else []
+        return next((stream for stream in [*running, *self._queue] if stream.request_id == request_id), None)
+
+    # ---- clients ----
+    def _send(self, stream: RequestStream, event: Accepted | Alive | Tokens | Done | Error) -> bool:
+        """Send to a request's client; False if that ended the client's requests."""
+        stream.last_sent_ns = time.monotonic_ns()
+        delivery = self._listener.send(stream.peer, event)
+        if delivery is Delivery.GONE:
+            self._forget_client(stream.peer)
+        elif delivery is Delivery.FULL:
+            self._drop_client(stream)
+        return delivery is Delivery.TAKEN
+
+    def _send_to(self, peer: bytes, event: Welcome | StatusReport | Error) -> None:
+        """Send an answer that belongs to no stream; a client that does not read it goes without."""
+        self._listener.send(peer, event)
+
+    def _forget_client(self, peer: bytes) -> None:
+        """The client is no longer connected: nobody is left to be told how its requests end."""
+        for stream in self._streams_of(peer):
+            self._remove(stream)
+            self.num_cancelled += 1
+            self.num_dropped_clients += 1
+
+    def _drop_client(self, behind: RequestStream) -> None:
+        """The client does not read: its requests end, and all it will find is the reason."""
+        streams = [behind, *(stream for stream in self._streams_of(behind.peer) if stream is not behind)]
+        message = "the client did not read its events; more than the buffer of this engine holds were waiting"
+        for stream in streams:
+            self._remove(stream)
+            self.num_failed += 1
+        self.num_dropped_clients += 1
+        last = [error_event(ErrorCode.SLOW_READER, message, stream.request_id) for stream in streams]
+        self._listener.drop(behind.peer, last)
+
+    def _keep_alive(self) -> None:
+        """Tell clients that have heard nothing for a while that they are not forgotten; finds out which are gone."""
+        now_ns = time.monotonic_ns()
+        running = [self._running] if self._running is not None else []
+        for position, stream in enumerate([*running, *self._queue]):
+            if now_ns - stream.last_sent_ns >= ALIVE_EVERY_NS and not self._listener.is_behind(stream.peer):
+                self._send(stream, Alive(stream.request_id, position))
+
+    # ---- the engine ----
+    @property
+    def state(self) -> EngineState:
+        """What the engine can do now."""
+        if self._farewell is not None or self._control.aborted():
+            return EngineState.FAILED
+        if self._drain_deadline is not None:
+            return EngineState.DRAINING
+        return EngineState.READY if self._is_ready() else EngineState.LOADING
+
+    def _is_ready(self) -> bool:
+        if not self._has_been_ready:
+            ranks = range(self._control.world_size)
+            self._has_been_ready = all(self._control.state(rank) in (RankState.READY, RankState.RUNNING) for rank in ranks)
+        return self._has_been_ready
+
+    def _look_after_engine(self) -> None:
+        if (abort := self._control.abort()) is not None:
+            self._farewell = self._after_abort(*abort)
+        elif self._supervisor_fd >= 0 and select.select([self._supervisor_fd], [], [], 0)[0]:
+            self._farewell = Farewell(ErrorCode.ENGINE_LOST, "the launcher of the engine died; start the engine again", 4)
+        elif self.num_stop_signals > 1:
+            self._farewell = Farewell(ErrorCode.SHUTDOWN, "the engine was stopped before the answer was complete", 0)
+        elif self._drain_deadline is None and (self.num_stop_signals or self._control.draining()):
+            self._begin_drain()
+        if self._drain_deadline is not None and self._farewell is None:
+            is_idle = self._running is None and not self._listener.has_backlog
+            if is_idle or self._drain_deadline.expired():
+                self._farewell = self._drained()
+
+    def _begin_drain(self) -> None:
+        if self._drain_deadline is None:
+            self._drain_deadline = Deadline.after(self._args.drain_s)
+            for stream in list(self._queue):
+                self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")
+
+    def _drained(self) -> Farewell:
+        message = f"the engine is being stopped and the answer was not complete within {self._args.drain_s:g} s"
+        return Farewell(ErrorCode.DRAIN_TIMEOUT, message, 0)
+
+    def _after_abort(self, cause: AbortCause, rank: int) -> Farewell:
+        if cause is AbortCause.SHUTDOWN and self._drain_deadline is not None:
+            return self._drained()
+        code, message, exit_code = describe_abort(cause, rank, self._control.abort_requests())
+        return Farewell(code, message, exit_code)
+
+
+def run_coordinator(args: CoordinatorArgs) -> int:
+    """The life of the process. Returns its exit code; raises KogError if it cannot start."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to decide on
+    listener = RpcListener(Path(args.folder), tcp_port=args.rpc_port)
+    control = ControlPage.from_fd(args.control_fd)
+    instance = Instance.inherit(Path(args.folder), args.lease_fd) if args.lease_fd >= 0 else None
+    model = ServedModel.from_folder(Path(args.model), args.model_name)
+    if model.spec.max_context != control.max_context:
+        raise LaunchError(
+            f"the control page is made for a context of {control.max_context}, the model has {model.spec.max_context}"
+        )
+    try:
+        supervisor_fd = os.pidfd_open(args.supervisor_pid)
+    except ProcessLookupError:
+        raise LaunchError(f"the launcher, process {args.supervisor_pid}, is gone") from None
+    coordinator = Coordinator(args, control, model, listener, supervisor_fd=supervisor_fd)
+    wakeup_fd, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
+
+    def stop(_signum: int, _frame: object) -> None:
+        coordinator.num_stop_signals += 1
+
+    signal.signal(signal.SIGTERM, stop)
+    exit_code = coordinator.run(wakeup_fd)
+    if instance is not None and select.select([supervisor_fd], [], [], 0)[0]:
+        instance.remove()  # the launcher is dead and cannot do it
+    return exit_code
+
+
+def main() -> int:
+    """`python -m kog_dist.workers.coordinator JSON`: serve, or say in one line why not."""
+    try:
+        if len(sys.argv) != 2:
+            raise LaunchError("the coordinator takes one argument, a JSON object; it is started by kog-launch")
+        return run_coordinator(CoordinatorArgs.from_json(sys.argv[1]))
+    except KogError as error:
+        print(f"coordinator: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
