@@ -14,10 +14,9 @@ from kog_dist.control import NO_RANK, AbortCause, ControlPage, RankState
 from kog_dist.instance import Instance
 from kog_dist.launch import local
 from kog_dist.launch.local import Child
-from kog_dist.launch.outcome import Outcome
+from kog_dist.launch.outcome import INTERRUPTED, Outcome
 from kog_dist.launch.reaper import Reaper
 from kog_dist.launch.request import PromptRequest
-from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.topology import LocalRendezvous, RankInfo
@@ -44,8 +43,13 @@ class EngineProcesses:
         self._lease = Instance.acquire(name)
         self.instance = self._lease.name
         self._reaper = Reaper.start(self._lease)
-        self.control = ControlPage.create(target.world_size, target.checkpoint.spec.max_context)
-        self._rendezvous = LocalRendezvous.create(target.world_size)
+        try:
+            self.control = ControlPage.create(target.world_size, target.checkpoint.spec.max_context)
+            self._rendezvous = LocalRendezvous.create(target.world_size)
+        except BaseException:
+            self._lease.remove()
+            self._reaper.dismiss()
+            raise
 
     @property
     def endpoint(self) -> str:
@@ -83,22 +87,25 @@ class EngineProcesses:
         """Set the abort word; the first cause stands. A rank that is hung, and a client whose engine never came, end at once."""
         self.control.set_abort(cause, rank)
         for child in self.children:
-            hung = cause is AbortCause.RANK_STALLED and self.rank_of(child) == rank
-            if hung or (cause is AbortCause.STARTUP_FAILED and child.role == "client"):
+            if cause is AbortCause.RANK_STALLED and self.rank_of(child) == rank:
                 child.send(signal.SIGKILL)
+        if cause is AbortCause.STARTUP_FAILED:
+            self.signal_client(signal.SIGKILL)  # the launcher says what happened
 
-    def interrupt_client(self, signum: signal.Signals | None) -> None:
-        """Ctrl-C cancels the one request; SIGTERM lets it finish."""
-        if signum is signal.SIGINT:
-            for child in self.children:
-                if child.role == "client":
-                    child.send(signal.SIGINT)
+    def signal_client(self, signum: int) -> None:
+        """Signal the client of the one request, if there is one."""
+        for child in self.children:
+            if child.role == "client":
+                child.send(signum)
 
-    def stop(self, signals: StopSignals, outcome: Outcome | None) -> None:
+    def stop(self, outcome: Outcome | None) -> None:
         """End every process, remove the folder, give the name up: within GRACE_S + TERM_GRACE_S and the kernel's time to kill."""
         self.control.set_abort(AbortCause.SHUTDOWN)
-        was_interrupted = signals.count > 1 or outcome is None
-        deadlines = (Deadline.after(0 if was_interrupted else GRACE_S), Deadline.after(GRACE_S + TERM_GRACE_S))
+        grace_s = GRACE_S
+        if outcome is None or outcome.reason.startswith(INTERRUPTED):
+            grace_s = 0
+            self.signal_client(signal.SIGKILL)  # whoever pressed Ctrl-C wants no explanations
+        deadlines = (Deadline.after(grace_s), Deadline.after(grace_s + TERM_GRACE_S))
         sent = 0
         while any(child.exit_code is None for child in self.children):
             for child in self.children:
@@ -151,11 +158,7 @@ class EngineProcesses:
     def _spawn_client(self, request: PromptRequest) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
         arguments = ["generate", f"--instance={self.instance}", "--wait-ready", *request.client_arguments()]
-        self._adopt(
-            local.spawn(
-                "client", "kog_dist.rpc.cli", arguments, environment=environment, on_terminal=True, dies_with_parent=False
-            )
-        )
+        self._adopt(local.spawn("client", "kog_dist.rpc.cli", arguments, environment=environment, on_terminal=True))
 
     def _adopt(self, child: Child) -> None:
         self.children.append(child)

@@ -90,12 +90,11 @@ def spawn(
     pass_fds: Sequence[int] = (),
     log_dir: Path | None = None,
     on_terminal: bool = False,
-    dies_with_parent: bool = True,
 ) -> Child:
     """Start `python -m module arguments` in a process group of its own, so that Ctrl-C reaches only the launcher.
 
-    Its output is collected; `on_terminal` leaves it the launcher's. `dies_with_parent`: the kernel kills it when the launcher
-    dies. Raises LaunchError if the process cannot be started.
+    Its output is collected, and the kernel kills it when the launcher dies. With `on_terminal` the output is the launcher's, the
+    reaper looks after it, and it ignores SIGINT until it is ready to answer to one. Raises LaunchError if it cannot be started.
     """
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_fd, False)
@@ -110,7 +109,7 @@ def spawn(
             env=dict(environment),
             pass_fds=tuple(pass_fds),
             process_group=0,
-            preexec_fn=_die_with(os.getpid()) if dies_with_parent else None,
+            preexec_fn=_ignore_interrupt if on_terminal else _die_with(os.getpid()),
         )
     except (OSError, subprocess.SubprocessError) as error:
         os.close(read_fd)
@@ -120,6 +119,10 @@ def spawn(
     finally:
         os.close(write_fd)
     return Child(role, process, read_fd, log)
+
+
+def _ignore_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _die_with(parent_pid: int) -> Callable[[], None]:

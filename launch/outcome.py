@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+INTERRUPTED = "stopped_by_"  # how the reason of an interrupted run begins
 EXIT_OK, EXIT_USAGE, EXIT_CANNOT_START, EXIT_RANK_DIED, EXIT_TIMEOUT = 0, 2, 3, 4, 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from kog_dist.launch.outcome import (
     EXIT_OK,
     EXIT_RANK_DIED,
     EXIT_TIMEOUT,
+    INTERRUPTED,
     Outcome,
     how_it_ended,
     signal_name,
@@ -57,7 +59,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             outcome = Outcome(error.exit_code, "cannot_start", str(error))
             _say(outcome)
         finally:
-            engine.stop(signals, outcome)
+            engine.stop(outcome)
             if outcome is not None:
                 outcome.write(log_dir, engine.instance)
     return outcome.exit_code
@@ -223,27 +225,30 @@ class Supervisor:
         if self._drain_deadline is not None:
             if signals.count > 1:
                 return self._interrupted()
-            if self._drain_deadline.expired():
-                sentence = f"the running request did not finish within {self._settings.shutdown_timeout:g} s and was ended"
-                return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
-            return None
+            if not self._drain_deadline.expired():
+                return None
+            if engine.request is not None and signals.last is signal.SIGINT:
+                return self._interrupted()
+            sentence = f"the running request did not finish within {self._settings.shutdown_timeout:g} s and was ended"
+            return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
         if signals.count == 0:
             return None
         if not self._is_ready or signals.count > 1:
             return self._interrupted()
+        assert signals.last is not None
         self._drain_deadline = Deadline.after(self._settings.shutdown_timeout + DRAIN_MARGIN_S)
         if engine.request is None:
-            assert signals.last is not None
             _event(f"kog-launch: {signals.last.name}: draining, at most {self._settings.shutdown_timeout:g} s")
             engine.control.set_drain()
-        else:
-            engine.interrupt_client(signals.last)
+        elif signals.last is signal.SIGINT:  # the client cancels; SIGTERM lets its request finish
+            self._drain_deadline = Deadline.after(DRAIN_MARGIN_S)
+            engine.signal_client(signal.SIGINT)
         return None
 
     def _interrupted(self) -> Outcome:
         signum = self._signals.last
         assert signum is not None
-        return Outcome(128 + signum, f"stopped_by_{signum.name.lower()}", signal=signum.name)
+        return Outcome(128 + signum, f"{INTERRUPTED}{signum.name.lower()}", signal=signum.name)
 
 
 def _blame(child: Child) -> tuple[bool, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -100,6 +101,7 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
     """Decode one prompt and print it. Returns the exit code; Ctrl-C cancels the request and gives 130."""
     answer = _Answer()
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # kog-launch starts this process with SIGINT ignored
         if timeout_s is not None and not 0 < timeout_s < READY_TIMEOUT_S * 24:
             raise ConfigError(f"--timeout must be a positive number of seconds, got {timeout_s}")
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -119,6 +121,8 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
         return 0
     except KogError as error:
         return _print_failure(_code_of(error), str(error), error.exit_code, answer, as_json)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the answer is complete or given up; a late Ctrl-C has nothing to end
     assert answer.done is not None, "generate ends with Done or raises"
     if as_json:
         print(json.dumps(_as_object(answer, answer.done, flags.logit_digests)))

@@ -17,7 +17,7 @@ from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling
-# VALIDATE from kog_dist.decode.validate import check
+from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.topology import LocalRendezvous
@@ -54,7 +54,7 @@ class CpuEngine:
             )
         weights = checkpoint.rank_weights(spec.lanes_of_rank(rank, self._world_size))
         plan = make_plan(spec, self._world_size)
-        # VALIDATE check(plan)
+        check(plan)
         self._control.set_state(rank, RankState.LINKING)
         aborted = self._control.aborted
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, rank, aborted=aborted)

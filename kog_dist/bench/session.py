@@ -1,0 +1,162 @@
+"""An engine as users start it, in a runtime folder of its own: for benchmarks and end-to-end tests, which look from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kog_dist.env import PREFIX
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.paths import SOCKET_NAME
+from kog_dist.rpc.transport import Access
+
+INSTANCE = "engine"
+_MARK = "ENGINE_SESSION"
+_POLL_S = 0.002
+
+
+class TimedOut(AssertionError):
+    """Something that was waited for did not happen in time."""
+
+
+class EngineSession:
+    """One `kog-launch` and all that it starts. Processes are found by a variable that they inherit, whoever their parent is."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kog-e-"))
+        self.mark = uuid.uuid4().hex
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    # ---- commands ----
+    def environment(self) -> dict[str, str]:
+        """What commands of this session see: no settings of the caller, an own runtime folder, no colours."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        return {**inherited, _MARK: self.mark, "XDG_RUNTIME_DIR": str(self.folder), "NO_COLOR": "1"}
+
+    def run(self, module: str, arguments: Sequence[str], timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run `python -m module arguments` to its end."""
+        command, none = [sys.executable, "-m", module, *arguments], subprocess.DEVNULL
+        return subprocess.run(
+            command, env=self.environment(), stdin=none, capture_output=True, text=True, timeout=timeout_s, check=False
+        )  # fmt: skip
+
+    def start(self, module: str, arguments: Sequence[str], name: str) -> subprocess.Popen[bytes]:
+        """Start `python -m module arguments`; its output goes to files, see `output`."""
+        with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
+            command = [sys.executable, "-m", module, *arguments]
+            process = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        self._started.append(process)
+        return process
+
+    def launch(self, *arguments: str, name: str = "launch") -> subprocess.Popen[bytes]:
+        """Start `kog-launch --instance engine arguments`."""
+        return self.start("kog_dist.launch.cli", [*arguments, f"--instance={INSTANCE}"], name)
+
+    def output(self, name: str = "launch", stream: str = "err") -> str:
+        """What a started command has written so far; `stream` is out or err."""
+        return (self.folder / f"{name}.{stream}").read_text(encoding="utf-8", errors="replace")
+
+    # ---- the engine ----
+    @property
+    def instance_folder(self) -> Path:
+        """Folder of the instance that `launch` starts."""
+        return self.folder / "kog" / INSTANCE
+
+    def connect(self, timeout_s: float = 30.0) -> Client:
+        """A client of the engine once it is ready."""
+        socket = self.instance_folder / SOCKET_NAME
+        until(socket.exists, timeout_s, lambda: f"no socket; launcher says: {self.output()}")
+        client = Client(Access.from_folder(self.instance_folder), connect_timeout_s=timeout_s, patient=True)
+        try:
+            client.wait_ready(timeout_s)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def processes(self) -> dict[str, int]:
+        """Pids of the live processes by role: launcher, reaper, coordinator, client, rank 0, rank 1 ..."""
+        found: dict[str, int] = {}
+        for pid, command in sorted(self._marked()):
+            found.setdefault(_role(command, found), pid)
+        return found
+
+    def survivors(self) -> list[str]:
+        """Command lines of everything that still runs."""
+        return [f"{pid} {' '.join(command)[:160]}" for pid, command in self._marked()]
+
+    def leftovers(self) -> list[str]:
+        """Processes and files of engines that still exist."""
+        root = self.folder / "kog"
+        return self.survivors() + ([str(path) for path in root.rglob("*")] if root.exists() else [])
+
+    def _marked(self) -> Iterator[tuple[int, list[str]]]:
+        """Pid and command line of every live process of this session."""
+        mark = f"{_MARK}={self.mark}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):  # it may end while it is looked at; a zombie has no environment
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        yield int(entry.name), (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+
+    def close(self) -> None:
+        """Kill what is left and remove the folder."""
+        for pid, _ in self._marked():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for started in self._started:
+            started.wait(timeout=10)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def engine_session() -> Iterator[EngineSession]:
+    """A session that leaves nothing behind."""
+    session = EngineSession()
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[EngineSession, Client]]:
+    """An engine that is ready, and a client of it; stopped by SIGTERM at the end."""
+    with engine_session() as session:
+        launcher = session.launch(*arguments)
+        with session.connect() as client:
+            yield session, client
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(timeout=20)
+
+
+def until(condition: Callable[[], object], timeout_s: float, failure: Callable[[], str]) -> float:
+    """Poll until `condition` is true; returns the seconds it took. Raises TimedOut with the text of `failure`."""
+    begin_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - begin_s > timeout_s:
+            raise TimedOut(f"not after {timeout_s:g} s: {failure()}")
+        time.sleep(_POLL_S)
+    return time.monotonic() - begin_s
+
+
+def _role(command: Sequence[str], found: dict[str, int]) -> str:
+    module = next((command[i + 1] for i, word in enumerate(command[:-1]) if word == "-m"), "")
+    if module == "kog_dist.workers.worker":
+        return f"rank {json.loads(command[-1])['info']['rank']}"
+    if module == "kog_dist.workers.coordinator":
+        return "coordinator"
+    if module == "kog_dist.rpc.cli":
+        return "client"
+    return "reaper" if "launcher" in found else "launcher"
