@@ -130,7 +130,7 @@ class Interpreter:
 
     def _compile(self, builder: CallBuilder, group: Group) -> _Call:
         def cell(value: Value) -> int:
-            return self._cells.setdefault(self.memory.cell(value), len(self._cells))
+            return self._cells.setdefault(self.plan.place(value), len(self._cells))
 
         def ident(value: Value) -> int:
             return self._idents.setdefault(value, len(self._idents) + 1)

@@ -8,27 +8,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode.steps import NONE, Kind, Value
+from kog_dist.decode.steps import NONE, Kind, Value, place
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weights import aligned_empty
 
 Array = NDArray[Any]
-# Values of a token that replace each other in one place: the next layer's overwrites this one's.
-_REUSED = (Kind.STREAM, Kind.QUERY, Kind.MIXED, Kind.ACTIVATION)
 _PER_LANE = (Kind.STREAM, Kind.QUERY, Kind.CACHE, Kind.MIXED, Kind.ACTIVATION, Kind.PARTIAL, Kind.LOGITS)
 
 
 class Memory:
-    """Arrays of one rank. Values of a kind that all lanes have are rows of one array (own lanes, ...).
-
-    A block's outputs and sums live for `delay` layers after their own, so their places repeat every delay + 1 layers.
-    `cell` tells which values share a place: the interpreter tags each cell with the value that it holds.
-    """
+    """Arrays of one rank, one for each `steps.place`. Values that all lanes have are rows of one array (own lanes, ...)."""
 
     def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.spec, self.lanes, self.dtype = spec, lanes, dtype
-        self.depth = min(spec.delay, spec.num_layers) + 1
         self._arrays: dict[tuple[int, ...], Array] = {}
         kv_shape = (len(lanes), spec.lane_kv_heads, spec.max_context, spec.head_dim)
         # Plain zeros: the system hands out pages only when a position is written.
@@ -41,25 +34,13 @@ class Memory:
         array[...] = 0
         return array
 
-    def place(self, value: Value) -> tuple[int, ...]:
-        """The place of a value, lane left out."""
-        if value.kind in _REUSED:
-            return (value.kind,)
-        if value.kind in (Kind.PARTIAL, Kind.OWN_SUM, Kind.TOTAL):
-            return (value.kind, value.site, value.number % self.depth)
-        return (value.kind, value.number)
-
-    def cell(self, value: Value) -> tuple[int, ...]:
-        """The place of a value, with its lane."""
-        return (*self.place(value), value.lane)
-
     def rows(self, value: Value) -> Array:
         """The array of all lanes (own lanes, ...) that `value` is a row of; the array itself if the value has no lane."""
-        place = self.place(value) if value.lane == NONE else (*self.place(value), 1)
-        if place not in self._arrays:
+        key = (*place(value, self.spec.delay), value.lane != NONE)
+        if key not in self._arrays:
             shape = self._shape(value)
-            self._arrays[place] = self.empty(*shape) if value.lane == NONE else self.empty(len(self.lanes), *shape)
-        return self._arrays[place]
+            self._arrays[key] = self.empty(*shape) if value.lane == NONE else self.empty(len(self.lanes), *shape)
+        return self._arrays[key]
 
     def row(self, value: Value) -> Array:
         """The array of one value."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kog_dist.decode.schedule import Scheduler
-from kog_dist.decode.steps import Mailbox, Message, RankPlan
+from kog_dist.decode.steps import Mailbox, Message, RankPlan, Value, place
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
 
@@ -33,6 +33,10 @@ class Plan:
     def mailbox_by_name(self) -> dict[str, Mailbox]:
         """The mailboxes by name."""
         return {mailbox.name: mailbox for mailbox in self.mailboxes}
+
+    def place(self, value: Value) -> tuple[int, ...]:
+        """Where a rank keeps a value, its lane included."""
+        return (*place(value, self.spec.delay), value.lane)
 
     def epoch(self, message: Message, token: int) -> int:
         """Epoch of a message of the `token`-th step of the engine: at least 1, larger for every later message of the mailbox."""

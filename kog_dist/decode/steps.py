@@ -73,6 +73,23 @@ class Value(NamedTuple):
     site: int = NONE
 
 
+_REPLACED = (Kind.STREAM, Kind.QUERY, Kind.MIXED, Kind.ACTIVATION)
+_LASTING = (Kind.PARTIAL, Kind.OWN_SUM, Kind.TOTAL)
+
+
+def place(value: Value, delay: int) -> tuple[int, ...]:
+    """Where an engine keeps a value, lane left out: writing a value ends the life of the one that had its place.
+
+    A lane has one residual stream, one query and so on, whatever the layer. Outputs and sums of a block live until the block
+    `delay` + 1 layers later.
+    """
+    if value.kind in _REPLACED:
+        return (value.kind,)
+    if value.kind in _LASTING:
+        return (value.kind, value.site, value.number % (delay + 1))
+    return (value.kind, value.number)
+
+
 @dataclass(frozen=True, slots=True)
 class Mailbox:
     """A mailbox of the plan. Its epochs grow by `per_token` with each token; the slot is the epoch modulo `num_slots`.

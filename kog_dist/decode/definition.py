@@ -1,0 +1,131 @@
+"""What every value of a token must be, written straight from the model's formula, without ranks, steps or messages.
+
+The validator compares a plan with this. Values are terms: an operation and the terms that it was applied to, numbered so that
+equal terms have equal numbers. Sums over lanes are binary trees of adjacent pairs, whatever the world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+
+from kog_dist.decode.steps import NONE, Kind, Site, Value
+from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+
+Term = int
+
+
+class Definition:
+    """The terms of the first tokens of a sequence. One instance per spec; see `definition`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._numbers: dict[tuple[Hashable, ...], Term] = {}
+        self._tokens: list[dict[Value, Term]] = []
+
+    def term(self, *operation: Hashable) -> Term:
+        """The number of a term: (name, arguments)."""
+        return self._numbers.setdefault(operation, len(self._numbers))
+
+    def tree(self, terms: Sequence[Term]) -> Term:
+        """Binary tree of adjacent pairs; the number of terms is a power of two."""
+        level = list(terms)
+        while len(level) > 1:
+            level = [self.term("+", a, b) for a, b in zip(level[0::2], level[1::2], strict=True)]
+        return level[0]
+
+    def empty_cache(self, layer: int, lane: int) -> Term:
+        """The KV cache before the first token."""
+        return self.term("empty cache", layer, lane)
+
+    def values(self, token: int) -> dict[Value, Term]:
+        """All values of the `token`-th token (from 1)."""
+        while len(self._tokens) < token:
+            self._tokens.append(self._next_token(len(self._tokens) + 1))
+        return self._tokens[token - 1]
+
+    def _next_token(self, token: int) -> dict[Value, Term]:
+        spec, term = self.spec, self.term
+        lanes = range(spec.num_lanes)
+        known: dict[Value, Term] = {}
+        before = self._tokens[-1] if self._tokens else {}
+        h = [term("embedding", token) for _ in lanes]
+        known.update({Value(Kind.STREAM, 0, lane): h[lane] for lane in lanes})
+        partials: dict[tuple[int, int], list[Term]] = {}
+        for layer in range(spec.num_layers):
+            for block in Block:
+                if block is Block.ATTENTION:
+                    outputs = [self._attention(known, before, layer, lane, h[lane]) for lane in lanes]
+                else:
+                    outputs = [self._mlp(known, layer, lane, h[lane]) for lane in lanes]
+                partials[block, layer] = outputs
+                h = self._reduce(known, partials, layer, block, h)
+        self._head(known, h)
+        return known
+
+    def _attention(self, known: dict[Value, Term], before: dict[Value, Term], layer: int, lane: int, h: Term) -> Term:
+        term = self.term
+        cache = Value(Kind.CACHE, layer, lane)
+        old = before[cache] if before else self.empty_cache(layer, lane)
+        known[Value(Kind.QUERY, layer, lane)] = query = term("query", layer, lane, h)
+        known[cache] = appended = term("append", layer, lane, old, h)
+        known[Value(Kind.MIXED, layer, lane)] = mixed = term("attend", layer, lane, query, appended)
+        known[Value(Kind.PARTIAL, layer, lane, Site.ATTENTION)] = partial = term("out", layer, lane, mixed)
+        return partial
+
+    def _mlp(self, known: dict[Value, Term], layer: int, lane: int, h: Term) -> Term:
+        known[Value(Kind.ACTIVATION, layer, lane)] = activation = self.term("gate_up", layer, lane, h)
+        known[Value(Kind.PARTIAL, layer, lane, Site.MLP)] = partial = self.term("down", layer, lane, activation)
+        return partial
+
+    def _reduce(
+        self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, block: Block, h: list[Term]
+    ) -> list[Term]:
+        """The streams after one block (LANEFORMER's three cases)."""
+        spec, term = self.spec, self.term
+        mode, own = spec.reduce_mode(layer, block), partials[block, layer]
+        if mode is ReduceMode.BLOCKING:
+            total = self._total(known, partials, layer, block)
+            after = [term("h + total", h[lane], total) for lane in range(spec.num_lanes)]
+        elif mode is ReduceMode.LOCAL:
+            after = [term("h + sqrt(L) p", h[lane], own[lane]) for lane in range(spec.num_lanes)]
+        else:
+            past = partials[block, layer - spec.delay]
+            total = self._total(known, partials, layer - spec.delay, block)
+            after = [term("h + (p + (total - past p))", h[lane], own[lane], total, past[lane]) for lane in range(spec.num_lanes)]
+        known.update({Value(Kind.STREAM, 2 * layer + block + 1, lane): after[lane] for lane in range(spec.num_lanes)})
+        return after
+
+    def _total(self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, block: Block) -> Term:
+        total = self.tree(partials[block, layer])
+        known[Value(Kind.TOTAL, layer, NONE, block)] = total
+        return total
+
+    def _head(self, known: dict[Value, Term], h: list[Term]) -> None:
+        spec, term = self.spec, self.term
+        lanes = range(spec.num_lanes)
+        normed = [term("final norm", lane, h[lane]) for lane in lanes]
+        shared = Value(Kind.HEAD_INPUT)
+        if spec.head_type is HeadType.VOCAB_PARALLEL:
+            known.update({Value(Kind.HEAD_INPUT, lane=lane): normed[lane] for lane in lanes})
+            inputs = normed
+        else:
+            if not spec.pre_norm_lane_agg:
+                known.update({Value(Kind.PARTIAL, NONE, lane, Site.FINAL): normed[lane] for lane in lanes})
+            if spec.head_type is HeadType.LANE:
+                known[shared] = term("concatenation", *normed)
+            else:
+                total = self.tree(h if spec.pre_norm_lane_agg else normed)
+                known[Value(Kind.TOTAL, NONE, NONE, Site.FINAL)] = total
+                known[shared] = term("norm of total" if spec.pre_norm_lane_agg else "mean", total)
+            inputs = [known[shared]] * spec.num_lanes
+        logits = [term("head", lane, inputs[lane]) for lane in lanes]
+        known.update({Value(Kind.LOGITS, lane=lane): logits[lane] for lane in lanes})
+        known[Value(Kind.ALL_LOGITS)] = term("all logits", *logits)
+        known[Value(Kind.TOKEN)] = term("choice", *logits)
+
+
+@lru_cache(maxsize=64)
+def definition(spec: ModelSpec) -> Definition:
+    """The definition of a spec, shared by all who ask for it."""
+    return Definition(spec)

@@ -1,0 +1,300 @@
+"""Runs a plan without numbers, several tokens on all ranks, and finds what would go wrong in some order of events.
+
+Two things are followed at once. Terms: what each value is made of, compared with `definition`. Vector clocks: which steps of
+the other ranks have certainly happened before a step; a slot may be rewritten only if its readers' steps have.
+
+The tokens are one prompt token, one sampled, three whose logits are gathered: each kind of token has every message matched,
+and the last three in a row show a slot's reuse up to two tokens later. Only messages that every token has advance the clocks,
+so the result holds for any mixture of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kog_dist.decode.definition import Term, definition
+from kog_dist.decode.plan import Plan
+from kog_dist.decode.step_rules import malformed, value_name
+from kog_dist.decode.steps import NONE, Kind, Message, Phase, RankPlan, Site, Step, Value, When
+from kog_dist.model.spec import HeadType
+
+TOKENS = (When.ALWAYS, When.SAMPLED, When.GATHERED, When.GATHERED, When.GATHERED)
+MAX_FINDINGS = 20
+
+
+class Post(NamedTuple):
+    """A published message: its content (a term for each lane or one sum), its readers, and the clock of its writer."""
+
+    content: tuple[Term, ...]
+    peers: tuple[int, ...]
+    clock: tuple[int, ...]
+    label: str
+
+
+@dataclass
+class RankState:
+    """One rank of the simulated engine."""
+
+    part: RankPlan
+    events: Iterator[tuple[int, Step]]
+    clock: list[int]
+    memory: dict[tuple[int, ...], tuple[int, Value, Term]] = field(default_factory=dict)  # place -> (token, value, term)
+    written: set[tuple[int, Value]] = field(default_factory=set)
+    blocked: tuple[int, Step] | None = None
+    published: bool = False  # the blocked step has already published
+
+
+class Flow:
+    """One run of a plan; `findings` says what is wrong, in words."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.spec = plan, plan.spec
+        self.definition = definition(plan.spec)
+        self.findings: list[str] = []
+        self.posts: dict[tuple[str, int, int], Post] = {}  # by mailbox, epoch and writer
+        self.reads: dict[tuple[str, int, int], dict[int, int]] = {}  # reader -> its clock at its last read
+        self.ranks = [RankState(part, _events(part), [0] * plan.world_size) for part in plan.ranks]
+
+    def run(self) -> list[str]:
+        """Run all tokens on all ranks; the findings."""
+        for state in self.ranks:
+            for step in state.part.steps:
+                for complaint in malformed(self.spec, state.part, step):
+                    self._find(f"{self._where(state, 0, step)}: {complaint}")
+        moved = True
+        while moved and not self.findings:
+            moved = sum(self._advance(state) for state in self.ranks) > 0  # all of them, then the next round
+        if not self.findings:
+            self._report_stuck()
+        if not self.findings:
+            self._check_unread()
+            self._check_slots()
+            self._check_results()
+        return self.findings
+
+    def _find(self, text: str) -> None:
+        if len(self.findings) < MAX_FINDINGS:
+            self.findings.append(text)
+
+    # ---- one rank ----
+    def _advance(self, state: RankState) -> bool:
+        """Run steps of one rank until it must wait; whether it got any further."""
+        moved = False
+        while not self.findings:
+            if state.blocked is None:
+                state.blocked = next(state.events, None)
+                state.published = False
+            if state.blocked is None:
+                return moved
+            token, step = state.blocked
+            if not state.published:
+                self._start(state, token, step)
+                state.published = True
+                moved = True
+            if step.waits is not None and not self._arrived(state, token, step.waits):
+                return moved
+            self._finish(state, token, step)
+            state.blocked = None
+            moved = True
+        return moved
+
+    def _where(self, state: RankState, token: int, step: Step) -> str:
+        names = [f"layer {step.layer}" if step.layer != NONE else "", f"lane {step.lane}" if step.lane != NONE else ""]
+        site = Site(step.site).name.lower() if step.site in tuple(Site) else ""
+        detail = " ".join(name for name in (site, *names) if name)
+        at = f", token {token}" if token else ""
+        return f"rank {state.part.rank}{at}, {step.phase.name}{' of ' + detail if detail else ''}"
+
+    def _start(self, state: RankState, token: int, step: Step) -> None:
+        rank = state.part.rank
+        state.clock[rank] += 1
+        if step.publishes is None:
+            return
+        message, where = step.publishes, self._where(state, token, step)
+        content = self._inputs(state, token, step)
+        if content is None:
+            return
+        if step.phase is Phase.SUM:
+            content = (self.definition.tree(content),)
+        key = (message.mailbox, self.plan.epoch(message, token), rank)
+        if key in self.posts:
+            self._find(f"{where}: publishes epoch {key[1]} of {message.mailbox} a second time (first: {self.posts[key].label})")
+        self._check_length(where, message, step)
+        self.posts[key] = Post(content, message.peers, tuple(state.clock), where)
+
+    def _check_length(self, where: str, message: Message, step: Step) -> None:
+        spec, lanes = self.spec, self.spec.num_lanes // self.plan.world_size
+        length = {
+            Phase.SUM: spec.hidden_size,
+            Phase.HEAD_INPUT: lanes * spec.hidden_size,
+            Phase.GATHER: lanes * spec.vocab_slice(0)[1],
+            Phase.SAMPLE: 2 * lanes + 1,  # value and id per lane; the stop bit
+        }[step.phase]
+        if self.plan.mailbox_by_name[message.mailbox].length != length:
+            found = self.plan.mailbox_by_name[message.mailbox].length
+            self._find(f"{where}: publishes {length} values into mailbox {message.mailbox}, which holds {found}")
+
+    def _arrived(self, state: RankState, token: int, message: Message) -> bool:
+        epoch, rank = self.plan.epoch(message, token), state.part.rank
+        return all(
+            (post := self.posts.get((message.mailbox, epoch, peer))) is not None and rank in post.peers for peer in message.peers
+        )
+
+    def _inputs(self, state: RankState, token: int, step: Step) -> tuple[Term, ...] | None:
+        """Terms of what a step reads; None (and a finding) if a place does not hold what the plan says."""
+        if step.phase is Phase.SAMPLE and TOKENS[token - 1] is When.ALWAYS:
+            return (self.definition.term("no candidates"),) * len(step.reads)
+        terms = []
+        for value in step.reads:
+            held = state.memory.get(self.plan.place(value))
+            if held is None or held[:2] != (token, value):
+                found = f"{value_name(held[1])} of token {held[0]}" if held else "nothing"
+                self._find(f"{self._where(state, token, step)}: reads {value_name(value)}, but its place holds {found}")
+                return None
+            terms.append(held[2])
+        return tuple(terms)
+
+    def _finish(self, state: RankState, token: int, step: Step) -> None:
+        inputs = self._inputs(state, token, step)
+        if inputs is None:
+            return
+        rows = self._receive(state, token, step, inputs)
+        if step.phase is Phase.QKV:
+            query, cache = step.writes
+            held = state.memory.get(self.plan.place(cache))
+            old = held[2] if held else self.definition.empty_cache(step.layer, step.lane)
+            self._write(state, token, step, query, self.definition.term("query", step.layer, step.lane, inputs[0]))
+            appended = self.definition.term("append", step.layer, step.lane, old, inputs[0])
+            self._write(state, token, step, cache, appended)
+        else:
+            for value in step.writes:
+                self._write(state, token, step, value, self._result(token, step, rows))
+
+    def _receive(self, state: RankState, token: int, step: Step, inputs: tuple[Term, ...]) -> tuple[Term, ...]:
+        """What a step works on: its inputs; with a wait, every rank's content in the order of ranks, its own included."""
+        message, rank = step.waits, state.part.rank
+        if message is None:
+            return inputs
+        epoch = self.plan.epoch(message, token)
+        rows: list[Term] = []
+        for source in range(self.plan.world_size):
+            if source == rank:
+                rows += inputs
+            elif source in message.peers:
+                key = (message.mailbox, epoch, source)
+                post = self.posts[key]
+                rows += post.content
+                self.reads.setdefault(key, {})[rank] = state.clock[rank]
+                if step.when is When.ALWAYS:
+                    state.clock[:] = map(max, state.clock, post.clock)
+        return tuple(rows)
+
+    def _result(self, token: int, step: Step, inputs: tuple[Term, ...]) -> Term:
+        """The term that a step makes of its inputs, as the engines do it."""
+        term, layer, lane = self.definition.term, step.layer, step.lane
+        match step.phase:
+            case Phase.EMBED:
+                return term("embedding", token)
+            case Phase.ATTEND:
+                return term("attend", layer, lane, *inputs)
+            case Phase.OUT | Phase.GATE_UP | Phase.DOWN:
+                return term(step.phase.name.lower(), layer, lane, *inputs)
+            case Phase.SUM | Phase.TOTAL:
+                return self.definition.tree(inputs) if _is_power_of_two(len(inputs)) else term("uneven sum", *inputs)
+            case Phase.RESIDUAL:
+                forms = {2: "h + total" if step.reads[1].kind is Kind.TOTAL else "h + sqrt(L) p", 4: "h + (p + (total - past p))"}
+                return term(forms[len(inputs)], *inputs)
+            case Phase.FINAL_NORM:
+                return term("final norm", lane, *inputs)
+            case Phase.HEAD_INPUT:
+                if self.spec.head_type is HeadType.LANE:
+                    return term("concatenation", *inputs)
+                return term("norm of total" if self.spec.pre_norm_lane_agg else "mean", *inputs)
+            case Phase.HEAD:
+                return term("head", lane, *inputs)
+            case Phase.GATHER:
+                return term("all logits", *inputs)
+            case _:
+                return term("choice", *inputs)
+
+    def _write(self, state: RankState, token: int, step: Step, value: Value, term: Term) -> None:
+        if (token, value) in state.written:
+            self._find(f"{self._where(state, token, step)}: writes {value_name(value)} a second time")
+        state.written.add((token, value))
+        silent = step.phase is Phase.SAMPLE and TOKENS[token - 1] is When.ALWAYS
+        expected = term if silent or value.kind is Kind.OWN_SUM else self.definition.values(token).get(value)
+        if term != expected:
+            self._find(f"{self._where(state, token, step)}: {value_name(value)} is not made of what the model defines")
+        state.memory[self.plan.place(value)] = (token, value, term)
+
+    # ---- the end ----
+    def _report_stuck(self) -> None:
+        for state in self.ranks:
+            if state.blocked is None:
+                continue
+            token, step = state.blocked
+            assert step.waits is not None
+            epoch = self.plan.epoch(step.waits, token)
+            for peer in step.waits.peers:
+                post = self.posts.get((step.waits.mailbox, epoch, peer))
+                if post is not None and state.part.rank in post.peers:
+                    continue
+                wanted = f"epoch {epoch} of {step.waits.mailbox} from rank {peer}"
+                why = "does not send it here" if post else "never publishes it"
+                if post is None and self._will_publish(peer, step.waits.mailbox, epoch):
+                    why = "itself waits: the ranks wait for each other in a circle"
+                self._find(f"{self._where(state, token, step)}: waits for {wanted}, which {why}")
+
+    def _will_publish(self, rank: int, mailbox: str, epoch: int) -> bool:
+        return rank < len(self.ranks) and any(
+            step.publishes is not None and step.publishes.mailbox == mailbox and self.plan.epoch(step.publishes, token) == epoch
+            for token, step in self.ranks[rank].events
+        )
+
+    def _check_unread(self) -> None:
+        for key, post in self.posts.items():
+            for peer in post.peers:
+                if peer not in self.reads.get(key, {}):
+                    self._find(f"{post.label}: publishes epoch {key[1]} of {key[0]} to rank {peer}, which never reads it")
+
+    def _check_slots(self) -> None:
+        """A slot may be rewritten only when all reads of what it held have certainly happened."""
+        held: dict[tuple[str, int, int], tuple[str, int, int]] = {}
+        for key, post in self.posts.items():  # in the order in which each writer published
+            mailbox, epoch, writer = key
+            slot = (mailbox, epoch % self.plan.mailbox_by_name[mailbox].num_slots, writer)
+            old = held.get(slot)
+            held[slot] = key
+            if old is None:
+                continue
+            if old[1] >= epoch:
+                self._find(f"{post.label}: epoch {epoch} of {mailbox} follows epoch {old[1]} in slot {slot[1]}")
+            for reader, clock in self.reads[old].items():
+                if post.clock[reader] < clock:
+                    unread = f"rank {reader} may not have read epoch {old[1]} yet"
+                    self._find(f"{post.label}: rewrites slot {slot[1]} of {mailbox} with epoch {epoch}, and {unread}")
+
+    def _check_results(self) -> None:
+        """Every token leaves its keys and values, and a choice; rank 0 the logits that were asked for."""
+        for state in self.ranks:
+            for token, when in enumerate(TOKENS, start=1):
+                needed = [Value(Kind.CACHE, layer, lane) for layer in range(self.spec.num_layers) for lane in state.part.lanes]
+                needed.append(Value(Kind.TOKEN))
+                if when is When.GATHERED and state.part.rank == 0:
+                    needed.append(Value(Kind.ALL_LOGITS))
+                for value in needed:
+                    if (token, value) not in state.written:
+                        self._find(f"rank {state.part.rank}, token {token} ({when.name}): {value_name(value)} is never written")
+
+
+def _events(part: RankPlan) -> Iterator[tuple[int, Step]]:
+    for token, when in enumerate(TOKENS, start=1):
+        for step in part.steps:
+            if step.when <= when:
+                yield token, step
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count > 0 and count & (count - 1) == 0
