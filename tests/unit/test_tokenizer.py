@@ -1,0 +1,273 @@
+"""Tokenizers: streamed text is the text decoded at once, for every sequence of ids; what a folder says about special tokens."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
+
+TEXT = "def naïve(x):\n    return x + 1  # größer €uro 日本語 🎉👩‍👩‍👧\n" * 3
+SPECIAL = ["<|begin|>", "<|end|>", "<|größer|>"]
+
+
+@cache
+def byte_level_library() -> tokenizers.Tokenizer:
+    """A byte-level BPE as GPT-2 and our demo model have; the last added token is no special one."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator([TEXT], trainer)
+    library.add_tokens([AddedToken("<tool €>", special=False)])
+    library.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    return library
+
+
+@cache
+def byte_fallback_library() -> tokenizers.Tokenizer:
+    """A tokenizer with the parts of Llama 2's: spaces as U+2581, a space put before the text, bytes for unknown characters."""
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    merged = ["▁def", "▁x", "de", "ef", "def", "▁de"]
+    pieces = ["<unk>", "<s>", "</s>", *byte_pieces, "▁", *"abcdefxyz(){}:+1=\n#é", *merged]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("d", "e"), ("▁", "x"), ("de", "f"), ("▁", "def"), ("e", "f"), ("▁", "de")]
+    library = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return library
+
+
+@cache
+def tokenizer_like(kind: str) -> Tokenizer:
+    return Tokenizer(library_like(kind).to_str())
+
+
+def library_like(kind: str) -> tokenizers.Tokenizer:
+    return byte_level_library() if kind == "byte-level" else byte_fallback_library()
+
+
+both_kinds = pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+# Longer than either vocabulary: ids that the tokenizer does not have must do no harm.
+any_ids = st.lists(st.integers(0, 400), max_size=24)
+
+
+@both_kinds
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(ids=any_ids, after=any_ids)
+def test_the_stream_is_the_whole_text_for_every_sequence_of_ids(kind: str, ids: list[int], after: list[int]) -> None:
+    tokenizer = tokenizer_like(kind)
+    decoder = tokenizer.stream()
+    assert "".join([*map(decoder.push, ids), decoder.flush()]) == tokenizer.decode(ids)
+    continued = tokenizer.stream(after=after)
+    tail = "".join([*map(continued.push, ids), continued.flush()])
+    whole = tokenizer.decode(after + ids)
+    assert whole.endswith(tail)
+    head = tokenizer.stream()
+    assert "".join(map(head.push, after)) + tail == whole
+
+
+@both_kinds
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(text=st.text(max_size=40) | st.text("def x({é\n🎉€\ufffd ", max_size=40))
+def test_text_comes_back_and_as_the_library_decodes_it(kind: str, text: str) -> None:
+    tokenizer, library = tokenizer_like(kind), library_like(kind)
+    ids = tokenizer.encode(text)
+    assert ids == library.encode(text).ids
+    assert tokenizer.encode(text, add_special_tokens=False) == ids[1:]
+    if "▁" not in text and not any(special in text for special in [*SPECIAL, "<unk>", "<s>", "</s>", "<0x"]):
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids) == library.decode(ids)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(ids=any_ids)
+def test_byte_level_decoding_is_the_library_s_for_every_sequence(ids: list[int]) -> None:
+    known = [i for i in ids if byte_level_library().id_to_token(i) is not None]
+    assert tokenizer_like("byte-level").decode(known) == byte_level_library().decode(known)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(raw=st.binary(max_size=24))
+def test_byte_tokens_are_bytes(raw: bytes) -> None:
+    tokenizer = tokenizer_like("byte-fallback")
+    ids = [3 + byte for byte in raw]
+    decoded = tokenizer.decode(ids)
+    text = raw.decode("utf-8", "replace")
+    assert decoded == (text[1:] if text.startswith(" ") else text)
+
+
+def test_a_character_appears_when_its_last_byte_does() -> None:
+    decoder = tokenizer_like("byte-fallback").stream()
+    party = [3 + byte for byte in "🎉".encode()]
+    assert [decoder.push(i) for i in party] == ["", "", "", "🎉"]
+    assert [decoder.push(i) for i in party[:2]] == ["", ""]
+    assert decoder.push(3 + ord("a")) == "\ufffda"
+    assert decoder.push(party[0]) == ""
+    assert decoder.flush() == "\ufffd"
+    assert decoder.flush() == ""
+
+
+def test_only_the_space_that_the_tokenizer_put_there_is_taken_off() -> None:
+    tokenizer = tokenizer_like("byte-fallback")
+    for text in ("x", " x", "  x", "def x", "", " ", "  "):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    prompt, more = tokenizer.encode("def"), [tokenizer.id_of("▁x")]
+    assert None not in more
+    decoder = tokenizer.stream(after=prompt)
+    assert decoder.push(int(more[0] or 0)) == " x"
+
+
+def test_special_tokens_have_no_text_and_other_added_tokens_do() -> None:
+    tokenizer = tokenizer_like("byte-level")
+    assert tokenizer.id_of("<|end|>") == 1
+    assert tokenizer.decode([0, 1, 2]) == ""
+    added = tokenizer.id_of("<tool €>")
+    assert added is not None
+    assert tokenizer.decode([added]) == "<tool €>"
+    assert tokenizer.num_ids == added + 1
+    assert tokenizer.id_of("no such token") is None
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_not_obeyed() -> None:
+    library = tokenizers.Tokenizer.from_str(byte_level_library().to_str())
+    library.enable_truncation(4)
+    library.enable_padding(length=16)
+    tokenizer = Tokenizer(library.to_str())
+    assert len(tokenizer.encode(TEXT)) > 16
+    assert len(tokenizer.encode("a")) == 2
+
+
+def test_text_that_is_no_unicode_is_a_request_error() -> None:
+    with pytest.raises(RequestError, match="lone surrogate at character 2") as caught:
+        tokenizer_like("byte-level").encode("ab\ud800")
+    assert caught.value.code == "invalid_text"
+
+
+# ---- folders ----
+def folder_with(folder: Path, **files: Any) -> Path:
+    """A model folder with a byte-level tokenizer; keyword `generation_config={...}` writes generation_config.json."""
+    (folder / "tokenizer.json").write_text(byte_level_library().to_str())
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def load(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("files", "eos_ids"),
+    [
+        ({}, ()),
+        ({"generation_config": {"eos_token_id": 1}, "config": {"eos_token_id": 2}}, (1,)),
+        ({"generation_config": {"eos_token_id": [2, 1, 2]}}, (2, 1)),
+        ({"generation_config": {}, "config": {"eos_token_id": 2}}, (2,)),
+        ({"config": {"eos_token_id": [0, 2]}}, (0, 2)),
+        ({"tokenizer_config": {"eos_token": "<|end|>"}}, (1,)),
+        ({"tokenizer_config": {"eos_token": {"content": "<|end|>", "lstrip": False}}}, (1,)),
+        ({"tokenizer_config": {"eos_token": "<nowhere>"}}, ()),
+        ({"tokenizer_config": {"eos_token": None}, "generation_config": {"eos_token_id": 0}}, (0,)),
+    ],
+)
+def test_where_eos_ids_come_from(tmp_path: Path, files: dict[str, Any], eos_ids: tuple[int, ...]) -> None:
+    assert load(folder_with(tmp_path, **files)).eos_ids == eos_ids
+
+
+def test_eos_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    assert read_eos_ids(tmp_path) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert read_eos_ids(tmp_path) == (7,)
+    assert Tokenizer.from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize("value", ["2", -1, 2.0, True, [1, None], {"id": 1}, list(range(17)), 2**31])
+def test_eos_ids_that_are_none_are_refused(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id must be"):
+        load(folder_with(tmp_path, generation_config={"eos_token_id": value}))
+
+
+def test_special_tokens_for_the_chat_template(tmp_path: Path) -> None:
+    special = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}, "pad_token": None}
+    tokenizer = load(folder_with(tmp_path, tokenizer_config=special | {"add_bos_token": True, "model_max_length": 5}))
+    assert tokenizer.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+def test_every_id_must_be_a_row_of_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = load(folder_with(tmp_path))
+    tokenizer.check_fits(tokenizer.num_ids)
+    last = tokenizer.num_ids - 1
+    with pytest.raises(CheckpointError, match=f"ids up to {last}, but the model's vocabulary ends at {last - 1}"):
+        tokenizer.check_fits(last)
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    error = text_unavailable(tmp_path)
+    assert error.code == "no_tokenizer"
+    assert "has no tokenizer.json; give token ids instead of text" in str(error)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    assert "tokenizer.model must be converted" in str(text_unavailable(tmp_path))
+
+
+def broken_tokenizers() -> dict[str, str]:
+    def with_decoder(decoder: object) -> str:
+        return json.dumps(json.loads(byte_level_library().to_str()) | {"decoder": decoder})
+
+    return {
+        "empty": "",
+        "no object": "[]",
+        "not JSON": "{",
+        "deep": "[" * 100_000,
+        "no model": "{}",
+        "unknown model": '{"version": "1.0", "model": {"type": "Oracle"}}',
+        "another decoder": with_decoder({"type": "WordPiece", "prefix": "##", "cleanup": True}),
+        "regex decoder": with_decoder({"type": "Replace", "pattern": {"Regex": "a+"}, "content": " "}),
+        "strip at the end": with_decoder(
+            {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 1}]}
+        ),
+        "strip of tokens": with_decoder({"type": "Strip", "content": " ", "start": 1, "stop": 0}),
+    }
+
+
+@pytest.mark.parametrize("case", broken_tokenizers())
+def test_tokenizer_files_that_cannot_be_used_are_named(tmp_path: Path, case: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(broken_tokenizers()[case])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be used"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "generation_config", "config"])
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff", "[" * 100_000])
+def test_bad_json_beside_it_is_named(tmp_path: Path, name: str, text: str) -> None:
+    folder_with(tmp_path)
+    (tmp_path / f"{name}.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=rf"/{name}\.json"):
+        load(tmp_path)
+
+
+def test_files_are_held_against_the_manifest(tmp_path: Path) -> None:
+    folder_with(tmp_path)
+    manifest = {"format": "kog_dist manifest 1", "files": {"tokenizer.json": "0" * 64}, "headers": {}, "tensors": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json differs from its SHA-256"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_folder(tmp_path)
