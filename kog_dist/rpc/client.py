@@ -159,6 +159,8 @@ class Client:
 
     def _give_up(self, request_id: str) -> None:
         """Cancel, and read until the engine has confirmed, so that the connection can be used again."""
+        if self._connection.closed:
+            return  # the engine notices that by itself
         deadline_s = time.monotonic() + CANCEL_TIMEOUT_S
         try:
             self._connection.send(Cancel(request_id))

@@ -156,6 +156,11 @@ class Connection:
             raise ProtocolError(f"the engine sent a message of {len(parts)} frames, expected one; use the same kog_dist release")
         return parts[0]
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return bool(self._dealer.closed)
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close the sockets; requests that were handed over get at most `linger_s`. A second call does nothing."""
         if self._dealer.closed:
