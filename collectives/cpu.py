@@ -6,6 +6,7 @@ the plan can prove that everyone has consumed it (2d + 2 slots for delay d).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -67,6 +68,8 @@ class CpuCommunicator:
         self._boxes = {mailbox.spec.name: _Box(heap, mailbox) for mailbox in mailboxes}
         self._barrier = self._boxes[_BARRIER.name]
         self._num_barriers = 0
+        # Ranks that share cores give way after one look: with 8 ranks on 2 cores that halves the time of an all_reduce.
+        self._spins = 64 if self.world_size < len(os.sched_getaffinity(0)) else 1
         self._fault = ""
 
     @classmethod
@@ -139,9 +142,9 @@ class CpuCommunicator:
         tag = self._tag.of(epoch)
         if self._fault or self._control.aborted():
             self._stop(f"publishing epoch {epoch} to mailbox {box.mailbox.spec.name!r}")
-        payload = words.payload_words(values)
+        packed = words.pack(values, tag)
         for row in box.outgoing[slot]:
-            words.write(row, payload, tag)
+            words.store(row, packed)
 
     def _collect(self, box: _Box, slot: int, epoch: int, own: Vector, op: WaitOp) -> NDArray[np.float32]:
         _check_vector(box, own)
@@ -154,6 +157,7 @@ class CpuCommunicator:
             aborted=self._control.aborted,
             deadline=Deadline.after(self._timeout_s),
             on_poll=lambda: self._control.beat(self.rank),
+            spins=self._spins,
         )
         if result is WaitResult.ABORT:
             self._stop(f"waiting for epoch {epoch} of mailbox {box.mailbox.spec.name!r}")

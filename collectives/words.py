@@ -42,34 +42,29 @@ class EpochTag:
         return epoch & ((1 << self.bits) - 1)
 
 
-def payload_words(values: NDArray[np.float32]) -> Words:
-    """The values' bit patterns as words with an empty tag."""
-    return values.view(np.uint32).astype(np.uint64)
-
-
-def write(row: Words, payload: Words, tag: int) -> None:
-    """Store the payload under the tag, word by word. `row` may be a peer's memory.
-
-    A ufunc rather than a copy: its stores are whole words, while memcpy promises nothing about how it moves bytes.
-    """
-    np.bitwise_or(payload, np.uint64(tag << TAG_BITS), out=row)
-
-
 def pack(values: NDArray[np.float32], tag: int) -> Words:
-    """New words with these values and this tag."""
-    words = payload_words(values)
-    write(words, words, tag)
-    return words
+    """New words with these values, bit by bit, and this tag."""
+    packed = values.view(np.uint32).astype(np.uint64)
+    packed |= np.uint64(tag << TAG_BITS)
+    return packed
+
+
+def store(row: Words, packed: Words) -> None:
+    """Write packed words into `row`, which may be a peer's memory.
+
+    A ufunc (x | x) rather than a copy: its stores are whole words, while memcpy promises nothing about how it moves bytes.
+    """
+    np.bitwise_or(packed, packed, row)
 
 
 def strip(rows: Words, tag: int, out: Words) -> None:
     """Take the tag off every word of `rows`, loading each word once. `all_tagged(out)` says whether it was the right one."""
-    np.subtract(rows, np.uint64(tag << TAG_BITS), out=out)
+    np.subtract(rows, np.uint64(tag << TAG_BITS), out)
 
 
 def all_tagged(stripped: Words) -> bool:
     """Whether every word that went through `strip` had the tag: a wrong one leaves a rest in the upper half."""
-    return bool(stripped.max(initial=np.uint64(0)) < _PAYLOAD_END)
+    return bool(stripped.max() < _PAYLOAD_END)
 
 
 def payload(stripped: Words) -> NDArray[np.float32]:

@@ -1,0 +1,112 @@
+"""The shared structs: numpy, the offsets and a C compiler agree on every byte."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kog_dist import abi
+from kog_dist.abi import LABEL_BYTES, LINE_BYTES, RANK_CONTROL, STRUCTS, WAIT_RECORD, Field, Struct, WaitOp, WaitRecord
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "g++"])
+def test_c_compiler_sees_the_same_layout(compiler: str, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    (tmp_path / "kog_abi.h").write_text(abi.c_header())
+    lines = []
+    for struct in STRUCTS:
+        lines.append(f'    printf("%s\\"{struct.name}\\": [%zu", comma, sizeof(Kog{struct.name})); comma = ", ";')
+        lines += [f'    printf(", %zu", offsetof(Kog{struct.name}, {field.name}));' for field in struct.fields]
+        lines.append('    printf("]");')
+    body = "\n".join(lines)
+    source = tmp_path / "main.c"
+    source.write_text(
+        f'#include "kog_abi.h"\n#include <stdio.h>\nint main(void) {{\n    const char *comma = "";\n    printf("{{");\n{body}\n'
+        '    printf("}\\n");\n    return 0;\n}\n'
+    )
+    command = [compiler, "-Wall", "-Werror", f"-std={'c11' if compiler == 'gcc' else 'c++17'}", "-x"]
+    command += ["c" if compiler == "gcc" else "c++", str(source), "-o", str(tmp_path / "main")]
+    subprocess.run(command, check=True, timeout=60, cwd=tmp_path)
+    printed = json.loads(subprocess.run([tmp_path / "main"], check=True, timeout=60, capture_output=True).stdout)
+    assert printed == {s.name: [s.size_bytes, *s.offsets.values()] for s in STRUCTS}
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda s: s.name)
+def test_numpy_sees_the_same_layout(struct: Struct) -> None:
+    assert struct.dtype.itemsize == struct.size_bytes
+    assert struct.size_bytes % struct.size_multiple == 0
+    assert struct.dtype.fields is not None
+    ends = [0]
+    for field in struct.fields:
+        found, offset = struct.dtype.fields[field.name][:2]
+        assert offset == struct.offsets[field.name]
+        assert offset >= ends[-1], "fields overlap"
+        assert offset % found.base.itemsize == 0, "not naturally aligned"
+        ends.append(offset + found.itemsize)
+    assert ends[-1] <= struct.size_bytes
+
+
+def test_writers_do_not_share_cache_lines() -> None:
+    header = abi.CONTROL_HEADER.offsets
+    lines = [header["ring_offset"], header["abort"], header["doorbell"]]
+    assert [offset // LINE_BYTES for offset in lines] == sorted({offset // LINE_BYTES for offset in lines})
+    assert RANK_CONTROL.size_bytes % LINE_BYTES == 0
+    assert abi.TOKEN_ENTRY.size_bytes == LINE_BYTES
+
+
+def test_digest_changes_with_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = {abi.abi_digest()}
+    for struct in STRUCTS:
+        for fields in (struct.fields[::-1], (*struct.fields, Field("more", "u64", "one more"))):
+            other = Struct(struct.name, struct.doc, fields, struct.size_multiple)
+            if other.offsets == struct.offsets:
+                continue
+            monkeypatch.setattr(abi, "STRUCTS", tuple(other if s is struct else s for s in STRUCTS))
+            digests.add(abi.abi_digest())
+    assert len(digests) == 1 + sum(2 if len(s.fields) > 1 else 1 for s in STRUCTS)
+
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+
+
+@given(U32, U32, U32, U32, U64, U64, U64, st.sampled_from(WaitOp), st.text("ab_é.", max_size=LABEL_BYTES // 2))
+def test_wait_record_survives_packing(
+    rank: int, slot: int, peer: int, missing: int, wanted: int, seen: int, elapsed: int, op: WaitOp, label: str
+) -> None:
+    record = WaitRecord(rank, op, 3, slot, peer, missing, wanted, seen, elapsed, label, cta=5, phase=6, stamp_ns=7)
+    raw = record.pack()
+    assert len(raw) == WAIT_RECORD.size_bytes
+    assert WaitRecord.unpack(raw) == record
+
+
+def test_wait_record_says_who_waited_for_what() -> None:
+    record = WaitRecord(3, WaitOp.COLLECT, 1, 4, 6, 17, 1001, 999, 1_500_000_000, "attention.2")
+    text = str(record)
+    for part in ("rank 3", "'attention.2'", "slot 4", "epoch 1001", "rank 6", "epoch 999", "1.500 s", "17 words"):
+        assert part in text
+    assert "thread block 9, phase 2" in str(WaitRecord(3, WaitOp.COLLECT, 1, 4, 6, 17, 1, 0, 1, cta=9, phase=2))
+    assert "barrier" in str(WaitRecord(3, WaitOp.BARRIER, 1, 4, 6, 17, 1, 0, 1))
+
+
+def test_damaged_records_are_still_readable() -> None:
+    noise = np.arange(WAIT_RECORD.size_bytes, dtype=np.uint8).tobytes()
+    record = WaitRecord.unpack(noise)
+    assert record.op is WaitOp.UNKNOWN
+    assert str(record)
+    long = WaitRecord(0, WaitOp.COLLECT, 0, 0, 0, 0, 0, 0, 0, "é" * LABEL_BYTES)
+    assert WaitRecord.unpack(long.pack()).label.startswith("é" * (LABEL_BYTES // 2 - 1))
+
+
+def test_every_word_is_documented_once() -> None:
+    names = list(itertools.chain.from_iterable((f"{s.name}.{f.name}" for f in s.fields) for s in STRUCTS))
+    assert len(names) == len(set(names))
+    assert all(field.doc for struct in STRUCTS for field in struct.fields)
