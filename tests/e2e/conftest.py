@@ -1,0 +1,38 @@
+"""Models and engines of the end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from kog_dist.bench.session import EngineSession, engine_session
+from kog_dist.model.checkpoint import random_tensors, write_checkpoint
+from kog_dist.model.spec import ModelSpec
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without a tokenizer: random weights, four lanes, a context long enough to be interrupted in."""
+    spec = ModelSpec(
+        hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=320,
+        max_context=8192, num_lanes=4, delay=1, sliding_window=16, window_layers=(0, 1),
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_checkpoint(folder, spec, random_tensors(spec, seed=1))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The bundled demo model."""
+    return Path(str(resources.files("kog_dist"))) / "models" / "demo"
+
+
+@pytest.fixture
+def session() -> Iterator[EngineSession]:
+    """Engines and commands of one test, in a runtime folder of its own; whatever they leave is killed."""
+    with engine_session() as made:
+        yield made

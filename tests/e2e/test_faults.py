@@ -1,0 +1,152 @@
+"""Any process may be killed or stopped at any moment: one clear error, the right exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kog_dist.bench.session import EngineSession, until
+from kog_dist.errors import RequestFailed
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import Accepted, Done, ErrorCode, Tokens
+
+RANKS = 4
+CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
+ENDED_S = 10.0  # for what has no promise of its own; a loaded machine is slow
+
+
+def assert_clean(session: EngineSession) -> None:
+    until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
+
+
+def token_ids(events: Iterator[Accepted | Tokens | Done], at_least: int) -> list[int]:
+    ids: list[int] = []
+    for event in events:
+        if isinstance(event, Tokens):
+            ids += event.token_ids
+            if len(ids) >= at_least:
+                break
+    return ids
+
+
+def stream(client: Client, max_tokens: int) -> Iterator[Accepted | Tokens | Done]:
+    return client.generate(prompt_ids=[1, 2, 3], max_tokens=max_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("victim", "codes", "exit_code", "sentence"),
+    [
+        ("rank 0", {ErrorCode.RANK_FAILED}, 4, "rank 0 (pid {pid}) was killed by SIGKILL while serving"),
+        ("rank 3", {ErrorCode.RANK_FAILED}, 4, "rank 3 (pid {pid}) was killed by SIGKILL while serving"),
+        ("coordinator", {ErrorCode.ENGINE_LOST}, 4, "coordinator (pid {pid}) was killed by SIGKILL while serving"),
+        ("launcher", {ErrorCode.ENGINE_LOST}, -signal.SIGKILL, ""),
+    ],
+)
+def test_kill_during_a_stream(
+    session: EngineSession, tiny_model: Path, victim: str, codes: set[ErrorCode], exit_code: int, sentence: str
+) -> None:
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", f"--log-dir={session.folder / 'logs'}")
+    with session.connect() as client:
+        whole = token_ids(stream(client, 300), 300)
+        events = stream(client, 8000)
+        received = token_ids(events, 5)
+        pid = session.processes()[victim]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RequestFailed) as caught:
+            received += token_ids(events, 8000)
+        assert caught.value.code in codes
+        assert len(str(caught.value).splitlines()) == 1
+    assert launcher.wait(ENDED_S) == exit_code
+    assert_clean(session)
+    assert received[:300] == whole[: len(received)], "what was acknowledged is a prefix of the right answer"
+    errors = session.output().splitlines()
+    assert errors == [f"kog-launch: {sentence.format(pid=pid)}; the engine was stopped"] if sentence else errors == []
+    if sentence:
+        last_words = json.loads((session.folder / "logs" / "exit.json").read_text(encoding="utf-8"))
+        assert (last_words["exit_code"], last_words["pid"], last_words["signal"]) == (4, pid, "SIGKILL")
+
+
+@pytest.mark.parametrize("victim", ["rank 2", "coordinator", "client", "launcher"])
+def test_kill_during_a_prompt(session: EngineSession, tiny_model: Path, victim: str) -> None:
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos")
+    until(lambda: len(session.output(stream="out").split()) > 3, ENDED_S, session.output)
+    pid = session.processes()[victim]
+    os.kill(pid, signal.SIGKILL)
+    expected = {"rank 2": 4, "coordinator": 4, "client": 128 + signal.SIGKILL, "launcher": -signal.SIGKILL}
+    assert launcher.wait(ENDED_S) == expected[victim]
+    assert_clean(session)
+    errors = session.output()
+    assert "Traceback" not in errors
+    assert errors.count("kog-client: ") == (victim != "client"), errors
+    assert errors.count("kog-launch: ") == (victim != "launcher"), errors
+    if victim != "launcher":
+        assert f"{victim} (pid {pid}) was killed by SIGKILL" in errors
+
+
+def test_stopped_rank_counts_as_hung(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}")
+    with session.connect() as client:
+        events = stream(client, 8000)
+        token_ids(events, 5)
+        pid = session.processes()["rank 1"]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RequestFailed) as caught:
+            token_ids(events, 8000)
+        assert caught.value.code == ErrorCode.RANK_FAILED
+    assert launcher.wait(ENDED_S) == 5
+    assert_clean(session)
+    assert f"rank 1 (pid {pid}) gave no sign of life for " in session.output()
+
+
+def test_stopped_idle_rank_counts_as_hung(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--stall-timeout=0.5")
+    session.connect().close()
+    os.kill(session.processes()["rank 1"], signal.SIGSTOP)
+    assert launcher.wait(ENDED_S) == 5
+    assert_clean(session)
+
+
+def test_stopped_coordinator_counts_as_hung(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--stall-timeout=0.5")
+    session.connect().close()
+    os.kill(session.processes()["coordinator"], signal.SIGSTOP)
+    assert launcher.wait(ENDED_S) == 5
+    assert_clean(session)
+    assert "the coordinator gave no sign of life" in session.output()
+
+
+@pytest.mark.parametrize("victim", ["rank 1", "coordinator", "launcher"])
+def test_kill_during_startup(session: EngineSession, tiny_model: Path, victim: str) -> None:
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}")
+    until(lambda: victim in session.processes(), ENDED_S, session.output)
+    os.kill(session.processes()[victim], signal.SIGKILL)
+    assert launcher.wait(ENDED_S) == (-signal.SIGKILL if victim == "launcher" else 3)
+    assert_clean(session)
+    if victim != "launcher":
+        assert f"{victim} (pid " in session.output()
+        assert "was killed by SIGKILL during start-up" in session.output()
+        assert len(session.output().splitlines()) == 1
+
+
+def test_rank_that_is_stuck_in_startup_is_named(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--startup-timeout=1.5")
+    until(lambda: "rank 1" in session.processes(), ENDED_S, session.output)
+    os.kill(session.processes()["rank 1"], signal.SIGSTOP)
+    assert launcher.wait(ENDED_S) == 5
+    assert_clean(session)
+    assert "the engine was not ready after 1.5 s: rank " in session.output()
+
+
+def test_reaper_may_be_killed(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    with session.connect() as client:
+        os.kill(session.processes()["reaper"], signal.SIGKILL)
+        assert len(token_ids(stream(client, 20), 20)) == 20
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(ENDED_S) == 0
+    assert_clean(session)
