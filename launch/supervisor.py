@@ -106,6 +106,9 @@ class Supervisor:
 
     def _decide(self, startup_deadline: Deadline) -> Outcome | None:
         """Look at everything that can end the run, causes before consequences."""
+        if not self._is_ready and self._engine.is_ready():
+            self._is_ready = True
+            self._announce()
         outcome = self._abort_requested() or self._death() or self._interrupted_or_draining()
         if outcome is None and not self._is_ready:
             outcome = self._startup(startup_deadline)
@@ -122,7 +125,7 @@ class Supervisor:
         for child in sorted(dead, key=_blame):
             if child.role == "client":
                 return self._client_ended(child)
-            if child.role == "coordinator" and child.exit_code == 0 and self._is_ready:
+            if child.role == "coordinator" and child.exit_code == 0:
                 if self._engine.request is not None:
                     continue  # somebody drained it; the client has its answer, or says what it was told
                 return Outcome(EXIT_OK, "drained")
@@ -192,13 +195,9 @@ class Supervisor:
     # ---- start-up ----
     def _startup(self, deadline: Deadline) -> Outcome | None:
         engine = self._engine
-        waiting = [rank for rank in range(engine.world_size) if engine.control.state(rank) is not RankState.READY]
-        if engine.is_ready():
-            self._is_ready = True
-            self._announce()
-            return None
         if not deadline.expired():
             return None
+        waiting = [rank for rank in range(engine.world_size) if engine.control.state(rank) is not RankState.READY]
         engine.abort(AbortCause.STARTUP_FAILED, waiting[0] if waiting else COORDINATOR)
         if waiting:
             doing = _DOING[engine.control.state(waiting[0])]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kog_dist.control import DecodeRequest
+from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
@@ -45,6 +46,10 @@ class ServedModel:
         room = context - len(prompt_ids)
         if room < 1:
             raise _too_long(f"the prompt has {len(prompt_ids)} tokens and the context {context}: no room for an answer")
+        try:
+            Sampling(message.temperature, message.seed)
+        except ValueError as error:
+            raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from None
         max_tokens = message.max_tokens if message.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
         if max_tokens > room:
             raise _too_long(

@@ -1,0 +1,212 @@
+"""Bad input: one clear sentence, the right exit code, nothing left behind, and an engine that goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kog_dist.bench.session import EngineSession
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.spec import ModelSpec
+
+LAUNCH, CLIENT = "kog_dist.launch.cli", "kog_dist.rpc.cli"
+
+
+def refused(session: EngineSession, code: int, sentence: str, *arguments: str, module: str = LAUNCH) -> str:
+    """Run a command that must end with `code` and say `sentence`; returns what it said."""
+    done = session.run(module, arguments)
+    assert done.returncode == code, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("Usage:", "Try "))]
+    assert len([line for line in lines if line.strip()]) == 1, done.stderr
+    assert done.stdout == ""
+    assert session.leftovers() == []
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--rnaks=2"], 2, "No such option: --rnaks"),
+        (["--ranks=two"], 2, "Invalid value for '--ranks': Input should be a valid integer"),
+        (["--ranks=3"], 2, "4 lanes cannot be spread over 3 ranks; use one of 1, 2, 4"),
+        (["--ranks=8"], 2, "4 lanes cannot be spread over 8 ranks"),
+        (["--launcher=mpi"], 2, "--launcher: launcher 'mpi' is not available"),
+        (["--device=cuda"], 3, "the CUDA engine is not part of it; use --device cpu"),
+        (["--config=no-such.toml"], 2, "config file no-such.toml cannot be read"),
+        (["--instance=a/b"], 2, "--instance: instance name 'a/b' must be"),
+        (["--json"], 2, "--json describes one request and goes only with --prompt or --prompt-ids"),
+        (["--prompt=x", "--prompt-ids=1"], 2, "--prompt and --prompt-ids exclude each other"),
+        (["--prompt-ids=1,b"], 2, "--prompt-ids must be token ids separated by commas"),
+        (["--prompt-ids=1", "--max-tokens=0"], 2, "--max-tokens must be at least 1, got 0"),
+        (["--prompt-ids=1", "--temperature=1e-9"], 2, "temperature must be 0 or between 0.001 and 100, got 1e-09"),
+        (["--prompt-ids=1", "--temperature=nan"], 2, "temperature must be 0 or between 0.001 and 100, got nan"),
+        (["--prompt-ids=1", "--seed=-1"], 2, "--seed must be between 0 and 2**63 - 1, got -1"),
+        (["--check", "--dry-run"], 2, "exclude each other"),
+        (["--log-dir=/proc/no"], 3, "log folder /proc/no cannot be made"),
+        (["--prompt=text"], 2, "has no tokenizer.json; give token ids instead of text"),
+        (["--prompt-ids=1,320"], 2, "prompt_ids[1] is 320, the vocabulary has ids 0 to 319"),
+        (["--prompt-ids=-1"], 2, "prompt_ids[0] is -1"),
+        (["--prompt-ids=" + "1," * 8192 + "1"], 2, "the prompt has 8193 tokens and the context 8192"),
+        (["--prompt-ids=1", "--max-tokens=9000"], 2, "exceed the context of 8192 tokens"),
+    ],
+    ids=lambda value: value[0][:30] if isinstance(value, list) else None,
+)
+def test_wrong_command_lines(session: EngineSession, tiny_model: Path, arguments: list[str], code: int, sentence: str) -> None:
+    refused(session, code, sentence, str(tiny_model), *arguments)
+
+
+def test_unknown_setting_is_named_with_its_source(session: EngineSession, tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("rank = 2\n", encoding="utf-8")
+    refused(session, 2, f"{file}: there is no setting 'rank'; did you mean ranks?", str(tiny_model), f"--config={file}")
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def flip_bit(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1001] ^= 1
+    path.write_bytes(raw)
+
+
+def write_nan(folder: Path) -> None:
+    """NaN in lane 2 of one matrix, in a checkpoint without hashes."""
+    (folder / "manifest.json").unlink()
+    tensor = open_checkpoint(folder).files[0].tensors["model.layers.1.feed_forward.w2.weight"]
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    place = tensor.begin + (tensor.end - tensor.begin) * 5 // 8 // 2 * 2
+    raw[place : place + 2] = b"\xc0\x7f"
+    path.write_bytes(raw)
+
+
+def change_shape(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["intermediate_size"] *= 2
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
+def break_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "by_metadata", "sentence"),
+    [
+        (truncate, True, "model.safetensors"),
+        (remove_weights, True, "has neither model.safetensors nor model.safetensors.index.json"),
+        (change_shape, True, "but config.json asks for"),
+        (break_config, True, "config.json"),
+        (flip_bit, False, "differs from its SHA-256 in manifest.json"),
+        (write_nan, False, "model.layers.1.feed_forward.w2.weight"),
+    ],
+)  # fmt: skip
+def test_damaged_checkpoints(
+    session: EngineSession, tiny_model: Path, tmp_path: Path, damage: Callable[[Path], None], by_metadata: bool, sentence: str
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_model, folder)
+    damage(folder)
+    said = refused(session, 3, sentence, str(folder), "--ranks=4", "--prompt-ids=1")
+    if by_metadata:
+        refused(session, 3, sentence, str(folder), "--check")
+    else:
+        assert "could not start: " in said
+        assert "(3 ranks stopped because of rank " in said
+        assert session.run(LAUNCH, [str(folder), "--check"]).returncode == 0, "--check reads no values"
+
+
+def test_unverified_nan_weights_fail_the_request_and_not_the_engine(session: EngineSession, tmp_path: Path) -> None:
+    folder = tmp_path / "nan"
+    spec = ModelSpec(
+        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=64, max_context=64,
+        num_lanes=2,
+    )  # fmt: skip
+    write_checkpoint(folder, spec, random_tensors(spec, seed=1), dtype="float32", manifest=False)
+    path = folder / "model.safetensors"
+    tensor = open_checkpoint(folder).files[0].tensors["model.tok_embeddings.weight"]
+    raw = bytearray(path.read_bytes())
+    start = tensor.begin + 9 * 32 * 4  # the row of token 9
+    raw[start : start + 4] = np.array([np.nan], "<f4").tobytes()
+    path.write_bytes(raw)
+    refused(session, 3, "model.tok_embeddings.weight", str(folder), "--ranks=2", "--prompt-ids=1")
+    launcher = session.launch(str(folder), "--ranks=2", "--no-verify")
+    with session.connect() as client:
+        done = session.run(CLIENT, ["generate", "--instance=engine", "--prompt-ids=1,9", "--max-tokens=5"])
+        assert (done.returncode, done.stdout) == (4, "")
+        assert "numerical_fault: the logits of token 0 are not finite" in done.stderr
+        assert session.run(CLIENT, ["generate", "--instance=engine", "--prompt-ids=1,2", "--max-tokens=1"]).returncode == 0
+        assert client.status().num_failed == 1
+    launcher.terminate()
+    assert launcher.wait(10) == 0
+
+
+def test_engine_is_unharmed_by_refused_requests(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    wrong = [
+        ["--prompt-ids=999"],
+        ["--prompt=text"],
+        ["--prompt-ids=1", "--temperature=1e-9"],
+        ["--prompt-ids=1", "--max-tokens=9000"],
+    ]
+    with session.connect() as client:
+        for arguments in wrong:
+            done = session.run(CLIENT, ["generate", "--instance=engine", *arguments])
+            assert done.returncode == 2, done.stderr
+            assert len(done.stderr.splitlines()) == 1
+        report = client.status()
+        assert (report.state, report.rank_states) == ("ready", ("ready", "ready"))
+    launcher.terminate()
+    assert launcher.wait(10) == 0
+
+
+def test_instance_name_is_taken(session: EngineSession, tiny_model: Path) -> None:
+    first = session.launch(str(tiny_model), "--ranks=1")
+    with session.connect() as client:
+        done = session.run(LAUNCH, [str(tiny_model), "--ranks=1", "--instance=engine"])
+        assert done.returncode == 3
+        assert f"instance name 'engine' is taken by process {first.pid}" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert client.status().state == "ready"
+    first.terminate()
+    assert first.wait(10) == 0
+
+
+def test_port_is_taken(session: EngineSession, tiny_model: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = refused(session, 3, "coordinator could not start", str(tiny_model), "--ranks=2", f"--rpc-port={port}")
+        assert str(port) in said
+
+
+def test_port_is_shown_and_usable(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=1", "--rpc-port=0")
+    session.connect().close()
+    banner = session.output(stream="out")
+    address = next(word.strip(",") for word in banner.split() if word.startswith("tcp://"))
+    key = f"--key-file={session.instance_folder / 'rpc-access.json'}"
+    done = session.run(CLIENT, ["generate", f"--endpoint={address}", key, "--prompt-ids=1", "--max-tokens=3", "--json"])
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 3
+    launcher.terminate()
+    assert launcher.wait(10) == 0

@@ -1,0 +1,162 @@
+"""SIGTERM drains; Ctrl-C ends at any moment, without a trace on screen, in the process table or on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kog_dist.bench.session import EngineSession, until
+from kog_dist.errors import RequestError, RequestFailed
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens
+from kog_dist.rpc.paths import SOCKET_NAME
+from kog_dist.rpc.transport import Access
+
+ENDED_S = 10.0
+CLEAN_S = 3.0
+
+MOMENTS: dict[str, Callable[[EngineSession], bool]] = {
+    "name taken": lambda s: s.instance_folder.exists(),
+    "reaper started": lambda s: "reaper" in s.processes(),
+    "coordinator started": lambda s: "coordinator" in s.processes(),
+    "last rank started": lambda s: "rank 3" in s.processes(),
+    "client started": lambda s: "client" in s.processes(),
+    "socket bound": lambda s: (s.instance_folder / SOCKET_NAME).exists(),
+    "tokens on screen": lambda s: len(s.output(stream="out").split()) > 3,
+}
+
+
+def assert_clean(session: EngineSession) -> None:
+    until(lambda: not session.leftovers(), CLEAN_S, lambda: f"left behind: {session.leftovers()}")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_interrupting_one_prompt(session: EngineSession, tiny_model: Path, moment: str, signum: signal.Signals) -> None:
+    launcher = session.launch(
+        str(tiny_model), "--ranks=4", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos", "--shutdown-timeout=0.2"
+    )
+    until(lambda: MOMENTS[moment](session), ENDED_S, session.output)
+    launcher.send_signal(signum)
+    code = launcher.wait(ENDED_S)
+    assert_clean(session)
+    errors = session.output()
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) <= 2, errors
+    if signum is signal.SIGINT:
+        assert code == 130, errors
+    else:  # the request gets its 0.2 s if it has begun, and is far from done then
+        assert code in (143, 5), errors
+
+
+def test_ctrl_c_before_anything_exists(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    until(lambda: "launcher" in session.processes(), ENDED_S, session.output)
+    status = Path(f"/proc/{launcher.pid}/status")
+    # Python itself installs its handler while it starts; from there on SIGINT is caught, or back to its default.
+    until(lambda: "kog_dist" in Path(f"/proc/{launcher.pid}/cmdline").read_text(), ENDED_S, status.read_text)
+    until(lambda: _maps_typer(launcher.pid), ENDED_S, status.read_text)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(ENDED_S) in (130, -signal.SIGINT)
+    assert_clean(session)
+    assert session.output() == ""
+
+
+def _maps_typer(pid: int) -> bool:
+    """Whether the launcher is past the interpreter's own start: it has loaded a library that only its imports need."""
+    maps = Path(f"/proc/{pid}/maps")
+    return "_json" in maps.read_text() or "_socket" in maps.read_text() or "select" in maps.read_text()
+
+
+def test_sigterm_drains(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    with session.connect() as client, Client(Access.from_folder(session.instance_folder)) as other:
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=600, ignore_eos=True)
+        while not isinstance(next(events), Tokens):
+            pass
+        launcher.send_signal(signal.SIGTERM)
+        until(lambda: other.status().state == "draining", ENDED_S, session.output)
+        with pytest.raises(RequestError) as caught:
+            list(other.generate(prompt_ids=[1], max_tokens=1))
+        assert caught.value.code == ErrorCode.DRAINING
+        *_, last = events
+        assert isinstance(last, Done)
+        assert (last.finish_reason, last.num_generated_tokens) == (FinishReason.LENGTH, 600)
+    assert launcher.wait(ENDED_S) == 0
+    assert_clean(session)
+    assert session.output() == ""
+    assert session.output(stream="out").splitlines()[-1] == "kog-launch: SIGTERM: draining, at most 10 s"
+
+
+def test_drain_has_a_limit(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--shutdown-timeout=0.3")
+    with session.connect() as client:
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+        next(events)
+        launcher.send_signal(signal.SIGTERM)
+        with pytest.raises(RequestFailed) as caught:
+            list(events)
+        assert caught.value.code == ErrorCode.DRAIN_TIMEOUT
+    assert launcher.wait(ENDED_S) == 0
+    assert_clean(session)
+
+
+def test_client_drains_the_engine(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    with session.connect() as client:
+        client.drain()
+    assert launcher.wait(ENDED_S) == 0
+    assert_clean(session)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_second_signal_does_not_wait(session: EngineSession, tiny_model: Path, signum: signal.Signals, code: int) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--shutdown-timeout=60")
+    with session.connect() as client:
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+        next(events)
+        launcher.send_signal(signum)
+        until(lambda: "draining" in session.output(stream="out"), ENDED_S, session.output)
+        launcher.send_signal(signum)
+        with pytest.raises(RequestFailed):
+            list(events)
+    assert launcher.wait(ENDED_S) == code
+    assert_clean(session)
+
+
+def test_engine_survives_clients_that_vanish(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    with session.connect() as client:
+        arguments = ["generate", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos", "--instance=engine"]
+        lost = session.start("kog_dist.rpc.cli", arguments, "lost")
+        until(lambda: client.status().running is not None, ENDED_S, lambda: session.output("lost"))
+        os.kill(lost.pid, signal.SIGKILL)
+        *_, last = client.generate(prompt_ids=[1, 2, 3], max_tokens=5, ignore_eos=True, timeout_s=ENDED_S)
+        assert isinstance(last, Done)
+        report = client.status()
+        assert report.num_dropped_clients == 1
+        assert set(report.rank_states) <= {"ready", "running"}
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(ENDED_S) == 0
+
+
+def test_cancel_leaves_all_ranks_at_the_same_step(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=4")
+    with session.connect() as client:
+        whole = [t for e in client.generate(prompt_ids=[5, 6], max_tokens=40, ignore_eos=True) if isinstance(e, Tokens)
+                 for t in e.token_ids]  # fmt: skip
+        for length in (0, 1, 2, 5, 9):
+            events = client.generate(prompt_ids=list(range(60)), max_tokens=8000, ignore_eos=True)
+            for _ in range(length + 1):
+                next(events)
+            events.close()  # cancels
+            again = [t for e in client.generate(prompt_ids=[5, 6], max_tokens=40, ignore_eos=True) if isinstance(e, Tokens)
+                     for t in e.token_ids]  # fmt: skip
+            assert again == whole
+        assert client.status().num_cancelled == 5
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(ENDED_S) == 0
