@@ -20,6 +20,16 @@ def round_up(size_bytes: int, multiple: int = PAGE_BYTES) -> int:
     return -(-size_bytes // multiple) * multiple
 
 
+def available_bytes() -> int:
+    """Memory that can be had without swapping or killing (MemAvailable)."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) * 1024
+    raise LaunchError("/proc/meminfo does not say how much memory is available; a Linux kernel of 3.14 or newer is needed")
+
+
 class Segment:
     """A mapped memfd of a whole number of pages. The creator passes `fd` to children (`pass_fds`); they map it with `from_fd`."""
 
@@ -36,6 +46,10 @@ class Segment:
         that no peer can take pages away under a reader.
         """
         size_bytes = round_up(max(size_bytes, 1))
+        available = available_bytes()
+        if size_bytes > available:
+            # A memfd has no limit of its own: allocating more than there is would call the kernel's OOM killer on anybody.
+            raise LaunchError(f"cannot get {size_bytes} bytes of shared memory for {name}: only {available} bytes are available")
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
