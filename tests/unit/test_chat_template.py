@@ -187,6 +187,14 @@ def test_a_template_cannot_get_out_of_its_sandbox(source: str) -> None:
     assert not any(word in text for word in ("class", "root:", "uid=", "<module", "builtin", "0x", "function")), text
 
 
+@pytest.mark.parametrize("change", ["append(1)", "pop()", "clear()", "extend([1])", "sort()", "__setitem__(0, 1)"])
+def test_a_template_cannot_change_what_it_was_given(change: str) -> None:
+    with ChatTemplate("{{ messages." + change + " }}") as template:
+        error = refused(template)
+    assert error.code == "chat_template_failed"
+    assert "SecurityError" in str(error)
+
+
 def test_the_child_sees_no_environment_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KOG_API_KEY", "secret")
     with ChatTemplate("x") as template:

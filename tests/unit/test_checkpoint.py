@@ -36,6 +36,7 @@ SPECS = {
     "lane": ModelSpec(**BASE | {"vocab_size": 37}, head_type=HeadType.LANE),
     "lane, per-lane norms": ModelSpec(**BASE, head_type=HeadType.LANE, shared_norm_scale=False),
     "vocab_parallel": ModelSpec(**BASE, head_type=HeadType.VOCAB_PARALLEL),
+    "rows that are no multiple of 64 bytes": ModelSpec(**BASE | {"hidden_size": 24, "num_heads": 4}, shared_norm_scale=False),
     "one lane": ModelSpec(**BASE | {"num_lanes": 1}),
 }
 SPEC = SPECS["replicate"]
