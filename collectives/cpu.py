@@ -66,7 +66,6 @@ class CpuCommunicator:
         self._tag = words.EpochTag(epoch_bits)
         self._local = heap.own_words()
         self._boxes = {mailbox.spec.name: _Box(heap, mailbox) for mailbox in mailboxes}
-        self._barrier = self._boxes[_BARRIER.name]
         self._num_barriers = 0
         # Ranks that share cores give way after one look: with 8 ranks on 2 cores that halves the time of an all_reduce.
         self._spins = 64 if self.world_size < len(os.sched_getaffinity(0)) else 1
@@ -101,11 +100,11 @@ class CpuCommunicator:
 
     def publish(self, mailbox: str, slot: int, epoch: int, values: Vector) -> None:
         """Push `values` to every peer; AbortedError when the engine is being stopped."""
-        self._publish(self._boxes[mailbox], slot, epoch, values)
+        self._publish(self._box(mailbox), slot, epoch, values)
 
     def collect(self, mailbox: str, slot: int, epoch: int, own: Vector) -> NDArray[np.float32]:
         """Every rank's values of the epoch, (world_size, length); a new array."""
-        return self._collect(self._boxes[mailbox], slot, epoch, own, WaitOp.COLLECT)
+        return self._collect(self._box(mailbox), slot, epoch, own, WaitOp.COLLECT)
 
     def delayed_reduce(self, mailbox: str, slot: int, epoch: int, own: Vector) -> Vector:
         """Sum over ranks, in the tree of `reference.tree_sum`."""
@@ -123,34 +122,39 @@ class CpuCommunicator:
 
     def barrier(self) -> None:
         """Return when every rank has come as often as this one."""
+        box = self._box(_BARRIER.name)
         self._num_barriers += 1
         slot = self._num_barriers % _BARRIER.num_slots
         nothing = np.zeros(1, np.float32)
-        self._publish(self._barrier, slot, self._num_barriers, nothing)
-        self._collect(self._barrier, slot, self._num_barriers, nothing, WaitOp.BARRIER)
+        self._publish(box, slot, self._num_barriers, nothing)
+        self._collect(box, slot, self._num_barriers, nothing, WaitOp.BARRIER)
 
     def close(self) -> None:
         """Unmap everything. Later calls raise AbortedError; closing twice is harmless."""
+        if not self._boxes:
+            return
         self._fault = self._fault or "its communicator is closed"
         self._boxes.clear()
-        del self._barrier
         self._local.release()
         self._heap.close()
 
+    def _box(self, name: str) -> _Box:
+        if self._fault:
+            self._stop(f"mailbox {name!r} alone")
+        return self._boxes[name]
+
     def _publish(self, box: _Box, slot: int, epoch: int, values: Vector) -> None:
-        _check_vector(box, values)
+        _check_arguments(box, slot, values)
         tag = self._tag.of(epoch)
-        if self._fault or self._control.aborted():
+        if self._control.aborted():
             self._stop(f"publishing epoch {epoch} to mailbox {box.mailbox.spec.name!r}")
         packed = words.pack(values, tag)
         for row in box.outgoing[slot]:
             words.store(row, packed)
 
     def _collect(self, box: _Box, slot: int, epoch: int, own: Vector, op: WaitOp) -> NDArray[np.float32]:
-        _check_vector(box, own)
+        _check_arguments(box, slot, own)
         tag = self._tag.of(epoch)
-        if self._fault:
-            self._stop(f"collecting epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
         started_ns = time.monotonic_ns()
         result = wait(
             self._arrival(box, slot, tag),
@@ -212,9 +216,11 @@ class CpuCommunicator:
         raise AbortedError(f"rank {self.rank} left {doing}: {self._fault}")
 
 
-def _check_vector(box: _Box, values: Vector) -> None:
+def _check_arguments(box: _Box, slot: int, values: Vector) -> None:
     if values.shape != (box.length,) or values.dtype != np.float32 or not values.flags.c_contiguous:
         raise ValueError(
             f"mailbox {box.mailbox.spec.name!r} carries contiguous float32 vectors of {box.length} values, "
             f"got {values.dtype} of shape {values.shape}"
         )
+    if not 0 <= slot < box.mailbox.spec.num_slots:
+        raise IndexError(f"mailbox {box.mailbox.spec.name!r} has {box.mailbox.spec.num_slots} slots, got slot {slot}")
