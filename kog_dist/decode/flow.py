@@ -178,6 +178,7 @@ class Flow:
         if message is None:
             return inputs
         epoch = self.plan.epoch(message, token)
+        state.clock[rank] += 1  # reading comes after publishing, also in a step that does both
         rows: list[Term] = []
         for source in range(self.plan.world_size):
             if source == rank:
@@ -271,7 +272,7 @@ class Flow:
                 continue
             if old[1] >= epoch:
                 self._find(f"{post.label}: epoch {epoch} of {mailbox} follows epoch {old[1]} in slot {slot[1]}")
-            for reader, clock in self.reads[old].items():
+            for reader, clock in self.reads.get(old, {}).items():
                 if post.clock[reader] < clock:
                     unread = f"rank {reader} may not have read epoch {old[1]} yet"
                     self._find(f"{post.label}: rewrites slot {slot[1]} of {mailbox} with epoch {epoch}, and {unread}")

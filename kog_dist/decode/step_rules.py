@@ -39,17 +39,21 @@ def malformed(spec: ModelSpec, part: RankPlan, step: Step) -> Iterator[str]:
         yield f"writes {', '.join(map(value_name, step.writes)) or 'nothing'}, which its labels do not say"
     if tuple(value.kind for value in step.reads) not in _readable(spec, part, step):
         yield f"reads {', '.join(map(value_name, step.reads)) or 'nothing'}, which the phase cannot use"
+    if per_lane and any(value.lane not in (lane, NONE) for value in step.reads):
+        yield f"reads {', '.join(map(value_name, step.reads))}, which belong to another lane"
     yield from _wrong_messages(part, step)
 
 
 def _wrong_messages(part: RankPlan, step: Step) -> Iterator[str]:
     may_publish = step.phase in (Phase.SUM, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE)
     may_wait = step.phase in (Phase.TOTAL, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE)
-    for message, allowed, verb in ((step.publishes, may_publish, "publish"), (step.waits, may_wait, "wait")):
+    for message, allowed, verb in ((step.publishes, may_publish, "publishes to"), (step.waits, may_wait, "waits for")):
         if message is not None and not allowed:
-            yield f"cannot {verb}"
+            yield f"{verb} peers, which the phase does not do"
+        elif message is not None and not message.peers:
+            yield f"{verb} nobody"
         elif message is not None and (part.rank in message.peers or len(set(message.peers)) != len(message.peers)):
-            yield f"the peers {message.peers} it {verb}es with contain itself or repeat"
+            yield f"{verb} {message.peers}, where it stands itself or a peer stands twice"
 
 
 def _written(spec: ModelSpec, part: RankPlan, step: Step) -> tuple[Value, ...]:
