@@ -6,6 +6,8 @@ from kog_dist.control import ControlPage, DecodeRequest
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.wait import Deadline
 
+MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
+
 
 class DecodeSlot:
     """Occupied from `submit` until the ranks' last entry, also when nobody wants the tokens any more."""
@@ -42,9 +44,9 @@ class DecodeSlot:
             self._control.ring.wait(self._seq, self._next_index, Deadline.after(timeout_s))
 
     def read(self) -> list[TokenEntry]:
-        """The entries that have come since the last call, in order. The last entry of a request frees the slot."""
+        """The next entries that have come, in order, at most MAX_ENTRIES. The last entry of a request frees the slot."""
         entries: list[TokenEntry] = []
-        while self._seq is not None:
+        while self._seq is not None and len(entries) < MAX_ENTRIES:
             entry = self._control.ring.get(self._seq, self._next_index)
             if entry is None:
                 break

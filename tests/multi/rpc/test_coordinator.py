@@ -332,6 +332,7 @@ def test_drain_that_takes_too_long_ends_the_request(start_engine: StartEngine) -
     with engine.client() as client:
         running = client.generate("x", max_tokens=100)
         next(running)
+        engine.until(lambda: len(engine.requests) == 1)
         engine.control.set_drain()
         with pytest.raises(RequestFailed) as ended:
             list(running)

@@ -1,0 +1,170 @@
+"""`kog-client` against a coordinator: output, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kog_dist.control import AbortCause
+
+StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
+PATIENCE_S = 30.0
+
+
+def command(engine: Any, *arguments: str) -> list[str]:
+    verb, *rest = arguments
+    return [sys.executable, "-m", "kog_dist.rpc.cli", verb, f"--endpoint={engine.access.address}", *rest]
+
+
+def run(engine: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(engine, *arguments), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+def test_generate_streams_text_and_ends_with_statistics(start_engine: StartEngine) -> None:
+    engine = start_engine("def f():\n    pass</s>")
+    done = run(engine, "generate", "--prompt=x", "--stop=</s>", "--max-tokens=100")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "def f():\n    pass\n"
+    assert "1 prompt tokens, 21 generated (stop)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_generate_json_is_one_object(start_engine: StartEngine) -> None:
+    engine = start_engine("ab")
+    done = run(engine, "generate", "--prompt-ids=1,2,3", "--max-tokens=4", "--json", "--logit-digests", "--seed=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("abab", [97, 98, 97, 98], "length")
+    assert answer["usage"] == {"num_prompt_tokens": 3, "num_generated_tokens": 4}
+    assert [len(digest) for digest in answer["logit_digests"]] == [64] * 4
+    assert len(answer["timings"]["stamps_s"]) == 4
+    assert answer["timings"]["ttft_s"] == answer["timings"]["stamps_s"][0]
+
+
+def test_without_a_tokenizer_ids_are_printed(start_engine: StartEngine) -> None:
+    engine = start_engine(lambda _request: [7, 8, 256], with_tokenizer=False)
+    done = run(engine, "generate", "--prompt-ids=1")
+    assert (done.returncode, done.stdout.split()) == (0, ["7", "8", "256"])
+    refused = run(engine, "generate", "--prompt=text", "--json")
+    assert refused.returncode == 2
+    assert json.loads(refused.stdout)["error"]["code"] == "no_tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate"], "either --prompt or --prompt-ids"),
+        (["generate", "--prompt=x", "--prompt-ids=1"], "either --prompt or --prompt-ids"),
+        (["generate", "--prompt-ids=1,x"], "separated by commas"),
+        (["generate", "--prompt=x", "--timeout=-1"], "--timeout must be a positive number"),
+        (["generate", "--prompt=x", "--temperature=nan"], "temperature must be a finite number"),
+        (["generate", "--prompt-ids=257"], "vocabulary has ids 0 to 256"),
+        (["generate", "--prompt=x", "--max-tokens=256"], "exceed the context of 256 tokens"),
+        (["generate", "--prompt=x", "--instance=a"], "--instance and --endpoint exclude each other"),
+        (["cancel", "unknown"], "no request 'unknown'"),
+        (["cancel"], "no request is running"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_exit_code_2(start_engine: StartEngine, arguments: list[str], words: str) -> None:
+    done = run(start_engine(), *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_engine_is_exit_code_3(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    engine.abort(AbortCause.SHUTDOWN, 0)
+    assert engine.wait_exit() == 0
+    done = run(engine, "status")
+    assert done.returncode == 3
+    assert "no engine listens" in done.stderr
+
+
+def test_a_failed_rank_is_exit_code_4(start_engine: StartEngine) -> None:
+    engine = start_engine("abc", paced=True)
+    client = subprocess.Popen(command(engine, "generate", "--prompt=x", "--json"), stdout=subprocess.PIPE, text=True)
+    engine.until(lambda: len(engine.requests) == 1)
+    engine.abort(AbortCause.RANK_DIED, 1)
+    output, _ = client.communicate(timeout=PATIENCE_S)
+    assert client.returncode == 4
+    assert json.loads(output)["error"]["code"] == "rank_failed"
+
+
+def test_the_time_limit_is_exit_code_5(start_engine: StartEngine) -> None:
+    engine = start_engine("abc", paced=True)
+    done = run(engine, "generate", "--prompt=x", "--timeout=0.5")
+    assert done.returncode == 5
+    assert "time limit" in done.stderr
+    engine.until(lambda: engine.control.cancelled(1))
+
+
+def test_ctrl_c_cancels_the_request(start_engine: StartEngine) -> None:
+    engine = start_engine("abc", paced=True)
+    client = subprocess.Popen(
+        command(engine, "generate", "--prompt=x"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    engine.allow(1)
+    assert client.stdout is not None
+    assert client.stdout.read(1) == "a"
+    client.send_signal(signal.SIGINT)
+    _, errors = client.communicate(timeout=PATIENCE_S)
+    assert (client.returncode, errors) == (130, "kog-client: cancelled: the request was cancelled\n")
+    engine.until(lambda: engine.control.cancelled(1))
+
+
+def test_a_reader_that_has_enough_ends_the_client_quietly(start_engine: StartEngine) -> None:
+    engine = start_engine("abc", paced=True)
+    read_fd, write_fd = os.pipe()
+    client = subprocess.Popen(command(engine, "generate", "--prompt=x"), stdout=write_fd, stderr=subprocess.PIPE, text=True)
+    os.close(write_fd)
+    engine.allow(1)
+    assert os.read(read_fd, 1) == b"a"
+    os.close(read_fd)
+    engine.allow(1)
+    _, errors = client.communicate(timeout=PATIENCE_S)
+    assert (client.returncode, errors) == (0, "")
+    engine.until(lambda: engine.control.cancelled(1))
+
+
+def test_wait_ready_waits_for_an_engine_that_loads(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start_engine("abc", ready=False)
+    report, was_asked = engine.coordinator._report, threading.Event()
+
+    def counted_report() -> Any:
+        was_asked.set()
+        return report()
+
+    monkeypatch.setattr(engine.coordinator, "_report", counted_report)
+    client = subprocess.Popen(
+        command(engine, "generate", "--prompt=x", "--max-tokens=3", "--wait-ready"), stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert was_asked.wait(PATIENCE_S)
+    engine.become_ready()
+    output, _ = client.communicate(timeout=PATIENCE_S)
+    assert (client.returncode, output) == (0, "abc\n")
+
+
+def test_status_cancel_and_drain(start_engine: StartEngine) -> None:
+    engine = start_engine("abc", paced=True)
+    with engine.client() as client:
+        events = client.generate("x", request_id="mine")
+        next(events)
+        engine.until(lambda: len(engine.requests) == 1)
+        shown = run(engine, "status")
+        assert (shown.returncode, shown.stdout.startswith("test: ready, tiny on 2 ranks")) == (0, True)
+        assert "running  mine" in shown.stdout
+        assert json.loads(run(engine, "status", "--json").stdout)["running"] == "mine"
+        assert run(engine, "cancel").returncode == 0
+        engine.until(lambda: engine.control.cancelled(1))
+        drained = run(engine, "drain", "--json")
+        assert json.loads(drained.stdout)["state"] == "draining"
+    assert engine.wait_exit() == 0
