@@ -1,0 +1,244 @@
+"""The RPC codec: every message survives the wire, and nothing else gets through."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import tracemalloc
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kog_dist.errors import ProtocolError
+from kog_dist.rpc import messages
+from kog_dist.rpc.messages import (
+    EVENTS,
+    MAGIC,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    REQUESTS,
+    BadMessage,
+    Cancel,
+    Done,
+    EngineState,
+    Error,
+    ErrorCode,
+    FinishReason,
+    Generate,
+    Tokens,
+    build_hash,
+    decode_event,
+    decode_request,
+    encode,
+)
+
+HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
+texts = st.text(st.characters(codec="utf-8"), max_size=40)
+names = st.text(alphabet="abcXYZ019-_.:", min_size=1, max_size=64)
+counts = st.integers(0, 2**53)
+seconds = st.floats(0, 1e9, allow_nan=False)
+by_type: dict[Any, st.SearchStrategy[Any]] = {
+    "str": texts,
+    "str | None": st.none() | texts,
+    "int": counts,
+    "int | None": st.none() | st.integers(1, 2**31 - 1),
+    "float": seconds,
+    "float | None": st.none() | seconds,
+    "bool": st.booleans(),
+    "tuple[int, ...]": st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple),
+    "tuple[float, ...]": st.lists(seconds, max_size=5).map(tuple),
+    "tuple[str, ...]": st.lists(texts, max_size=5).map(tuple),
+    "EngineState": st.sampled_from(EngineState),
+    "FinishReason": st.sampled_from(FinishReason),
+    "ErrorCode": st.sampled_from(ErrorCode),
+}
+by_name: dict[str, st.SearchStrategy[Any]] = {
+    "request_id": names,
+    "running": st.none() | names,
+    "waiting": st.lists(names, max_size=4).map(tuple),
+    "digests": st.lists(st.text("0123456789abcdef", min_size=64, max_size=64), max_size=3).map(tuple),
+    "temperature": st.floats(0, 100),
+    "stop": st.lists(st.text("ab", min_size=1, max_size=9), max_size=16).map(tuple),
+}
+
+
+def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
+    kinds = {item.name: item.type for item in dataclasses.fields(cls) if item.name != "prompt_ids"}
+    strategies = {name: by_name[name] if name in by_name else by_type[kind] for name, kind in kinds.items()}
+    if cls is Error:
+        strategies |= {"message": texts.filter(bool), "request_id": st.none() | names}
+    if cls is Generate:
+        strategies |= {"prompt": texts}
+    return st.builds(cls, **strategies)
+
+
+@settings(max_examples=20)
+@given(st.data())
+@pytest.mark.parametrize("cls", [*REQUESTS.values(), *EVENTS.values()], ids=lambda cls: cls.__name__)
+def test_every_message_survives_the_wire(cls: type[Any], data: st.DataObject) -> None:
+    message = data.draw(any_message(cls))
+    decode = decode_request if cls in REQUESTS.values() else decode_event
+    assert decode(encode(message)) == message
+
+
+def test_token_ids_survive_the_wire() -> None:
+    message = Generate("a", prompt_ids=(0, 5, 31_999))
+    assert decode_request(encode(message)) == message
+
+
+def mutated(frame: bytes, position: int, value: int) -> bytes:
+    position %= len(frame)
+    return frame[:position] + bytes((value,)) + frame[position + 1 :]
+
+
+@settings(max_examples=400)
+@given(st.binary(max_size=300) | st.binary(max_size=300).map(HEAD.__add__))
+def test_any_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
+    for decode in (decode_request, decode_event):
+        try:
+            decode(frame)
+        except BadMessage:
+            pass
+
+
+VALID = [
+    encode(Generate("id-1", "prompt text", None, 5, 0.5, 3, ("a", "b"), True, False)),
+    encode(Tokens("id-1", 3, (1, 2), "text", (0.5, 0.6), ("0" * 64,))),
+    encode(Done("id-1", FinishReason.STOP, 1, 2, 0.1, 0.2)),
+]
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(VALID), st.integers(0, 10_000), st.integers(0, 255))
+def test_a_changed_byte_is_a_message_or_a_protocol_error(frame: bytes, position: int, value: int) -> None:
+    for decode in (decode_request, decode_event):
+        try:
+            decode(mutated(frame, position, value))
+        except ProtocolError:
+            pass
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | texts | st.binary(max_size=10),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([*REQUESTS]), st.dictionaries(st.sampled_from(["request_id", "prompt", "seed", "stop", "x"]), json_like))
+def test_any_values_are_a_message_or_a_protocol_error(tag: str, body: dict[str, Any]) -> None:
+    try:
+        message = decode_request(HEAD + msgpack.packb([tag, body]))
+    except ProtocolError:
+        return
+    assert encode(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("request_id", ""),
+        ("request_id", "x" * 65),
+        ("request_id", "a/b"),
+        ("request_id", "é"),
+        ("request_id", None),
+        ("prompt", ["text"]),
+        ("prompt_ids", [1.0]),
+        ("prompt_ids", [True]),
+        ("prompt_ids", [[1]]),
+        ("prompt_ids", 5),
+        ("max_tokens", 0),
+        ("max_tokens", 2**31),
+        ("max_tokens", 1.0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "0"),
+        ("temperature", True),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("seed", 1.0),
+        ("stop", "text"),
+        ("stop", [""]),
+        ("stop", ["x" * 257]),
+        ("stop", ["a"] * 17),
+        ("ignore_eos", 1),
+        ("logit_digests", "yes"),
+        ("best_of", 2),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
+    body = {"request_id": "a", "prompt": "x"} | ({"prompt": None} if field == "prompt_ids" else {}) | {field: value}
+    with pytest.raises(BadMessage, match=field) as refused:
+        decode_request(HEAD + msgpack.packb(["generate", body]))
+    assert refused.value.request_id == (None if field == "request_id" else "a")
+
+
+def test_temperature_may_be_an_integer_and_has_no_sign_of_zero() -> None:
+    body = {"request_id": "a", "prompt": "x", "temperature": 1}
+    message = decode_request(HEAD + msgpack.packb(["generate", body]))
+    assert isinstance(message, Generate)
+    assert message.temperature == 1.0
+    assert str(Generate("a", "x", temperature=-0.0).temperature) == "0.0"
+
+
+def test_fields_with_a_default_may_be_left_out() -> None:
+    assert decode_request(HEAD + msgpack.packb(["generate", {"request_id": "a", "prompt": "x"}])) == Generate("a", "x")
+    with pytest.raises(BadMessage, match="request_id"):
+        decode_request(HEAD + msgpack.packb(["cancel", {}]))
+
+
+def test_another_version_names_both() -> None:
+    frame = MAGIC + bytes((PROTOCOL_VERSION + 1,)) + encode(Cancel("a"))[4:]
+    for decode in (decode_request, decode_event):
+        with pytest.raises(BadMessage, match=f"version {PROTOCOL_VERSION + 1}.*version {PROTOCOL_VERSION}") as refused:
+            decode(frame)
+        assert refused.value.code is ErrorCode.PROTOCOL_VERSION
+
+
+def test_sizes_are_limited_on_both_sides() -> None:
+    with pytest.raises(BadMessage, match="at most"):
+        encode(Generate("a", "x" * MAX_MESSAGE_BYTES))
+    with pytest.raises(BadMessage, match="at most"):
+        decode_request(b"x" * (MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(BadMessage, match="at most 65536"):
+        Generate("a", prompt_ids=(1,) * 65_537)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x91" * (MAX_MESSAGE_BYTES - 4),
+        b"\x92\xa6status\x81\xa1a" + b"\xdc\xff\xff" + (b"\xdc\xff\xfa" + b"\x80" * 0xFFFA) * 15,
+        b"\xdd\x7f\xff\xff\xff",
+        b"\xdf\x7f\xff\xff\xff",
+        b"\xdb\x7f\xff\xff\xff",
+        b"\x81" * 100_000,
+    ],
+    ids=["nested", "empty maps", "long array", "long map", "long text", "nested maps"],
+)
+def test_a_small_message_cannot_become_a_large_heap(body: bytes) -> None:
+    tracemalloc.start()
+    started_s = time.thread_time()
+    with pytest.raises(BadMessage):
+        decode_request(HEAD + body)
+    spent_s = time.thread_time() - started_s
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 8 << 20
+    assert spent_s < 1.0, "an amplification takes many seconds of this thread's own time"
+
+
+def test_build_hash_is_stable_within_a_build() -> None:
+    assert build_hash() == build_hash()
+    assert build_hash().startswith("0.")
+
+
+def test_every_message_has_one_tag() -> None:
+    assert not set(REQUESTS) & set(EVENTS)
+    classes = {item for item in vars(messages).values() if isinstance(item, type) and dataclasses.is_dataclass(item)}
+    assert classes == {*REQUESTS.values(), *EVENTS.values()}
