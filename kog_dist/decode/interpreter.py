@@ -6,39 +6,28 @@ compared with what the plan says they must be (value and token): a wrong plan en
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.decode.calls import CallBuilder, Cursor, Group, group_steps
+from kog_dist.decode.cursor import Cursor
+from kog_dist.decode.exchange_calls import Exchange, ExchangeCalls
+from kog_dist.decode.groups import Finder, Group, group_steps
+from kog_dist.decode.lane_calls import LaneCalls
 from kog_dist.decode.memory import Memory
 from kog_dist.decode.plan import Plan
 from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.step_rules import value_name
 from kog_dist.decode.steps import Phase, Value, When
+from kog_dist.decode.validate import check
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.weights import RankWeights
 
 KV_DTYPES = ("float32", "float16", "bfloat16")
-
-
-class Exchange(Protocol):
-    """What the interpreter needs of a communicator; `collectives.api.Communicator` has it."""
-
-    rank: int
-    world_size: int
-
-    def publish(self, mailbox: str, slot: int, epoch: int, values: NDArray[np.float32]) -> None:
-        """Push this rank's row to every peer."""
-
-    def collect(self, mailbox: str, slot: int, epoch: int, own: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Wait for every rank's row: (world_size, length)."""
-
-    def delayed_reduce(self, mailbox: str, slot: int, epoch: int, own: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Wait for every rank's row; their tree sum (length,)."""
 
 
 @dataclass
@@ -55,27 +44,41 @@ class StepOutput:
     stopped: bool
 
 
+Write = tuple[slice, list[int]]  # neighbouring cells, and the identities of the values written there
+Gate = tuple[Callable[[list[int]], Any], Any, Callable[[], None], tuple[Write, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Consecutive steps of one phase, run as one. Cells and identities of what they read and write."""
+    """Consecutive steps of one phase, run as one: the cells of what they read and write, and the values wanted there."""
 
     phase: Phase
-    values: tuple[Value, ...]
-    cells: tuple[int, ...]
-    idents: tuple[int, ...]
-    writes: tuple[tuple[int, int], ...]
+    reads: tuple[Value, ...]
+    read_cells: tuple[int, ...]
+    read_idents: tuple[int, ...]
+    writes: tuple[Write, ...]
     run: Callable[[], None]
 
-    def without_reads(self) -> _Call:
-        """The same call, whose inputs are not looked at."""
-        return replace(self, values=(), cells=(), idents=())
+    def gate(self, *, reads: bool = True) -> Gate:
+        """What the loop over calls needs: all reads are in order if `gate[0](tags) == gate[1]`, one comparison in C."""
+        getter: Callable[[list[int]], Any] = itemgetter(*self.read_cells) if reads and self.read_cells else _nothing
+        wanted: Any = None
+        if getter is not _nothing:
+            wanted = self.read_idents if len(self.read_idents) > 1 else self.read_idents[0]  # as itemgetter gives them
+        return getter, wanted, self.run, self.writes
 
-    def gate(self) -> tuple[Callable[[list[int]], Any], Any, Callable[[], None], tuple[tuple[int, int], ...]]:
-        """What the loop over calls needs; `getter(tags) == wanted` checks all reads of a call in one go."""
-        if not self.cells:
-            return (lambda tags: None), None, self.run, self.writes
-        wanted = self.idents if len(self.idents) > 1 else self.idents[0]
-        return itemgetter(*self.cells), wanted, self.run, self.writes
+
+def _runs(cells: list[tuple[int, int]]) -> Iterator[Write]:
+    """Join (cell, identity) pairs whose cells are neighbours."""
+    start = 0
+    for k in range(1, len(cells) + 1):
+        if k == len(cells) or cells[k][0] != cells[k - 1][0] + 1:
+            yield slice(cells[start][0], cells[k - 1][0] + 1), [ident for _, ident in cells[start:k]]
+            start = k
+
+
+def _nothing(_tags: list[int]) -> None:
+    return None
 
 
 class Interpreter:
@@ -95,22 +98,24 @@ class Interpreter:
         dtype: DTypeLike = np.float32,
         kv_dtype: str = "float32",
     ) -> None:
+        check(plan)
         self._check_options(plan, rank, comm, np.dtype(dtype), kv_dtype)
         self.plan, self.rank = plan, rank
         part = plan.ranks[rank]
         self.memory = Memory(plan.spec, part.lanes, np.dtype(dtype))
         self._cursor = Cursor(plan, len(part.lanes))
-        builder = CallBuilder(plan, rank, weights, comm, self.memory, self._cursor, kv_dtype)
+        find = Finder(rank, self.memory)
+        makers = LaneCalls(find, weights, self._cursor, kv_dtype).makers
+        makers |= ExchangeCalls(find, weights, self._cursor, comm).makers
         self._cells: dict[tuple[int, ...], int] = {}
         self._idents: dict[Value, int] = {}
-        groups = group_steps(part.steps)
-        calls = [(group.when, self._compile(builder, group)) for group in groups]
+        calls = [(group.when, self._compile(group, makers[group.phase])) for group in group_steps(part.steps)]
         self._calls = {when: [call for at, call in calls if at <= when] for when in When}
         # A prompt token has no logits for SAMPLE to read; it exchanges empty candidates all the same.
-        self._calls[When.ALWAYS] = [
-            call.without_reads() if call.phase is Phase.SAMPLE else call for call in self._calls[When.ALWAYS]
-        ]
-        self._programs = {when: [call.gate() for call in calls] for when, calls in self._calls.items()}
+        self._programs = {
+            when: [call.gate(reads=call.phase is not Phase.SAMPLE or when is not When.ALWAYS) for call in self._calls[when]]
+            for when in When
+        }
         self._tags: list[int] = []  # by cell: identity of the value that it holds; 0 = none of this token
 
     @staticmethod
@@ -128,22 +133,24 @@ class Interpreter:
                 found = "none" if comm is None else f"that of rank {comm.rank} of {comm.world_size}"
                 raise PlanError(f"rank {rank} of {plan.world_size} needs its own communicator, got {found}")
 
-    def _compile(self, builder: CallBuilder, group: Group) -> _Call:
-        def cell(value: Value) -> int:
-            return self._cells.setdefault(self.plan.place(value), len(self._cells))
-
-        def ident(value: Value) -> int:
-            return self._idents.setdefault(value, len(self._idents) + 1)
-
+    def _compile(self, group: Group, maker: Callable[[Group], Callable[[], None]]) -> _Call:
         reads = [value for step in group.steps for value in step.reads]
+        # By value first, then by lane: what a phase writes for its lanes then stands side by side.
+        writes = [value for values in zip(*(step.writes for step in group.steps), strict=True) for value in values]
         return _Call(
             phase=group.phase,
-            values=tuple(reads),
-            cells=tuple(map(cell, reads)),
-            idents=tuple(map(ident, reads)),
-            writes=tuple((cell(value), ident(value)) for step in group.steps for value in step.writes),
-            run=builder.build(group),
+            reads=tuple(reads),
+            read_cells=tuple(map(self._cell, reads)),
+            read_idents=tuple(map(self._ident, reads)),
+            writes=tuple(_runs([(self._cell(value), self._ident(value)) for value in writes])),
+            run=maker(group),
         )
+
+    def _cell(self, value: Value) -> int:
+        return self._cells.setdefault(self.plan.place(value), len(self._cells))
+
+    def _ident(self, value: Value) -> int:
+        return self._idents.setdefault(value, len(self._idents) + 1)
 
     @property
     def num_positions(self) -> int:
@@ -160,7 +167,6 @@ class Interpreter:
         """Run one token through the model and choose its successor; `sampling` None = a prompt token, which has none.
 
         `stop`, which only rank 0 may decide, travels to all ranks with this token's candidates.
-
         `position` may be at most the number of positions in the cache: a smaller one drops those from it on.
         Raises PlanError if a value is not what the plan says; AbortedError or DeviceError from a wait that did not end well.
         """
@@ -173,17 +179,18 @@ class Interpreter:
                 if getter(tags) != wanted:
                     raise PlanError(self._complaint(self._calls[when][number]))
                 run()
-                for cell, ident in writes:
-                    tags[cell] = ident
+                for cells, idents in writes:
+                    tags[cells] = idents
         cursor.num_positions = position + 1
         logits = cursor.all_logits if when is When.GATHERED else None
         return StepOutput(cursor.next_token, logits, cursor.finite, cursor.stopped)
 
     def _complaint(self, call: _Call) -> str:
-        held_by_cell = dict(zip(call.cells, call.values, strict=True))
-        wrong = next(cell for cell, ident in zip(call.cells, call.idents, strict=True) if self._tags[cell] != ident)
-        held = next((value for value, ident in self._idents.items() if ident == self._tags[wrong]), "nothing of this token")
-        return (
-            f"rank {self.rank}, phase {call.phase.name}, token {self._cursor.token}: the step reads {held_by_cell[wrong]}, "
-            f"but its place holds {held}; the plan runs its steps in a wrong order"
+        found = [self._tags[cell] for cell in call.read_cells]
+        wrong = next(k for k, ident in enumerate(call.read_idents) if found[k] != ident)
+        held = next(
+            (value_name(value) for value, ident in self._idents.items() if ident == found[wrong]), "nothing of this token"
         )
+        where = f"rank {self.rank}, phase {call.phase.name}, token {self._cursor.token}"
+        wanted = value_name(call.reads[wrong])
+        return f"{where}: the step reads {wanted}, but its place holds {held}; the plan runs its steps in a wrong order"

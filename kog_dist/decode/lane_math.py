@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 Array = NDArray[Any]  # float32; float64 for checks
 
 
-def rms_norm(streams: Array, weight: Array, eps: Array, inverse: Array, normed: Array) -> None:
+def rms_norm(streams: Array, weight: Array, eps: float, inverse: Array, normed: Array) -> None:
     """`normed` (n, D) = streams (n, D) / sqrt(mean of squares + eps) * weight (D or n, D). `inverse` (n, 1) is scratch."""
+    width = streams.shape[1]
     np.vecdot(streams, streams, out=inverse[:, 0])  # one BLAS dot per lane
-    np.divide(inverse, streams.dtype.type(streams.shape[1]), out=inverse)
-    np.add(inverse, eps, out=inverse)
+    np.add(inverse, width * eps, out=inverse)
+    np.divide(width, inverse, out=inverse)
     np.sqrt(inverse, out=inverse)
-    np.divide(1, inverse, out=inverse)
     np.multiply(streams, inverse, out=normed)
     np.multiply(normed, weight, out=normed)
 
@@ -48,10 +48,13 @@ def rotate_pairs(heads: Array, cos: Array, sin: Array, scratch: Array, rotated: 
     np.add(rotated[..., 1], scratch, out=rotated[..., 1])
 
 
-def attend(queries: Array, keys: Array, values: Array, scores: Array, peaks: Array, sums: Array, mixed: Array) -> None:
+def attend(
+    queries: Array, keys: Array, values: Array, scores: Array, ones: Array, peaks: Array, sums: Array, mixed: Array
+) -> None:
     """Softmax attention of one position; `queries` (n, heads, head_dim) are already scaled by head_dim ** -0.5.
 
     keys, values: (n, kv_heads, positions, head_dim); heads / kv_heads neighbouring query heads share a KV head.
+    ones: (positions,), all 1.
     scores (n, heads, positions), peaks and sums (n, heads, 1) are scratch; mixed (n, heads, head_dim) is the result.
     """
     num_lanes, num_heads = queries.shape[:2]
@@ -61,12 +64,12 @@ def attend(queries: Array, keys: Array, values: Array, scores: Array, peaks: Arr
             np.dot(keys[lane, head // group], queries[lane, head], out=scores[lane, head])
     np.maximum.reduce(scores, axis=2, keepdims=True, out=peaks)
     np.subtract(scores, peaks, out=scores)
+    for lane_scores in scores:
+        np.exp(lane_scores, out=lane_scores)
+    np.vecdot(scores, ones, out=sums[:, :, 0])  # one BLAS dot per head
     for lane in range(num_lanes):
         for head in range(num_heads):
-            weights = scores[lane, head]
-            np.exp(weights, out=weights)
-            np.add.reduce(weights, out=sums[lane, head], keepdims=True)
-            np.dot(weights, values[lane, head // group], out=mixed[lane, head])
+            np.dot(scores[lane, head], values[lane, head // group], out=mixed[lane, head])
     np.divide(mixed, sums, out=mixed)
 
 

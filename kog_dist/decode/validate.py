@@ -13,6 +13,7 @@ The rules, in the order in which they are looked at:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from kog_dist.decode.flow import Flow
 from kog_dist.decode.plan import Plan
@@ -23,9 +24,14 @@ from kog_dist.model.spec import ModelSpec
 
 def validate(plan: Plan) -> list[str]:
     """What is wrong with `plan`, in words; an empty list accepts it."""
+    return list(_findings(plan))
+
+
+@lru_cache(maxsize=16)
+def _findings(plan: Plan) -> tuple[str, ...]:
     findings = [*_lane_findings(plan), *_mailbox_findings(plan)]
     findings += [finding for part in plan.ranks for finding in _tape_findings(plan, part)]
-    return findings or Flow(plan).run()
+    return tuple(findings or Flow(plan).run())
 
 
 def check(plan: Plan) -> None:

@@ -72,7 +72,7 @@ class ThreadExchange:
             return np.stack([row(source) for source in range(self.world_size)])
 
     def delayed_reduce(self, mailbox: str, slot: int, epoch: int, own: Row) -> Row:
-        rows = list(self.collect(mailbox, slot, epoch, own))
+        rows: list[Row] = list(self.collect(mailbox, slot, epoch, own))
         while len(rows) > 1:
             rows = [np.add(a, b) for a, b in zip(rows[0::2], rows[1::2], strict=True)]
         return rows[0]

@@ -84,7 +84,7 @@ FINDINGS = {
         with_step(PLAN, 1, Phase.SUM, 0, publishes=Message("attention", 0, (0, 2))),
         "waits for epoch 2 of attention from rank 1, which does not send it here",
     ),
-    "total before sum": (swapped(TWO_RANKS, 0, Phase.SUM, Phase.TOTAL), "reads OWN_SUM site 0 number 0, but its place holds nothing"),
+    "total before sum": (swapped(TWO_RANKS, 0, Phase.SUM, Phase.TOTAL), "reads OWN_SUM site 0 number 0, but"),
     "read before write": (swapped(TWO_RANKS, 1, Phase.QKV, Phase.ATTEND), "its place holds nothing"),
     "value of the layer before": (with_step(PLAN, 2, Phase.GATE_UP, 2), "its place holds ACTIVATION number 0"),
     "written twice": (with_step(PLAN, 0, Phase.RESIDUAL, 1, lane=0), "its labels do not say"),

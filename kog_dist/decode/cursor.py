@@ -1,0 +1,42 @@
+"""Where the engine of a rank is: the token being run, what the caller asked for, and what came out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from kog_dist.decode.plan import Plan
+from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.steps import NONE
+from kog_dist.errors import PlanError
+
+
+class Cursor:
+    """State of one rank's engine that its calls share."""
+
+    def __init__(self, plan: Plan, num_lanes: int) -> None:
+        self.plan = plan
+        self.token = 0  # steps of the engine so far; never restarts, since epochs grow with it
+        self.num_positions = 0
+        self.token_id = self.position = 0
+        self.sampling: Sampling | None = None
+        self.lengths = [[0] * num_lanes for _ in range(plan.spec.num_layers)]  # of the KV cache, by layer and own lane
+        self.next_token, self.finite = NONE, True
+        self.stopped = False  # what this rank wants while the token runs, what rank 0 wanted after it
+        self.all_logits: NDArray[Any] | None = None
+
+    def begin(self, token_id: int, position: int, sampling: Sampling | None, stop: bool) -> None:
+        """Start the next token. Raises PlanError if the caller asks for a token or position that cannot follow."""
+        spec = self.plan.spec
+        if not 0 <= token_id < spec.vocab_size:
+            raise PlanError(f"token id {token_id} is outside the vocabulary of {spec.vocab_size}")
+        if not 0 <= position <= self.num_positions:
+            raise PlanError(f"position {position} cannot follow: the KV cache holds {self.num_positions} positions")
+        if position >= spec.max_context:
+            raise PlanError(f"position {position} exceeds the model's context of {spec.max_context}")
+        self.token += 1
+        self.token_id, self.position, self.sampling = token_id, position, sampling
+        self.next_token, self.finite, self.stopped, self.all_logits = NONE, True, stop, None
+        for layer in self.lengths:  # shorter after a reset or a step back; longer if the last token was not finished
+            layer[:] = [position] * len(layer)

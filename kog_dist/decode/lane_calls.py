@@ -1,0 +1,197 @@
+"""The calls of a rank that stay within its lanes: bound to the arrays that they read and write, without arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kog_dist.decode import lane_math
+from kog_dist.decode.cursor import Cursor
+from kog_dist.decode.groups import Array, Finder, Group
+from kog_dist.decode.steps import Kind, Phase
+from kog_dist.errors import PlanError
+from kog_dist.model.rope import rope_table
+from kog_dist.model.weights import RankWeights
+
+Run = Callable[[], None]
+
+
+class LaneCalls:
+    """Makes the calls of the phases that exchange nothing. All arrays are allocated here, none while a token runs."""
+
+    def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, kv_dtype: str) -> None:
+        self.find, self.memory, self.rank, self.weights = find, find.memory, find.rank, weights
+        self.spec, self.cursor, self.kv_dtype = cursor.plan.spec, cursor, kv_dtype
+        spec, memory = self.spec, self.memory
+        self.normed = memory.empty(len(memory.lanes), spec.hidden_size)
+        self.inverse = memory.empty(len(memory.lanes), 1)
+        self.cos, self.sin = (table.astype(memory.dtype) for table in rope_table(spec, spec.max_context))
+        self.makers: dict[Phase, Callable[[Group], Run]] = {
+            Phase.EMBED: self._embed, Phase.QKV: self._qkv, Phase.ATTEND: self._attend, Phase.OUT: self._out,
+            Phase.GATE_UP: self._gate_up, Phase.DOWN: self._down, Phase.RESIDUAL: self._residual,
+            Phase.FINAL_NORM: self._final_norm, Phase.HEAD: self._head,
+        }  # fmt: skip
+
+    def _norm_weight(self, arrays: Sequence[Array]) -> Array:
+        """(D,) if all lanes share the weight, else (n, D)."""
+        shared = all(array is arrays[0] for array in arrays)
+        return arrays[0] if shared else np.stack(arrays)
+
+    def _lane_weights(self, group: Group, name: str) -> list[Array]:
+        return [getattr(self.weights.lanes[step.lane].layers[step.layer], name) for step in group.steps]
+
+    def _embed(self, group: Group) -> Run:
+        (streams,) = self.find.of(group, (), (Kind.STREAM,)).writes
+        table, cursor = self.weights.embedding, self.cursor
+
+        def run() -> None:
+            streams[...] = table[cursor.token_id]
+
+        return run
+
+    def _normed_product(self, group: Group, streams: Array, norm: str, matrix: str, products: Array) -> Run:
+        """Norm of the streams, then one product per lane."""
+        own = self.find.own(group)
+        weight, eps = self._norm_weight(self._lane_weights(group, norm)), self.spec.norm_eps
+        inverse, normed = self.inverse[own], self.normed[own]
+        triples = list(zip(self._lane_weights(group, matrix), normed, products, strict=True))
+
+        def run() -> None:
+            lane_math.rms_norm(streams, weight, eps, inverse, normed)
+            lane_math.matrix_vector(triples)
+
+        return run
+
+    def _qkv(self, group: Group) -> Run:
+        operands = self.find.of(group, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE))
+        spec, layer, cursor, own = self.spec, group.steps[0].layer, self.cursor, self.find.own(group)
+        n, dim, kv = len(group.steps), spec.head_dim, spec.lane_kv_heads
+        turned_heads = spec.lane_heads + kv
+        projected = self.memory.empty(n, turned_heads + kv, dim)
+        product = self._normed_product(group, operands.reads[0], "attention_norm", "wqkv", projected.reshape(n, -1))
+        pairs = projected[:, :turned_heads].reshape(n, turned_heads, dim // 2, 2)
+        rotated = self.memory.empty(n, turned_heads, dim // 2, 2)
+        scratch = self.memory.empty(n, turned_heads, dim // 2)
+        new_query, new_key = (part.reshape(n, -1, dim) for part in (rotated[:, : spec.lane_heads], rotated[:, spec.lane_heads :]))
+        new_value = projected[:, turned_heads:]
+        assert all(np.shares_memory(a, b) for a, b in ((pairs, projected), (new_query, rotated), (new_key, rotated)))
+        queries, keys, values = operands.writes[0], self.memory.keys[layer][own], self.memory.values[layer][own]
+        scale, cos, sin = self.memory.dtype.type(dim**-0.5), self.cos, self.sin
+        rounds, storage = self.kv_dtype != str(self.memory.dtype), self.kv_dtype
+        lengths, rank = cursor.lengths[layer], self.rank
+
+        def run() -> None:
+            position = cursor.position
+            product()
+            lane_math.rotate_pairs(pairs, cos[position], sin[position], scratch, rotated)
+            np.multiply(new_query, scale, out=queries)
+            if rounds:
+                lane_math.round_to(new_key, storage)
+                lane_math.round_to(new_value, storage)
+            for lane in range(own.start, own.stop):
+                if lengths[lane] != position:
+                    raise PlanError(f"rank {rank}: the cache of layer {layer} is appended to twice at position {position}")
+                lengths[lane] = position + 1
+            keys[:, :, position] = new_key
+            values[:, :, position] = new_value
+
+        return run
+
+    def _attend(self, group: Group) -> Run:
+        operands = self.find.of(group, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,))
+        (queries,), (mixed,) = operands
+        spec, layer, cursor, own = self.spec, group.steps[0].layer, self.cursor, self.find.own(group)
+        cached = group.steps[0].reads[1]
+        if (cached.number, cached.lane) != (layer, group.steps[0].lane):
+            raise PlanError(f"rank {self.rank}: step {group.steps[0]} attends to the cache of another layer or lane")
+        keys, values = self.memory.keys[layer][own], self.memory.values[layer][own]
+        num_lanes = len(group.steps)
+        window = spec.window(layer) or spec.max_context
+        scores = self.memory.empty(num_lanes, spec.lane_heads, min(window, spec.max_context))
+        ones = self.memory.empty(scores.shape[2])
+        ones[:] = 1
+        peaks, sums = self.memory.empty(num_lanes, spec.lane_heads, 1), self.memory.empty(num_lanes, spec.lane_heads, 1)
+
+        def run() -> None:
+            stop = cursor.position + 1
+            start = max(0, stop - window)
+            seen = slice(start, stop)
+            n = stop - start
+            lane_math.attend(queries, keys[:, :, seen], values[:, :, seen], scores[:, :, :n], ones[:n], peaks, sums, mixed)
+
+        return run
+
+    def _out(self, group: Group) -> Run:
+        (mixed,), (partials,) = self.find.of(group, (Kind.MIXED,), (Kind.PARTIAL,))
+        flat = mixed.reshape(len(mixed), -1)
+        triples = list(zip(self._lane_weights(group, "wo"), flat, partials, strict=True))
+        return lambda: lane_math.matrix_vector(triples)
+
+    def _gate_up(self, group: Group) -> Run:
+        (streams,), (activations,) = self.find.of(group, (Kind.STREAM,), (Kind.ACTIVATION,))
+        gate_up = self.memory.empty(len(group.steps), 2 * self.spec.lane_ffn)
+        product = self._normed_product(group, streams, "ffn_norm", "w13", gate_up)
+
+        def run() -> None:
+            product()
+            lane_math.swiglu(gate_up, activations)
+
+        return run
+
+    def _down(self, group: Group) -> Run:
+        (activations,), (partials,) = self.find.of(group, (Kind.ACTIVATION,), (Kind.PARTIAL,))
+        triples = list(zip(self._lane_weights(group, "w2"), activations, partials, strict=True))
+        return lambda: lane_math.matrix_vector(triples)
+
+    def _residual(self, group: Group) -> Run:
+        kinds = tuple(value.kind for value in group.steps[0].reads)
+        operands = self.find.of(group, kinds, (Kind.STREAM,))
+        streams = operands.reads[0]
+        if kinds == (Kind.STREAM, Kind.TOTAL):
+            total = operands.reads[1]
+            return lambda: _add_in_place(streams, total)
+        scratch = self.normed[self.find.own(group)]
+        partials = operands.reads[1]
+        if kinds == (Kind.STREAM, Kind.PARTIAL):
+            factor = self.memory.dtype.type(math.sqrt(self.spec.num_lanes))
+
+            def run_local() -> None:
+                np.multiply(partials, factor, out=scratch)
+                np.add(streams, scratch, out=streams)
+
+            return run_local
+        if kinds != (Kind.STREAM, Kind.PARTIAL, Kind.TOTAL, Kind.PARTIAL):
+            raise PlanError(f"rank {self.rank}: step {group.steps[0]} reads values that no reduction has")
+        past_total, past = operands.reads[2:]
+
+        def run_delayed() -> None:
+            np.subtract(past_total, past, out=scratch)
+            np.add(partials, scratch, out=scratch)
+            np.add(streams, scratch, out=streams)
+
+        return run_delayed
+
+    def _final_norm(self, group: Group) -> Run:
+        target = group.steps[0].writes[0].kind
+        (streams,), (normed,) = self.find.of(group, (Kind.STREAM,), (target,))
+        weight = self._norm_weight([self.weights.norms[step.lane] for step in group.steps])
+        inverse, eps = self.inverse[self.find.own(group)], self.spec.norm_eps
+        return lambda: lane_math.rms_norm(streams, weight, eps, inverse, normed)
+
+    def _head(self, group: Group) -> Run:
+        inputs, targets = [], []
+        for step in group.steps:
+            if [v.kind for v in (*step.reads, *step.writes)] != [Kind.HEAD_INPUT, Kind.LOGITS]:
+                raise PlanError(f"rank {self.rank}: step {step} does not make logits of a head input")
+            inputs.append(self.memory.row(step.reads[0]))
+            first, last = self.spec.vocab_slice(step.lane)
+            targets.append(self.memory.row(step.writes[0])[: last - first])
+        heads = [self.weights.heads[step.lane] for step in group.steps]
+        triples = [triple for triple in zip(heads, inputs, targets, strict=True) if len(triple[0])]
+        return lambda: lane_math.matrix_vector(triples)
+
+
+def _add_in_place(streams: Array, total: Array) -> None:
+    np.add(streams, total, out=streams)
