@@ -24,7 +24,7 @@ class Outcome:
     pid: int | None = None
     signal: str | None = None
 
-    def write(self, log_dir: Path | None, instance: str) -> None:
+    def write(self, log_dir: Path | None, instance: str | None) -> None:
         """Leave `exit.json` in the log folder, if there is one. A full disk is not allowed to hide the real outcome."""
         if log_dir is None:
             return

@@ -50,8 +50,11 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
     """
     with StopSignals() as signals:
         log_dir = _log_folder(settings)
-        target = choose_target(settings)
-        engine = EngineProcesses(settings, target, request, log_dir)
+        try:
+            engine = EngineProcesses(settings, choose_target(settings), request, log_dir)
+        except KogError as error:
+            Outcome(error.exit_code, "cannot_start", str(error)).write(log_dir, settings.instance)
+            raise
         outcome: Outcome | None = None
         try:
             outcome = Supervisor(settings, engine, signals).run()

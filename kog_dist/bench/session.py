@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kog_dist.env import PREFIX
+from kog_dist.errors import KogError, LaunchError
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
@@ -24,6 +25,7 @@ from kog_dist.rpc.transport import Access
 INSTANCE = "engine"
 _MARK = "ENGINE_SESSION"
 _POLL_S = 0.002
+_LAST_WORDS_S = 3.0
 
 
 class TimedOut(AssertionError):
@@ -77,12 +79,16 @@ class EngineSession:
         """A client of the engine once it is ready."""
         socket = self.instance_folder / SOCKET_NAME
         until(socket.exists, timeout_s, lambda: f"no socket; launcher says: {self.output()}")
-        client = Client(Access.from_folder(self.instance_folder), connect_timeout_s=timeout_s, patient=True)
+        client = None
         try:
+            client = Client(Access.from_folder(self.instance_folder), connect_timeout_s=timeout_s, patient=True)
             client.wait_ready(timeout_s)
-        except BaseException:
-            client.close()
-            raise
+        except KogError as error:
+            if client is not None:
+                client.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._started[-1].wait(_LAST_WORDS_S)
+            raise LaunchError(f"the engine did not become ready: {self.output().strip() or error}") from error
         return client
 
     def processes(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,39 @@ def test_stopped_rank_counts_as_hung(session: EngineSession, tiny_model: Path) -
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
     assert f"rank 1 (pid {pid}) gave no sign of life for " in session.output()
+
+
+def test_two_ranks_killed_at_once(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}")
+    with session.connect() as client:
+        events = stream(client, 8000)
+        token_ids(events, 5)
+        pids = {rank: session.processes()[rank] for rank in ("rank 1", "rank 2")}
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RequestFailed):
+            token_ids(events, 8000)
+    assert launcher.wait(ENDED_S) == 4
+    assert_clean(session)
+    said = session.output()
+    assert len(said.splitlines()) == 1
+    assert any(f"{rank} (pid {pid}) was killed by SIGKILL" in said for rank, pid in pids.items())
+
+
+def test_wait_that_runs_out_of_time_says_what_it_waited_for(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", "--step-timeout=0.5", "--stall-timeout=60")
+    with session.connect() as client:
+        events = stream(client, 8000)
+        token_ids(events, 5)
+        os.kill(session.processes()["rank 2"], signal.SIGSTOP)
+        with pytest.raises(RequestFailed) as caught:
+            token_ids(events, 8000)
+        assert "from rank 2" in str(caught.value)
+    assert launcher.wait(ENDED_S) == 5
+    assert_clean(session)
+    assert re.search(
+        r"rank [013] waited 0\.\d+ s in mailbox '\w+' slot \d+ for epoch \d+ from rank 2 and saw epoch", session.output()
+    )
 
 
 def test_stopped_idle_rank_counts_as_hung(session: EngineSession, tiny_model: Path) -> None:

@@ -160,8 +160,6 @@ def agree(rendezvous: LocalRendezvous, terms: dict[str, str], deadline: Deadline
     for name, value in terms.items():
         differing = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
         if differing:
-            others = ", ".join(map(str, differing))
+            names = f"{', '.join(map(str, differing))} {'differs' if len(differing) == 1 else 'differ'}"
             mine = f"rank {rendezvous.rank} has {value:.16}, rank 0 has {everyone[0].get(name, 'none'):.16}"
-            raise ConfigError(
-                f"the ranks do not agree on the {name}: {others} differ from rank 0 ({mine}); start all from one version"
-            )
+            raise ConfigError(f"the ranks do not agree on the {name}: {names} from rank 0 ({mine}); start all from one version")

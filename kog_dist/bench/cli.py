@@ -1,0 +1,72 @@
+"""`kog-bench`: measures what docs/results.md reports. The last line of every benchmark is one JSON object."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kog_dist.errors import ConfigError, KogError
+
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    help="Measure an engine on this machine. The last line is one JSON object: commit, machine, configuration, figures.",
+)  # fmt: skip
+
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
+
+
+@app.command()
+def decode(
+    model: Model = None,
+    ranks: Annotated[str, typer.Option(help="Rank counts to measure: 1,8.")] = "1,8",
+    tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Requests per rank count; the median counts.")] = 5,
+    idle_s: Annotated[float, typer.Option(help="Seconds over which idle ranks are watched.")] = 5.0,
+) -> None:
+    """Tokens per second, time to be ready, and what idle ranks cost."""
+    from kog_dist.bench import decode as benchmark
+
+    counts = _counts(ranks)
+    if tokens < 2 or repeats < 1 or not idle_s > 0:
+        raise ConfigError("--tokens must be at least 2, --repeats at least 1, --idle-s more than 0")
+    benchmark.run(model, counts, num_tokens=tokens, repeats=repeats, idle_s=idle_s)
+
+
+@app.command()
+def faults(
+    model: Model = None,
+    ranks: Annotated[int, typer.Option(help="Rank processes.")] = 4,
+    kills: Annotated[int, typer.Option(help="Kills of each kind of process.")] = 20,
+) -> None:
+    """Kill every kind of process during a stream: time to the client's error, and until nothing is left."""
+    from kog_dist.bench import faults as benchmark
+
+    if kills < 1:
+        raise ConfigError(f"--kills must be at least 1, got {kills}")
+    benchmark.run(model, ranks, kills)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--ranks must be numbers separated by commas, got {text!r}") from None
+    if min(counts) < 1:
+        raise ConfigError(f"--ranks must be at least 1, got {text!r}")
+    return counts
+
+
+def main() -> None:
+    """Run `kog-bench` and exit with its code."""
+    try:
+        app(prog_name="kog-bench")
+    except KogError as error:
+        print(f"kog-bench: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
