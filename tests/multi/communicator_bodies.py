@@ -16,6 +16,7 @@ from kog_dist.collectives.api import Communicator, MailboxSpec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.control import AbortCause
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, PeerLost, RendezvousTimeout
+from kog_dist.instance import process_start_time
 
 Row = NDArray[np.float32]
 SPECIAL_BITS = (0, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x3F800000)
@@ -109,11 +110,11 @@ def all_bits(context: RankContext) -> int:
     """Gather every special pattern and many arbitrary ones over a wrapping tag."""
     rank, world_size = context.info.rank, context.info.world_size
     comm = context.communicator([MailboxSpec("bits", 2, 64)], epoch_bits=8)
-    for epoch in range(1, 601):
+    for epoch in range(1, 301):
         values = [any_bits(peer, epoch, 64) for peer in range(world_size)]
         assert same(comm.all_gather("bits", epoch % 2, epoch, values[rank]), reference.all_gather(values)), epoch
     comm.close()
-    return 600
+    return 300
 
 
 def refused(comm: Communicator, values: Row) -> list[str]:
@@ -201,6 +202,25 @@ def killed_rank(context: RankContext) -> str:
     return "nothing was raised"
 
 
+def dead_peer_memory(context: RankContext) -> str:
+    """The last rank publishes and is gone; what it published can be collected, and publishing to it does no harm."""
+    rank, world_size = context.info.rank, context.info.world_size
+    comm = context.communicator([MailboxSpec("sum", 4, 64)])
+    pids = context.rendezvous.all_gather_bytes(str(os.getpid()).encode(), context.deadline)
+    values = [published(peer, 1, 64) for peer in range(world_size)]
+    comm.publish("sum", 1, 1, values[rank])
+    comm.barrier()
+    if rank == world_size - 1:
+        return "gone"
+    while process_start_time(int(pids[-1])) is not None and not context.deadline.expired():
+        os.sched_yield()
+    found = comm.delayed_reduce("sum", 1, 1, values[rank])
+    for epoch in range(2, 40):
+        comm.publish("sum", 2 + epoch % 2, epoch, values[rank])  # slot 1 may still be read by the other survivor
+    comm.close()
+    return "whole" if same(found, reference.all_reduce(values)) else "damaged"
+
+
 def late_rank(context: RankContext) -> str:
     """The last rank never comes to the meeting."""
     if context.info.rank == context.info.world_size - 1:
@@ -280,10 +300,10 @@ def beats_while_waiting(context: RankContext) -> bool:
     values = np.zeros(8, np.float32)
     if context.info.rank == context.info.world_size - 1:
         stamps: set[float] = set()
-        while len(stamps) < 20 and not context.deadline.expired():
+        while len(stamps) < 10 and not context.deadline.expired():
             stamps.add(round(time.monotonic() - context.control.beat_age_s(0), 4))
         comm.all_reduce("sum", 0, 1, values)
-        return len(stamps) == 20
+        return len(stamps) == 10
     comm.all_reduce("sum", 0, 1, values)
     return True
 

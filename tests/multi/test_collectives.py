@@ -25,7 +25,7 @@ def test_every_operation_matches_its_definition(run_body: RunBody, world_size: i
     assert results(run_body(world_size, "every_operation")) == [96] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "delay", "steps"), [(2, 0, 2000), (2, 1, 2000), (2, 3, 2000), (4, 2, 1500), (8, 2, 600)])
+@pytest.mark.parametrize(("world_size", "delay", "steps"), [(2, 0, 700), (2, 1, 700), (2, 3, 3000), (4, 2, 700), (8, 2, 300)])
 def test_delayed_sums_survive_wrapping_epochs(run_body: RunBody, world_size: int, delay: int, steps: int) -> None:
     outcomes = run_body(world_size, "delayed_steps", delay=delay, steps=steps, length=24, epoch_bits=8)
     assert results(outcomes) == [steps - delay] * world_size
@@ -36,7 +36,7 @@ def test_full_epochs_give_the_same(run_body: RunBody) -> None:
 
 
 def test_every_bit_pattern_travels(run_body: RunBody) -> None:
-    assert results(run_body(3, "all_bits")) == [600] * 3
+    assert results(run_body(3, "all_bits")) == [300] * 3
 
 
 @pytest.mark.parametrize("operation", ["collect", "delayed_reduce", "all_reduce", "all_gather", "barrier"])
@@ -65,6 +65,10 @@ def test_a_killed_rank_frees_the_others(run_body: RunBody) -> None:
     assert [outcome.status for outcome in others] == [0] * 3
     for outcome in others:
         assert "the engine is being stopped (rank_died)" in outcome.result
+
+
+def test_the_memory_of_a_dead_rank_stays_whole(run_body: RunBody) -> None:
+    assert results(run_body(3, "dead_peer_memory")) == ["whole", "whole", "gone"]
 
 
 def test_a_rank_that_never_comes_is_named(run_body: RunBody) -> None:

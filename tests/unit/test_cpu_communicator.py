@@ -1,0 +1,180 @@
+"""The CPU communicator against planted memory: two ranks in one process, and words that a test writes one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kog_dist.abi import WaitOp
+from kog_dist.collectives import words
+from kog_dist.collectives.api import MailboxSpec
+from kog_dist.collectives.cpu import CpuCommunicator
+from kog_dist.collectives.heap import HeapHandle, SymmetricHeap
+from kog_dist.control import ControlPage
+from kog_dist.errors import AbortedError, ConfigError, DeviceError, PeerLost
+from kog_dist.memfd import Segment
+from kog_dist.topology import LocalRendezvous
+from kog_dist.wait import Deadline
+
+LENGTH = 12
+TIMEOUT_S = 0.01
+Pair = tuple[CpuCommunicator, CpuCommunicator]
+
+
+@pytest.fixture
+def page() -> Iterator[ControlPage]:
+    page = ControlPage.create(2, 16)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def pair(page: ControlPage) -> Iterator[Pair]:
+    """Ranks 0 and 1, whose waits are short."""
+    meeting = LocalRendezvous.create(2)
+
+    def create(rank: int) -> CpuCommunicator:
+        rendezvous = LocalRendezvous.from_fd(os.dup(meeting.fd), rank, aborted=page.aborted)
+        boxes = [MailboxSpec("a", 2, LENGTH), MailboxSpec("b", 2, LENGTH)]
+        comm = CpuCommunicator.create(
+            boxes, rendezvous=rendezvous, control=page, deadline=Deadline.after(30), timeout_s=TIMEOUT_S, epoch_bits=8
+        )
+        rendezvous.close()
+        return comm
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(create, range(2))
+    yield first, second
+    first.close()
+    second.close()
+    meeting.close()
+
+
+def values_of(seed: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.random.default_rng(seed).standard_normal(LENGTH).astype(np.float32)
+
+
+def planted_row(comm: CpuCommunicator, mailbox: str, slot: int, source: int) -> words.Words:
+    """The row of `source` in the rank's own memory."""
+    placed = comm._boxes[mailbox].mailbox
+    return comm._heap.peer_view(comm.rank, placed.row(slot, source) * words.WORD_BYTES, LENGTH)
+
+
+def test_a_vector_counts_only_when_its_last_word_is_there(pair: Pair) -> None:
+    comm = pair[0]
+    row = planted_row(comm, "b", 1, 1)
+    own, theirs = values_of(1), values_of(2)
+    random = np.random.default_rng(3)
+    for epoch in (1, 3, 5, 255, 256, 257):
+        tag = epoch & 255
+        packed = words.pack(theirs, tag)
+        arrived = comm._arrival(comm._boxes["b"], 1, tag)
+        order = random.permutation(LENGTH)
+        for place in order:
+            assert not arrived()
+            row[place] = packed[place]
+        assert arrived()
+        assert comm.collect("b", 1, epoch, own).tobytes() == np.stack([own, theirs]).tobytes()
+    del row
+
+
+@pytest.mark.parametrize("place", [0, 5, LENGTH - 1])
+def test_one_missing_word_is_reported(pair: Pair, page: ControlPage, place: int) -> None:
+    comm = pair[0]
+    row = planted_row(comm, "b", 0, 1)
+    row[:] = words.pack(values_of(2), 7)
+    row[place] = words.pack(values_of(2), 5)[place]
+    with pytest.raises(DeviceError, match=r"mailbox 'b' slot 0 for epoch 7 from rank 1 and saw epoch 5 \(1 words"):
+        comm.collect("b", 0, 7, values_of(1))
+    ((rank, record),) = page.abort_requests()
+    assert rank == 0
+    assert record is not None
+    assert (record.op, record.mailbox, record.slot, record.peer, record.num_missing) == (WaitOp.COLLECT, 1, 0, 1, 1)
+    assert (record.epoch_wanted, record.epoch_seen, record.label) == (7, 5, "b")
+    assert record.elapsed_ns >= TIMEOUT_S * 1e9
+    del row
+
+
+def test_nothing_is_published_after_a_timeout(pair: Pair) -> None:
+    first, second = pair
+    before = planted_row(second, "a", 0, 0).copy()
+    with pytest.raises(DeviceError, match="a barrier"):
+        first.barrier()
+    for _ in range(2):
+        with pytest.raises(AbortedError, match="a wait had run out of time"):
+            first.publish("a", 0, 1, values_of(1))
+    assert planted_row(second, "a", 0, 0).tolist() == before.tolist()
+
+
+def test_a_collected_vector_does_not_change_any_more(pair: Pair) -> None:
+    first, second = pair
+    second.publish("a", 0, 1, values_of(1))
+    found = first.collect("a", 0, 1, values_of(0))
+    kept = found.tobytes()
+    second.publish("a", 0, 2, values_of(2))
+    first.collect("a", 0, 2, values_of(0))
+    assert found.tobytes() == kept
+
+
+def test_mailboxes_and_slots_do_not_touch_each_other(pair: Pair) -> None:
+    first, second = pair
+    for number, (mailbox, slot) in enumerate([("a", 0), ("a", 1), ("b", 0), ("b", 1)]):
+        second.publish(mailbox, slot, 9, values_of(number))
+    for number, (mailbox, slot) in enumerate([("a", 0), ("a", 1), ("b", 0), ("b", 1)]):
+        assert first.collect(mailbox, slot, 9, values_of(99))[1].tobytes() == values_of(number).tobytes()
+
+
+def test_handles_that_are_not_handles_are_refused() -> None:
+    handle = HeapHandle(1, 2, 4096, 1, 5, 6, b"f" * 32)
+    assert HeapHandle.unpack(handle.pack(), 3) == handle
+    for raw in (b"", b"x" * len(handle.pack()), handle.pack()[:-1]):
+        with pytest.raises(ConfigError, match="rank 3 sent"):
+            HeapHandle.unpack(raw, 3)
+
+
+class ScriptedRendezvous:
+    """Rank 0 of two; the peer's handle is what the test says, made from the own one."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, **changes: int | bytes) -> None:
+        self.changes = changes
+
+    def all_gather_bytes(self, payload: bytes, deadline: Deadline) -> list[bytes]:
+        peer = replace(HeapHandle.unpack(payload, 0), **self.changes)  # type: ignore[arg-type]
+        return [payload, peer.pack()]
+
+    def barrier(self, deadline: Deadline) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"size_bytes": 8192}, ConfigError, "rank 1 laid its heap out differently"),
+        ({"generation": 2}, ConfigError, "generation 2"),
+        ({"fingerprint": b"g" * 32}, ConfigError, "same plan"),
+        ({"fd": 1 << 20}, PeerLost, "rank 1 .* was gone"),
+        ({"pid": 2**22 + 1}, PeerLost, "rank 1 .* was gone"),
+        ({"inode": 1}, PeerLost, "rank 1 .* was gone"),
+    ],
+)
+def test_wrong_heaps_are_refused_and_nothing_leaks(changes: dict[str, int | bytes], error: type[Exception], message: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(error, match=message):
+        SymmetricHeap.create(4096, ScriptedRendezvous(**changes), Deadline.after(1), generation=1, fingerprint=b"f" * 32)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_views_stay_inside_the_heap() -> None:
+    heap = SymmetricHeap(0, [Segment.create("own", 4096)])
+    assert heap.peer_view(0, 4088, 1).tolist() == [0]
+    for offset, num_words in ((4088, 2), (-8, 1), (4, 1), (4096, 1)):
+        with pytest.raises(IndexError, match="not inside the heap"):
+            heap.peer_view(0, offset, num_words)
+    heap.close()
