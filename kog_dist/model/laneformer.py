@@ -84,6 +84,11 @@ class KvCache:
             self.values[layer_idx] = torch.cat((self.values[layer_idx], value), dim=2)
         return self.keys[layer_idx], self.values[layer_idx]
 
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch, in this order."""
+        self.keys = [key[rows] for key in self.keys]
+        self.values = [value[rows] for value in self.values]
+
 
 class LaneAttention(nn.Module):
     """Attention of all lanes; each lane has its own heads and reads only its own stream."""
@@ -104,7 +109,7 @@ class LaneAttention(nn.Module):
         lanes, batch, time = self.wq.weight.shape[0], x.shape[1], x.shape[2]
         qkv = lane_matmul(x, torch.cat((self.wq.weight, self.wk.weight, self.wv.weight), dim=1))
         qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
-        query, key, value = torch.split(qkv, (self.heads, self.kv_heads, self.kv_heads), dim=3)
+        query, key, value = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=3)
         query, key, value = (
             part.permute(1, 0, 3, 2, 4).reshape(batch, -1, time, self.head_dim)
             for part in (rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin), value)

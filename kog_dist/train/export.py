@@ -1,0 +1,100 @@
+"""`export`: from a training state to a model folder in the published form, with its model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kog_dist.errors import CheckpointError
+from kog_dist.model.checkpoint import write_checkpoint, write_manifest
+from kog_dist.model.spec import ModelSpec
+from kog_dist.train.corpus import END_OF_TEXT
+from kog_dist.train.state import load_progress, load_tensors
+
+_MAX_SHARD_BYTES = 15 * 2**20
+
+
+def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, evaluation_file: Path | None = None) -> None:
+    """Write `out`: bfloat16 weights, tokenizer, generation config, model card, manifest. Raises CheckpointError if a part is missing."""
+    progress = load_progress(state)
+    if progress is None:
+        raise CheckpointError(f"{state} has no progress.json; run `python -m kog_dist.train run` first")
+    spec = ModelSpec.from_config(progress["spec"])
+    tensors = {name: tensor.numpy() for name, tensor in load_tensors(state, "weights").items()}
+    write_checkpoint(out, spec, tensors, dtype="bfloat16", max_shard_bytes=_MAX_SHARD_BYTES, manifest=False)
+    shutil.copyfile(tokenizer_file, out / "tokenizer.json")
+    end_id = int(json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]["vocab"][END_OF_TEXT])
+    _write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
+    _write_json(out / "generation_config.json", {"eos_token_id": end_id})
+    evaluation = json.loads(evaluation_file.read_text(encoding="utf-8")) if evaluation_file else None
+    sources = json.loads(sources_file.read_text(encoding="utf-8"))
+    (out / "README.md").write_text(model_card(spec, progress, sources, evaluation), encoding="utf-8")
+    write_manifest(out)
+
+
+def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any], evaluation: dict[str, Any] | None) -> str:
+    """Markdown: what the model is, how it was trained, on what, under which licences, and how well it does."""
+    loss = progress["held_out_losses"][-1][1] if progress["held_out_losses"] else None
+    lines = [
+        "---",
+        "license: apache-2.0",
+        "tags: [laneformer, code]",
+        "---",
+        "# Demo Laneformer",
+        "",
+        "A small Laneformer that continues Python source. It exists so that the decoding engine has a really trained model to show",
+        "and to test with; it knows what Python looks like, not how to program. Do not use its output unread.",
+        "",
+        f"- {spec.num_parameters:,} parameters, {spec.bytes_per_token() // 2:,} of them read per token; bfloat16",
+        f"- {spec.num_layers} layers of hidden size {spec.hidden_size}, {spec.num_lanes} lanes, delay {spec.delay}, "
+        f"{spec.num_heads} heads, FFN {spec.intermediate_size}, context {spec.max_context}",
+        f"- layers {', '.join(map(str, spec.window_layers))} see a window of {spec.sliding_window} tokens, the others all",
+        f"- byte-level BPE of {sources['vocab_size']} ids of its own; `{END_OF_TEXT}` ends a file",
+        "",
+        "## Training",
+        "",
+        f"{progress['step']:,} steps, {progress['trained_tokens']:,} tokens ({progress['num_unique_tokens']:,} different ones), "
+        f"{progress['trained_seconds']:.0f} s on one GPU, seed {progress['settings']['seed']}.",
+        "Muon for the lanes' matrices, AdamW for the rest, bfloat16 autocast, flat learning rate with linear decay.",
+    ]
+    if loss is not None:
+        lines.append(f"Final loss on held-out projects: {loss:.3f} nats per token.")
+    if evaluation is not None:
+        lines += ["", "## How well it does", "", _evaluation_text(evaluation)]
+    lines += _source_table(sources)
+    return "\n".join(lines) + "\n"
+
+
+def _evaluation_text(evaluation: dict[str, Any]) -> str:
+    return (
+        f"Of {evaluation['num_functions']} functions from held-out projects, given up to signature and docstring (or first line) and "
+        f"completed at temperature {evaluation['temperature']} with seed {evaluation['seed']}, "
+        f"{evaluation['num_parsed']} ({evaluation['parse_share']:.1%}) parse with `ast`; "
+        f"{evaluation['num_cut_at_limit']} were cut at {evaluation['max_new_tokens']} tokens and lost their unfinished last line. "
+        "An empty completion counts as failed. Parsing says nothing about whether the code is right."
+    )
+
+
+def _source_table(sources: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        "## Sources",
+        "",
+        f"{sources['num_train_bytes']:,} bytes of Python source from installed packages whose own metadata names only permissive",
+        "licences, without tests, generated files, vendored copies and duplicates. Held-out projects are kept from training whole.",
+        "",
+        "| project | version | licence | files | bytes | |",
+        "|---|---|---|---:|---:|---|",
+    ]
+    for source in sources["sources"]:
+        use = "held out" if source["held_out"] else ""
+        lines.append(
+            f"| {source['name']} | {source['version']} | {source['licence']} | {source['files']} | {source['bytes']} | {use} |"
+        )
+    return lines
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,30 @@
+"""Shapes of the models that are trained here."""
+
+from __future__ import annotations
+
+from kog_dist.errors import ConfigError
+from kog_dist.model.spec import ModelSpec
+
+
+def demo_spec() -> ModelSpec:
+    """The bundled demo model: 8.4 M parameters, 7.3 M of them read per token, small enough for 150 tokens/s on one CPU core."""
+    return ModelSpec(
+        hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=8, intermediate_size=1024, vocab_size=4096,
+        max_context=2048, num_lanes=8, delay=2, sliding_window=256, window_layers=(0, 1, 2, 3),
+    )  # fmt: skip
+
+
+def nano_spec() -> ModelSpec:
+    """A model that trains in seconds on a CPU, with every feature of the demo model."""
+    return ModelSpec(
+        hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=320,
+        max_context=256, num_lanes=4, delay=1, sliding_window=16, window_layers=(0, 1),
+    )  # fmt: skip
+
+
+def named_spec(name: str) -> ModelSpec:
+    """`demo` or `nano`. Raises ConfigError for another name."""
+    specs = {"demo": demo_spec, "nano": nano_spec}
+    if name not in specs:
+        raise ConfigError(f"there is no model shape {name!r}; choose one of {', '.join(specs)}")
+    return specs[name]()
