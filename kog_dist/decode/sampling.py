@@ -152,9 +152,15 @@ def log32(x: NDArray[np.float32]) -> NDArray[np.float32]:
     z = f * f
     p = np.full_like(f, _LOG_POLYNOMIAL[0])
     for coefficient in _LOG_POLYNOMIAL[1:]:
-        p = p * f + coefficient
-    y = (p * f) * z
-    y = y + e * _LN2_LOW
-    y = y - np.float32(0.5) * z
-    result: NDArray[np.float32] = (f + y) + e * _LN2_HIGH
+        p *= f
+        p += coefficient
+    p *= f
+    p *= z
+    p += e * _LN2_LOW
+    z *= np.float32(0.5)
+    p -= z
+    f += p
+    e *= _LN2_HIGH
+    f += e
+    result: NDArray[np.float32] = f
     return result
