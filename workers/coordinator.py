@@ -50,8 +50,9 @@ from kog_dist.workers.streams import RequestStream
 
 ALIVE_EVERY_NS = 250_000_000
 FAREWELL_S = 0.25  # for the last events, once the loop has ended
-_TOKEN_WAIT_S = 0.002  # longest sleep while ranks decode: bounds the delay of a cancel or an abort
-_IDLE_WAIT_S = 0.02
+_TOKEN_WAIT_S = 0.005  # longest sleep while ranks decode (a token ends it at once): bounds the delay of a cancel or an abort
+_QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
+_IDLE_WAIT_S = 0.05
 _MESSAGES_PER_TURN = 64  # so that a flood of messages does not hold up tokens
 _PR_SET_PDEATHSIG = 1
 
@@ -118,7 +119,7 @@ class Coordinator:
         if self._slot.busy:
             self._slot.wait(_TOKEN_WAIT_S)
             return
-        timeout_s = _IDLE_WAIT_S if not self._listener.has_backlog else _TOKEN_WAIT_S
+        timeout_s = _QUEUE_WAIT_S if self._queue or self._listener.has_backlog else _IDLE_WAIT_S
         if wakeup_fd in select.select(wake_fds, [], [], timeout_s)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup_fd, 512)

@@ -39,7 +39,7 @@ CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0  # the engine says something about four times a second while a request is not finished
 ANSWER_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 1.0
-_READY_POLL_S = 0.05
+_READY_POLL_S = 0.02
 
 Answer = TypeVar("Answer", Welcome, StatusReport)
 
