@@ -53,25 +53,6 @@ def test_interrupting_one_prompt(session: EngineSession, tiny_model: Path, momen
         assert code in (143, 5), errors
 
 
-def test_ctrl_c_before_anything_exists(session: EngineSession, tiny_model: Path) -> None:
-    launcher = session.launch(str(tiny_model), "--ranks=2")
-    until(lambda: "launcher" in session.processes(), ENDED_S, session.output)
-    status = Path(f"/proc/{launcher.pid}/status")
-    # Python itself installs its handler while it starts; from there on SIGINT is caught, or back to its default.
-    until(lambda: "kog_dist" in Path(f"/proc/{launcher.pid}/cmdline").read_text(), ENDED_S, status.read_text)
-    until(lambda: _maps_typer(launcher.pid), ENDED_S, status.read_text)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(ENDED_S) in (130, -signal.SIGINT)
-    assert_clean(session)
-    assert session.output() == ""
-
-
-def _maps_typer(pid: int) -> bool:
-    """Whether the launcher is past the interpreter's own start: it has loaded a library that only its imports need."""
-    maps = Path(f"/proc/{pid}/maps")
-    return "_json" in maps.read_text() or "_socket" in maps.read_text() or "select" in maps.read_text()
-
-
 def test_sigterm_drains(session: EngineSession, tiny_model: Path) -> None:
     launcher = session.launch(str(tiny_model), "--ranks=2")
     with session.connect() as client, Client(Access.from_folder(session.instance_folder)) as other:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -28,3 +29,16 @@ def test_nothing_is_imported_before_ctrl_c_is_safe() -> None:
     program = "import sys; import kog_dist.launch.cli; print('typer' in sys.modules, 'kog_dist.launch.flags' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_ctrl_c_while_the_command_is_imported_is_silent() -> None:
+    program = (
+        "import signal, sys, types\n"
+        "from kog_dist.launch import cli\n"
+        "flags = types.ModuleType('kog_dist.launch.flags')\n"
+        "flags.run = lambda arguments: signal.raise_signal(signal.SIGINT)\n"
+        "sys.modules['kog_dist.launch.flags'] = flags\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
