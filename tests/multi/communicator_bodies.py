@@ -295,16 +295,22 @@ def resources(context: RankContext) -> list[int]:
 
 
 def beats_while_waiting(context: RankContext) -> bool:
-    """Rank 0 waits for long in a collective; the last rank watches its heartbeat and only publishes after many beats."""
+    """Rank 0 waits for long in a collective; the last rank watches its heartbeat and only publishes after several beats."""
     comm = context.communicator([MailboxSpec("sum", 2, 8)])
     values = np.zeros(8, np.float32)
+    num_beats = 0
     if context.info.rank == context.info.world_size - 1:
-        stamps: set[float] = set()
-        while len(stamps) < 10 and not context.deadline.expired():
-            stamps.add(round(time.monotonic() - context.control.beat_age_s(0), 4))
-        comm.all_reduce("sum", 0, 1, values)
-        return len(stamps) == 10
-    comm.all_reduce("sum", 0, 1, values)
+        comm.publish("sum", 1, 1, values)  # rank 0 is past its start once it answers
+        comm.collect("sum", 1, 1, values)
+        last_age_s = context.control.beat_age_s(0)
+        while num_beats < 10 and not context.deadline.expired():
+            age_s = context.control.beat_age_s(0)
+            num_beats += age_s < last_age_s  # without a beat the age only grows
+            last_age_s = age_s
+        comm.all_reduce("sum", 0, 2, values)
+        return num_beats == 10
+    comm.all_reduce("sum", 1, 1, values)
+    comm.all_reduce("sum", 0, 2, values)
     return True
 
 

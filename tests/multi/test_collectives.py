@@ -104,7 +104,7 @@ def test_communicators_give_their_descriptors_back() -> None:
 
 
 def test_a_waiting_rank_beats() -> None:
-    assert results(run_body(2, "beats_while_waiting")) == [True, True]
+    assert results(run_body(2, "beats_while_waiting", deadline_s=20.0)) == [True, True]
 
 
 def test_the_runner_reports_a_rank_that_raises() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -273,6 +274,25 @@ def test_removing_late_does_not_touch_the_successor(root: Path) -> None:
     twin.remove()
     assert read_holder(successor.folder) is not None
     successor.remove()
+
+
+def test_a_lock_on_a_deleted_lease_is_not_a_lease(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner removes the folder between this start's open and its flock."""
+    flock, lease = fcntl.flock, root / "demo" / LEASE_FILE
+    attempts = []
+
+    def flock_late(descriptor: int, operation: int) -> None:
+        if not attempts:
+            lease.unlink()
+            lease.parent.rmdir()
+        attempts.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    instance = Instance.acquire("demo", root)
+    assert len(attempts) == 2
+    assert lease.samefile(f"/proc/self/fd/{instance.lease_fd}")
+    instance.remove()
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-a", "a b", "a" * 65, "é"])
