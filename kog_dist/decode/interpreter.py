@@ -27,7 +27,7 @@ from kog_dist.decode.validate import check
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.weights import RankWeights
 
-KV_DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass
@@ -85,6 +85,7 @@ class Interpreter:
     """One rank's engine. `step` is collective: every rank calls it with the same arguments.
 
     With world size 1 `comm` may be None. float64 is for checks and needs world size 1, since mailboxes carry float32.
+    `kv_dtype`: what keys and values are rounded to when they enter the cache (which holds them in `dtype`).
     Raises PlanError if the plan is not fit to run, ConfigError if plan, weights and options do not go together.
     """
 
@@ -122,6 +123,8 @@ class Interpreter:
     def _check_options(plan: Plan, rank: int, comm: Exchange | None, dtype: np.dtype[Any], kv_dtype: str) -> None:
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_dtype {kv_dtype!r} is not supported; use one of {', '.join(KV_DTYPES)}")
+        if kv_dtype == "float64" and dtype != np.float64:
+            raise ConfigError(f"kv_dtype float64 needs dtype float64, not {dtype}")
         if dtype not in (np.float32, np.float64):
             raise ConfigError(f"the interpreter computes in float32 or float64, not {dtype}")
         if plan.world_size > 1:

@@ -111,7 +111,7 @@ def test_the_choice_does_not_depend_on_how_the_vocabulary_is_cut(temperature: fl
         whole = sample(logits, position, sampling)
         for cut in (1, 7, 48, 96):
             found = [candidate(logits[first : first + cut], first, position, sampling) for first in range(0, 97, cut)]
-            rng.shuffle(found)  # type: ignore[arg-type]
+            rng.shuffle(found)
             assert pick(Candidate(*one) for one in found).token_id == whole
 
 
