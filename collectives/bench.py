@@ -6,16 +6,13 @@ The last line is one JSON object. `all_reduce` and `barrier` are per call with a
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
 import sys
 import time
-from typing import Any
 
 import numpy as np
 
+from kog_dist.bench.report import finish, machine
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.ranks import RankContext, run_ranks
 
@@ -50,8 +47,9 @@ def measure(context: RankContext) -> dict[str, float]:
     return {f"{name}_us": round(statistics.median(ns) / 1e3, 1) for name, ns in timings.items()}
 
 
-def main(steps: int) -> dict[str, Any]:
+def main(steps: int) -> None:
     """All world sizes, one after the other."""
+    before = machine()
     figures = {}
     for world_size in WORLD_SIZES:
         outcomes = run_ranks(world_size, "kog_dist.collectives.bench:measure", {"steps": steps})
@@ -59,8 +57,8 @@ def main(steps: int) -> dict[str, Any]:
         if failures:
             sys.exit(failures[0])
         figures[str(world_size)] = outcomes[0].result
-    return {"device": platform.machine(), "num_cores": os.cpu_count(), "length": LENGTH, "steps": steps, "ranks": figures}
+    finish("collectives", {"length": LENGTH, "steps": steps}, before, figures)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)))
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)

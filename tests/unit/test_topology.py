@@ -279,7 +279,7 @@ def test_removing_late_does_not_touch_the_successor(root: Path) -> None:
 def test_a_lock_on_a_deleted_lease_is_not_a_lease(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner removes the folder between this start's open and its flock."""
     flock, lease = fcntl.flock, root / "demo" / LEASE_FILE
-    attempts = []
+    attempts: list[int] = []
 
     def flock_late(descriptor: int, operation: int) -> None:
         if not attempts:
