@@ -53,7 +53,7 @@ FAREWELL_S = 0.25  # for the last events, once the loop has ended
 _TOKEN_WAIT_S = 0.005  # longest sleep while ranks decode (a token ends it at once): bounds the delay of a cancel or an abort
 _QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
 _IDLE_WAIT_S = 0.05
-_MESSAGES_PER_TURN = 64  # so that a flood of messages does not hold up tokens
+_MESSAGES_PER_TURN = 16  # so that a flood of messages does not hold up tokens
 _PR_SET_PDEATHSIG = 1
 
 
@@ -101,17 +101,14 @@ class Coordinator:
     def turn(self) -> None:
         """One round: messages, tokens, the engine's state, the next request, clients that are slow."""
         self._control.beat(COORDINATOR)
-        for _ in range(_MESSAGES_PER_TURN):
-            received = self._listener.receive()
-            if received is None:
-                break
-            self._answer(*received)
+        for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
+            self._answer(peer, message)
         self._read_tokens()
         self._look_after_engine()
         self._start_next()
         self._keep_alive()
-        for peer in self._listener.flush():
-            self._forget_client(peer)
+        for gone in self._listener.flush():
+            self._forget_client(gone)
 
     def _sleep(self, wake_fds: list[int], wakeup_fd: int) -> None:
         if self._farewell is not None or self._listener.has_input():

@@ -39,6 +39,10 @@ class ServedModel:
 
     def admit(self, message: Generate) -> DecodeRequest:
         """The request as ranks will see it. Raises RequestError with the code that the client gets."""
+        if message.stop and self.tokenizer is None:
+            raise RequestError(
+                ErrorCode.NO_TOKENIZER, f"{self.name} has no tokenizer, so no stop string can ever occur; omit stop"
+            )
         prompt_ids = self._prompt_ids(message)
         context = self.spec.max_context
         if not prompt_ids:

@@ -1,106 +1,17 @@
-"""`kog-client`: the flags. What the commands do is in rpc/commands.py, imported when one runs: `--help` answers at once."""
+"""`kog-client`: the entry point. It imports nothing but `signal` until Ctrl-C is safe; the flags are in `rpc/flags.py`."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from kog_dist.errors import ConfigError, KogError
-
-app = typer.Typer(
-    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    help="Talk to a running engine. Exit codes: 0 fine, 2 usage or refused, 3 no engine, 4 the request failed, 5 timeout.",
-)  # fmt: skip
-
-Instance = Annotated[str | None, typer.Option(help="Name of the engine, as given to kog-launch. Default: default.")]
-Endpoint = Annotated[str | None, typer.Option(help="Address instead of a name: ipc://PATH, or tcp://HOST:PORT with --key-file.")]
-KeyFile = Annotated[Path | None, typer.Option(help="The engine's rpc-access.json, for its TCP port.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds after which to give up.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-
-
-@app.command()
-def generate(
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_ids: Annotated[str | None, typer.Option(help="The same as token ids: 1,2,3.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate. Default: what fits, at most 256.")] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
-    logit_digests: Annotated[bool, typer.Option("--logit-digests", help="SHA-256 of each step's float32 logits.")] = False,
-    json: Json = False,
-    instance: Instance = None,
-    endpoint: Endpoint = None,
-    key_file: KeyFile = None,
-    timeout: Timeout = None,
-    wait_ready: Annotated[bool, typer.Option("--wait-ready", help="Wait for an engine that is still starting.")] = False,
-) -> None:
-    """Decode one prompt: text to stdout as it comes, statistics to stderr."""
-    from kog_dist.rpc import commands
-
-    if (prompt is None) == (prompt_ids is None):
-        raise ConfigError("give either --prompt or --prompt-ids")
-    request = commands.PromptFlags(
-        prompt, None if prompt_ids is None else _parse_ids(prompt_ids), max_tokens, temperature, seed, tuple(stop or ()),
-        ignore_eos, logit_digests,
-    )  # fmt: skip
-    target = commands.Target(instance, endpoint, key_file)
-    raise typer.Exit(commands.generate(target, request, as_json=json, timeout_s=timeout, wait_ready=wait_ready))
-
-
-@app.command()
-def status(
-    json: Json = False, instance: Instance = None, endpoint: Endpoint = None, key_file: KeyFile = None, timeout: Timeout = None
-) -> None:
-    """Show the engine's state, its requests and counters."""
-    from kog_dist.rpc import commands
-
-    target = commands.Target(instance, endpoint, key_file)
-    raise typer.Exit(commands.ask(target, "status", as_json=json, timeout_s=timeout))
-
-
-@app.command()
-def cancel(
-    request_id: Annotated[str | None, typer.Argument(help="As `status` shows it; none: the one that runs.")] = None,
-    json: Json = False, instance: Instance = None, endpoint: Endpoint = None, key_file: KeyFile = None, timeout: Timeout = None,
-) -> None:  # fmt: skip
-    """End a request."""
-    from kog_dist.rpc import commands
-
-    target = commands.Target(instance, endpoint, key_file)
-    raise typer.Exit(commands.ask(target, "cancel", request_id, as_json=json, timeout_s=timeout))
-
-
-@app.command()
-def drain(
-    json: Json = False, instance: Instance = None, endpoint: Endpoint = None, key_file: KeyFile = None, timeout: Timeout = None
-) -> None:
-    """Let the engine finish the running request and stop."""
-    from kog_dist.rpc import commands
-
-    target = commands.Target(instance, endpoint, key_file)
-    raise typer.Exit(commands.ask(target, "drain", as_json=json, timeout_s=timeout))
-
-
-def _parse_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--prompt-ids must be token ids separated by commas, such as 1,2,3; got {text[:80]!r}") from None
 
 
 def main() -> None:
-    """Run `kog-client` and exit with its code; every error is one line on stderr."""
-    try:
-        app(prog_name="kog-client")
-    except KogError as error:
-        print(f"kog-client: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    """Run `kog-client` and exit with its code; until a request is under way, Ctrl-C ends the process silently."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from kog_dist.rpc.flags import run
+
+    sys.exit(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

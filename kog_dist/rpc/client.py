@@ -70,6 +70,11 @@ class Client:
             self._connection.close()
             raise
 
+    @classmethod
+    def of_instance(cls, name: str = "default") -> Client:
+        """Connect to this user's engine of that name, as given to `kog-launch --instance`. Raises like the constructor."""
+        return cls(Access.of_instance(name))
+
     def __enter__(self) -> Client:
         return self
 

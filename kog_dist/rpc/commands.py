@@ -50,12 +50,7 @@ class Target:
                     f"--endpoint {self.endpoint!r} must be ipc://PATH, or tcp://HOST:PORT with --key-file {ACCESS_NAME}"
                 )
             return Access(self.endpoint)
-        from kog_dist.instance import instances_root
-
-        name = self.instance or "default"
-        if "/" in name or name.startswith("."):
-            raise ConfigError(f"instance name {name!r} must be a name, not a path; see --endpoint")
-        return Access.from_folder(instances_root() / name)
+        return Access.of_instance("default" if self.instance is None else self.instance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +118,7 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
         return _print_failure(_code_of(error), str(error), error.exit_code, answer, as_json)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the answer is complete or given up; a late Ctrl-C has nothing to end
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     assert answer.done is not None, "generate ends with Done or raises"
     if as_json:
         print(json.dumps(_as_object(answer, answer.done, flags.logit_digests)))
@@ -146,8 +142,6 @@ def ask(
                 report = client.cancel(request_id)
             else:
                 report = client.drain() if verb == "drain" else client.status()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except KogError as error:
         return _print_failure(_code_of(error), str(error), error.exit_code, _Answer(), as_json)
     print(json.dumps(asdict(report)) if as_json else _describe(report))

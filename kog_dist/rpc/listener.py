@@ -55,7 +55,7 @@ class _Outbox:
 class RpcListener:
     """The coordinator's ROUTER. Nothing here blocks; `fds` become readable when `receive` should be called.
 
-    zmq's descriptors are edge-triggered: call `receive` until it returns nothing, and look at `has_input` before sleeping.
+    zmq's descriptors are edge-triggered: look at `has_input` before sleeping.
     """
 
     def __init__(self, folder: Path, *, tcp_port: int | None = None, tcp_host: str = "127.0.0.1") -> None:
@@ -148,28 +148,32 @@ class RpcListener:
     def _sockets(self) -> list[zmq.Socket[bytes]]:
         return [self._router] if self._zap is None else [self._router, self._zap]
 
-    def receive(self) -> tuple[bytes, Request] | None:
-        """The next well-formed request and its sender; None when there is none now. Anything else is answered and counted."""
+    def receive(self, max_messages: int) -> list[tuple[bytes, Request]]:
+        """The next well-formed requests with their senders. What is not one is answered and counted, here and in the limit."""
         self._answer_zap()
-        while True:
+        received = []
+        for _ in range(max_messages):
             try:
                 peer = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return None
-            num_parts, num_bytes, frame = 0, 0, b""
-            while self._router.getsockopt(zmq.RCVMORE):  # the parts of a message arrive together
-                part = self._router.recv(zmq.NOBLOCK)
-                num_parts, num_bytes = num_parts + 1, num_bytes + len(part)
-                frame = part if num_parts == 1 else b""
+                break
             try:
-                if num_parts != 1:
-                    raise BadMessage(
-                        f"a message must be one frame from a DEALER socket, got {num_parts} frames of {num_bytes} bytes"
-                    )
-                return peer, decode_request(frame)
+                received.append((peer, decode_request(self._only_frame())))
             except BadMessage as error:
                 self.num_bad_messages += 1
                 self.send(peer, error_event(error.code, str(error), error.request_id))
+        return received
+
+    def _only_frame(self) -> bytes:
+        """The one frame of the message whose sender was just read. Frames of a message arrive together."""
+        num_frames, num_bytes, frame = 0, 0, b""
+        while self._router.getsockopt(zmq.RCVMORE):
+            part = self._router.recv(zmq.NOBLOCK)
+            num_frames, num_bytes = num_frames + 1, num_bytes + len(part)
+            frame = part if num_frames == 1 else b""
+        if num_frames != 1:
+            raise BadMessage(f"a message must be one frame from a DEALER socket, got {num_frames} frames of {num_bytes} bytes")
+        return frame
 
     def _answer_zap(self) -> None:
         """Decide on new TCP connections (ZMQ RFC 27): CURVE with the one allowed client key, nothing else."""

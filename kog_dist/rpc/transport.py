@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kog_dist.errors import LaunchError, ProtocolError, RequestFailed
+from kog_dist.errors import ConfigError, LaunchError, ProtocolError, RequestFailed
 from kog_dist.rpc.messages import MAX_MESSAGE_BYTES, ErrorCode, Event, Request, decode_event, encode
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 
@@ -38,6 +38,15 @@ class Access:
     def from_folder(cls, folder: Path) -> Access:
         """The socket of the engine whose instance folder this is."""
         return cls(socket_address(folder))
+
+    @classmethod
+    def of_instance(cls, name: str) -> Access:
+        """The socket of this user's engine of that name (`kog-launch --instance`). Raises ConfigError if it cannot be a name."""
+        from kog_dist.instance import instances_root
+
+        if not name or "/" in name or name.startswith("."):
+            raise ConfigError(f"instance name {name!r} must be a name, not a path")
+        return cls.from_folder(instances_root() / name)
 
     @classmethod
     def from_file(cls, path: Path) -> Access:

@@ -243,9 +243,10 @@ def test_refusals(start_engine: StartEngine, code: str, request_fields: dict[str
 def test_a_model_without_tokenizer_takes_ids_only(start_engine: StartEngine) -> None:
     engine = start_engine(lambda _request: [5, 6, EOS_ID], with_tokenizer=False)
     with engine.client() as client:
-        with pytest.raises(RequestError) as refused:
-            list(client.generate("text"))
-        assert refused.value.code == "no_tokenizer"
+        for fields in ({"prompt": "text"}, {"prompt_ids": [1], "stop": ["x"]}):
+            with pytest.raises(RequestError) as refused:
+                list(client.generate(**fields))
+            assert refused.value.code == "no_tokenizer"
         events = list(client.generate(prompt_ids=[1, 2]))
     assert (ids_of(events), text_of(events), finish_of(events)) == ([5, 6, EOS_ID], "", FinishReason.STOP)
 

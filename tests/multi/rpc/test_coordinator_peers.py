@@ -184,6 +184,16 @@ def test_a_client_that_does_not_read_is_dropped_with_the_reason(start_engine: St
         assert sum(counts) < length
 
 
+def test_a_flood_of_nonsense_does_not_stop_the_others(start_engine: StartEngine) -> None:
+    engine = start_engine("still here")
+    with raw_socket(engine.access.address, SNDHWM=10_000) as dealer:
+        for _ in range(5000):
+            dealer.send(b"nonsense")
+        with engine.client() as client:
+            assert "".join(e.text for e in client.generate("x", max_tokens=10) if isinstance(e, Tokens)) == "still here"
+            engine.until(lambda: client.status().num_bad_messages == 5000)
+
+
 def test_a_client_that_reads_late_loses_nothing_within_the_buffer(start_engine: StartEngine) -> None:
     engine = start_engine("abcd", paced=True)
     with raw_socket(engine.access.address, RCVHWM=1) as dealer:
