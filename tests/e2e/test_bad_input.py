@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.bench.session import EngineSession
+from kog_dist.bench.session import EngineSession, until
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 
@@ -202,8 +202,8 @@ def test_port_is_taken(session: EngineSession, tiny_model: Path) -> None:
 def test_port_is_shown_and_usable(session: EngineSession, tiny_model: Path) -> None:
     launcher = session.launch(str(tiny_model), "--ranks=1", "--rpc-port=0")
     session.connect().close()
-    banner = session.output(stream="out")
-    address = next(word.strip(",") for word in banner.split() if word.startswith("tcp://"))
+    until(lambda: "tcp://" in session.output(stream="out"), 10, session.output)
+    address = next(word.strip(",") for word in session.output(stream="out").split() if word.startswith("tcp://"))
     key = f"--key-file={session.instance_folder / 'rpc-access.json'}"
     done = session.run(CLIENT, ["generate", f"--endpoint={address}", key, "--prompt-ids=1", "--max-tokens=3", "--json"])
     assert done.returncode == 0, done.stderr
