@@ -1,0 +1,268 @@
+"""Requests, clients, ranks and stops in any order: every answer is an exact prefix and has exactly one terminal event.
+
+The coordinator's loop is turned by hand; ranks and clients act between turns, so each run is one interleaving, without clocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kog_dist.control import AbortCause, ControlPage, DecodeRequest, RankState
+from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.model.spec import ModelSpec
+from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.rpc.listener import Delivery, RpcListener
+from kog_dist.rpc.messages import Accepted, Alive, Cancel, Done, Drain, Error, Event, FinishReason, Generate, Request, Tokens
+from kog_dist.workers.coordinator import Coordinator
+from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.served_model import ServedModel
+
+CONTEXT = 24
+ALPHABET = 4  # token ids 1..4 are the letters a..d; 0 ends an answer
+WORLD_SIZE = 2
+QUEUE_LIMIT = 3
+OUTBOX = 12
+PEERS = [b"p0", b"p1", b"p2"]
+
+
+def answer_of(prompt: Sequence[int]) -> list[int]:
+    """What the model says: any fixed function of the prompt will do."""
+    state = sum((i + 1) * token_id for i, token_id in enumerate(prompt)) + 1
+    answer = []
+    for _ in range(CONTEXT):
+        state = state * 75 % 65_537
+        answer.append(state % (ALPHABET + 1))
+    return answer
+
+
+class Letters:
+    """A tokenizer of four letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") + 1 for letter in text]
+
+    def stream(self, after: Sequence[int]) -> Letters:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return chr(token_id - 1 + ord("a")) if token_id else ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class Wire:
+    """Stands in for RpcListener: what clients sent, and what reached each of them."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self.num_bad_messages = 0
+        self.inbox: list[tuple[bytes, Request]] = []
+        self.delivered: dict[bytes, list[Event]] = defaultdict(list)
+        self.room = dict.fromkeys(PEERS, 10**9)
+        self.gone: set[bytes] = set()
+
+    def receive(self, max_messages: int) -> list[tuple[bytes, Request]]:
+        taken, self.inbox = self.inbox[:max_messages], self.inbox[max_messages:]
+        return taken
+
+    def send(self, peer: bytes, event: Event) -> Delivery:
+        if peer in self.gone:
+            return Delivery.GONE
+        if self.room[peer] <= 0:
+            return Delivery.FULL
+        self.room[peer] -= 1
+        self.delivered[peer].append(event)
+        return Delivery.TAKEN
+
+    def drop(self, peer: bytes, last: Sequence[Event]) -> None:
+        self.delivered[peer] += last
+        self.room[peer] = -(10**9)
+
+    def is_behind(self, peer: bytes) -> bool:
+        return self.room[peer] < 10**6
+
+    def flush(self) -> list[bytes]:
+        return []
+
+    def has_input(self) -> bool:
+        return bool(self.inbox)
+
+    has_backlog = False
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Nothing to close."""
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """One engine and three clients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spec = ModelSpec(
+            hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=8, vocab_size=ALPHABET + 1,
+            max_context=CONTEXT,
+        )  # fmt: skip
+        self.control = ControlPage.create(WORLD_SIZE, CONTEXT)
+        self.wire = Wire()
+        model = ServedModel("letters", Path("letters"), spec, cast(Tokenizer, Letters()), (0,))
+        args = CoordinatorArgs("unit", "unit", -1, -1, "unit", "unit", -1, drain_s=1e6, queue_limit=QUEUE_LIMIT)
+        self.coordinator = Coordinator(args, self.control, model, cast(RpcListener, self.wire))
+        self.sent: dict[str, tuple[bytes, Generate]] = {}
+        self.seq, self.decoding, self.index = 0, cast("DecodeRequest | None", None), 0
+        self.is_over = False
+
+    @initialize(is_ready=st.booleans())
+    def start(self, is_ready: bool) -> None:
+        if is_ready:
+            self.ranks_become_ready()
+
+    # ---- ranks ----
+    @rule()
+    def ranks_become_ready(self) -> None:
+        for rank in range(WORLD_SIZE):
+            self.control.set_state(rank, RankState.READY)
+
+    @rule(num_tokens=st.integers(1, 8), faulty=st.integers(0, 30))
+    def rank_0_decodes(self, num_tokens: int, faulty: int) -> None:
+        for _ in range(num_tokens):
+            if self.decoding is None:
+                if self.control.doorbell() == self.seq or self.control.aborted():
+                    return
+                self.seq, self.index = self.seq + 1, 0
+                self.decoding = self.control.read_request(self.seq)
+            self._decode_one_token(is_faulty=faulty == 0)
+
+    def _decode_one_token(self, *, is_faulty: bool) -> None:
+        request = self.decoding
+        assert request is not None
+        token_id, finish = answer_of(request.prompt)[self.index], Finish.NONE
+        if self.control.cancelled(self.seq):
+            token_id, finish = NO_TOKEN, Finish.CANCELLED
+        elif is_faulty:
+            token_id, finish = NO_TOKEN, Finish.NUMERICAL_FAULT
+        elif token_id in request.stop_ids and not request.ignore_eos:
+            finish = Finish.STOP
+        elif self.index == request.max_tokens - 1:
+            finish = Finish.LENGTH
+        self.control.ring.put(self.seq, self.index, token_id, 10**9, None, finish)
+        self.index += 1
+        if finish is not Finish.NONE:
+            self.decoding = None
+            for rank in range(WORLD_SIZE):
+                self.control.set_done(rank, self.seq)
+
+    # ---- clients ----
+    @rule(
+        peer=st.sampled_from(PEERS), prompt=st.text("abcd", max_size=6), max_tokens=st.none() | st.integers(1, 20),
+        stop=st.lists(st.text("abcd", min_size=1, max_size=3), max_size=2), ignore_eos=st.booleans(),
+    )  # fmt: skip
+    def client_asks(
+        self, peer: bytes, prompt: str, max_tokens: int | None, stop: list[str], ignore_eos: bool
+    ) -> None:  # fmt: skip
+        if peer not in self.wire.gone:
+            request_id = f"r{len(self.sent)}"
+            message = Generate(request_id, prompt, None, max_tokens, stop=tuple(stop), ignore_eos=ignore_eos)
+            self.sent[request_id] = (peer, message)
+            self.wire.inbox.append((peer, message))
+
+    @rule(peer=st.sampled_from(PEERS), number=st.integers(0, 50))
+    def client_cancels(self, peer: bytes, number: int) -> None:
+        if self.sent and peer not in self.wire.gone:
+            self.wire.inbox.append((peer, Cancel(f"r{number % (len(self.sent) + 1)}")))
+
+    @rule(peer=st.sampled_from(PEERS[1:]))
+    def client_vanishes(self, peer: bytes) -> None:
+        self.wire.gone.add(peer)
+
+    @rule(peer=st.sampled_from(PEERS[1:]))
+    def client_stops_reading(self, peer: bytes) -> None:
+        self.wire.room[peer] = min(self.wire.room[peer], OUTBOX)
+
+    # ---- the coordinator ----
+    @rule(num_turns=st.integers(1, 3))
+    @precondition(lambda self: not self.is_over)
+    def turn(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            self.coordinator.turn()
+            if self.coordinator._farewell is not None:
+                self._end()
+                return
+
+    @rule(peer=st.sampled_from(PEERS), how=st.sampled_from(["verb", "page", "signal"]), chance=st.integers(0, 5))
+    def drain(self, peer: bytes, how: str, chance: int) -> None:
+        if chance == 0 and how == "verb" and peer not in self.wire.gone:
+            self.wire.inbox.append((peer, Drain()))
+        elif chance == 0 and how == "page":
+            self.control.set_drain()
+        elif chance == 0:
+            self.coordinator.num_stop_signals += 1
+
+    @rule(cause=st.sampled_from([AbortCause.RANK_DIED, AbortCause.SHUTDOWN]), chance=st.integers(0, 9))
+    def abort(self, cause: AbortCause, chance: int) -> None:
+        if chance == 0:
+            self.control.set_abort(cause, 1)
+
+    def _end(self) -> None:
+        self.coordinator.run()
+        self.is_over = True
+
+    # ---- what must hold ----
+    def _events_of(self, request_id: str) -> list[Any]:
+        peer, _ = self.sent[request_id]
+        return [event for event in self.wire.delivered[peer] if getattr(event, "request_id", None) == request_id]
+
+    @invariant()
+    def every_stream_is_an_exact_prefix_with_at_most_one_end(self) -> None:
+        for request_id, (_, message) in self.sent.items():
+            events = [e for e in self._events_of(request_id) if not isinstance(e, Alive) and not _is_cancel_refusal(e)]
+            if not events:
+                continue
+            ends = [event for event in events if isinstance(event, Done | Error)]
+            assert len(ends) <= 1
+            assert not ends or events[-1] is ends[0], "nothing follows the terminal event"
+            assert isinstance(events[0], Accepted) or (isinstance(events[0], Error) and len(events) == 1)
+            self._check_answer(message, [event for event in events if isinstance(event, Tokens)], events[-1])
+
+    def _check_answer(self, message: Generate, tokens: list[Tokens], last: Event) -> None:
+        if message.prompt is None or not tokens:
+            return
+        expected = answer_of(Letters().encode(message.prompt))
+        ids = [token_id for event in tokens for token_id in event.token_ids]
+        assert ids == expected[: len(ids)]
+        text = "".join(event.text for event in tokens)
+        whole = "".join(map(Letters().push, ids))
+        assert whole.startswith(text)
+        assert not any(stop in text for stop in message.stop)
+        if isinstance(last, Done) and last.finish_reason is not FinishReason.STOP:
+            assert text == whole, "text that was withheld is delivered at the end"
+        if isinstance(last, Done):
+            assert last.num_generated_tokens == len(ids)
+
+    def teardown(self) -> None:
+        if not self.is_over:
+            self.control.set_abort(AbortCause.RANK_DIED, 0)
+            self._end()
+            self.every_stream_is_an_exact_prefix_with_at_most_one_end()
+        unread = {request.request_id for _, request in self.wire.inbox if isinstance(request, Generate)}
+        for request_id, (peer, _) in self.sent.items():
+            if request_id in unread or peer in self.wire.gone or self.wire.room[peer] < 10**6:
+                continue  # never read by the coordinator, or nobody is there to be told
+            ends = [e for e in self._events_of(request_id) if isinstance(e, Done | Error) and not _is_cancel_refusal(e)]
+            assert len(ends) == 1, f"request {request_id} has {len(ends)} terminal events"
+        self.control.close()
+
+
+def _is_cancel_refusal(event: Event) -> bool:
+    return isinstance(event, Error) and event.code == "unknown_request"
+
+
+TestLifecycle = Lifecycle.TestCase
+TestLifecycle.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
