@@ -1,7 +1,12 @@
-"""Every world size gives the same bits: ranks run as threads that exchange through a small in-process communicator."""
+"""Every world size gives the same bits.
+
+Every form of model runs on ranks that are threads and exchange through a few lines of Python; some forms also on real rank
+processes with the communicator of CPU ranks.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kog_dist.collectives.ranks import run_ranks as run_processes
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.sampling import Sampling
@@ -20,6 +26,7 @@ from kog_dist.errors import AbortedError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import HeadType, ModelSpec, RopeScaling
 
+HERE = Path(__file__).parent
 DEADLINE_S = 60.0
 PROMPT = (3, 17, 4, 90, 41)
 NUM_GENERATED = 12
@@ -165,3 +172,37 @@ def test_logits_and_tokens_do_not_depend_on_the_world_size(folder: Path) -> None
         assert [o.token_id for o in several] == [o.token_id for o in alone]
         assert bits(several) == bits(alone), f"{world_size} ranks give other bits than 1"
         assert all(o.finite for o in several)
+
+
+@pytest.mark.parametrize(("sampling", "kv_dtype"), [(Sampling(0.9, seed=5), "float32"), (Sampling(), "bfloat16")])
+def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: Sampling, kv_dtype: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
+    plain = generate(tmp_path, 1, Sampling())
+    alone = generate(tmp_path, 1, sampling, kv_dtype)
+    several = generate(tmp_path, 4, sampling, kv_dtype)
+    assert [o.token_id for o in several] == [o.token_id for o in alone]
+    assert bits(several) == bits(alone)
+    assert bits(alone) != bits(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "temperature"),
+    [
+        ("laneformer", 2, 0.0), ("laneformer", 8, 0.7), ("pre_norm", 4, 0.0), ("lane_head", 4, 0.7), ("vocab_parallel", 4, 0.0),
+        ("delay_0", 2, 0.0),
+    ],
+)  # fmt: skip
+def test_rank_processes_give_the_same_bits(name: str, world_size: int, temperature: float, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, SPECS[name], random_tensors(SPECS[name], seed=11))
+    alone = [o for o in generate(tmp_path, 1, Sampling(temperature, seed=3)) if o.logits is not None]
+    arguments = {
+        "folder": str(tmp_path), "temperature": temperature, "seed": 3, "prompt": list(PROMPT), "num_generated": NUM_GENERATED,
+    }  # fmt: skip
+    outcomes = run_processes(
+        world_size, "engine_bodies:generate", arguments, deadline_s=DEADLINE_S, search_path=(HERE, HERE.parents[1])
+    )
+    assert [outcome.status for outcome in outcomes] == [0] * world_size, "\n".join(o.error for o in outcomes if o.error)
+    tokens = [o.token_id for o in alone]
+    assert [[token for token, _ in outcome.result] for outcome in outcomes] == [tokens] * world_size
+    digests = [hashlib.sha256(o.logits.tobytes()).hexdigest() for o in alone if o.logits is not None]
+    assert [digest for _, digest in outcomes[0].result] == digests
