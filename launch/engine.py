@@ -26,6 +26,7 @@ from kog_dist.workers.coordinator_args import CoordinatorArgs
 
 GRACE_S = 1.0  # from the abort word to SIGTERM
 TERM_GRACE_S = 0.4  # from SIGTERM to SIGKILL
+GIVE_UP_S = 15.0  # a process that the kernel cannot end by then is left to it
 _POLL_S = 0.05
 
 
@@ -106,8 +107,8 @@ class EngineProcesses:
             grace_s = 0
             self.signal_client(signal.SIGKILL)  # whoever pressed Ctrl-C wants no explanations
         deadlines = (Deadline.after(grace_s), Deadline.after(grace_s + TERM_GRACE_S))
-        sent = 0
-        while any(child.exit_code is None for child in self.children):
+        give_up, sent = Deadline.after(GIVE_UP_S), 0
+        while any(child.exit_code is None for child in self.children) and not give_up.expired():
             for child in self.children:
                 child.read_output()
             while sent < 2 and deadlines[sent].expired():

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from kog_dist.errors import LaunchError
 
@@ -24,7 +24,7 @@ _LINE_BYTES = 2000
 class Child:
     """One process of the engine in its own process group. `stderr_fd` is readable until it has closed its output."""
 
-    def __init__(self, role: str, process: subprocess.Popen[bytes], stderr_fd: int, log: IO[bytes] | None) -> None:
+    def __init__(self, role: str, process: subprocess.Popen[bytes], stderr_fd: int, log: FileIO | None) -> None:
         self.role = role  # "rank 3", "coordinator", "client"
         self.process = process
         self.pid = process.pid
@@ -52,11 +52,19 @@ class Child:
                 os.close(self.stderr_fd)
                 self.stderr_fd = -1
                 return False
-            if self._log is not None:
-                self._log.write(chunk)
+            self._write_log(chunk)
             *lines, self._partial = (self._partial + chunk).split(b"\n")
             self._partial = self._partial[-_LINE_BYTES:]
             self._tail.extend(line[-_LINE_BYTES:].decode(errors="replace") for line in lines if line.strip())
+
+    def _write_log(self, chunk: bytes) -> None:
+        """Append to the process's log; a full disk costs the log, not the engine."""
+        if self._log is not None:
+            try:
+                self._log.write(chunk)
+            except OSError:
+                self._log.close()
+                self._log = None
 
     def last_line(self) -> str:
         """The last line of its output, where a process that stops by itself says why; empty if it said nothing."""
@@ -100,7 +108,7 @@ def spawn(
     os.set_blocking(read_fd, False)
     log = None
     try:
-        log = None if log_dir is None or on_terminal else (log_dir / f"{role.replace(' ', '-')}.log").open("wb")
+        log = None if log_dir is None or on_terminal else (log_dir / f"{role.replace(' ', '-')}.log").open("wb", buffering=0)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
             stdin=subprocess.DEVNULL,

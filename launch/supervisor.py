@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import selectors
 import signal
 import sys
@@ -279,5 +281,6 @@ def _event(line: str, *, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     try:
         print(line, file=stream, flush=True)
-    except (BrokenPipeError, ValueError):
-        pass
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # or what is still in the buffer fails again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), stream.fileno())

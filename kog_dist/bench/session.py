@@ -87,7 +87,8 @@ class EngineSession:
             if client is not None:
                 client.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._started[-1].wait(_LAST_WORDS_S)
+                if self._started:
+                    self._started[-1].wait(_LAST_WORDS_S)
             raise LaunchError(f"the engine did not become ready: {self.output().strip() or error}") from error
         return client
 

@@ -26,16 +26,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_model() -> Path:
     """The bundled demo model."""
-    bundled = Path(str(resources.files("kog_dist"))) / "models" / "demo"
-    if (bundled / "config.json").is_file():
-        return bundled
-    from kog_dist.train.specs import demo_spec  # until the model is trained
-
-    folder = tmp_path_factory.mktemp("models") / "demo"
-    write_checkpoint(folder, demo_spec(), random_tensors(demo_spec(), seed=2))
-    return folder
+    return Path(str(resources.files("kog_dist"))) / "models" / "demo"
 
 
 @pytest.fixture

@@ -63,6 +63,14 @@ def test_wrong_command_lines(session: EngineSession, tiny_model: Path, arguments
     refused(session, code, sentence, str(tiny_model), *arguments)
 
 
+def test_refusal_is_left_in_exit_json(session: EngineSession, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    said = refused(session, 3, "does not exist", str(tmp_path / "nothing"), f"--log-dir={logs}")
+    last_words = json.loads((logs / "exit.json").read_text(encoding="utf-8"))
+    assert (last_words["exit_code"], last_words["reason"]) == (3, "cannot_start")
+    assert said == f"kog-launch: {last_words['sentence']}\n"
+
+
 def test_unknown_setting_is_named_with_its_source(session: EngineSession, tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("rank = 2\n", encoding="utf-8")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,3 +143,17 @@ def test_cancel_leaves_all_ranks_at_the_same_step(session: EngineSession, tiny_m
         assert client.status().num_cancelled == 5
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(ENDED_S) == 0
+
+
+def test_output_that_nobody_reads_any_more_changes_nothing(session: EngineSession, tiny_model: Path) -> None:
+    read_fd, write_fd = os.pipe()
+    command = [sys.executable, "-m", "kog_dist.launch.cli", str(tiny_model), "--ranks=1", "--instance=engine"]
+    with subprocess.Popen(command, env=session.environment(), stdout=write_fd, stderr=subprocess.PIPE) as launcher:
+        os.close(write_fd)
+        os.close(read_fd)
+        with session.connect() as client:
+            assert client.status().state == "ready"
+        launcher.send_signal(signal.SIGTERM)
+        _, errors = launcher.communicate(timeout=ENDED_S)
+    assert (launcher.returncode, errors) == (0, b"")
+    assert_clean(session)
