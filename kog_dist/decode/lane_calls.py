@@ -100,26 +100,24 @@ class LaneCalls:
         return run
 
     def _attend(self, group: Group) -> Run:
-        operands = self.find.of(group, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,))
-        (queries,), (mixed,) = operands
+        (queries,), (mixed,) = self.find.of(group, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,))
         spec, layer, cursor, own = self.spec, group.steps[0].layer, self.cursor, self.find.own(group)
         cached = group.steps[0].reads[1]
         if (cached.number, cached.lane) != (layer, group.steps[0].lane):
             raise PlanError(f"rank {self.rank}: step {group.steps[0]} attends to the cache of another layer or lane")
         keys, values = self.memory.keys[layer][own], self.memory.values[layer][own]
-        num_lanes = len(group.steps)
-        window = spec.window(layer) or spec.max_context
-        scores = self.memory.empty(num_lanes, spec.lane_heads, min(window, spec.max_context))
-        ones = self.memory.empty(scores.shape[2])
+        window = min(spec.window(layer) or spec.max_context, spec.max_context)
+        heads = (len(group.steps), spec.lane_kv_heads, spec.lane_heads // spec.lane_kv_heads)
+        queries, mixed = queries.reshape(*heads, spec.head_dim), mixed.reshape(*heads, spec.head_dim)
+        scores, peaks, sums = (self.memory.empty(*heads, width) for width in (window, 1, 1))
+        ones = self.memory.empty(window)
         ones[:] = 1
-        peaks, sums = self.memory.empty(num_lanes, spec.lane_heads, 1), self.memory.empty(num_lanes, spec.lane_heads, 1)
 
         def run() -> None:
             stop = cursor.position + 1
             start = max(0, stop - window)
-            seen = slice(start, stop)
-            n = stop - start
-            lane_math.attend(queries, keys[:, :, seen], values[:, :, seen], scores[:, :, :n], ones[:n], peaks, sums, mixed)
+            seen, n = slice(start, stop), stop - start
+            lane_math.attend(queries, keys[:, :, seen], values[:, :, seen], scores[..., :n], ones[:n], peaks, sums, mixed)
 
         return run
 

@@ -1,7 +1,8 @@
 """The arithmetic of a decode step in NumPy, lane by lane, so that its bits never depend on how many lanes a rank hosts.
 
-What NumPy and BLAS do not round exactly (matrix-vector products, sums along a vector, exp) is called once per lane, with shapes
-that the model alone decides. What IEEE defines exactly (+, -, *, /, sqrt, maximum) may run over several lanes at once: `n` below.
+What NumPy and BLAS do not round exactly (matrix products, sums along a vector, exp) is done once per lane, with shapes that
+the model alone decides; vecdot and matmul do that in a loop of their own. What IEEE defines exactly (+, -, *, /, sqrt, maximum)
+may run over several lanes at once: `n` below.
 BLAS must run on one thread (OPENBLAS_NUM_THREADS=1, set by the launcher): it is faster so, and the same everywhere.
 All results go to arrays that the caller allocated.
 """
@@ -51,25 +52,19 @@ def rotate_pairs(heads: Array, cos: Array, sin: Array, scratch: Array, rotated: 
 def attend(
     queries: Array, keys: Array, values: Array, scores: Array, ones: Array, peaks: Array, sums: Array, mixed: Array
 ) -> None:
-    """Softmax attention of one position; `queries` (n, heads, head_dim) are already scaled by head_dim ** -0.5.
+    """Softmax attention of one position, with `group` query heads to a KV head, already scaled by head_dim ** -0.5.
 
-    keys, values: (n, kv_heads, positions, head_dim); heads / kv_heads neighbouring query heads share a KV head.
-    ones: (positions,), all 1.
-    scores (n, heads, positions), peaks and sums (n, heads, 1) are scratch; mixed (n, heads, head_dim) is the result.
+    queries: (n, kv_heads, group, head_dim); keys, values: (n, kv_heads, positions, head_dim); ones: (positions,), all 1.
+    scores (n, kv_heads, group, positions), peaks and sums (n, kv_heads, group, 1) are scratch; mixed is the result, shaped as
+    queries. matmul and vecdot call BLAS once per lane and KV head.
     """
-    num_lanes, num_heads = queries.shape[:2]
-    group = num_heads // keys.shape[1]
-    for lane in range(num_lanes):
-        for head in range(num_heads):
-            np.dot(keys[lane, head // group], queries[lane, head], out=scores[lane, head])
-    np.maximum.reduce(scores, axis=2, keepdims=True, out=peaks)
+    np.matmul(queries, keys.swapaxes(2, 3), out=scores)
+    np.maximum.reduce(scores, axis=3, keepdims=True, out=peaks)
     np.subtract(scores, peaks, out=scores)
     for lane_scores in scores:
         np.exp(lane_scores, out=lane_scores)
-    np.vecdot(scores, ones, out=sums[:, :, 0])  # one BLAS dot per head
-    for lane in range(num_lanes):
-        for head in range(num_heads):
-            np.dot(scores[lane, head], values[lane, head // group], out=mixed[lane, head])
+    np.vecdot(scores, ones, out=sums[..., 0])
+    np.matmul(scores, values, out=mixed)
     np.divide(mixed, sums, out=mixed)
 
 
