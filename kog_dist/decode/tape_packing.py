@@ -1,0 +1,93 @@
+"""The physical form of a weight tape: how a matrix becomes the stream that each thread block of the monokernel reads.
+
+A product y = W x is cut by rows over the thread blocks, and within one by columns over its matrix warps. The tape of a thread
+block holds, for each block of at most 24 rows, tiles in the order of use; a tile holds, for each warp, a few steps of 32 columns,
+each step row by row: [block][tile][warp][step][row][32]. Rows and columns that do not divide are filled with zeros.
+
+The functions take numpy or cupy arrays of any 16-bit type and return the same kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MATRIX_WARPS = 12
+STEP_COLUMNS = 32  # columns that one mma takes of eight rows
+MAX_ROWS = 24  # rows of a block: a finaliser warp has a thread for each
+
+AnyArray = Any  # numpy.ndarray or cupy.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class OpShape:
+    """One matrix-vector product in one thread block: see `Op` in phases/layout.cuh, which has the same formulas."""
+
+    rows: int  # of a block
+    blocks: int
+    per: int  # steps of 32 columns for each matrix warp
+    steps: int  # of them in one tile
+
+    @property
+    def cta_rows(self) -> int:
+        """Rows that a thread block owns, padding included."""
+        return self.rows * self.blocks
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of one block of rows."""
+        return self.per // self.steps
+
+    @property
+    def num_columns(self) -> int:
+        """K with its padding."""
+        return self.per * MATRIX_WARPS * STEP_COLUMNS
+
+    @property
+    def num_values(self) -> int:
+        """Weights on the tape of one thread block."""
+        return self.cta_rows * self.num_columns
+
+
+def op_shape(cta_rows: int, num_columns: int, multiple: int) -> OpShape:
+    """Shape for at least `cta_rows` rows of `num_columns` values; the rows of a block are a multiple of `multiple`."""
+    blocks = -(-cta_rows // MAX_ROWS)
+    rows = -(-cta_rows // (blocks * multiple)) * multiple
+    per = -(-num_columns // (MATRIX_WARPS * STEP_COLUMNS))
+    steps = max(s for s in range(1, per + 1) if per % s == 0 and (s == 1 or s * rows <= MAX_ROWS))
+    return OpShape(rows, blocks, per, steps)
+
+
+def owned_rows(num_rows: int, num_ctas: int, multiple: int) -> int:
+    """Rows of each thread block, a multiple of `multiple`; the last ones may own fewer, or none."""
+    return -(-num_rows // (num_ctas * multiple)) * multiple
+
+
+def interleave(gate: AnyArray, up: AnyArray) -> AnyArray:
+    """Rows of gate and up (F, K) in turn (2F, K), so that the two rows of an FFN column have one owner."""
+    both = np.stack([gate, up], axis=1)
+    return both.reshape(-1, gate.shape[1])
+
+
+def pack(matrix: AnyArray, shape: OpShape, num_ctas: int) -> AnyArray:
+    """The tape segments (num_ctas, shape.num_values) of a matrix (rows, K), 16 bit. Raises ValueError if it is too large."""
+    rows, columns = matrix.shape
+    if rows > num_ctas * shape.cta_rows or columns > shape.num_columns:
+        raise ValueError(
+            f"a matrix of {rows} x {columns} does not fit {num_ctas} thread blocks of {shape.cta_rows} rows and "
+            f"{shape.num_columns} columns"
+        )
+    padded = np.zeros_like(matrix, shape=(num_ctas * shape.cta_rows, shape.num_columns))
+    padded[:rows, :columns] = matrix
+    parts = padded.reshape(num_ctas, shape.blocks, shape.rows, MATRIX_WARPS, shape.tiles, shape.steps, STEP_COLUMNS)
+    return parts.transpose(0, 1, 4, 3, 5, 2, 6).reshape(num_ctas, shape.num_values)
+
+
+def unpack(segments: AnyArray, shape: OpShape, num_rows: int, num_columns: int) -> AnyArray:
+    """The inverse of `pack`: the matrix (num_rows, num_columns), without its padding."""
+    num_ctas = segments.shape[0]
+    parts = segments.reshape(num_ctas, shape.blocks, shape.tiles, MATRIX_WARPS, shape.steps, shape.rows, STEP_COLUMNS)
+    whole = parts.transpose(0, 1, 5, 3, 2, 4, 6).reshape(num_ctas * shape.cta_rows, shape.num_columns)
+    return whole[:num_rows, :num_columns]

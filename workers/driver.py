@@ -1,0 +1,50 @@
+"""The few calls of the CUDA driver that a launch needs. Memory and contexts are cupy's; this loads cubins and launches them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from kog_dist.errors import LaunchError
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise LaunchError(f"the CUDA driver cannot be loaded ({error}); install it, or use --device cpu") from None
+
+
+def _check(code: int, what: str) -> None:
+    if code == 0:
+        return
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(code, ctypes.byref(name))
+    raise LaunchError(f"{what} failed: {(name.value or b'unknown error').decode()} ({code})")
+
+
+class Kernel:
+    """One function of a cubin, loaded into the current context; it stays loaded until the process ends."""
+
+    def __init__(self, cubin: Path, name: str, shared_bytes: int) -> None:
+        self._shared_bytes = shared_bytes
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoad(ctypes.byref(self._module), str(cubin).encode()), f"loading {cubin}")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"finding kernel {name}")
+        _check(
+            _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes),
+            f"asking for {shared_bytes} bytes of shared memory",
+        )
+
+    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int) -> None:
+        """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter."""
+        raw = ctypes.create_string_buffer(params, len(params))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(raw))
+        code = _driver().cuLaunchCooperativeKernel(
+            self._function, num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, ctypes.c_void_p(stream_ptr), pointers
+        )
+        _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads")

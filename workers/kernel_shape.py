@@ -1,0 +1,216 @@
+"""What the monokernel is compiled for: every size that follows from a model, the hosted lanes and the number of thread blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from kog_dist.decode.tape_packing import MATRIX_WARPS, MAX_ROWS, OpShape, op_shape, owned_rows
+from kog_dist.errors import ConfigError
+from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+
+MAX_CTAS = 128
+SLOT_BYTES = MATRIX_WARPS * 1536
+SHARED_BYTES = 232448
+FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """Everything static about one build of the monokernel. Raises ConfigError for a model that it cannot run.
+
+    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share.
+    """
+
+    spec: ModelSpec
+    hosted_lanes: range
+    weight_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    max_ctas: int = MAX_CTAS
+    splits: int = 8
+    replicas: int = 4
+    tiles_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
+    max_slots: int = 16
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        findings = []
+        if spec.head_type is not HeadType.REPLICATE:
+            findings.append(f"lm_head_type {spec.head_type.value} (it runs replicate)")
+        if spec.head_dim % 16:
+            findings.append(f"head_dim {spec.head_dim} (a multiple of 16)")
+        if spec.lane_heads // spec.lane_kv_heads > 4:
+            findings.append(f"{spec.lane_heads // spec.lane_kv_heads} query heads per KV head (at most 4)")
+        if spec.lane_ffn % 4:
+            findings.append(f"{spec.lane_ffn} FFN columns in a lane (a multiple of 4)")
+        if spec.num_layers > 63:
+            findings.append(f"{spec.num_layers} layers (at most 63)")
+        if self.weight_dtype not in FORMATS or self.kv_dtype not in FORMATS:
+            findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
+        if self.num_slots <= self.in_flight + 1:
+            findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
+        if findings:
+            raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; use --device cpu")
+
+    # ---- work of a thread block ----
+    @cached_property
+    def num_ctas(self) -> int:
+        """Thread blocks that own rows. Each owns at least one row of the residual: the reuse of words rests on that."""
+        owned = op_shape(owned_rows(self.spec.hidden_size, self.max_ctas, 2), self.spec.hidden_size, 2).cta_rows
+        return -(-self.spec.hidden_size // owned)
+
+    @cached_property
+    def qkv(self) -> OpShape:
+        """Query, key and value rows of a lane, in pairs that rotate together."""
+        rows = (self.spec.lane_heads + 2 * self.spec.lane_kv_heads) * self.spec.head_dim
+        return op_shape(owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2)
+
+    @cached_property
+    def out(self) -> OpShape:
+        """Rows of the attention's output projection: those of the residual that the thread block owns."""
+        return op_shape(self._residual_rows, self.spec.lane_heads * self.spec.head_dim, self._residual_multiple)
+
+    @cached_property
+    def gate_up(self) -> OpShape:
+        """Gate and up rows of the same FFN columns, one after the other; two columns at least."""
+        return op_shape(2 * owned_rows(self.spec.lane_ffn, self.num_ctas, 2), self.spec.hidden_size, 4)
+
+    @cached_property
+    def down(self) -> OpShape:
+        """Rows of the FFN's output projection; the same rows as `out`."""
+        return op_shape(self._residual_rows, self.spec.lane_ffn, self._residual_multiple)
+
+    @cached_property
+    def head(self) -> OpShape:
+        """Vocabulary rows of this rank."""
+        first, last = self.vocab_rows
+        return op_shape(owned_rows(last - first, self.num_ctas, 1), self.spec.hidden_size, 1)
+
+    @cached_property
+    def _residual_rows(self) -> int:
+        return owned_rows(self.spec.hidden_size, self.num_ctas, 2)
+
+    @cached_property
+    def _residual_multiple(self) -> int:
+        return 2
+
+    @property
+    def vocab_rows(self) -> tuple[int, int]:
+        """First and one-past-last vocabulary row of the hosted lanes."""
+        return self.spec.vocab_slice(self.hosted_lanes[0])[0], self.spec.vocab_slice(self.hosted_lanes[-1])[1]
+
+    @property
+    def num_lanes(self) -> int:
+        """Hosted lanes."""
+        return len(self.hosted_lanes)
+
+    @property
+    def tape_values(self) -> int:
+        """16-bit weights on the tape of one thread block."""
+        layer = self.qkv.num_values + self.out.num_values + self.gate_up.num_values + self.down.num_values
+        return self.spec.num_layers * self.num_lanes * layer + self.head.num_values
+
+    @property
+    def in_flight(self) -> int:
+        """Ring tiles that may be under way from memory."""
+        return self.tiles_in_flight or (2 if self.num_lanes <= 2 else 3)
+
+    # ---- KV cache ----
+    @property
+    def window_batches(self) -> int:
+        """Batches of 16 positions that a split of a windowed layer keeps."""
+        window = min(self.spec.sliding_window or self.spec.max_context, self.spec.max_context)
+        return -(-window // (16 * self.splits))
+
+    @property
+    def full_batches(self) -> int:
+        """The same of a layer that sees everything."""
+        return -(-self.spec.max_context // (16 * self.splits))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of the KV cache."""
+        windowed = len(self.spec.window_layers)
+        batches = windowed * self.window_batches + (self.spec.num_layers - windowed) * self.full_batches
+        return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * 2 * 16 * self.spec.head_dim * 2
+
+    # ---- words ----
+    @cached_property
+    def _word_lists(self) -> dict[str, tuple[int, int]]:
+        """By name: words of one copy (whole lines), and number of copies."""
+        spec, lanes = self.spec, self.num_lanes
+        query_rows = spec.lane_heads * spec.head_dim
+        copies = lanes * self.replicas
+        sizes = {
+            "Stream": (spec.hidden_size // 2, copies),
+            "Middle": (spec.hidden_size // 2, copies),
+            "Activation": (spec.lane_ffn // 2, copies),
+            "Qkv": ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2, lanes),
+            "Attended": (query_rows * self.splits // 2, copies),
+            "LogSum": (spec.lane_heads * self.splits, copies),
+            "Candidate": (2 * self.num_ctas, self.replicas),
+        }
+        return {name: (-(-words // 16) * 16, count) for name, (words, count) in sizes.items()}
+
+    @property
+    def num_words(self) -> int:
+        """64-bit words that the thread blocks exchange."""
+        return sum(words * count for words, count in self._word_lists.values())
+
+    # ---- shared memory ----
+    @cached_property
+    def num_slots(self) -> int:
+        """Ring slots that fit beside everything else in `Shared`; a little is left for its padding."""
+        spec, lanes, rows = self.spec, self.num_lanes, self.out.cta_rows
+        max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
+        group = spec.lane_heads // spec.lane_kv_heads
+        others = 2 * max_per * MATRIX_WARPS * 128 + 2 * MATRIX_WARPS * MAX_ROWS * 4
+        others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
+        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024
+        return min(self.max_slots, (SHARED_BYTES - others) // SLOT_BYTES)
+
+    # ---- generated header ----
+    def header(self) -> str:
+        """`shape.cuh`."""
+        spec = self.spec
+        numbers = {
+            "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": self.num_lanes, "kDelay": spec.delay,
+            "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
+            "kVocabFirst": self.vocab_rows[0], "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
+            "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
+            "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
+            "kTilesInFlight": self.in_flight, "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
+            "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
+            "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
+            "kFinalNormLanes": 1 if spec.shared_norm_scale or spec.pre_norm_lane_agg else self.num_lanes,
+        }  # fmt: skip
+        masks = {"kWindowMask": spec.window_layers}
+        for block, name in ((Block.ATTENTION, "kAttention"), (Block.MLP, "kMlp")):
+            for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED):
+                layers = [i for i in range(spec.num_layers) if spec.reduce_mode(i, block) is mode]
+                masks[f"{name}{mode.value.capitalize()}"] = tuple(layers)
+        # Binary16 reaches only 65504: its activations are scaled down on the way in, and back on the way out.
+        x_scale = 1.0 if self.weight_dtype == "bfloat16" else 0.0625
+        floats = {
+            "kNormEps": spec.norm_eps, "kXScale": x_scale, "kInverseXScale": 1.0 / x_scale,
+            "kLocalScale": math.sqrt(spec.num_lanes), "kScoreScale": spec.head_dim**-0.5 * math.log2(math.e),
+        }  # fmt: skip
+        lines = ["// Generated by kog_dist.workers.kernel_shape; do not edit.", "#pragma once", "namespace kog {"]
+        lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+        lines += [f"constexpr u64 {name} = {sum(1 << i for i in layers):#x}ull;" for name, layers in masks.items()]
+        lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
+        lines += [f"constexpr bool kPreNormSum = {str(spec.pre_norm_lane_agg).lower()};"]
+        lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]
+        lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", f"using KvFormat = {FORMATS[self.kv_dtype]};"]
+        offset = 0
+        for name, (words, count) in self._word_lists.items():
+            lines += [f"constexpr u32 k{name}Offset = {offset}, k{name}Stride = {words};"]
+            offset += words * count
+        lines += ["}  // namespace kog"]
+        ops = {"QKV": self.qkv, "OUT": self.out, "GATE_UP": self.gate_up, "DOWN": self.down, "HEAD": self.head}
+        lines += [f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}" for name, op in ops.items()]
+        if self.trace:
+            lines += ["#define KOG_TRACE 1"]
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,68 @@
+// The monokernel: the whole decode loop of a rank in one launch. Every thread block has the same roles, one warp or group of warps
+// each; they meet through barriers in shared memory, thread blocks meet through words in device memory. See docs/monokernel.md.
+#include "layout.cuh"
+#include "load.cuh"
+#include "multiply.cuh"
+#include "finalize.cuh"
+#include "sample.cuh"
+#include "fetch.cuh"
+#include "attend.cuh"
+
+namespace kog {
+
+__device__ __forceinline__ void init_barriers(Shared& shared) {
+    for (int i = 0; i < kNumSlots; ++i) mbar_init(bar(shared.full[i]), 1), mbar_init(bar(shared.empty[i]), kMatrixWarps);
+    for (int i = 0; i < 2; ++i) {
+        mbar_init(bar(shared.x_full[i]), 4), mbar_init(bar(shared.x_empty[i]), kMatrixWarps);
+        mbar_init(bar(shared.red_full[i]), kMatrixWarps), mbar_init(bar(shared.red_empty[i]), 1);
+    }
+    for (int i = 0; i < 4; ++i) mbar_init(bar(shared.squares_full[i]), 4);
+    mbar_init(bar(shared.token_full), 1);
+    shared.note.stopped = 0, shared.note.timed_out = 0, shared.finished = 0, shared.cancelled = 0;
+    fence_barrier_init();
+}
+
+// The watchdog warp. That of the first thread block looks at the host's words, so that nobody else has to read over PCIe.
+__device__ __forceinline__ void watch(const KogDecodeParams& params, const Role& role, u32* abort_mirror) {
+    if (laneid() != 0) return;
+    const KogHostPage* host = reinterpret_cast<const KogHostPage*>(params.host_ptr);
+    while (!role.shared->finished) {
+        if (role.cta == 0) {
+            if (load_system_u32(&host->abort) != 0) atomicExch(abort_mirror, 1u);
+            if (load_system_u32(&host->cancelled_tag) == params.request_tag) role.shared->cancelled = 1;
+        }
+        if (!watch_over(role.watch, abort_mirror, reinterpret_cast<KogWaitRecord*>(params.record_ptr))) return;
+        __nanosleep(4000);
+    }
+}
+
+}  // namespace kog
+
+extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(const __grid_constant__ KogDecodeParams params) {
+    using namespace kog;
+    extern __shared__ __align__(128) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const u32 warp = threadIdx.x >> 5;
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();
+
+    KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
+    const Role role{&shared, {&shared.note, params.wait_limit_us}, blockIdx.x, state->position, state->num_prompt, state->epoch};
+    const u32 num_steps = params.num_steps;
+    if (warp < kMatrixWarps) {
+        drop_registers<kMatrixRegisters>();
+        multiply(role, warp);
+    } else if (warp < kFetchWarp) {
+        drop_registers<kServiceRegisters>();
+        if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr) + role.cta * kTapeBytes, num_steps);
+        else if (warp == kFinalWarp) finalize(params, role);
+        else if (warp == kSampleWarp) sample(params, role, num_steps);
+        else watch(params, role, &state->abort_mirror);
+    } else if (warp < kAttendWarp) {
+        raise_registers<kFetchRegisters>();
+        fetch(params, role, threadIdx.x - kFetchWarp * 32);
+    } else {
+        raise_registers<kAttendRegisters>();
+        attend(params, role, warp - kAttendWarp);
+    }
+}

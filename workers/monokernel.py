@@ -1,0 +1,179 @@
+"""The monokernel from the host's side: its memory on the GPU, its launches, and the ring that it writes tokens into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.abi import WAIT_RECORD, WaitRecord
+from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.sampling import Sampling
+from kog_dist.errors import DeviceError
+from kog_dist.workers.build import build
+from kog_dist.workers.device_weights import DeviceWeights
+from kog_dist.workers.driver import Kernel
+from kog_dist.workers.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, abi_header
+from kog_dist.workers.kernel_shape import SHARED_BYTES, KernelShape
+
+NUM_THREADS = 24 * 32
+KERNEL_NAME = "kog_decode"
+LONGEST_WAIT_US = 2_000_000
+_NO_TOKEN_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceToken:
+    """One entry that the kernel wrote for the host."""
+
+    token_id: int  # NO_TOKEN if the entry only ends the answer
+    finish: Finish
+
+
+class Monokernel:
+    """One GPU's kernel with its weights, caches and words. One request at a time; not thread-safe.
+
+    `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the kernel cannot be had.
+    """
+
+    def __init__(self, shape: KernelShape, weights: DeviceWeights, *, rank: int = 0, wait_limit_us: int = 500_000) -> None:
+        import cupy
+
+        self.shape, self.weights, self.rank = shape, weights, rank
+        self._limit_us = min(wait_limit_us, LONGEST_WAIT_US)
+        cubin = build({"shape.cuh": shape.header(), "abi.cuh": abi_header()})
+        self.build_log = cubin.log
+        cupy.zeros(1)  # makes the context, which the module is loaded into
+        self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
+        context = shape.spec.max_context
+        first, last = shape.vocab_rows
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.logits = cupy.zeros(last - first, cupy.float32)
+        self.kv = cupy.zeros(shape.kv_bytes, cupy.uint8)
+        self.words = cupy.zeros(shape.num_words, cupy.uint64)
+        self._prompt = cupy.zeros(context, cupy.uint32)
+        self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
+        self._record = cupy.zeros(WAIT_RECORD.size_bytes, cupy.uint8)
+        self._host = _pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
+        self._ring = _pinned(context * 16).view(np.uint64).reshape(context, 2)
+        self._tag = 0
+        self._epoch = 0
+
+    # ---- a request ----
+    def begin(
+        self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = (), *, first_position: int = 0
+    ) -> None:
+        """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way."""
+        import cupy
+
+        self._tag = self._tag % 0xFFFFFFFE + 1
+        self._sampling, self._stop_ids = sampling, tuple(stop_ids)
+        self._epoch = int(self.state()["epoch"])
+        state = np.zeros((), DECODE_STATE.dtype)
+        state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
+        state["max_tokens"], state["epoch"] = max_tokens, self._epoch
+        with self.stream:
+            self._prompt[: len(prompt)] = cupy.asarray(np.array(prompt, np.uint32))
+            self._state.set(np.frombuffer(state.tobytes(), np.uint8))
+        self.stream.synchronize()
+
+    def launch(self, num_steps: int, stamps: Any = None) -> None:
+        """Queue at most `num_steps` more tokens (prompt tokens count); does nothing once the request has ended.
+
+        `stamps`: uint64 array on the GPU for the time in ns at the end of each step.
+        """
+        weights = self.weights
+        params = np.zeros((), DECODE_PARAMS.dtype)
+        arrays = {
+            "tape": weights.tape, "embedding": weights.embedding, "norms": weights.norms, "final_norm": weights.final_norm,
+            "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self.logits, "prompt": self._prompt,
+            "state": self._state, "record": self._record,
+        }  # fmt: skip
+        for name, array in arrays.items():
+            params[f"{name}_ptr"] = array.data.ptr
+        params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
+        params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
+        params["seed"], params["wait_limit_us"] = self._sampling.seed, self._limit_us
+        if self._sampling.temperature > 0:
+            inverse = np.float32(1.0) / np.float32(self._sampling.temperature)
+            params["inverse_temperature_bits"] = inverse.view(np.uint32)
+        params["num_steps"], params["request_tag"] = num_steps, self._tag
+        params["num_stop_ids"] = len(self._stop_ids)
+        params["stop_ids"][: len(self._stop_ids)] = self._stop_ids
+        self._kernel.launch(self.shape.num_ctas, NUM_THREADS, params.tobytes(), self.stream.ptr)
+
+    def token(self, index: int) -> DeviceToken | None:
+        """Token `index` of the answer, or None when the kernel has not written it yet. Never waits."""
+        entry = self._ring[index].copy()
+        if ((entry >> np.uint64(32)) != self._tag).any():
+            return None
+        token_id, finish = (int(word) & 0xFFFFFFFF for word in entry)
+        return DeviceToken(NO_TOKEN if token_id == _NO_TOKEN_WORD else token_id, Finish(finish))
+
+    def cancel(self) -> None:
+        """End the request after the token that is being decoded."""
+        self._host["cancelled_tag"] = self._tag
+
+    def abort(self) -> None:
+        """Make the kernel leave all waits and end; it cannot be used after that until `recover`."""
+        self._host["abort"] = 1
+
+    # ---- afterwards ----
+    def finish(self) -> None:
+        """Wait for all launches. Raises DeviceError if a wait of the kernel ran out of time."""
+        self.stream.synchronize()
+        if int(self.state()["abort_mirror"]):
+            record = WaitRecord.unpack(self._record.get().tobytes())
+            if record.elapsed_ns:
+                raise DeviceError(record)
+
+    def recover(self) -> None:
+        """Make the kernel usable again after an abort, a DeviceError or a numerical fault: forget all state."""
+        self.stream.synchronize()
+        self._host["abort"] = 0
+        self._host["cancelled_tag"] = 0
+        for array in (self.kv, self.words, self._state, self._record):
+            array.fill(0)
+        self.stream.synchronize()
+
+    def state(self) -> Any:
+        """What the last launch left, as a `DECODE_STATE` record."""
+        return np.frombuffer(self._state.get(stream=self.stream).tobytes(), DECODE_STATE.dtype)[0]
+
+    # ---- whole answers ----
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] = (),
+        *,
+        chunk: int = 64,
+    ) -> list[int]:
+        """Decode an answer to its end; launches of `chunk` steps, two of them queued at a time."""
+        self.begin(prompt, max_tokens, sampling or Sampling(), stop_ids)
+        for _ in range(0, len(prompt) + max_tokens, chunk):
+            self.launch(chunk)
+        self.finish()
+        tokens: list[int] = []
+        while len(tokens) < max_tokens:
+            entry = self.token(len(tokens))
+            assert entry is not None, f"the kernel ended without writing token {len(tokens)}"
+            if entry.token_id != NO_TOKEN:
+                tokens.append(entry.token_id)
+            if entry.finish is not Finish.NONE:
+                break
+        return tokens
+
+
+def _pinned(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed page-locked host memory that the GPU can address; freed with the array."""
+    import cupy
+
+    memory = cupy.cuda.alloc_pinned_memory(num_bytes)
+    array = np.frombuffer(memory, np.uint8, num_bytes)
+    array[:] = 0
+    return array

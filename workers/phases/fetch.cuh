@@ -1,0 +1,311 @@
+// The fetch warps: poll the next vector's words, apply the norm's weights, and write x into shared memory in the order in which the
+// matrix warps read it. They run one vector ahead. The RMS scale is applied to the product, so nothing waits for the sum of squares.
+#pragma once
+#include "layout.cuh"
+
+namespace kog {
+
+// Four neighbouring values of a vector: the unit of polling (two words) and of writing x.
+struct Fetcher {
+    const KogDecodeParams& params;
+    const Role& role;
+    u32 tid;
+    u32 num_vectors = 0;
+
+    static constexpr int kPerThread = (kMaxPer * kMatrixWarps * 8 + kFetchThreads - 1) / kFetchThreads;
+
+    // x of unit `unit`: values 4 * unit .. 4 * unit + 3.
+    __device__ __forceinline__ void write_x(u32 unit, const float4& value) {
+        const float4 v = make_float4(value.x * kXScale, value.y * kXScale, value.z * kXScale, value.w * kXScale);
+        const u32 high0 = WeightFormat::pack(v.x, v.y), high1 = WeightFormat::pack(v.z, v.w);
+        const u32 low0 = pack_rest<WeightFormat>(v.x, v.y, high0), low1 = pack_rest<WeightFormat>(v.z, v.w, high1);
+        unsigned char* at = role.shared->x[num_vectors & 1] + (unit >> 3) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
+        *reinterpret_cast<uint2*>(at) = make_uint2(high0, high1);
+        *reinterpret_cast<uint2*>(at + 32) = make_uint2(low0, low1);
+    }
+
+    __device__ __forceinline__ bool wait_for_room(const Place& place) {
+        return mbar_wait(role.watch, bar(role.shared->x_empty[num_vectors & 1]), ((num_vectors >> 1) & 1) ^ 1, place);
+    }
+    __device__ __forceinline__ void hand_over() {
+        __syncwarp();
+        if (laneid() == 0) mbar_arrive(bar(role.shared->x_full[num_vectors & 1]));
+    }
+    __device__ __forceinline__ void hand_over_squares(float squares) {
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+        if (laneid() == 0) {
+            role.shared->squares[num_vectors & 3][tid >> 5] = squares;
+            mbar_arrive(bar(role.shared->squares_full[num_vectors & 3]));
+        }
+        ++num_vectors;
+    }
+
+    // Poll the units of this thread until all carry the tag. Whole warps; only missing words are read again.
+    template <int kUnits, int kMany>
+    __device__ __forceinline__ bool poll(const u64* words, u32 tag, ulonglong2 (&got)[kMany], const Place& place) {
+        u32 missing = 0;
+#pragma unroll
+        for (int i = 0; i < kMany; ++i)
+            if (i * kFetchThreads + tid < kUnits) missing |= 1u << i;
+        u32 since_us = 0;
+        for (u32 polls = 1;; ++polls) {
+#pragma unroll
+            for (int i = 0; i < kMany; ++i)
+                if (missing >> i & 1) got[i] = load_relaxed_x2(words + 2 * (i * kFetchThreads + tid));
+#pragma unroll
+            for (int i = 0; i < kMany; ++i)
+                if ((missing >> i & 1) && have_tag(got[i], tag)) missing &= ~(1u << i);
+            if (__all_sync(kFullWarp, missing == 0)) return true;
+            if ((polls & 63) == 0) {
+                const u32 seen = missing & 1 ? tag_of(got[0].x) : tag;
+                if (__any_sync(kFullWarp, give_up(role.watch, since_us, place, tag, seen))) return false;
+            }
+        }
+    }
+
+    static __device__ __forceinline__ float4 values(const ulonglong2& words) {
+        return make_float4(first_of(words.x), second_of(words.x), first_of(words.y), second_of(words.y));
+    }
+    static __device__ __forceinline__ float4 widen(uint2 packed) {
+        return make_float4(WeightFormat::low(packed.x), WeightFormat::high(packed.x), WeightFormat::low(packed.y),
+                           WeightFormat::high(packed.y));
+    }
+    static __device__ __forceinline__ float4 times(const float4& a, const float4& b) {
+        return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+    }
+    static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+
+    // A residual stream, times the norm's weights. `embedding` (16-bit) replaces the words in layer 0.
+    template <class O>
+    __device__ __forceinline__ bool stream(const u64* words, const uint2* embedding, const uint2* norm, u32 tag, const Place& place) {
+        constexpr int kUnits = kHidden / 4, kPadded = O::kPer * kMatrixWarps * 8;
+        constexpr int kMany = (kPadded + kFetchThreads - 1) / kFetchThreads;
+        uint2 scale[kMany];
+        ulonglong2 got[kMany];
+#pragma unroll
+        for (int i = 0; i < kMany; ++i)
+            if (i * kFetchThreads + tid < kUnits) scale[i] = norm[i * kFetchThreads + tid];
+        if (embedding != nullptr) {
+#pragma unroll
+            for (int i = 0; i < kMany; ++i)
+                if (i * kFetchThreads + tid < kUnits) {
+                    const float4 v = widen(embedding[i * kFetchThreads + tid]);
+                    got[i] = make_ulonglong2(make_pair_word(v.x, v.y, 0), make_pair_word(v.z, v.w, 0));
+                }
+        } else if (!poll<kUnits>(words, tag, got, place)) {
+            return false;
+        }
+        if (!wait_for_room(place)) return false;
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            const u32 unit = i * kFetchThreads + tid;
+            if (unit < kUnits) {
+                const float4 v = values(got[i]);
+                squares += square_sum(v);
+                write_x(unit, times(v, widen(scale[i])));
+            } else if (unit < kPadded) {
+                write_x(unit, make_float4(0, 0, 0, 0));
+            }
+        }
+        hand_over();
+        hand_over_squares(squares);
+        return true;
+    }
+
+    // A vector without a norm: the FFN's activations.
+    template <class O, int kLength>
+    __device__ __forceinline__ bool plain(const u64* words, u32 tag, const Place& place) {
+        constexpr int kUnits = kLength / 4, kPadded = O::kPer * kMatrixWarps * 8;
+        constexpr int kMany = (kPadded + kFetchThreads - 1) / kFetchThreads;
+        ulonglong2 got[kMany];
+        if (!poll<kUnits>(words, tag, got, place) || !wait_for_room(place)) return false;
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            const u32 unit = i * kFetchThreads + tid;
+            if (unit < kUnits) write_x(unit, values(got[i]));
+            else if (unit < kPadded) write_x(unit, make_float4(0, 0, 0, 0));
+        }
+        hand_over();
+        hand_over_squares(0);
+        return true;
+    }
+
+    // What the attention items of a lane published, merged: each split gives a normalised output and its log2-sum-exp2.
+    __device__ __forceinline__ bool attended(const u64* outputs, const u64* log_sums, u32 tag, const Place& place) {
+        constexpr int kUnits = kQueryRows / 4, kPadded = OutOp::kPer * kMatrixWarps * 8, kHeadUnits = kHeadDim / 4;
+#pragma unroll 1
+        for (u32 first = 0; first < kPadded; first += kFetchThreads) {
+            const u32 unit = first + tid;
+            const bool real = unit < kUnits;
+            const u32 head = real ? unit / kHeadUnits : 0, place_in_head = real ? unit % kHeadUnits : 0;
+            const u64* output = outputs + (head * kSplits * kHeadUnits + place_in_head) * 2;
+            const u64* log_sum = log_sums + head * kSplits;
+            ulonglong2 got[kSplits], logs[kSplits / 2];
+            u32 since_us = 0;
+            for (u32 polls = 1;; ++polls) {
+                bool ready = true;
+                if (real) {
+#pragma unroll
+                    for (int i = 0; i < kSplits; ++i) got[i] = load_relaxed_x2(output + i * kHeadUnits * 2);
+#pragma unroll
+                    for (int i = 0; i < kSplits / 2; ++i) logs[i] = load_relaxed_x2(log_sum + 2 * i);
+#pragma unroll
+                    for (int i = 0; i < kSplits; ++i) ready = ready && have_tag(got[i], tag);
+#pragma unroll
+                    for (int i = 0; i < kSplits / 2; ++i)
+                        ready = ready && value_has_tag(logs[i].x, tag) && value_has_tag(logs[i].y, tag);
+                }
+                if (__all_sync(kFullWarp, ready)) break;
+                if ((polls & 63) == 0 &&
+                    __any_sync(kFullWarp, give_up(role.watch, since_us, place, tag, real ? tag_of(got[0].x) : tag)))
+                    return false;
+            }
+            if (first == 0 && !wait_for_room(place)) return false;
+            if (real) {
+                float log_of[kSplits];
+#pragma unroll
+                for (int i = 0; i < kSplits / 2; ++i) {
+                    log_of[2 * i] = __uint_as_float(static_cast<u32>(logs[i].x));
+                    log_of[2 * i + 1] = __uint_as_float(static_cast<u32>(logs[i].y));
+                }
+                float peak = log_of[0];
+#pragma unroll
+                for (int i = 1; i < kSplits; ++i) peak = fmaxf(peak, log_of[i]);
+                float total = 0;
+                float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+                for (int i = 0; i < kSplits; ++i) {
+                    const float weight = exp2_approx(log_of[i] - peak);
+                    const float4 v = values(got[i]);
+                    total += weight;
+                    sum = make_float4(sum.x + weight * v.x, sum.y + weight * v.y, sum.z + weight * v.z, sum.w + weight * v.w);
+                }
+                const float inverse = __fdividef(1.0f, total);
+                write_x(unit, make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse));
+            } else if (unit < kPadded) {
+                write_x(unit, make_float4(0, 0, 0, 0));
+            }
+        }
+        hand_over();
+        hand_over_squares(0);
+        return true;
+    }
+
+    // Sum over the four fetch warps; `half` alternates between calls. False: a warp of the group gave up.
+    __device__ __forceinline__ bool group_sum(bool ok, float value, u32 half, float& total) {
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(kFullWarp, value, offset);
+        float* parts = role.shared->mean_squares[half & 1];
+        if (laneid() == 0) parts[tid >> 5] = value;
+        if (!group_all(kFetchBarrier, kFetchThreads, ok)) return false;
+        total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+        return true;
+    }
+    __device__ __forceinline__ float inverse_rms(float squares) { return rsqrtf(squares * (1.0f / kHidden) + kNormEps); }
+
+    // Input of the LM head: the mean over lanes of rmsnorm(h), or rmsnorm of the sum of h.
+    __device__ __forceinline__ bool head(const u64* streams, const uint2* norm, u32 tag) {
+        constexpr int kUnits = kHidden / 4, kPadded = HeadOp::kPer * kMatrixWarps * 8;
+        constexpr int kMany = (kPadded + kFetchThreads - 1) / kFetchThreads;
+        float4 sum[kMany];
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) sum[i] = make_float4(0, 0, 0, 0);
+        float total;
+#pragma unroll 1
+        for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
+            ulonglong2 got[kMany];
+            bool ok = poll<kUnits>(streams + lane_idx * kReplicas * kStreamStride, tag, got, {kHeadPhase, 0, lane_idx});
+            float factor = 1.0f;
+            if (!kPreNormSum) {
+                float squares = 0;
+#pragma unroll
+                for (int i = 0; i < kMany; ++i)
+                    if (i * kFetchThreads + tid < kUnits) squares += square_sum(values(got[i]));
+                if (!group_sum(ok, squares, lane_idx, total)) return false;
+                factor = inverse_rms(total) * (1.0f / kLanes);
+            } else if (!group_all(kFetchBarrier, kFetchThreads, ok)) {
+                return false;
+            }
+            const uint2* lane_norm = norm + (kFinalNormLanes == 1 ? 0 : lane_idx * kUnits);
+#pragma unroll
+            for (int i = 0; i < kMany; ++i)
+                if (i * kFetchThreads + tid < kUnits) {
+                    float4 v = values(got[i]);
+                    if (!kPreNormSum) v = times(v, widen(lane_norm[i * kFetchThreads + tid]));
+                    sum[i] = make_float4(sum[i].x + factor * v.x, sum[i].y + factor * v.y, sum[i].z + factor * v.z,
+                                         sum[i].w + factor * v.w);
+                }
+        }
+        float factor = 1.0f;
+        if (kPreNormSum) {
+            float squares = 0;
+#pragma unroll
+            for (int i = 0; i < kMany; ++i) squares += square_sum(sum[i]);
+            if (!group_sum(true, squares, 0, total)) return false;
+            factor = inverse_rms(total);
+        }
+        if (!wait_for_room({kHeadPhase, 0, 0})) return false;
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            const u32 unit = i * kFetchThreads + tid;
+            float4 v = make_float4(sum[i].x * factor, sum[i].y * factor, sum[i].z * factor, sum[i].w * factor);
+            if (kPreNormSum && unit < kUnits) v = times(v, widen(norm[unit]));
+            if (unit < kPadded) write_x(unit, v);
+        }
+        hand_over();
+        hand_over_squares(0);
+        return true;
+    }
+};
+
+__device__ __forceinline__ void fetch(const KogDecodeParams& params, const Role& role, u32 tid) {
+    Fetcher fetcher{params, role, tid};
+    constexpr int kUnits = kHidden / 4;
+    const u32 replica = role.cta % kReplicas;
+    const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
+    const u64* streams = words + kStreamOffset + replica * kStreamStride;
+    const u64* middles = words + kMiddleOffset + replica * kStreamStride;
+    const u64* activations = words + kActivationOffset + replica * kActivationStride;
+    const u64* outputs = words + kAttendedOffset + replica * kAttendedStride;
+    const u64* log_sums = words + kLogSumOffset + replica * kLogSumStride;
+    const uint2* norms = reinterpret_cast<const uint2*>(params.norms_ptr);
+    u32 token;
+    for (u32 step = 0; begin_token(role, step, token); ++step) {
+        const uint2* embedding = reinterpret_cast<const uint2*>(params.embedding_ptr) + static_cast<u64>(token) * kUnits;
+#pragma unroll 1
+        for (u32 layer = 0; layer < kLayers; ++layer) {
+            const u32 tag = layer_tag(role.first_epoch + step, layer);
+#pragma unroll 1
+            for (u32 lane = 0; lane < kLanes; ++lane) {
+                const uint2* norm = norms + ((layer * 2 + 0) * kNormLanes + (kNormLanes == 1 ? 0 : lane)) * kUnits;
+                if (!fetcher.stream<QkvOp>(streams + lane * kReplicas * kStreamStride, layer == 0 ? embedding : nullptr, norm,
+                                           layer_tag(role.first_epoch + step, layer - 1), {kQkvPhase, layer, lane}))
+                    return;
+            }
+#pragma unroll 1
+            for (u32 lane = 0; lane < kLanes; ++lane)
+                if (!fetcher.attended(outputs + lane * kReplicas * kAttendedStride, log_sums + lane * kReplicas * kLogSumStride, tag,
+                                      {kOutPhase, layer, lane}))
+                    return;
+#pragma unroll 1
+            for (u32 lane = 0; lane < kLanes; ++lane) {
+                const uint2* norm = norms + ((layer * 2 + 1) * kNormLanes + (kNormLanes == 1 ? 0 : lane)) * kUnits;
+                if (!fetcher.stream<GateUpOp>(middles + lane * kReplicas * kStreamStride, nullptr, norm, tag,
+                                              {kGateUpPhase, layer, lane}))
+                    return;
+            }
+#pragma unroll 1
+            for (u32 lane = 0; lane < kLanes; ++lane)
+                if (!fetcher.plain<DownOp, kFfn>(activations + lane * kReplicas * kActivationStride, tag, {kDownPhase, layer, lane}))
+                    return;
+        }
+        if (has_head(role, step) &&
+            !fetcher.head(streams, reinterpret_cast<const uint2*>(params.final_norm_ptr),
+                          layer_tag(role.first_epoch + step, kLayers - 1)))
+            return;
+    }
+}
+
+}  // namespace kog

@@ -1,0 +1,230 @@
+// The finaliser: one warp adds the partial sums of a block of rows, does what the phase asks (norm scale, rotary embedding, SwiGLU,
+// residual and delayed sums, best logit), and publishes the rows that this thread block owns. A row of the residual streams has one
+// owner for the whole token, so streams and partials never leave its shared memory.
+#pragma once
+#include "layout.cuh"
+#include "sample.cuh"
+
+namespace kog {
+
+struct Finalizer {
+    const KogDecodeParams& params;
+    const Role& role;
+    u32 lane;
+    u32 num_vectors = 0, num_blocks = 0;
+
+    // Scale of the vector that is being multiplied: 1 / rms for normed ones.
+    __device__ __forceinline__ bool rms_scale(float& scale, const Place& place) {
+        Shared& shared = *role.shared;
+        const u32 at = num_vectors & 3;
+        if (!mbar_wait(role.watch, bar(shared.squares_full[at]), (num_vectors >> 2) & 1, place)) return false;
+        const float4 parts = *reinterpret_cast<const float4*>(shared.squares[at]);
+        scale = rsqrtf(((parts.x + parts.y) + (parts.z + parts.w)) * (1.0f / kHidden) + kNormEps) * kInverseXScale;
+        return true;
+    }
+
+    // Sum of row `lane` of the next block, over the matrix warps. Threads past the last row get 0.
+    template <class O>
+    __device__ __forceinline__ bool row_sum(float& sum, const Place& place) {
+        Shared& shared = *role.shared;
+        const u32 half = num_blocks & 1;
+        if (!mbar_wait(role.watch, bar(shared.red_full[half]), (num_blocks >> 1) & 1, place)) return false;
+        float parts[kMatrixWarps];
+#pragma unroll
+        for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < O::kRows ? shared.red[half][warp][lane] : 0.0f;
+        sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7])) +
+              ((parts[8] + parts[9]) + (parts[10] + parts[11]));
+        __syncwarp();
+        if (lane == 0) mbar_arrive(bar(shared.red_empty[half]));
+        ++num_blocks;
+        return true;
+    }
+
+    // Publish kCount values to all replicas of a vector; value i is held by thread i * kStride.
+    template <int kCount, int kStride>
+    __device__ __forceinline__ void publish(u64* vector, u32 stride_words, u32 first_row, u32 num_rows, float value, u32 tag) {
+        constexpr int kUnit = kCount % 4 == 0 ? 4 : 2, kUnits = kCount / kUnit;
+#pragma unroll
+        for (int first = 0; first < kUnits * kReplicas; first += 32) {
+            const u32 i = first + lane, unit = i % kUnits, replica = i / kUnits;
+            float v[kUnit];
+#pragma unroll
+            for (int k = 0; k < kUnit; ++k) v[k] = __shfl_sync(kFullWarp, value, (unit * kUnit + k) * kStride);
+            const u32 row = first_row + unit * kUnit;
+            if (i < kUnits * kReplicas && row < num_rows) {
+                u64* at = vector + replica * stride_words + row / 2;
+                if constexpr (kUnit == 4) store_relaxed_x2(at, make_pair_word(v[0], v[1], tag), make_pair_word(v[2], v[3], tag));
+                else store_relaxed(at, make_pair_word(v[0], v[1], tag));
+            }
+        }
+    }
+
+    __device__ __forceinline__ bool qkv(u32 layer, u32 lane_idx, u32 position, u32 tag) {
+        const Place place{kQkvPhase, layer, lane_idx};
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
+        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) + position * (kHeadDim / 2);
+        float scale;
+#pragma unroll 1
+        for (u32 block = 0; block < QkvOp::kBlocks; ++block) {
+            const u32 row = role.cta * QkvOp::kCtaRows + block * QkvOp::kRows + lane;
+            float2 turn = make_float2(1.0f, 0.0f);
+            if (row < kQueryRows + kKvRows) turn = rope[(row % kHeadDim) / 2];
+            float sum;
+            if (block == 0 && !rms_scale(scale, place)) return false;
+            if (!row_sum<QkvOp>(sum, place)) return false;
+            sum *= scale;
+            const float other = __shfl_xor_sync(kFullWarp, sum, 1);
+            const float turned = (lane & 1) ? other * turn.y + sum * turn.x : sum * turn.x - other * turn.y;
+            const float next = __shfl_down_sync(kFullWarp, turned, 1);
+            if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvRows)
+                store_relaxed(words + row / 2, make_pair_word(turned, next, tag));
+        }
+        ++num_vectors;
+        return true;
+    }
+
+    __device__ __forceinline__ bool gate_up(u32 layer, u32 lane_idx, u32 tag) {
+        const Place place{kGateUpPhase, layer, lane_idx};
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + lane_idx * kReplicas * kActivationStride;
+        float scale;
+#pragma unroll 1
+        for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
+            float sum;
+            if (block == 0 && !rms_scale(scale, place)) return false;
+            if (!row_sum<GateUpOp>(sum, place)) return false;
+            sum *= scale;
+            const float up = __shfl_down_sync(kFullWarp, sum, 1);
+            const float activation = __fdividef(sum, 1.0f + __expf(-sum)) * up;
+            publish<GateUpOp::kRows / 2, 2>(words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2,
+                                            kFfn, activation, tag);
+        }
+        ++num_vectors;
+        return true;
+    }
+
+    // Binary tree over the lanes' partials of one row.
+    __device__ __forceinline__ float lane_sum(const float (&partials)[kLanes][OutOp::kCtaRows], u32 row) {
+        float sum[kLanes];
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) sum[i] = partials[i][row];
+#pragma unroll
+        for (int width = 1; width < kLanes; width *= 2)
+#pragma unroll
+            for (int i = 0; i + width < kLanes; i += 2 * width) sum[i] += sum[i + width];
+        return sum[0];
+    }
+
+    // The output of a block (kind 0: attention, 1: MLP) into the residual streams.
+    template <class O, int kKind>
+    __device__ __forceinline__ bool residual(u32 layer, u32 lane_idx, u32 tag) {
+        constexpr u64 kBlocking = kKind == 0 ? kAttentionBlocking : kMlpBlocking, kDelayed = kKind == 0 ? kAttentionDelayed : kMlpDelayed;
+        const Place place{kKind == 0 ? kOutPhase : kDownPhase, layer, lane_idx};
+        Shared& shared = *role.shared;
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + (kKind == 0 ? kMiddleOffset : kStreamOffset);
+        auto& now = shared.history[kKind][layer % kHistory];
+        auto& then = shared.history[kKind][(layer + 1) % kHistory];  // of layer - kDelay
+#pragma unroll 1
+        for (u32 block = 0; block < O::kBlocks; ++block) {
+            const u32 row = block * O::kRows + (lane < O::kRows ? lane : 0);
+            float others = 0;
+            if (in_mask(kDelayed, layer)) others = lane_sum(then, row) - then[lane_idx][row];
+            float sum;
+            if (!row_sum<O>(sum, place)) return false;
+            sum *= kInverseXScale;
+            if (lane < O::kRows) now[lane_idx][row] = sum;
+            const u32 first_row = role.cta * O::kCtaRows + block * O::kRows;
+            if (!in_mask(kBlocking, layer)) {
+                if (!in_mask(kDelayed, layer)) sum *= kLocalScale;
+                const float stream = shared.residual[lane_idx][row] + (sum + others);
+                if (lane < O::kRows) shared.residual[lane_idx][row] = stream;
+                publish<O::kRows, 1>(words + lane_idx * kReplicas * kStreamStride, kStreamStride, first_row, kHidden, stream, tag);
+            } else if (lane_idx == kLanes - 1) {
+                const float total = lane_sum(now, row);
+#pragma unroll 1
+                for (u32 i = 0; i < kLanes; ++i) {
+                    const float stream = shared.residual[i][row] + total;
+                    if (lane < O::kRows) shared.residual[i][row] = stream;
+                    publish<O::kRows, 1>(words + i * kReplicas * kStreamStride, kStreamStride, first_row, kHidden, stream, tag);
+                }
+            }
+        }
+        ++num_vectors;
+        return true;
+    }
+
+    __device__ __forceinline__ bool head(u32 position, Candidate& best) {
+        float* logits = reinterpret_cast<float*>(params.logits_ptr);
+        const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
+#pragma unroll 1
+        for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
+            float logit;
+            if (!row_sum<HeadOp>(logit, {kHeadPhase, block, 0})) return false;
+            logit *= kInverseXScale;
+            const u32 row = role.cta * HeadOp::kCtaRows + block * HeadOp::kRows + lane;
+            if (lane < HeadOp::kRows && row < kVocabRows) {
+                const u32 id = kVocabFirst + row;
+                logits[row] = logit;
+                float score = logit;
+                if (inverse_temperature > 0)
+                    score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, position, params.seed));
+                const bool finite = fabsf(logit) < INFINITY;
+                best = better(best, {finite ? score : -INFINITY, finite ? id : id | kNotFinite});
+            }
+        }
+        ++num_vectors;
+        return true;
+    }
+
+    __device__ __forceinline__ void begin(u32 token) {
+        const u16* row = reinterpret_cast<const u16*>(params.embedding_ptr) + static_cast<u64>(token) * kHidden;
+#pragma unroll 1
+        for (u32 i = lane; i < OutOp::kCtaRows; i += 32) {
+            const u32 column = role.cta * OutOp::kCtaRows + i;
+            const float value = column < kHidden ? WeightFormat::low(row[column]) : 0.0f;
+#pragma unroll 1
+            for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) role.shared->residual[lane_idx][i] = value;
+        }
+        __syncwarp();
+    }
+
+    // Every thread block publishes a candidate for every token, an empty one if it has none: the end of a token is an exchange
+    // of all with all, which is also what makes the words' slots safe to write again.
+    __device__ __forceinline__ void end(Candidate best, u32 epoch) {
+        best = best_of_warp(best);
+        if (role.cta == 0 && role.shared->cancelled) best.id |= kCancelled;
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kCandidateOffset;
+        if (lane < kReplicas)
+            store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), epoch + 1),
+                             make_value_word(best.id, epoch + 1));
+    }
+};
+
+__device__ __forceinline__ void finalize(const KogDecodeParams& params, const Role& role) {
+    Finalizer finalizer{params, role, laneid()};
+    u32 token;
+    for (u32 step = 0; begin_token(role, step, token); ++step) {
+        const u32 position = role.first_position + step, epoch = role.first_epoch + step;
+        finalizer.begin(token);
+#pragma unroll 1
+        for (u32 layer = 0; layer < kLayers; ++layer) {
+            const u32 tag = layer_tag(epoch, layer);
+#pragma unroll 1
+            for (u32 lane = 0; lane < kLanes; ++lane)
+                if (!finalizer.qkv(layer, lane, position, tag)) return;
+#pragma unroll 1
+            for (u32 lane = 0; lane < kLanes; ++lane)
+                if (!finalizer.residual<OutOp, 0>(layer, lane, tag)) return;
+#pragma unroll 1
+            for (u32 lane = 0; lane < kLanes; ++lane)
+                if (!finalizer.gate_up(layer, lane, tag)) return;
+#pragma unroll 1
+            for (u32 lane = 0; lane < kLanes; ++lane)
+                if (!finalizer.residual<DownOp, 1>(layer, lane, tag)) return;
+        }
+        Candidate best{-INFINITY, kIdMask};
+        if (has_head(role, step) && !finalizer.head(position, best)) return;
+        finalizer.end(best, epoch);
+    }
+}
+
+}  // namespace kog

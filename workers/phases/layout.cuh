@@ -1,0 +1,101 @@
+// Who does what, and where things lie in shared memory. `shape.cuh` is generated from the model's spec (workers/kernel_shape.py).
+#pragma once
+#include "abi.cuh"
+#include "ptx.cuh"
+#include "wait.cuh"
+#include "words.cuh"
+#include "shape.cuh"
+
+namespace kog {
+
+// Warps of a thread block. The matrix warps split K between them; everything else is one warp or a group of four.
+constexpr int kMatrixWarps = 12;
+constexpr int kLoaderWarp = 12, kFinalWarp = 13, kSampleWarp = 14, kWatchWarp = 15;
+constexpr int kFetchWarp = 16, kFetchThreads = 128;
+constexpr int kAttendWarp = 20, kAttendThreads = 128;
+constexpr int kNumThreads = 24 * 32;
+constexpr int kFetchBarrier = 1, kAttendBarrier = 2;
+
+constexpr int kMatrixRegisters = 64, kServiceRegisters = 72, kFetchRegisters = 96, kAttendRegisters = 120;
+
+// A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
+static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kFetchRegisters + kAttendRegisters) <= 24 * 80, "registers");
+
+enum Phase : u32 { kQkvPhase, kAttendPhase, kOutPhase, kGateUpPhase, kDownPhase, kHeadPhase, kTokenPhase, kRingPhase };
+
+constexpr int kGroup = kHeads / kKvHeads;            // query heads that share a KV head
+constexpr int kQueryRows = kHeads * kHeadDim;        // of one lane
+constexpr int kKvRows = kKvHeads * kHeadDim;
+constexpr int kQkvRows = kQueryRows + 2 * kKvRows;
+constexpr int kItems = kKvHeads * kSplits;           // attention items of one lane and layer
+constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
+static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) for each query head");
+
+constexpr u32 kSlotBytes = kMatrixWarps * 1536;      // one ring slot: at most 24 rows x 32 columns of each matrix warp
+constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
+
+// Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.
+// A tile is kSteps k-steps of 32 columns for each warp; the tape holds [block][tile][warp][step][row][32].
+template <int kRows_, int kBlocks_, int kPer_, int kSteps_>
+struct Op {
+    static constexpr int kRows = kRows_, kBlocks = kBlocks_, kPer = kPer_, kSteps = kSteps_;
+    static constexpr int kTiles = kPer / kSteps;
+    static constexpr int kRowGroups = (kRows + 7) / 8;
+    static constexpr int kCtaRows = kRows * kBlocks;
+    static constexpr u32 kWarpBytes = kSteps * kRows * 64;
+    static constexpr u32 kTileBytes = kMatrixWarps * kWarpBytes;
+    static_assert(kTileBytes <= kSlotBytes && kPer % kSteps == 0 && kRows <= 24, "the tile must fit into a slot");
+};
+using QkvOp = Op<KOG_QKV_OP>;
+using OutOp = Op<KOG_OUT_OP>;
+using GateUpOp = Op<KOG_GATE_UP_OP>;
+using DownOp = Op<KOG_DOWN_OP>;
+using HeadOp = Op<KOG_HEAD_OP>;
+static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRows, "a row of the residual has one owner");
+
+struct Shared {
+    unsigned char ring[kNumSlots][kSlotBytes];
+    unsigned char x[2][kXBytes];
+    float red[2][kMatrixWarps][24];
+    alignas(16) float squares[4][4];                             // sums of squares of the last four vectors, by fetch warp
+    float mean_squares[2][4];
+    float residual[kLanes][OutOp::kCtaRows];
+    float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
+    alignas(16) float attended[2][4][kGroup][kHeadDim];          // unnormalised outputs of the attention warps, two items in turn
+    float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
+    u64 full[kNumSlots], empty[kNumSlots];
+    u64 x_full[2], x_empty[2], red_full[2], red_empty[2], squares_full[4], token_full;
+    u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
+    u32 stop_before[2];
+    WaitNote note;
+    volatile u32 finished, cancelled;
+};
+static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
+
+// What every role keeps in registers.
+struct Role {
+    Shared* shared;
+    Watch watch;
+    u32 cta;
+    u32 first_position, num_prompt, first_epoch;
+};
+
+__device__ __forceinline__ u32 bar(const u64& barrier) { return shared_address(&barrier); }
+
+// The tag of what layer `layer` publishes while token number `epoch` is decoded.
+__device__ __forceinline__ u32 layer_tag(u32 epoch, u32 layer) { return (epoch * (kLayers + 1) + layer + 1) & 0xffffu; }
+
+// A prompt token whose successor is known has no logits: its LM head is skipped.
+__device__ __forceinline__ bool has_head(const Role& role, u32 step) {
+    return role.first_position + step + 1 >= role.num_prompt;
+}
+__device__ __forceinline__ bool in_mask(u64 mask, u32 layer) { return (mask >> layer) & 1; }
+
+// Wait until token `step` of this launch is known. False: leave, there is none or an abort was called.
+__device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& token) {
+    if (!mbar_wait(role.watch, bar(role.shared->token_full), step & 1, {kTokenPhase, 0, 0})) return false;
+    token = *reinterpret_cast<volatile u32*>(&role.shared->token[step & 1]);
+    return *reinterpret_cast<volatile u32*>(&role.shared->stop_before[step & 1]) == 0;
+}
+
+}  // namespace kog

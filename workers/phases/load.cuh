@@ -1,0 +1,67 @@
+// The loader: one thread streams the tape into the ring, ahead of everything, and never looks at what the weights are for.
+#pragma once
+#include "layout.cuh"
+
+namespace kog {
+
+struct Loader {
+    const Role& role;
+    const unsigned char* source;
+    u64 policy;
+    u32 num_issued = 0;
+    u32 slot = 0, parity = 1;        // of the next tile: `empty` barriers start as if they had been passed
+    u32 landed_slot = 0, landed_parity = 0;
+
+    __device__ __forceinline__ bool issue(u32 bytes, u32 step) {
+        Shared& shared = *role.shared;
+        const Place place{kRingPhase, 0, step};
+        // At most kTilesInFlight copies at a time: a drained ring would refill in one burst, behind which polls queue.
+        if (num_issued >= kTilesInFlight) {
+            if (!mbar_wait_alone(role.watch, bar(shared.full[landed_slot]), landed_parity, place, &shared.note.stopped)) return false;
+            if (++landed_slot == kNumSlots) landed_slot = 0, landed_parity ^= 1;
+        }
+        if (!mbar_wait_alone(role.watch, bar(shared.empty[slot]), parity, place, &shared.finished)) return false;
+        mbar_arrive_expect(bar(shared.full[slot]), bytes);
+        bulk_load(shared_address(shared.ring[slot]), source, bytes, bar(shared.full[slot]), policy);
+        source += bytes;
+        ++num_issued;
+        if (++slot == kNumSlots) slot = 0, parity ^= 1;
+        return true;
+    }
+    template <class O>
+    __device__ __forceinline__ bool issue_op(u32 times, u32 step) {
+        for (u32 i = 0; i < times * O::kBlocks * O::kTiles; ++i)
+            if (!issue(O::kTileBytes, step)) return false;
+        return true;
+    }
+    __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
+        source = tape;
+        for (u32 layer = 0; layer < kLayers; ++layer) {
+            if (!issue_op<QkvOp>(kLanes, step) || !issue_op<OutOp>(kLanes, step)) return false;
+            if (!issue_op<GateUpOp>(kLanes, step) || !issue_op<DownOp>(kLanes, step)) return false;
+        }
+        return !has_head(role, step) || issue_op<HeadOp>(1, step);
+    }
+    // Copies still under way write into shared memory: a thread block must not end before they have landed.
+    __device__ __forceinline__ void drain() {
+        u32 behind = num_issued < kNumSlots ? num_issued : kNumSlots;
+        u32 at = slot, at_parity = parity;
+        for (u32 i = 0; i < behind; ++i) {
+            if (at == 0) at = kNumSlots, at_parity ^= 1;
+            --at;
+            const u32 begin_us = clock_us();
+            while (!mbar_try(bar(role.shared->full[at]), at_parity ^ 1) && clock_us() - begin_us < role.watch.limit_us) {
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void load_tape(const Role& role, const unsigned char* tape, u32 num_steps) {
+    if (laneid() != 0) return;
+    Loader loader{role, tape, evict_first_policy()};
+    for (u32 step = 0; step < num_steps; ++step)
+        if (!loader.issue_token(tape, step)) break;
+    loader.drain();
+}
+
+}  // namespace kog

@@ -1,0 +1,156 @@
+// Choosing a token, bit for bit as kog_dist/decode/sampling.py defines it: every operation is rounded on its own.
+#pragma once
+#include "layout.cuh"
+
+namespace kog {
+
+// Candidates travel as two value words: the score, and the id with these flags.
+constexpr u32 kNotFinite = 1u << 31, kCancelled = 1u << 30, kIdMask = (1u << 30) - 1;
+
+enum Finish : u32 { kNone, kStop, kLength, kCancelledFinish, kNumericalFault };
+
+__device__ __forceinline__ float log_exactly(float x) {
+    const u32 bits = __float_as_uint(x);
+    int exponent = static_cast<int>(bits >> 23) - 126;
+    const float mantissa = __uint_as_float((bits & 0x007fffffu) | 0x3f000000u);
+    const bool low = mantissa < 0.70710678f;
+    const float f = __fadd_rn(low ? __fadd_rn(mantissa, mantissa) : mantissa, -1.0f);
+    const float e = static_cast<float>(exponent - (low ? 1 : 0));
+    const float z = __fmul_rn(f, f);
+    float p = 7.0376836292e-2f;
+    p = __fadd_rn(__fmul_rn(p, f), -1.1514610310e-1f);
+    p = __fadd_rn(__fmul_rn(p, f), 1.1676998740e-1f);
+    p = __fadd_rn(__fmul_rn(p, f), -1.2420140846e-1f);
+    p = __fadd_rn(__fmul_rn(p, f), 1.4249322787e-1f);
+    p = __fadd_rn(__fmul_rn(p, f), -1.6668057665e-1f);
+    p = __fadd_rn(__fmul_rn(p, f), 2.0000714765e-1f);
+    p = __fadd_rn(__fmul_rn(p, f), -2.4999993993e-1f);
+    p = __fadd_rn(__fmul_rn(p, f), 3.3333331174e-1f);
+    float y = __fmul_rn(__fmul_rn(p, f), z);
+    y = __fadd_rn(y, __fmul_rn(e, -2.12194440e-4f));
+    y = __fadd_rn(y, -__fmul_rn(0.5f, z));
+    return __fadd_rn(__fadd_rn(f, y), __fmul_rn(e, 0.693359375f));
+}
+
+// Gumbel noise of one vocabulary id; Philox4x32-10.
+__device__ __forceinline__ float gumbel(u32 id, u32 position, u64 seed) {
+    u32 c0 = id >> 2, c1 = position, c2 = 0, c3 = 0;
+    u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
+#pragma unroll 1
+    for (int round = 0; round < 10; ++round) {
+        const u32 high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
+        const u32 high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    const u32 part = id & 3, word = part == 0 ? c0 : part == 1 ? c1 : part == 2 ? c2 : c3;
+    const float uniform = __fmul_rn(__fadd_rn(static_cast<float>(word >> 9), 0.5f), 1.1920928955078125e-07f);
+    return -log_exactly(-log_exactly(uniform));
+}
+
+struct Candidate {
+    float score;
+    u32 id;  // with flags
+};
+
+// The larger score, ties to the lower id; flags are kept.
+__device__ __forceinline__ Candidate better(const Candidate& a, const Candidate& b) {
+    const u32 flags = (a.id | b.id) & ~kIdMask;
+    const bool second = b.score > a.score || (b.score == a.score && (b.id & kIdMask) < (a.id & kIdMask));
+    return second ? Candidate{b.score, b.id | flags} : Candidate{a.score, a.id | flags};
+}
+__device__ __forceinline__ Candidate best_of_warp(Candidate mine) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) {
+        Candidate other{__shfl_xor_sync(kFullWarp, mine.score, offset), __shfl_xor_sync(kFullWarp, mine.id, offset)};
+        mine = better(mine, other);
+    }
+    return mine;
+}
+
+// The sampling warp of every thread block: gathers all candidates and decides, like all others, what the next token is.
+__device__ __forceinline__ void sample(const KogDecodeParams& params, const Role& role, u32 num_steps) {
+    Shared& shared = *role.shared;
+    KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
+    const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
+    const u64* candidates = reinterpret_cast<const u64*>(params.words_ptr) + kCandidateOffset +
+                            (role.cta % kReplicas) * kCandidateStride;
+    u64* ring = reinterpret_cast<u64*>(params.ring_ptr);
+    u64* stamps = reinterpret_cast<u64*>(params.stamps_ptr);
+    const u32 lane = laneid();
+    const u32 max_tokens = state->max_tokens;
+    u32 token = state->token, finish = state->finish;
+    for (u32 step = 0;; ++step) {
+        const bool leave = step == num_steps || finish != kNone;
+        if (leave && role.cta == 0 && lane == 0 && step > 0) {
+            state->token = token;
+            state->position = role.first_position + step;
+            state->epoch = role.first_epoch + step;
+            state->finish = finish;
+        }
+        if (lane == 0) {
+            shared.token[step & 1] = token;
+            shared.stop_before[step & 1] = leave;
+            if (leave) shared.finished = 1;
+            mbar_arrive(bar(shared.token_full));
+        }
+        __syncwarp();
+        if (leave) return;
+        const u32 tag = role.first_epoch + step + 1;
+        Candidate best{-INFINITY, kIdMask};
+        u32 since_us = 0;
+        u32 got_from = 0;
+        for (u32 polls = 1;; ++polls) {
+            bool ready = true;
+            Candidate mine{-INFINITY, kIdMask};
+#pragma unroll
+            for (u32 first = 0; first < kNumCtas; first += 32) {
+                if (first + lane < kNumCtas) {
+                    const ulonglong2 words = load_relaxed_x2(candidates + 2 * (first + lane));
+                    const bool here = value_has_tag(words.x, tag) && value_has_tag(words.y, tag);
+                    ready = ready && here;
+                    if (!here) got_from = static_cast<u32>(words.x >> 32);
+                    mine = better(mine, {__uint_as_float(static_cast<u32>(words.x)), static_cast<u32>(words.y)});
+                }
+            }
+            if (__all_sync(kFullWarp, ready)) {
+                best = best_of_warp(mine);
+                break;
+            }
+            if ((polls & 63) == 0 &&
+                __any_sync(kFullWarp, give_up(role.watch, since_us, {kTokenPhase, 0, 0}, tag, got_from)))
+                return;
+        }
+        const u32 position = role.first_position + step;
+        if (position + 1 < role.num_prompt) {
+            token = prompt[position + 1];
+            if (best.id & kCancelled) finish = kCancelledFinish;
+        } else {
+            token = best.id & kIdMask;
+            const u32 index = position + 1 - role.num_prompt;
+            bool stops = false;
+            for (u32 i = 0; i < params.num_stop_ids; ++i) stops = stops || params.stop_ids[i] == token;
+            if (best.id & kCancelled) finish = kCancelledFinish;
+            else if (best.id & kNotFinite) finish = kNumericalFault;
+            else if (stops) finish = kStop;
+            else if (index + 1 >= max_tokens || position + 2 >= kMaxContext) finish = kLength;
+        }
+        if (role.cta == 0 && lane == 0) {
+            const u64 now = globaltimer_ns();
+            if (stamps != nullptr) stamps[step] = now;
+            // One entry of the host's ring: each word carries the step that wrote it.
+            const bool counts = position + 1 >= role.num_prompt || finish != kNone;
+            const u32 entry = position + 1 >= role.num_prompt ? position + 1 - role.num_prompt : 0;
+            const bool has_token = finish != kCancelledFinish && finish != kNumericalFault;
+            if (counts)
+                store_system_x2(ring + 2 * entry, make_value_word(has_token ? token : 0xffffffffu, params.request_tag),
+                                make_value_word(finish, params.request_tag));
+        }
+    }
+}
+
+}  // namespace kog
