@@ -8,7 +8,6 @@ Parameters carry the names and shapes of the published checkpoint.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -66,28 +65,30 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
-@dataclass
 class KvCache:
     """Keys and values of all tokens so far, per layer (batch, lanes * lane_kv_heads, time, head_dim). Grows with each call."""
 
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    num_tokens: int = 0
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._layers: list[Tensor] = []  # (2, batch, heads, room, head_dim): keys, values; room doubles when it is used up
 
     def extend(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new positions of one layer; returns all positions of it."""
-        if layer_idx == len(self.keys):
-            self.keys.append(key)
-            self.values.append(value)
-        else:
-            self.keys[layer_idx] = torch.cat((self.keys[layer_idx], key), dim=2)
-            self.values[layer_idx] = torch.cat((self.values[layer_idx], value), dim=2)
-        return self.keys[layer_idx], self.values[layer_idx]
+        start, stop = self.num_tokens, self.num_tokens + key.shape[2]
+        if layer_idx == len(self._layers):
+            self._layers.append(key.new_empty(2, *key.shape))
+        stored = self._layers[layer_idx]
+        if stop > stored.shape[3]:
+            grown = stored.new_empty(*stored.shape[:3], 2 * stop, stored.shape[4])
+            grown[:, :, :, :start] = stored[:, :, :, :start]
+            stored = self._layers[layer_idx] = grown
+        stored[0, :, :, start:stop] = key
+        stored[1, :, :, start:stop] = value
+        return stored[0, :, :, :stop], stored[1, :, :, :stop]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only these rows of the batch, in this order."""
-        self.keys = [key[rows] for key in self.keys]
-        self.values = [value[rows] for value in self.values]
+        self._layers = [stored[:, rows] for stored in self._layers]
 
 
 class LaneAttention(nn.Module):

@@ -31,20 +31,18 @@ def prepare(
     vocab_size: int = 4096,
     max_project_bytes: int = 24_000_000,
     tokenizer: Annotated[Path | None, typer.Option(help="Use this tokenizer.json instead of training one.")] = None,
+    processes: Annotated[int, typer.Option(help="Processes that clean files; 0 = one per core.")] = 0,
     seed: int = 0,
 ) -> None:
     """Collect Python source under permissive licences and turn it into tokens."""
     from kog_dist.train.corpus import folder_project, installed_projects
     from kog_dist.train.prepare import prepare as prepare_data
 
-    if folder:
-        projects, refused = [folder_project(path, licence) for path in folder], []
-    else:
-        projects, refused = installed_projects()
+    projects, refused = ([folder_project(path, licence) for path in folder], []) if folder else installed_projects()
     typer.echo(f"{len(projects)} projects; refused for their licence: {', '.join(refused) or 'none'}")
     counts = prepare_data(
         projects, refused, out, held_out=held_out or (), vocab_size=vocab_size, seed=seed, max_project_bytes=max_project_bytes,
-        num_processes=os.cpu_count() or 1, tokenizer_file=tokenizer,
+        num_processes=processes or os.cpu_count() or 1, tokenizer_file=tokenizer,
     )  # fmt: skip
     _finish(counts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,11 +17,16 @@ from torch import Tensor
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.train.corpus import END_OF_TEXT
 from kog_dist.train.prepare import HeldOutFunction
 from kog_dist.train.state import load_progress, load_tensors
 
-# A line at the left margin ends a function, unless it closes a bracket or string that was opened inside.
-_DEDENT = re.compile(r"\n(?=[^\s)\]}\"'#])")
+# A line at the function's own margin ends it, unless it closes a bracket or string that was opened inside. Methods are shown
+# with the margin that they have in a class: a model that has only seen them there would go on with the next one.
+_DEDENT = {
+    "": re.compile(r"\n(?=[^\s)\]}\"'#])"),
+    "    ": re.compile(r"\n {0,4}(?=[^\s)\]}\"'#])"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,10 @@ def complete_functions(
     max_new_tokens: int = 320,
 ) -> list[Completion]:
     """Generate the rest of each function; all rows advance together, so that a shorter prompt just starts to generate earlier."""
-    end_id = tokenizer.token_to_id("<|endoftext|>")
-    rows = [tokenizer.encode(function.prompt).ids for function in functions]
+    end_id = tokenizer.token_to_id(END_OF_TEXT)
+    margins = [_margin(function) for function in functions]
+    prompts = [textwrap.indent(function.prompt, margin) for function, margin in zip(functions, margins, strict=True)]
+    rows = [tokenizer.encode(prompt).ids for prompt in prompts]
     prompt_sizes = [len(row) for row in rows]
     device = module.cos.device
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -62,7 +70,8 @@ def complete_functions(
             row = active[slot]
             if len(rows[row]) == position:
                 rows[row].append(token_id)
-                ended[row] = token_id == end_id or _dedented(tokenizer, rows[row], prompt_sizes[row])
+                generated = "\n" + tokenizer.decode(rows[row][prompt_sizes[row] :])
+                ended[row] = token_id == end_id or _DEDENT[margins[row]].search(generated) is not None
         position += 1
         kept = [slot for slot, row in enumerate(active) if not ended[row] and len(rows[row]) < prompt_sizes[row] + max_new_tokens]
         if len(kept) < len(active):
@@ -70,8 +79,8 @@ def complete_functions(
             active = [active[slot] for slot in kept]
         pieces = torch.tensor([[rows[row][position - 1]] for row in active], device=device)
     return [
-        _judge(function, tokenizer.decode(row[size:]), done)
-        for function, row, size, done in zip(functions, rows, prompt_sizes, ended, strict=True)
+        _judge(function, margin, tokenizer.decode(row[size:]), done)
+        for function, margin, row, size, done in zip(functions, margins, rows, prompt_sizes, ended, strict=True)
     ]
 
 
@@ -80,6 +89,7 @@ def summary(completions: Sequence[Completion]) -> dict[str, Any]:
     return {
         "num_functions": len(completions),
         "num_parsed": sum(c.parses for c in completions),
+        "num_ended_parsed": sum(c.parses and c.ended for c in completions),
         "num_cut_at_limit": sum(not c.ended for c in completions),
         "parse_share": round(sum(c.parses for c in completions) / max(1, len(completions)), 4),
         "completions": [asdict(c) for c in completions],
@@ -94,24 +104,27 @@ def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> lis
     return [int(token_id) for token_id in drawn]
 
 
-def _dedented(tokenizer: Any, row: Sequence[int], prompt_size: int) -> bool:
-    return _DEDENT.search("\n" + tokenizer.decode(row[prompt_size:])) is not None
+def _margin(function: HeldOutFunction) -> str:
+    node = ast.parse(function.source).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+    return "    " if names[:1] in (["self"], ["cls"]) else ""
 
 
-def _judge(function: HeldOutFunction, generated: str, ended: bool) -> Completion:
+def _judge(function: HeldOutFunction, margin: str, generated: str, ended: bool) -> Completion:
     """Cut the text behind the function and parse it; a completion without a single line of its own counts as failed.
 
     What hit the limit loses its last, unfinished line.
     """
-    body = _DEDENT.split("\n" + generated, maxsplit=1)[0][1:]
+    body = _DEDENT[margin].split("\n" + generated, maxsplit=1)[0][1:]
     if not ended:
         body = body.rsplit("\n", 1)[0] + "\n" if "\n" in body else ""
-    text = function.prompt + body.rstrip() + "\n"
+    text = textwrap.indent(function.prompt, margin) + body.rstrip() + "\n"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parsed = ast.parse(text)
-        parses = bool(body.strip()) and len(parsed.body) == 1
+            ast.parse("class Parent:\n" + text if margin else text)
+        parses = bool(body.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         parses = False
     return Completion(function.project, function.prompt, text, ended, parses)

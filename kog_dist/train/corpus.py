@@ -10,6 +10,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -69,7 +70,10 @@ def installed_projects() -> tuple[list[Project], list[str]]:
 
 
 def folder_project(folder: Path, licence: str) -> Project:
-    """A folder of source whose licence the caller vouches for. Raises ConfigError if that is not permissive or it has no source."""
+    """A folder of source under a licence that the caller vouches for.
+
+    Raises ConfigError if the licence is not permissive or the folder has no source.
+    """
     if licence not in PERMISSIVE:
         raise ConfigError(f"{folder} is said to be under {licence!r}; only permissive licences are used: {', '.join(PERMISSIVE)}")
     files = tuple(sorted(folder.resolve().rglob("*.py")))
@@ -81,9 +85,12 @@ def folder_project(folder: Path, licence: str) -> Project:
 def documents(projects: Iterable[Project], *, max_project_bytes: int, num_processes: int) -> Iterator[Document]:
     """Clean the files of all projects; each text once, at most `max_project_bytes` per project, in an order fixed by content."""
     seen: set[str] = set()
-    with ProcessPoolExecutor(num_processes) as pool:
+    with ProcessPoolExecutor(num_processes) if num_processes > 1 else nullcontext() as pool:
         for project in projects:
-            texts = pool.map(_cleaned_file, project.files, [project.root] * len(project.files), chunksize=16)
+            roots = [project.root] * len(project.files)
+            texts = (
+                pool.map(_cleaned_file, project.files, roots, chunksize=16) if pool else map(_cleaned_file, project.files, roots)
+            )
             by_digest = {hashlib.sha256(text.encode()).hexdigest(): text for text in texts if text is not None}
             num_bytes = 0
             for digest in sorted(by_digest.keys() - seen):

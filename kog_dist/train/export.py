@@ -17,7 +17,10 @@ _MAX_SHARD_BYTES = 15 * 2**20
 
 
 def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, evaluation_file: Path | None = None) -> None:
-    """Write `out`: bfloat16 weights, tokenizer, generation config, model card, manifest. Raises CheckpointError if a part is missing."""
+    """Write `out`: bfloat16 weights, tokenizer, generation config, model card, manifest.
+
+    Raises CheckpointError if the state holds no run.
+    """
     progress = load_progress(state)
     if progress is None:
         raise CheckpointError(f"{state} has no progress.json; run `python -m kog_dist.train run` first")
@@ -44,8 +47,8 @@ def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any
         "---",
         "# Demo Laneformer",
         "",
-        "A small Laneformer that continues Python source. It exists so that the decoding engine has a really trained model to show",
-        "and to test with; it knows what Python looks like, not how to program. Do not use its output unread.",
+        "A small Laneformer that continues Python source. It exists so that the decoding engine has a really trained model to",
+        "show and to test with; it knows what Python looks like, not how to program. Do not use its output unread.",
         "",
         f"- {spec.num_parameters:,} parameters, {spec.bytes_per_token() // 2:,} of them read per token; bfloat16",
         f"- {spec.num_layers} layers of hidden size {spec.hidden_size}, {spec.num_lanes} lanes, delay {spec.delay}, "
@@ -68,11 +71,14 @@ def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any
 
 
 def _evaluation_text(evaluation: dict[str, Any]) -> str:
+    cut, whole = evaluation["num_cut_at_limit"], evaluation["num_functions"] - evaluation["num_cut_at_limit"]
     return (
-        f"Of {evaluation['num_functions']} functions from held-out projects, given up to signature and docstring (or first line) and "
-        f"completed at temperature {evaluation['temperature']} with seed {evaluation['seed']}, "
-        f"{evaluation['num_parsed']} ({evaluation['parse_share']:.1%}) parse with `ast`; "
-        f"{evaluation['num_cut_at_limit']} were cut at {evaluation['max_new_tokens']} tokens and lost their unfinished last line. "
+        f"Of {evaluation['num_functions']} functions and methods from held-out projects, given up to signature and docstring\n"
+        f"(or first line) and completed at temperature {evaluation['temperature']} with seed {evaluation['seed']}, "
+        f"**{evaluation['num_parsed']} ({evaluation['parse_share']:.1%}) parse** with `ast`.\n"
+        f"{whole} completions came to an end of their own, and {evaluation['num_ended_parsed']} of these parse; {cut} were\n"
+        f"still going on after {evaluation['max_new_tokens']} tokens, lost their unfinished last line, and "
+        f"{evaluation['num_parsed'] - evaluation['num_ended_parsed']} of these parse.\n"
         "An empty completion counts as failed. Parsing says nothing about whether the code is right."
     )
 
@@ -82,8 +88,9 @@ def _source_table(sources: dict[str, Any]) -> list[str]:
         "",
         "## Sources",
         "",
-        f"{sources['num_train_bytes']:,} bytes of Python source from installed packages whose own metadata names only permissive",
-        "licences, without tests, generated files, vendored copies and duplicates. Held-out projects are kept from training whole.",
+        f"{sources['num_train_bytes']:,} bytes of Python source from installed packages whose own metadata names only",
+        "permissive licences, without tests, generated files, vendored copies and duplicates. Projects marked as held out",
+        "are kept from training whole.",
         "",
         "| project | version | licence | files | bytes | |",
         "|---|---|---|---:|---:|---|",

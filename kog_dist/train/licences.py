@@ -44,7 +44,7 @@ def permissive_licence(distribution: Distribution) -> str | None:
     is present decides.
     """
     metadata = distribution.metadata
-    expression = metadata.get("License-Expression")
+    expression = _field(distribution, "License-Expression")
     if expression:
         return evaluate(expression)
     named = [c.rsplit(" :: ", 1)[1] for c in metadata.get_all("Classifier") or () if c.startswith("License :: ")]
@@ -52,12 +52,17 @@ def permissive_licence(distribution: Distribution) -> str | None:
     if named:
         known = [_CLASSIFIERS.get(name) for name in named]
         return " AND ".join(sorted({name for name in known if name})) if all(known) else None
-    field = (metadata.get("License") or "").strip()
+    field = _field(distribution, "License")
     if 0 < len(field) < 80:
         return _short_form(field)
     texts = [field] if field else [_read(distribution, name) for name in metadata.get_all("License-File") or ()]
     found = [_recognise(text) for text in texts]
     return " AND ".join(sorted({name for name in found if name})) if found and all(found) else None
+
+
+def _field(distribution: Distribution, name: str) -> str:
+    """A metadata field, empty if it is missing."""
+    return str((distribution.metadata.get_all(name) or [""])[0]).strip()
 
 
 def evaluate(expression: str) -> str | None:

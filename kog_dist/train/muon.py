@@ -14,7 +14,7 @@ _RMS = 0.2  # root mean square of an AdamW update; makes one learning rate fit b
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     """Each of `matrices` (count, rows, columns) with its singular values moved to about 1, in bfloat16 on CUDA, else float32."""
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    x: Tensor = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -41,7 +41,7 @@ class Muon:
     def step(self, learning_rate: float) -> None:
         """Update all matrices from their gradients (Nesterov momentum, decoupled weight decay)."""
         for shape, members in self._groups.items():
-            parameters = [self.parameters[i] for i in members]
+            parameters: list[Tensor] = [self.parameters[i] for i in members]
             buffers = [self.buffers[i] for i in members]
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)

@@ -95,7 +95,7 @@ class Run:
         draw = np.random.default_rng((settings.seed, self.step_idx))
         starts = torch.from_numpy(draw.integers(0, len(self.tokens) - settings.time, settings.batch)).to(self.device)
         loss = self._loss(_rows(self.tokens, starts, settings.time))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         factor = self.learning_rate_factor(self.step_idx)
         self.muon.step(settings.learning_rate * factor)
         self.adam.param_groups[0]["lr"] = settings.adam_learning_rate * factor
@@ -145,7 +145,7 @@ class Run:
     def _report(self, recent: Sequence[Tensor], called: float, report: Callable[[str], None]) -> None:
         loss = float(torch.stack(list(recent)).mean())
         if not math.isfinite(loss):
-            raise ConfigError(f"the loss is {loss} at step {self.step_idx}; lower --lr")
+            raise ConfigError(f"the training loss is {loss} at step {self.step_idx}; start again with a lower --lr")
         held_out = self.held_out_loss()
         self.losses.append((self.step_idx, round(loss, 5)))
         self.held_out_losses.append((self.step_idx, round(held_out, 5)))
@@ -210,6 +210,8 @@ def _load_tokens(files: Sequence[Path], row_time: int, device: torch.device) -> 
     """Token ids of .npy shards, (count,) int32 on the device."""
     try:
         shards = [np.load(file, allow_pickle=False) for file in files]
+        if not shards:
+            raise FileNotFoundError("there are no train-*.npy")
     except (OSError, ValueError) as error:
         raise ConfigError(f"token shards cannot be read: {error}; run `python -m kog_dist.train prepare` first") from None
     num_tokens = sum(len(shard) for shard in shards)
