@@ -25,7 +25,7 @@ from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.served_model import ServedModel
 
 CONTEXT = 24
-ALPHABET = 4  # token ids 1..4 are the letters a..d; 0 ends an answer
+ALPHABET = 2  # token ids 1 and 2 are the letters a and b; 0 ends an answer
 WORLD_SIZE = 2
 QUEUE_LIMIT = 3
 OUTBOX = 12
@@ -38,12 +38,12 @@ def answer_of(prompt: Sequence[int]) -> list[int]:
     answer = []
     for _ in range(CONTEXT):
         state = state * 75 % 65_537
-        answer.append(state % (ALPHABET + 1))
+        answer.append(0 if state % 11 == 0 else 1 + state % ALPHABET)
     return answer
 
 
 class Letters:
-    """A tokenizer of four letters."""
+    """A tokenizer of two letters."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") + 1 for letter in text]
@@ -161,8 +161,8 @@ class Lifecycle(RuleBasedStateMachine):
 
     # ---- clients ----
     @rule(
-        peer=st.sampled_from(PEERS), prompt=st.text("abcd", max_size=6), max_tokens=st.none() | st.integers(1, 20),
-        stop=st.lists(st.text("abcd", min_size=1, max_size=3), max_size=2), ignore_eos=st.booleans(),
+        peer=st.sampled_from(PEERS), prompt=st.text("ab", max_size=6), max_tokens=st.none() | st.integers(1, 20),
+        stop=st.lists(st.text("ab", min_size=2, max_size=5), max_size=2), ignore_eos=st.booleans(),
     )  # fmt: skip
     def client_asks(
         self, peer: bytes, prompt: str, max_tokens: int | None, stop: list[str], ignore_eos: bool
@@ -173,10 +173,12 @@ class Lifecycle(RuleBasedStateMachine):
             self.sent[request_id] = (peer, message)
             self.wire.inbox.append((peer, message))
 
-    @rule(peer=st.sampled_from(PEERS), number=st.integers(0, 50))
-    def client_cancels(self, peer: bytes, number: int) -> None:
-        if self.sent and peer not in self.wire.gone:
-            self.wire.inbox.append((peer, Cancel(f"r{number % (len(self.sent) + 1)}")))
+    @rule(peer=st.sampled_from(PEERS), number=st.integers(0, 5), is_running=st.booleans())
+    def client_cancels(self, peer: bytes, number: int, is_running: bool) -> None:
+        running = self.coordinator._running
+        request_id = running.request_id if running is not None and is_running else f"r{number}"
+        if peer not in self.wire.gone:
+            self.wire.inbox.append((peer, Cancel(request_id)))
 
     @rule(peer=st.sampled_from(PEERS[1:]))
     def client_vanishes(self, peer: bytes) -> None:
@@ -195,6 +197,14 @@ class Lifecycle(RuleBasedStateMachine):
             if self.coordinator._farewell is not None:
                 self._end()
                 return
+
+    @rule(num_steps=st.integers(1, 12))
+    @precondition(lambda self: not self.is_over)
+    def token_by_token(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if not self.is_over:
+                self.rank_0_decodes(num_tokens=1, faulty=1)
+                self.turn(num_turns=1)
 
     @rule(peer=st.sampled_from(PEERS), how=st.sampled_from(["verb", "page", "signal"]), chance=st.integers(0, 5))
     def drain(self, peer: bytes, how: str, chance: int) -> None:
