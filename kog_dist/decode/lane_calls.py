@@ -27,7 +27,8 @@ class LaneCalls:
         spec, memory = self.spec, self.memory
         self.normed = memory.empty(len(memory.lanes), spec.hidden_size)
         self.inverse = memory.empty(len(memory.lanes), 1)
-        self.cos, self.sin = (table.astype(memory.dtype) for table in rope_table(spec, spec.max_context))
+        cos, sin = (table.astype(memory.dtype) for table in rope_table(spec, spec.max_context))
+        self.cos, self.sin = np.stack((cos, cos), axis=2), np.stack((-sin, sin), axis=2)
         self.makers: dict[Phase, Callable[[Group], Run]] = {
             Phase.EMBED: self._embed, Phase.QKV: self._qkv, Phase.ATTEND: self._attend, Phase.OUT: self._out,
             Phase.GATE_UP: self._gate_up, Phase.DOWN: self._down, Phase.RESIDUAL: self._residual,
@@ -73,7 +74,7 @@ class LaneCalls:
         product = self._normed_product(group, operands.reads[0], "attention_norm", "wqkv", projected.reshape(n, -1))
         pairs = projected[:, :turned_heads].reshape(n, turned_heads, dim // 2, 2)
         rotated = self.memory.empty(n, turned_heads, dim // 2, 2)
-        scratch = self.memory.empty(n, turned_heads, dim // 2)
+        scratch = self.memory.empty(n, turned_heads, dim // 2, 2)
         new_query, new_key = (part.reshape(n, -1, dim) for part in (rotated[:, : spec.lane_heads], rotated[:, spec.lane_heads :]))
         new_value = projected[:, turned_heads:]
         assert all(np.shares_memory(a, b) for a, b in ((pairs, projected), (new_query, rotated), (new_key, rotated)))

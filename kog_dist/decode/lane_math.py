@@ -35,18 +35,15 @@ def matrix_vector(triples: Sequence[tuple[Array, Array, Array]]) -> None:
         np.dot(matrix, vector, out=product)
 
 
-def rotate_pairs(heads: Array, cos: Array, sin: Array, scratch: Array, rotated: Array) -> None:
-    """Turn adjacent pairs of `heads` (n, heads, head_dim / 2, 2) by the angles of `cos`, `sin` (head_dim / 2).
+def rotate_pairs(pairs: Array, cos: Array, sin: Array, scratch: Array, rotated: Array) -> None:
+    """Turn adjacent pairs: `pairs` and `rotated` are (n, heads, head_dim / 2, 2), (x, y) -> (x cos - y sin, y cos + x sin).
 
-    Separate products and sums: a complex multiplication may use fused operations, whose bits depend on the place in the array.
+    cos, sin: (head_dim / 2, 2), one angle's (cos, cos) and (-sin, sin). Products are rounded before they are added: a complex
+    multiplication may use fused operations, whose bits depend on the place in the array.
     """
-    even, odd = heads[..., 0], heads[..., 1]
-    np.multiply(even, cos, out=rotated[..., 0])
-    np.multiply(odd, sin, out=scratch)
-    np.subtract(rotated[..., 0], scratch, out=rotated[..., 0])
-    np.multiply(even, sin, out=rotated[..., 1])
-    np.multiply(odd, cos, out=scratch)
-    np.add(rotated[..., 1], scratch, out=rotated[..., 1])
+    np.multiply(pairs, cos, out=rotated)
+    np.multiply(pairs[..., ::-1], sin, out=scratch)
+    np.add(rotated, scratch, out=rotated)
 
 
 def attend(

@@ -185,6 +185,23 @@ def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: Samplin
     assert bits(alone) != bits(plain)
 
 
+def test_a_logit_that_is_not_finite_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
+    plan = make_plan(BASE, 4, num_ctas=4)
+
+    def work(rank: int, exchange: ThreadExchange) -> list[tuple[bool, int]]:
+        weights = open_checkpoint(tmp_path).rank_weights(plan.ranks[rank].lanes)
+        if rank == 2:
+            weights.heads[5][0, 0] = np.inf
+        engine = Interpreter(plan, rank, weights, exchange)
+        outputs = [engine.step(1, 0, None), engine.step(2, 1, Sampling()), engine.step(3, 2, None)]
+        return [(output.finite, output.token_id) for output in outputs]
+
+    ranks = run_ranks(4, work)
+    assert [finite for finite, _ in ranks[0]] == [True, False, True]
+    assert ranks == [ranks[0]] * 4
+
+
 @pytest.mark.parametrize(
     ("name", "world_size", "temperature"),
     [

@@ -22,7 +22,7 @@ from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
 PRIME = (1 << 61) - 1
 SQRT_LANES = 12345  # stands for sqrt(L)
 GARBAGE = 987654321  # what memory holds before anything was written
-NUM_MUTANTS = 2600
+NUM_MUTANTS = 2300
 TOKENS = (When.ALWAYS, When.GATHERED, When.SAMPLED, When.ALWAYS, When.GATHERED, When.GATHERED)
 
 
