@@ -104,6 +104,20 @@ def test_withheld_text_is_delivered_when_the_answer_ends_otherwise(start_engine:
         assert text_of(client.generate("x", stop=("</s>",), max_tokens=9)) == "tail of</"
 
 
+def test_withheld_text_is_delivered_on_cancel(start_engine: StartEngine) -> None:
+    engine = start_engine("ab</s>", paced=True)
+    with engine.client() as client, engine.client() as other:
+        events = client.generate("x", stop=("</s>",), max_tokens=100, request_id="mine")
+        engine.allow(4)
+        seen: list[Accepted | Tokens | Done] = []
+        while len(ids_of(seen)) < 4:
+            seen.append(next(events))
+        assert text_of(seen) == "ab"
+        other.cancel("mine")
+        seen += events
+    assert (text_of(seen), finish_of(seen)) == ("ab</", FinishReason.CANCELLED)
+
+
 def test_characters_split_over_tokens(start_engine: StartEngine) -> None:
     text = "naïve 😀 ünïcode"
     engine = start_engine(text)
