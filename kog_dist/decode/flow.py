@@ -30,7 +30,7 @@ class Post(NamedTuple):
     content: tuple[Term, ...]
     peers: tuple[int, ...]
     clock: tuple[int, ...]
-    label: str
+    origin: tuple[RankState, int, Step]
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Flow:
         self.plan, self.spec = plan, plan.spec
         self.definition = definition(plan.spec)
         self.findings: list[str] = []
+        self._places: dict[Value, tuple[int, ...]] = {}
         self.posts: dict[tuple[str, int, int], Post] = {}  # by mailbox, epoch and writer
         self.reads: dict[tuple[str, int, int], dict[int, int]] = {}  # reader -> its clock at its last read
         self.ranks = [RankState(part, _events(part), [0] * plan.world_size) for part in plan.ranks]
@@ -73,6 +74,11 @@ class Flow:
             self._check_slots()
             self._check_results()
         return self.findings
+
+    def _place(self, value: Value) -> tuple[int, ...]:
+        if value not in self._places:
+            self._places[value] = self.plan.place(value)
+        return self._places[value]
 
     def _find(self, text: str) -> None:
         if len(self.findings) < MAX_FINDINGS:
@@ -112,7 +118,7 @@ class Flow:
         state.clock[rank] += 1
         if step.publishes is None:
             return
-        message, where = step.publishes, self._where(state, token, step)
+        message = step.publishes
         content = self._inputs(state, token, step)
         if content is None:
             return
@@ -120,11 +126,13 @@ class Flow:
             content = (self.definition.tree(content),)
         key = (message.mailbox, self.plan.epoch(message, token), rank)
         if key in self.posts:
-            self._find(f"{where}: publishes epoch {key[1]} of {message.mailbox} a second time (first: {self.posts[key].label})")
-        self._check_length(where, message, step)
-        self.posts[key] = Post(content, message.peers, tuple(state.clock), where)
+            first = self._where(*self.posts[key].origin)
+            where = self._where(state, token, step)
+            self._find(f"{where}: publishes epoch {key[1]} of {message.mailbox} a second time (first: {first})")
+        self._check_length(state, token, step, message)
+        self.posts[key] = Post(content, message.peers, tuple(state.clock), (state, token, step))
 
-    def _check_length(self, where: str, message: Message, step: Step) -> None:
+    def _check_length(self, state: RankState, token: int, step: Step, message: Message) -> None:
         spec, lanes = self.spec, self.spec.num_lanes // self.plan.world_size
         length = {
             Phase.SUM: spec.hidden_size,
@@ -132,9 +140,10 @@ class Flow:
             Phase.GATHER: lanes * spec.vocab_slice(0)[1],
             Phase.SAMPLE: 2 * lanes + 1,  # value and id per lane; the stop bit
         }[step.phase]
-        if self.plan.mailbox_by_name[message.mailbox].length != length:
-            found = self.plan.mailbox_by_name[message.mailbox].length
-            self._find(f"{where}: publishes {length} values into mailbox {message.mailbox}, which holds {found}")
+        room = self.plan.mailbox_by_name[message.mailbox].length
+        if room != length:
+            where = self._where(state, token, step)
+            self._find(f"{where}: publishes {length} values into mailbox {message.mailbox}, which holds {room}")
 
     def _arrived(self, state: RankState, token: int, message: Message) -> bool:
         epoch, rank = self.plan.epoch(message, token), state.part.rank
@@ -148,7 +157,7 @@ class Flow:
             return (self.definition.term("no candidates"),) * len(step.reads)
         terms = []
         for value in step.reads:
-            held = state.memory.get(self.plan.place(value))
+            held = state.memory.get(self._place(value))
             if held is None or held[:2] != (token, value):
                 found = f"{value_name(held[1])} of token {held[0]}" if held else "nothing"
                 self._find(f"{self._where(state, token, step)}: reads {value_name(value)}, but its place holds {found}")
@@ -163,7 +172,7 @@ class Flow:
         rows = self._receive(state, token, step, inputs)
         if step.phase is Phase.QKV:
             query, cache = step.writes
-            held = state.memory.get(self.plan.place(cache))
+            held = state.memory.get(self._place(cache))
             old = held[2] if held else self.definition.empty_cache(step.layer, step.lane)
             self._write(state, token, step, query, self.definition.term("query", step.layer, step.lane, inputs[0]))
             appended = self.definition.term("append", step.layer, step.lane, old, inputs[0])
@@ -228,7 +237,7 @@ class Flow:
         expected = term if silent or value.kind is Kind.OWN_SUM else self.definition.values(token).get(value)
         if term != expected:
             self._find(f"{self._where(state, token, step)}: {value_name(value)} is not made of what the model defines")
-        state.memory[self.plan.place(value)] = (token, value, term)
+        state.memory[self._place(value)] = (token, value, term)
 
     # ---- the end ----
     def _report_stuck(self) -> None:
@@ -258,7 +267,9 @@ class Flow:
         for key, post in self.posts.items():
             for peer in post.peers:
                 if peer not in self.reads.get(key, {}):
-                    self._find(f"{post.label}: publishes epoch {key[1]} of {key[0]} to rank {peer}, which never reads it")
+                    self._find(
+                        f"{self._where(*post.origin)}: publishes epoch {key[1]} of {key[0]} to rank {peer}, which never reads it"
+                    )
 
     def _check_slots(self) -> None:
         """A slot may be rewritten only when all reads of what it held have certainly happened."""
@@ -271,11 +282,13 @@ class Flow:
             if old is None:
                 continue
             if old[1] >= epoch:
-                self._find(f"{post.label}: epoch {epoch} of {mailbox} follows epoch {old[1]} in slot {slot[1]}")
+                self._find(f"{self._where(*post.origin)}: epoch {epoch} of {mailbox} follows epoch {old[1]} in slot {slot[1]}")
             for reader, clock in self.reads.get(old, {}).items():
                 if post.clock[reader] < clock:
                     unread = f"rank {reader} may not have read epoch {old[1]} yet"
-                    self._find(f"{post.label}: rewrites slot {slot[1]} of {mailbox} with epoch {epoch}, and {unread}")
+                    self._find(
+                        f"{self._where(*post.origin)}: rewrites slot {slot[1]} of {mailbox} with epoch {epoch}, and {unread}"
+                    )
 
     def _check_results(self) -> None:
         """Every token leaves its keys and values, and a choice; rank 0 the logits that were asked for."""
