@@ -1,0 +1,101 @@
+"""Every command that README and docs show is run, as written, in the order of its block.
+
+A ```console block is a sequence of `$ command` lines; a line that ends in `&` starts an engine, which must be ready before the next
+line is run and gone at the end of the block. A ```python block is run while an engine named `readme` serves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+TIMEOUT_S = 100.0
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    found = []
+    for path in DOCUMENTS:
+        for number, match in enumerate(re.finditer(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)):
+            found.append((f"{path.relative_to(ROOT)}:{number}", match.group(1)))
+    return found
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NO_COLOR": "1"}
+
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, f"`{command}` ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done
+
+
+@contextmanager
+def engine(command: str) -> Iterator[None]:
+    """Run `command` until the end of the block; ready on entry, gone on exit."""
+    name = re.search(r"--instance (\S+)", command)
+    assert name is not None, f"`{command} &` must name its --instance, so that the test can wait for it"
+    with subprocess.Popen(command, shell=True, cwd=ROOT, env=environment(), start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + TIMEOUT_S
+            while subprocess.run(
+                ["kog-client", "status", "--instance", name.group(1)], env=environment(), capture_output=True, check=False
+            ).returncode:
+                assert process.poll() is None, f"`{command}` ended with {process.returncode} before it was ready"
+                assert time.monotonic() < deadline, f"`{command}` was not ready in {TIMEOUT_S:.0f} s"
+            yield
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait(timeout=30)
+
+
+@pytest.mark.parametrize(("place", "text"), blocks("console"), ids=[place for place, _ in blocks("console")])
+def test_console_block(place: str, text: str) -> None:
+    commands = [line[2:] for line in text.splitlines() if line.startswith("$ ")]
+    assert commands, f"{place}: a console block without a command"
+
+    def run_from(index: int) -> None:
+        for position in range(index, len(commands)):
+            if commands[position].rstrip().endswith("&"):
+                with engine(commands[position].rstrip().removesuffix("&")):
+                    return run_from(position + 1)
+            run(commands[position])
+        return None
+
+    run_from(0)
+
+
+@pytest.mark.parametrize(("place", "text"), blocks("python"), ids=[place for place, _ in blocks("python")])
+def test_python_block(place: str, text: str) -> None:
+    with engine("kog-launch --ranks 2 --instance readme"):
+        done = subprocess.run(
+            [sys.executable, "-c", text],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{place}: {done.stderr[-2000:]}"
+        assert done.stdout.strip(), f"{place} printed nothing"
+
+
+def test_makefile_has_the_two_commands() -> None:
+    for target in ("demo", "test"):
+        shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        assert "kog-launch" in shown.stdout or "pytest" in shown.stdout
