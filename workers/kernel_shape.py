@@ -32,7 +32,7 @@ class KernelShape:
     replicas: int = 4
     tiles_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
     max_slots: int = 16
-    trace: bool = False
+    traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -211,6 +211,6 @@ class KernelShape:
         lines += ["}  // namespace kog"]
         ops = {"QKV": self.qkv, "OUT": self.out, "GATE_UP": self.gate_up, "DOWN": self.down, "HEAD": self.head}
         lines += [f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}" for name, op in ops.items()]
-        if self.trace:
-            lines += ["#define KOG_TRACE 1"]
+        if self.traced_step >= 0:
+            lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {self.traced_step}; }}"]
         return "\n".join(lines) + "\n"

@@ -20,6 +20,7 @@ from kog_dist.workers.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, 
 from kog_dist.workers.kernel_shape import SHARED_BYTES, KernelShape
 
 NUM_THREADS = 24 * 32
+STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "attended")  # of a traced build
 KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF
@@ -60,6 +61,8 @@ class Monokernel:
         self._host = _pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
         self._ring = _pinned(context * 16).view(np.uint64).reshape(context, 2)
         self._tag = 0
+        kinds, vectors = len(STAMP_KINDS), 4 * shape.spec.num_layers * shape.num_lanes + 1
+        self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self._epoch = 0
 
     # ---- a request ----
@@ -95,6 +98,7 @@ class Monokernel:
         for name, array in arrays.items():
             params[f"{name}_ptr"] = array.data.ptr
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
+        params["trace_ptr"] = 0 if self.trace is None else self.trace.data.ptr
         params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
         params["seed"], params["wait_limit_us"] = self._sampling.seed, self._limit_us
         if self._sampling.temperature > 0:

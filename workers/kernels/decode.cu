@@ -19,6 +19,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     for (int i = 0; i < 4; ++i) mbar_init(bar(shared.squares_full[i]), 4);
     mbar_init(bar(shared.token_full), 1);
     shared.note.stopped = 0, shared.note.timed_out = 0, shared.finished = 0, shared.cancelled = 0;
+    shared.num_finalized = 0, shared.num_ended = 0;
     fence_barrier_init();
 }
 
@@ -47,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     __syncthreads();
 
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
-    const Role role{&shared, {&shared.note, params.wait_limit_us}, blockIdx.x, state->position, state->num_prompt, state->epoch};
+    const Role role{&shared, {&shared.note, params.wait_limit_us}, blockIdx.x, state->position, state->num_prompt, state->epoch,
+                    reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};
     const u32 num_steps = params.num_steps;
     if (warp < kMatrixWarps) {
         drop_registers<kMatrixRegisters>();

@@ -34,7 +34,7 @@ struct Attender {
     const KogDecodeParams& params;
     const Role& role;
     u32 warp, lane;
-    u32 num_items = 0;
+    u32 num_items = 0, first_vector = 0, step = 0;  // products of earlier tokens; the token
 
     // Poll kCount words, from `words` on, until all carry the tag. `wanted`: this thread needs them.
     template <int kCount>
@@ -94,9 +94,12 @@ struct Attender {
             }
             if (!have_query) {
                 have_query = true;
+                ok = wait_until_near(role, role.shared->num_finalized, first_vector + 4 * layer * kLanes + lane_idx + 1, place);
+                if (!ok) break;
                 u64 got[kDimRegisters];
                 ok = poll(words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters, true, tag, got, place);
                 if (!ok) break;
+                if (warp == 0) stamp(role, kQuerySeen, step, 4 * layer * kLanes + lane_idx);
 #pragma unroll
                 for (int i = 0; i < kDimRegisters; ++i) {
                     const float a = first_of(got[i]), b = second_of(got[i]);
@@ -172,7 +175,9 @@ struct Attender {
                 KvFormat::mma(outputs[i], values[0][2 * i], values[0][2 * i + 1], values[1][2 * i], values[1][2 * i + 1], first, second);
             }
         }
-        return merge(ok, kv_head, split, lane_idx, tag, outputs, peak, sum);
+        ok = merge(ok, kv_head, split, lane_idx, tag, outputs, peak, sum);
+        if (warp == 0) stamp(role, kAttended, step, 4 * layer * kLanes + lane_idx);
+        return ok;
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
@@ -234,6 +239,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         const u32 position = role.first_position + step;
+        attender.step = step;
 #pragma unroll 1
         for (u32 layer = 0; layer < kLayers; ++layer)
 #pragma unroll 1
@@ -244,6 +250,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
                 for (u32 item = first; item < kItems; item += kNumCtas)
                     if (!attender.item(layer, lane, item, position, layer_tag(role.first_epoch + step, layer))) return;
             }
+        attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : 1);
     }
 }
 

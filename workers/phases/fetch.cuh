@@ -10,7 +10,7 @@ struct Fetcher {
     const KogDecodeParams& params;
     const Role& role;
     u32 tid;
-    u32 num_vectors = 0;
+    u32 num_vectors = 0, step = 0, first_vector = 0;  // vectors of this launch; the token, and vectors before it
 
     static constexpr int kPerThread = (kMaxPer * kMatrixWarps * 8 + kFetchThreads - 1) / kFetchThreads;
 
@@ -30,6 +30,7 @@ struct Fetcher {
     __device__ __forceinline__ void hand_over() {
         __syncwarp();
         if (laneid() == 0) mbar_arrive(bar(role.shared->x_full[num_vectors & 1]));
+        if (tid < 32) stamp(role, kFetched, step, num_vectors - first_vector);
     }
     __device__ __forceinline__ void hand_over_squares(float squares) {
 #pragma unroll
@@ -76,6 +77,11 @@ struct Fetcher {
     }
     static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
+    // The vector before this one in the same lane is published by this thread block: its successor may be polled.
+    __device__ __forceinline__ bool near(const Place& place) {
+        return num_vectors < kLanes || wait_until_near(role, role.shared->num_finalized, num_vectors - kLanes + 1, place);
+    }
+
     // A residual stream, times the norm's weights. `embedding` (16-bit) replaces the words in layer 0.
     template <class O>
     __device__ __forceinline__ bool stream(const u64* words, const uint2* embedding, const uint2* norm, u32 tag, const Place& place) {
@@ -93,7 +99,7 @@ struct Fetcher {
                     const float4 v = widen(embedding[i * kFetchThreads + tid]);
                     got[i] = make_ulonglong2(make_pair_word(v.x, v.y, 0), make_pair_word(v.z, v.w, 0));
                 }
-        } else if (!poll<kUnits>(words, tag, got, place)) {
+        } else if (!near(place) || !poll<kUnits>(words, tag, got, place)) {
             return false;
         }
         if (!wait_for_room(place)) return false;
@@ -120,7 +126,7 @@ struct Fetcher {
         constexpr int kUnits = kLength / 4, kPadded = O::kPer * kMatrixWarps * 8;
         constexpr int kMany = (kPadded + kFetchThreads - 1) / kFetchThreads;
         ulonglong2 got[kMany];
-        if (!poll<kUnits>(words, tag, got, place) || !wait_for_room(place)) return false;
+        if (!near(place) || !poll<kUnits>(words, tag, got, place) || !wait_for_room(place)) return false;
 #pragma unroll
         for (int i = 0; i < kMany; ++i) {
             const u32 unit = i * kFetchThreads + tid;
@@ -135,6 +141,7 @@ struct Fetcher {
     // What the attention items of a lane published, merged: each split gives a normalised output and its log2-sum-exp2.
     __device__ __forceinline__ bool attended(const u64* outputs, const u64* log_sums, u32 tag, const Place& place) {
         constexpr int kUnits = kQueryRows / 4, kPadded = OutOp::kPer * kMatrixWarps * 8, kHeadUnits = kHeadDim / 4;
+        if (!near(place)) return false;
 #pragma unroll 1
         for (u32 first = 0; first < kPadded; first += kFetchThreads) {
             const u32 unit = first + tid;
@@ -213,10 +220,11 @@ struct Fetcher {
 #pragma unroll
         for (int i = 0; i < kMany; ++i) sum[i] = make_float4(0, 0, 0, 0);
         float total;
+        bool ok = near({kHeadPhase, 0, 0});
 #pragma unroll 1
         for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
             ulonglong2 got[kMany];
-            bool ok = poll<kUnits>(streams + lane_idx * kReplicas * kStreamStride, tag, got, {kHeadPhase, 0, lane_idx});
+            ok = ok && poll<kUnits>(streams + lane_idx * kReplicas * kStreamStride, tag, got, {kHeadPhase, 0, lane_idx});
             float factor = 1.0f;
             if (!kPreNormSum) {
                 float squares = 0;
@@ -273,6 +281,7 @@ __device__ __forceinline__ void fetch(const KogDecodeParams& params, const Role&
     const uint2* norms = reinterpret_cast<const uint2*>(params.norms_ptr);
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
+        fetcher.step = step, fetcher.first_vector = fetcher.num_vectors;
         const uint2* embedding = reinterpret_cast<const uint2*>(params.embedding_ptr) + static_cast<u64>(token) * kUnits;
 #pragma unroll 1
         for (u32 layer = 0; layer < kLayers; ++layer) {

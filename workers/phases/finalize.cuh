@@ -11,7 +11,14 @@ struct Finalizer {
     const KogDecodeParams& params;
     const Role& role;
     u32 lane;
-    u32 num_vectors = 0, num_blocks = 0;
+    u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0;
+
+    __device__ __forceinline__ void count_vector() {
+        stamp(role, kPublished, step, num_vectors - first_vector);
+        ++num_vectors;
+        __syncwarp();
+        if (lane == 0) role.shared->num_finalized = num_vectors;
+    }
 
     // Scale of the vector that is being multiplied: 1 / rms for normed ones.
     __device__ __forceinline__ bool rms_scale(float& scale, const Place& place) {
@@ -32,6 +39,7 @@ struct Finalizer {
         float parts[kMatrixWarps];
 #pragma unroll
         for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < O::kRows ? shared.red[half][warp][lane] : 0.0f;
+        stamp(role, kMultiplied, step, num_vectors - first_vector);
         sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7])) +
               ((parts[8] + parts[9]) + (parts[10] + parts[11]));
         __syncwarp();
@@ -79,7 +87,7 @@ struct Finalizer {
             if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvRows)
                 store_relaxed(words + row / 2, make_pair_word(turned, next, tag));
         }
-        ++num_vectors;
+        count_vector();
         return true;
     }
 
@@ -98,7 +106,7 @@ struct Finalizer {
             publish<GateUpOp::kRows / 2, 2>(words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2,
                                             kFfn, activation, tag);
         }
-        ++num_vectors;
+        count_vector();
         return true;
     }
 
@@ -148,7 +156,7 @@ struct Finalizer {
                 }
             }
         }
-        ++num_vectors;
+        count_vector();
         return true;
     }
 
@@ -171,7 +179,7 @@ struct Finalizer {
                 best = better(best, {finite ? score : -INFINITY, finite ? id : id | kNotFinite});
             }
         }
-        ++num_vectors;
+        count_vector();
         return true;
     }
 
@@ -196,6 +204,8 @@ struct Finalizer {
         if (lane < kReplicas)
             store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), epoch + 1),
                              make_value_word(best.id, epoch + 1));
+        __syncwarp();
+        if (lane == 0) role.shared->num_ended = epoch - role.first_epoch + 1;
     }
 };
 
@@ -204,6 +214,7 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ro
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         const u32 position = role.first_position + step, epoch = role.first_epoch + step;
+        finalizer.step = step, finalizer.first_vector = finalizer.num_vectors;
         finalizer.begin(token);
 #pragma unroll 1
         for (u32 layer = 0; layer < kLayers; ++layer) {

@@ -69,6 +69,8 @@ struct Shared {
     u32 stop_before[2];
     WaitNote note;
     volatile u32 finished, cancelled;
+    volatile u32 num_finalized;                      // vectors of this launch that the finaliser is done with
+    volatile u32 num_ended;                          // tokens whose candidate it has published
 };
 static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
 
@@ -78,7 +80,18 @@ struct Role {
     Watch watch;
     u32 cta;
     u32 first_position, num_prompt, first_epoch;
+    u64* trace;  // of this thread block, or null
 };
+
+// Products of one token, in the order of phases, layers and lanes. The kinds of stamps of a traced build, one of each per product.
+constexpr u32 kTokenVectors = 4 * kLayers * kLanes + 1;
+enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kAttended, kStampKinds };
+
+__device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step, u32 vector) {
+#ifdef KOG_TRACE
+    if (step == kTracedStep && laneid() == 0) role.trace[kind * kTokenVectors + vector] = globaltimer_ns();
+#endif
+}
 
 __device__ __forceinline__ u32 bar(const u64& barrier) { return shared_address(&barrier); }
 
@@ -90,6 +103,17 @@ __device__ __forceinline__ bool has_head(const Role& role, u32 step) {
     return role.first_position + step + 1 >= role.num_prompt;
 }
 __device__ __forceinline__ bool in_mask(u64 mask, u32 layer) { return (mask >> layer) & 1; }
+
+// Words are polled only when they may be there: all thread blocks advance together, so a value is about to arrive when this thread
+// block has published its own part of it. Polling earlier would only load the memory system. Called by full warps.
+__device__ __forceinline__ bool wait_until_near(const Role& role, const volatile u32& counter, u32 wanted, const Place& place) {
+    u32 since_us = 0;
+    for (u32 polls = 1;; ++polls) {
+        if (__all_sync(kFullWarp, static_cast<int>(counter - wanted) >= 0)) return true;
+        if ((polls & 63) == 0 && __any_sync(kFullWarp, give_up(role.watch, since_us, place, wanted, counter, 2))) return false;
+        __nanosleep(20);
+    }
+}
 
 // Wait until token `step` of this launch is known. False: leave, there is none or an abort was called.
 __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& token) {

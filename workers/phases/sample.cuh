@@ -99,7 +99,7 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
             mbar_arrive(bar(shared.token_full));
         }
         __syncwarp();
-        if (leave) return;
+        if (leave || !wait_until_near(role, shared.num_ended, step + 1, {kTokenPhase, 0, 0})) return;
         const u32 tag = role.first_epoch + step + 1;
         Candidate best{-INFINITY, kIdMask};
         u32 since_us = 0;
