@@ -189,7 +189,9 @@ class FakeEngine:
             if self.control.cancelled(seq) or self.control.aborted() or self._closing.is_set():
                 return False
             if self._permits.acquire(timeout=0.002):
-                return True
+                if not self.control.cancelled(seq):
+                    return True
+                self._permits.release()  # it was meant for the next request
 
 
 @pytest.fixture
