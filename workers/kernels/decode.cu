@@ -18,21 +18,22 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     }
     for (int i = 0; i < 4; ++i) mbar_init(bar(shared.squares_full[i]), 4);
     mbar_init(bar(shared.token_full), 1);
-    shared.note.stopped = 0, shared.note.timed_out = 0, shared.finished = 0, shared.cancelled = 0;
+    shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0;
     shared.num_finalized = 0, shared.num_ended = 0;
     fence_barrier_init();
 }
 
-// The watchdog warp. That of the first thread block looks at the host's words, so that nobody else has to read over PCIe.
+// The watchdog warp. That of the first thread block also looks at the host's words, so that nobody else has to read over PCIe.
 __device__ __forceinline__ void watch(const KogDecodeParams& params, const Role& role, u32* abort_mirror) {
     if (laneid() != 0) return;
     const KogHostPage* host = reinterpret_cast<const KogHostPage*>(params.host_ptr);
+    Watchdog watchdog{role.shared->note, abort_mirror, reinterpret_cast<KogWaitRecord*>(params.record_ptr), params.wait_limit_us * 1000ull};
     while (!role.shared->finished) {
         if (role.cta == 0) {
             if (load_system_u32(&host->abort) != 0) atomicExch(abort_mirror, 1u);
             if (load_system_u32(&host->cancelled_tag) == params.request_tag) role.shared->cancelled = 1;
         }
-        if (!watch_over(role.watch, abort_mirror, reinterpret_cast<KogWaitRecord*>(params.record_ptr))) return;
+        if (!watchdog.look()) return;
         __nanosleep(4000);
     }
 }
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     __syncthreads();
 
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
-    const Role role{&shared, {&shared.note, params.wait_limit_us}, blockIdx.x, state->position, state->num_prompt, state->epoch,
+    const Role role{&shared, blockIdx.x, state->position, state->num_prompt, state->epoch,
                     reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};
     const u32 num_steps = params.num_steps;
     if (warp < kMatrixWarps) {

@@ -36,27 +36,27 @@ struct Attender {
     u32 warp, lane;
     u32 num_items = 0, first_vector = 0, step = 0;  // products of earlier tokens; the token
 
-    // Poll kCount words, from `words` on, until all carry the tag. `wanted`: this thread needs them.
+    // Read kCount words, if this thread wants them; true when all carry the tag.
     template <int kCount>
-    __device__ __forceinline__ bool poll(const u64* words, bool wanted, u32 tag, u64 (&got)[kCount], const Place& place) {
-        u32 since_us = 0;
-        for (u32 polls = 1;; ++polls) {
-            bool ready = true;
-            if (wanted) {
+    static __device__ __forceinline__ bool read(const u64* words, bool wanted, u32 tag, u64 (&got)[kCount]) {
+        if (!wanted) return true;
+        bool ready = true;
+        if constexpr (kCount % 2 == 0) {
 #pragma unroll
-                for (int i = 0; i < kCount; ++i) got[i] = load_relaxed(words + i);
-#pragma unroll
-                for (int i = 0; i < kCount; ++i) ready = ready && has_tag(got[i], tag);
+            for (int i = 0; i < kCount; i += 2) {
+                const ulonglong2 two = load_relaxed_x2(words + i);
+                got[i] = two.x, got[i + 1] = two.y;
             }
-            if (__all_sync(kFullWarp, ready)) return true;
-            if ((polls & 63) == 0 &&
-                __any_sync(kFullWarp, give_up(role.watch, since_us, place, tag, wanted ? tag_of(got[0]) : tag)))
-                return false;
+        } else {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) got[i] = load_relaxed(words + i);
         }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) ready = ready && has_tag(got[i], tag);
+        return ready;
     }
 
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
-        const Place place{kAttendPhase, layer, lane_idx};
         const u32 group = lane >> 2, part = lane & 3;
         const u32 kv_head = item_idx / kSplits, split = item_idx % kSplits;
         const bool windowed = in_mask(kWindowMask, layer);
@@ -94,10 +94,11 @@ struct Attender {
             }
             if (!have_query) {
                 have_query = true;
-                ok = wait_until_near(role, role.shared->num_finalized, first_vector + 4 * layer * kLanes + lane_idx + 1, place);
+                ok = counter_wait(role.shared->note, role.shared->num_finalized, first_vector + 4 * layer * kLanes + lane_idx + 1);
                 if (!ok) break;
                 u64 got[kDimRegisters];
-                ok = poll(words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters, true, tag, got, place);
+                const u64* query_words = words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters;
+                while (!__all_sync(kFullWarp, read(query_words, true, tag, got)) && ok) ok = !role.shared->note.stopped;
                 if (!ok) break;
                 if (warp == 0) stamp(role, kQuerySeen, step, 4 * layer * kLanes + lane_idx);
 #pragma unroll
@@ -109,21 +110,24 @@ struct Attender {
             }
             if (!old && !fresh) break;
             if (fresh) {
-                u64 got[kDimRegisters];
-                ok = poll(words + (kQueryRows + kv_head * kHeadDim) / 2 + part * kDimRegisters, group == 0, tag, got, place);
+                // K in row 0 of the batch, V in its first pair; both also go to their place in the cache.
+                u64 got_keys[kDimRegisters], got_values[kDimRegisters / 2];
+                const u64* key_words = words + (kQueryRows + kv_head * kHeadDim) / 2;
+                while (ok) {
+                    const bool here = read(key_words + part * kDimRegisters, group == 0, tag, got_keys);
+                    const bool both = read(key_words + kKvRows / 2 + group * (kDimRegisters / 2), part == 0, tag, got_values) && here;
+                    if (__all_sync(kFullWarp, both)) break;
+                    ok = !role.shared->note.stopped;
+                }
                 if (!ok) break;
                 const u32 slot = (position / kSplits) % capacity, row = slot & 15;
                 unsigned char* home = cache + (slot >> 4) * kBatchBytes;
 #pragma unroll
                 for (int i = 0; i < kDimRegisters; ++i) {
-                    keys[0][i] = group == 0 ? KvFormat::pack(first_of(got[i]), second_of(got[i])) : 0;
+                    keys[0][i] = group == 0 ? KvFormat::pack(first_of(got_keys[i]), second_of(got_keys[i])) : 0;
                     keys[1][i] = 0;
                     if (group == 0) reinterpret_cast<u32*>(home + row * kHeadDim * 2 + part * kDimRegisters * 4)[i] = keys[0][i];
                 }
-                u64 got_values[kDimRegisters / 2];
-                ok = poll(words + (kQueryRows + kKvRows + kv_head * kHeadDim) / 2 + group * (kDimRegisters / 2), part == 0, tag,
-                          got_values, place);
-                if (!ok) break;
                 u16* pair = reinterpret_cast<u16*>(home + 16 * kHeadDim * 2 + (row >> 1) * kHeadDim * 4) + (row & 1);
 #pragma unroll
                 for (int i = 0; i < kDimRegisters / 2; ++i) {

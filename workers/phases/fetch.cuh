@@ -12,7 +12,7 @@ struct Fetcher {
     u32 tid;
     u32 num_vectors = 0, step = 0, first_vector = 0;  // vectors of this launch; the token, and vectors before it
 
-    static constexpr int kPerThread = (kMaxPer * kMatrixWarps * 8 + kFetchThreads - 1) / kFetchThreads;
+    static constexpr int kMany = (kMaxPer * kMatrixWarps * 8 + kFetchThreads - 1) / kFetchThreads;  // units of a thread
 
     // x of unit `unit`: values 4 * unit .. 4 * unit + 3.
     __device__ __forceinline__ void write_x(u32 unit, const float4& value) {
@@ -24,8 +24,16 @@ struct Fetcher {
         *reinterpret_cast<uint2*>(at + 32) = make_uint2(low0, low1);
     }
 
-    __device__ __forceinline__ bool wait_for_room(const Place& place) {
-        return mbar_wait(role.watch, bar(role.shared->x_empty[num_vectors & 1]), ((num_vectors >> 1) & 1) ^ 1, place);
+    __device__ __forceinline__ bool wait_for_room() {
+        return mbar_wait(role.shared->note, bar(role.shared->x_empty[num_vectors & 1]), ((num_vectors >> 1) & 1) ^ 1);
+    }
+    // Say where these warps stand; see WaitNote.
+    __device__ __forceinline__ void note(u32 phase, u32 layer, u32 lane, u32 tag, const u64* words, u32 num_words) {
+        if (tid != 0) return;
+        WaitNote& note = role.shared->note;
+        note.phase = phase, note.layer = layer, note.lane = lane;
+        note.wanted = tag, note.words = words, note.num_words = num_words;
+        note.num_waits = num_vectors + 1;
     }
     __device__ __forceinline__ void hand_over() {
         __syncwarp();
@@ -42,26 +50,22 @@ struct Fetcher {
         ++num_vectors;
     }
 
-    // Poll the units of this thread until all carry the tag. Whole warps; only missing words are read again.
-    template <int kUnits, int kMany>
-    __device__ __forceinline__ bool poll(const u64* words, u32 tag, ulonglong2 (&got)[kMany], const Place& place) {
+    // Poll this thread's units, of `num_units` in all, until all carry the tag. Whole warps; only missing ones are read again.
+    __device__ __forceinline__ bool poll(const u64* words, u32 num_units, u32 tag, ulonglong2 (&got)[kMany]) {
         u32 missing = 0;
 #pragma unroll
         for (int i = 0; i < kMany; ++i)
-            if (i * kFetchThreads + tid < kUnits) missing |= 1u << i;
-        u32 since_us = 0;
-        for (u32 polls = 1;; ++polls) {
+            if (i * kFetchThreads + tid < num_units) missing |= 1u << i;
+        const u64* mine = words + 2 * tid;
+        while (true) {
 #pragma unroll
             for (int i = 0; i < kMany; ++i)
-                if (missing >> i & 1) got[i] = load_relaxed_x2(words + 2 * (i * kFetchThreads + tid));
+                if (missing >> i & 1) got[i] = load_relaxed_x2(mine + 2 * i * kFetchThreads);
 #pragma unroll
             for (int i = 0; i < kMany; ++i)
                 if ((missing >> i & 1) && have_tag(got[i], tag)) missing &= ~(1u << i);
             if (__all_sync(kFullWarp, missing == 0)) return true;
-            if ((polls & 63) == 0) {
-                const u32 seen = missing & 1 ? tag_of(got[0].x) : tag;
-                if (__any_sync(kFullWarp, give_up(role.watch, since_us, place, tag, seen))) return false;
-            }
+            if (role.shared->note.stopped) return false;
         }
     }
 
@@ -77,42 +81,36 @@ struct Fetcher {
     }
     static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
-    // The vector before this one in the same lane is published by this thread block: its successor may be polled.
-    __device__ __forceinline__ bool near(const Place& place) {
-        return num_vectors < kLanes || wait_until_near(role, role.shared->num_finalized, num_vectors - kLanes + 1, place);
-    }
-
-    // A residual stream, times the norm's weights. `embedding` (16-bit) replaces the words in layer 0.
-    template <class O>
-    __device__ __forceinline__ bool stream(const u64* words, const uint2* embedding, const uint2* norm, u32 tag, const Place& place) {
-        constexpr int kUnits = kHidden / 4, kPadded = O::kPer * kMatrixWarps * 8;
-        constexpr int kMany = (kPadded + kFetchThreads - 1) / kFetchThreads;
+    // A vector of `num_units` units, filled up with zeros to `num_padded`: a residual stream times the norm's weights, or the FFN's
+    // activations (no `norm`). `embedding` (16-bit) replaces the words in layer 0.
+    __device__ __forceinline__ bool vector(const u64* words, const uint2* embedding, const uint2* norm, u32 num_units, u32 num_padded,
+                                           u32 tag) {
         uint2 scale[kMany];
         ulonglong2 got[kMany];
 #pragma unroll
-        for (int i = 0; i < kMany; ++i)
-            if (i * kFetchThreads + tid < kUnits) scale[i] = norm[i * kFetchThreads + tid];
+        for (int i = 0; i < kMany; ++i) {
+            scale[i] = make_uint2(WeightFormat::pack(1, 1), WeightFormat::pack(1, 1));
+            if (norm != nullptr && i * kFetchThreads + tid < num_units) scale[i] = norm[i * kFetchThreads + tid];
+        }
         if (embedding != nullptr) {
 #pragma unroll
             for (int i = 0; i < kMany; ++i)
-                if (i * kFetchThreads + tid < kUnits) {
+                if (i * kFetchThreads + tid < num_units) {
                     const float4 v = widen(embedding[i * kFetchThreads + tid]);
                     got[i] = make_ulonglong2(make_pair_word(v.x, v.y, 0), make_pair_word(v.z, v.w, 0));
                 }
-        } else if (!near(place) || !poll<kUnits>(words, tag, got, place)) {
+        } else if (!wait_until_near(role, num_vectors) || !poll(words, num_units, tag, got)) {
             return false;
         }
-        if (!wait_for_room(place)) return false;
+        if (!wait_for_room()) return false;
         float squares = 0;
 #pragma unroll
         for (int i = 0; i < kMany; ++i) {
             const u32 unit = i * kFetchThreads + tid;
-            if (unit < kUnits) {
-                const float4 v = values(got[i]);
+            if (unit < num_padded) {
+                const float4 v = unit < num_units ? values(got[i]) : make_float4(0, 0, 0, 0);
                 squares += square_sum(v);
                 write_x(unit, times(v, widen(scale[i])));
-            } else if (unit < kPadded) {
-                write_x(unit, make_float4(0, 0, 0, 0));
             }
         }
         hand_over();
@@ -120,28 +118,10 @@ struct Fetcher {
         return true;
     }
 
-    // A vector without a norm: the FFN's activations.
-    template <class O, int kLength>
-    __device__ __forceinline__ bool plain(const u64* words, u32 tag, const Place& place) {
-        constexpr int kUnits = kLength / 4, kPadded = O::kPer * kMatrixWarps * 8;
-        constexpr int kMany = (kPadded + kFetchThreads - 1) / kFetchThreads;
-        ulonglong2 got[kMany];
-        if (!near(place) || !poll<kUnits>(words, tag, got, place) || !wait_for_room(place)) return false;
-#pragma unroll
-        for (int i = 0; i < kMany; ++i) {
-            const u32 unit = i * kFetchThreads + tid;
-            if (unit < kUnits) write_x(unit, values(got[i]));
-            else if (unit < kPadded) write_x(unit, make_float4(0, 0, 0, 0));
-        }
-        hand_over();
-        hand_over_squares(0);
-        return true;
-    }
-
     // What the attention items of a lane published, merged: each split gives a normalised output and its log2-sum-exp2.
-    __device__ __forceinline__ bool attended(const u64* outputs, const u64* log_sums, u32 tag, const Place& place) {
+    __device__ __forceinline__ bool attended(const u64* outputs, const u64* log_sums, u32 tag) {
         constexpr int kUnits = kQueryRows / 4, kPadded = OutOp::kPer * kMatrixWarps * 8, kHeadUnits = kHeadDim / 4;
-        if (!near(place)) return false;
+        if (!wait_until_near(role, num_vectors)) return false;
 #pragma unroll 1
         for (u32 first = 0; first < kPadded; first += kFetchThreads) {
             const u32 unit = first + tid;
@@ -150,8 +130,7 @@ struct Fetcher {
             const u64* output = outputs + (head * kSplits * kHeadUnits + place_in_head) * 2;
             const u64* log_sum = log_sums + head * kSplits;
             ulonglong2 got[kSplits], logs[kSplits / 2];
-            u32 since_us = 0;
-            for (u32 polls = 1;; ++polls) {
+            while (true) {
                 bool ready = true;
                 if (real) {
 #pragma unroll
@@ -165,11 +144,9 @@ struct Fetcher {
                         ready = ready && value_has_tag(logs[i].x, tag) && value_has_tag(logs[i].y, tag);
                 }
                 if (__all_sync(kFullWarp, ready)) break;
-                if ((polls & 63) == 0 &&
-                    __any_sync(kFullWarp, give_up(role.watch, since_us, place, tag, real ? tag_of(got[0].x) : tag)))
-                    return false;
+                if (role.shared->note.stopped) return false;
             }
-            if (first == 0 && !wait_for_room(place)) return false;
+            if (first == 0 && !wait_for_room()) return false;
             if (real) {
                 float log_of[kSplits];
 #pragma unroll
@@ -215,16 +192,15 @@ struct Fetcher {
     // Input of the LM head: the mean over lanes of rmsnorm(h), or rmsnorm of the sum of h.
     __device__ __forceinline__ bool head(const u64* streams, const uint2* norm, u32 tag) {
         constexpr int kUnits = kHidden / 4, kPadded = HeadOp::kPer * kMatrixWarps * 8;
-        constexpr int kMany = (kPadded + kFetchThreads - 1) / kFetchThreads;
         float4 sum[kMany];
 #pragma unroll
         for (int i = 0; i < kMany; ++i) sum[i] = make_float4(0, 0, 0, 0);
         float total;
-        bool ok = near({kHeadPhase, 0, 0});
+        bool ok = wait_until_near(role, num_vectors);
 #pragma unroll 1
         for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
             ulonglong2 got[kMany];
-            ok = ok && poll<kUnits>(streams + lane_idx * kReplicas * kStreamStride, tag, got, {kHeadPhase, 0, lane_idx});
+            ok = ok && poll(streams + lane_idx * kReplicas * kStreamStride, kUnits, tag, got);
             float factor = 1.0f;
             if (!kPreNormSum) {
                 float squares = 0;
@@ -254,7 +230,7 @@ struct Fetcher {
             if (!group_sum(true, squares, 0, total)) return false;
             factor = inverse_rms(total);
         }
-        if (!wait_for_room({kHeadPhase, 0, 0})) return false;
+        if (!wait_for_room()) return false;
 #pragma unroll
         for (int i = 0; i < kMany; ++i) {
             const u32 unit = i * kFetchThreads + tid;
@@ -274,46 +250,44 @@ __device__ __forceinline__ void fetch(const KogDecodeParams& params, const Role&
     const u32 replica = role.cta % kReplicas;
     const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
     const u64* streams = words + kStreamOffset + replica * kStreamStride;
-    const u64* middles = words + kMiddleOffset + replica * kStreamStride;
-    const u64* activations = words + kActivationOffset + replica * kActivationStride;
-    const u64* outputs = words + kAttendedOffset + replica * kAttendedStride;
-    const u64* log_sums = words + kLogSumOffset + replica * kLogSumStride;
     const uint2* norms = reinterpret_cast<const uint2*>(params.norms_ptr);
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         fetcher.step = step, fetcher.first_vector = fetcher.num_vectors;
         const uint2* embedding = reinterpret_cast<const uint2*>(params.embedding_ptr) + static_cast<u64>(token) * kUnits;
+        // Half a layer each time: attention, then MLP.
 #pragma unroll 1
-        for (u32 layer = 0; layer < kLayers; ++layer) {
+        for (u32 half = 0; half < 2 * kLayers; ++half) {
+            const u32 layer = half >> 1, is_mlp = half & 1;
             const u32 tag = layer_tag(role.first_epoch + step, layer);
 #pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane) {
-                const uint2* norm = norms + ((layer * 2 + 0) * kNormLanes + (kNormLanes == 1 ? 0 : lane)) * kUnits;
-                if (!fetcher.stream<QkvOp>(streams + lane * kReplicas * kStreamStride, layer == 0 ? embedding : nullptr, norm,
-                                           layer_tag(role.first_epoch + step, layer - 1), {kQkvPhase, layer, lane}))
+            for (u32 i = 0; i < 2 * kLanes; ++i) {
+                const bool second = i >= kLanes;
+                const u32 lane = second ? i - kLanes : i;
+                if (second && !is_mlp) {
+                    const u64* outputs = words + kAttendedOffset + (lane * kReplicas + replica) * kAttendedStride;
+                    fetcher.note(kOutPhase, layer, lane, tag, outputs, kSplits * kQueryRows / 2);
+                    if (!fetcher.attended(outputs, words + kLogSumOffset + (lane * kReplicas + replica) * kLogSumStride, tag)) return;
+                    continue;
+                }
+                const u64* from = second ? words + kActivationOffset + (lane * kReplicas + replica) * kActivationStride
+                                         : (is_mlp ? words + kMiddleOffset : words + kStreamOffset) +
+                                               (lane * kReplicas + replica) * kStreamStride;
+                const uint2* norm = second ? nullptr : norms + (half * kNormLanes + (kNormLanes == 1 ? 0 : lane)) * kUnits;
+                const u32 from_tag = second || is_mlp ? tag : tag - 1 & 0xffffu;
+                const u32 num_units = second ? kFfn / 4 : kUnits;
+                fetcher.note(second ? kDownPhase : is_mlp ? kGateUpPhase : kQkvPhase, layer, lane, from_tag, from,
+                             half == 0 && !second ? 0 : 2 * num_units);
+                if (!fetcher.vector(from, half == 0 && !second ? embedding : nullptr, norm, num_units,
+                                    (second ? DownOp::kPer : QkvOp::kPer) * kMatrixWarps * 8, from_tag))
                     return;
             }
-#pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane)
-                if (!fetcher.attended(outputs + lane * kReplicas * kAttendedStride, log_sums + lane * kReplicas * kLogSumStride, tag,
-                                      {kOutPhase, layer, lane}))
-                    return;
-#pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane) {
-                const uint2* norm = norms + ((layer * 2 + 1) * kNormLanes + (kNormLanes == 1 ? 0 : lane)) * kUnits;
-                if (!fetcher.stream<GateUpOp>(middles + lane * kReplicas * kStreamStride, nullptr, norm, tag,
-                                              {kGateUpPhase, layer, lane}))
-                    return;
-            }
-#pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane)
-                if (!fetcher.plain<DownOp, kFfn>(activations + lane * kReplicas * kActivationStride, tag, {kDownPhase, layer, lane}))
-                    return;
         }
-        if (has_head(role, step) &&
-            !fetcher.head(streams, reinterpret_cast<const uint2*>(params.final_norm_ptr),
-                          layer_tag(role.first_epoch + step, kLayers - 1)))
-            return;
+        if (has_head(role, step)) {
+            const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
+            fetcher.note(kHeadPhase, 0, 0, tag, streams, kHidden / 2);
+            if (!fetcher.head(streams, reinterpret_cast<const uint2*>(params.final_norm_ptr), tag)) return;
+        }
     }
 }
 

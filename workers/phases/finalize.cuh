@@ -21,24 +21,23 @@ struct Finalizer {
     }
 
     // Scale of the vector that is being multiplied: 1 / rms for normed ones.
-    __device__ __forceinline__ bool rms_scale(float& scale, const Place& place) {
+    __device__ __forceinline__ bool rms_scale(float& scale) {
         Shared& shared = *role.shared;
         const u32 at = num_vectors & 3;
-        if (!mbar_wait(role.watch, bar(shared.squares_full[at]), (num_vectors >> 2) & 1, place)) return false;
+        if (!mbar_wait(shared.note, bar(shared.squares_full[at]), (num_vectors >> 2) & 1)) return false;
         const float4 parts = *reinterpret_cast<const float4*>(shared.squares[at]);
         scale = rsqrtf(((parts.x + parts.y) + (parts.z + parts.w)) * (1.0f / kHidden) + kNormEps) * kInverseXScale;
         return true;
     }
 
     // Sum of row `lane` of the next block, over the matrix warps. Threads past the last row get 0.
-    template <class O>
-    __device__ __forceinline__ bool row_sum(float& sum, const Place& place) {
+    __device__ __forceinline__ bool row_sum(float& sum, u32 num_rows) {
         Shared& shared = *role.shared;
         const u32 half = num_blocks & 1;
-        if (!mbar_wait(role.watch, bar(shared.red_full[half]), (num_blocks >> 1) & 1, place)) return false;
+        if (!mbar_wait(shared.note, bar(shared.red_full[half]), (num_blocks >> 1) & 1)) return false;
         float parts[kMatrixWarps];
 #pragma unroll
-        for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < O::kRows ? shared.red[half][warp][lane] : 0.0f;
+        for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[half][warp][lane] : 0.0f;
         stamp(role, kMultiplied, step, num_vectors - first_vector);
         sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7])) +
               ((parts[8] + parts[9]) + (parts[10] + parts[11]));
@@ -67,8 +66,7 @@ struct Finalizer {
         }
     }
 
-    __device__ __forceinline__ bool qkv(u32 layer, u32 lane_idx, u32 position, u32 tag) {
-        const Place place{kQkvPhase, layer, lane_idx};
+    __device__ __forceinline__ bool qkv(u32 lane_idx, u32 position, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) + position * (kHeadDim / 2);
         float scale;
@@ -78,8 +76,8 @@ struct Finalizer {
             float2 turn = make_float2(1.0f, 0.0f);
             if (row < kQueryRows + kKvRows) turn = rope[(row % kHeadDim) / 2];
             float sum;
-            if (block == 0 && !rms_scale(scale, place)) return false;
-            if (!row_sum<QkvOp>(sum, place)) return false;
+            if (block == 0 && !rms_scale(scale)) return false;
+            if (!row_sum(sum, QkvOp::kRows)) return false;
             sum *= scale;
             const float other = __shfl_xor_sync(kFullWarp, sum, 1);
             const float turned = (lane & 1) ? other * turn.y + sum * turn.x : sum * turn.x - other * turn.y;
@@ -91,15 +89,14 @@ struct Finalizer {
         return true;
     }
 
-    __device__ __forceinline__ bool gate_up(u32 layer, u32 lane_idx, u32 tag) {
-        const Place place{kGateUpPhase, layer, lane_idx};
+    __device__ __forceinline__ bool gate_up(u32 lane_idx, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kActivationOffset + lane_idx * kReplicas * kActivationStride;
         float scale;
 #pragma unroll 1
         for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
             float sum;
-            if (block == 0 && !rms_scale(scale, place)) return false;
-            if (!row_sum<GateUpOp>(sum, place)) return false;
+            if (block == 0 && !rms_scale(scale)) return false;
+            if (!row_sum(sum, GateUpOp::kRows)) return false;
             sum *= scale;
             const float up = __shfl_down_sync(kFullWarp, sum, 1);
             const float activation = __fdividef(sum, 1.0f + __expf(-sum)) * up;
@@ -123,37 +120,36 @@ struct Finalizer {
     }
 
     // The output of a block (kind 0: attention, 1: MLP) into the residual streams.
-    template <class O, int kKind>
-    __device__ __forceinline__ bool residual(u32 layer, u32 lane_idx, u32 tag) {
-        constexpr u64 kBlocking = kKind == 0 ? kAttentionBlocking : kMlpBlocking, kDelayed = kKind == 0 ? kAttentionDelayed : kMlpDelayed;
-        const Place place{kKind == 0 ? kOutPhase : kDownPhase, layer, lane_idx};
+    __device__ __forceinline__ bool residual(u32 kind, u32 layer, u32 lane_idx, u32 tag) {
+        const bool blocking = in_mask(kind == 0 ? kAttentionBlocking : kMlpBlocking, layer);
+        const bool delayed = in_mask(kind == 0 ? kAttentionDelayed : kMlpDelayed, layer);
         Shared& shared = *role.shared;
-        u64* words = reinterpret_cast<u64*>(params.words_ptr) + (kKind == 0 ? kMiddleOffset : kStreamOffset);
-        auto& now = shared.history[kKind][layer % kHistory];
-        auto& then = shared.history[kKind][(layer + 1) % kHistory];  // of layer - kDelay
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + (kind == 0 ? kMiddleOffset : kStreamOffset);
+        auto& now = shared.history[kind][layer % kHistory];
+        auto& then = shared.history[kind][(layer + 1) % kHistory];  // of layer - kDelay
+        const bool mine = lane < OutOp::kRows;
 #pragma unroll 1
-        for (u32 block = 0; block < O::kBlocks; ++block) {
-            const u32 row = block * O::kRows + (lane < O::kRows ? lane : 0);
-            float others = 0;
-            if (in_mask(kDelayed, layer)) others = lane_sum(then, row) - then[lane_idx][row];
-            float sum;
-            if (!row_sum<O>(sum, place)) return false;
+        for (u32 block = 0; block < OutOp::kBlocks; ++block) {
+            const u32 row = block * OutOp::kRows + (mine ? lane : 0);
+            float others = 0, sum;
+            if (delayed) others = lane_sum(then, row) - then[lane_idx][row];
+            if (!row_sum(sum, OutOp::kRows)) return false;
             sum *= kInverseXScale;
-            if (lane < O::kRows) now[lane_idx][row] = sum;
-            const u32 first_row = role.cta * O::kCtaRows + block * O::kRows;
-            if (!in_mask(kBlocking, layer)) {
-                if (!in_mask(kDelayed, layer)) sum *= kLocalScale;
-                const float stream = shared.residual[lane_idx][row] + (sum + others);
-                if (lane < O::kRows) shared.residual[lane_idx][row] = stream;
-                publish<O::kRows, 1>(words + lane_idx * kReplicas * kStreamStride, kStreamStride, first_row, kHidden, stream, tag);
-            } else if (lane_idx == kLanes - 1) {
-                const float total = lane_sum(now, row);
+            if (mine) now[lane_idx][row] = sum;
+            if (!blocking && !delayed) sum *= kLocalScale;
+            sum += others;
+            // A blocking sum goes to all lanes' streams once the last lane's partial is there.
+            u32 from = lane_idx, to = lane_idx + 1;
+            if (blocking) {
+                from = lane_idx == kLanes - 1 ? 0 : kLanes, to = kLanes;
+                if (from == 0) sum = lane_sum(now, row);
+            }
 #pragma unroll 1
-                for (u32 i = 0; i < kLanes; ++i) {
-                    const float stream = shared.residual[i][row] + total;
-                    if (lane < O::kRows) shared.residual[i][row] = stream;
-                    publish<O::kRows, 1>(words + i * kReplicas * kStreamStride, kStreamStride, first_row, kHidden, stream, tag);
-                }
+            for (; from < to; ++from) {
+                const float stream = shared.residual[from][row] + sum;
+                if (mine) shared.residual[from][row] = stream;
+                publish<OutOp::kRows, 1>(words + from * kReplicas * kStreamStride, kStreamStride,
+                                         role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, stream, tag);
             }
         }
         count_vector();
@@ -166,7 +162,7 @@ struct Finalizer {
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             float logit;
-            if (!row_sum<HeadOp>(logit, {kHeadPhase, block, 0})) return false;
+            if (!row_sum(logit, HeadOp::kRows)) return false;
             logit *= kInverseXScale;
             const u32 row = role.cta * HeadOp::kCtaRows + block * HeadOp::kRows + lane;
             if (lane < HeadOp::kRows && row < kVocabRows) {
@@ -220,17 +216,14 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ro
         for (u32 layer = 0; layer < kLayers; ++layer) {
             const u32 tag = layer_tag(epoch, layer);
 #pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane)
-                if (!finalizer.qkv(layer, lane, position, tag)) return;
-#pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane)
-                if (!finalizer.residual<OutOp, 0>(layer, lane, tag)) return;
-#pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane)
-                if (!finalizer.gate_up(layer, lane, tag)) return;
-#pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane)
-                if (!finalizer.residual<DownOp, 1>(layer, lane, tag)) return;
+            for (u32 i = 0; i < 4 * kLanes; ++i) {
+                const u32 phase = i / kLanes, lane = i % kLanes;
+                bool ok;
+                if (phase == 0) ok = finalizer.qkv(lane, position, tag);
+                else if (phase == 2) ok = finalizer.gate_up(lane, tag);
+                else ok = finalizer.residual(phase >> 1, layer, lane, tag);
+                if (!ok) return;
+            }
         }
         Candidate best{-INFINITY, kIdMask};
         if (has_head(role, step) && !finalizer.head(position, best)) return;

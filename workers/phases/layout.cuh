@@ -21,7 +21,7 @@ constexpr int kMatrixRegisters = 64, kServiceRegisters = 72, kFetchRegisters = 9
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kFetchRegisters + kAttendRegisters) <= 24 * 80, "registers");
 
-enum Phase : u32 { kQkvPhase, kAttendPhase, kOutPhase, kGateUpPhase, kDownPhase, kHeadPhase, kTokenPhase, kRingPhase };
+enum Phase : u32 { kQkvPhase = 1, kAttendPhase, kOutPhase, kGateUpPhase, kDownPhase, kHeadPhase = 10 };  // decode/steps.py
 
 constexpr int kGroup = kHeads / kKvHeads;            // query heads that share a KV head
 constexpr int kQueryRows = kHeads * kHeadDim;        // of one lane
@@ -77,7 +77,6 @@ static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
 // What every role keeps in registers.
 struct Role {
     Shared* shared;
-    Watch watch;
     u32 cta;
     u32 first_position, num_prompt, first_epoch;
     u64* trace;  // of this thread block, or null
@@ -104,22 +103,18 @@ __device__ __forceinline__ bool has_head(const Role& role, u32 step) {
 }
 __device__ __forceinline__ bool in_mask(u64 mask, u32 layer) { return (mask >> layer) & 1; }
 
-// Words are polled only when they may be there: all thread blocks advance together, so a value is about to arrive when this thread
-// block has published its own part of it. Polling earlier would only load the memory system. Called by full warps.
-__device__ __forceinline__ bool wait_until_near(const Role& role, const volatile u32& counter, u32 wanted, const Place& place) {
-    u32 since_us = 0;
-    for (u32 polls = 1;; ++polls) {
-        if (__all_sync(kFullWarp, static_cast<int>(counter - wanted) >= 0)) return true;
-        if ((polls & 63) == 0 && __any_sync(kFullWarp, give_up(role.watch, since_us, place, wanted, counter, 2))) return false;
-        __nanosleep(20);
-    }
-}
-
 // Wait until token `step` of this launch is known. False: leave, there is none or an abort was called.
 __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& token) {
-    if (!mbar_wait(role.watch, bar(role.shared->token_full), step & 1, {kTokenPhase, 0, 0})) return false;
+    if (!mbar_wait(role.shared->note, bar(role.shared->token_full), step & 1)) return false;
     token = *reinterpret_cast<volatile u32*>(&role.shared->token[step & 1]);
     return *reinterpret_cast<volatile u32*>(&role.shared->stop_before[step & 1]) == 0;
+}
+
+// Words are polled only when they may be there: all thread blocks advance together, so a value is about to arrive when this thread
+// block has published its own part of it. Polling earlier would only load the memory system: a product's input is near when the
+// finaliser is done with the lane's product before it. `vector` counts the products of this launch.
+__device__ __forceinline__ bool wait_until_near(const Role& role, u32 vector) {
+    return vector < kLanes || counter_wait(role.shared->note, role.shared->num_finalized, vector - kLanes + 1);
 }
 
 }  // namespace kog

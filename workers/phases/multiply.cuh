@@ -40,12 +40,12 @@ struct Multiplier {
     }
 
     template <class O>
-    __device__ __forceinline__ bool block(u32 x_address, const Place& place) {
+    __device__ __forceinline__ bool block(u32 x_address, u32 num_tiles) {
         Shared& shared = *role.shared;
         float sums[O::kRowGroups][4] = {};
 #pragma unroll 1
-        for (int i = 0; i < O::kTiles; ++i) {
-            if (!mbar_wait(role.watch, bar(shared.full[slot]), slot_parity, place)) return false;
+        for (u32 i = 0; i < num_tiles; ++i) {
+            if (!mbar_wait(shared.note, bar(shared.full[slot]), slot_parity)) return false;
             tile<O>(shared_address(shared.ring[slot]) + warp * O::kWarpBytes + lane * 16, x_address, sums);
             __syncwarp();
             if (lane == 0) mbar_arrive(bar(shared.empty[slot]));
@@ -53,7 +53,7 @@ struct Multiplier {
             if (++slot == kNumSlots) slot = 0, slot_parity ^= 1;
         }
         const u32 half = num_blocks & 1;
-        if (!mbar_wait(role.watch, bar(shared.red_empty[half]), ((num_blocks >> 1) & 1) ^ 1, place)) return false;
+        if (!mbar_wait(shared.note, bar(shared.red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
 #pragma unroll
         for (int group = 0; group < O::kRowGroups; ++group) {
             float part = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
@@ -67,15 +67,16 @@ struct Multiplier {
         return true;
     }
 
+    // `num_tiles` of O::kSteps steps each; O is the shape of the tiles.
     template <class O>
-    __device__ __forceinline__ bool vector(const Place& place) {
+    __device__ __forceinline__ bool vector(u32 num_blocks_of_rows, u32 num_tiles) {
         Shared& shared = *role.shared;
         const u32 half = num_vectors & 1;
-        if (!mbar_wait(role.watch, bar(shared.x_full[half]), (num_vectors >> 1) & 1, place)) return false;
-        const u32 x_address = shared_address(shared.x[half]) + warp * O::kPer * 128 + (lane & 15) * 8;
+        if (!mbar_wait(shared.note, bar(shared.x_full[half]), (num_vectors >> 1) & 1)) return false;
+        const u32 x_address = shared_address(shared.x[half]) + warp * num_tiles * O::kSteps * 128 + (lane & 15) * 8;
 #pragma unroll 1
-        for (int i = 0; i < O::kBlocks; ++i)
-            if (!block<O>(x_address, place)) return false;
+        for (u32 i = 0; i < num_blocks_of_rows; ++i)
+            if (!block<O>(x_address, num_tiles)) return false;
         __syncwarp();
         if (lane == 0) mbar_arrive(bar(shared.x_empty[half]));
         ++num_vectors;
@@ -83,11 +84,27 @@ struct Multiplier {
     }
 
     template <class O>
-    __device__ __forceinline__ bool lanes(u32 phase, u32 layer) {
+    __device__ __forceinline__ bool lanes(u32 num_blocks_of_rows, u32 num_tiles) {
 #pragma unroll 1
         for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx)
-            if (!vector<O>({phase, layer, lane_idx})) return false;
+            if (!vector<O>(num_blocks_of_rows, num_tiles)) return false;
         return true;
+    }
+
+    // The three products after attention. Where their tiles have one shape they are one piece of code: it stays in the
+    // instruction cache.
+    __device__ __forceinline__ bool out_gate_up_down() {
+        if constexpr (OutOp::kRows == GateUpOp::kRows && OutOp::kSteps == GateUpOp::kSteps && GateUpOp::kSteps == DownOp::kSteps) {
+#pragma unroll 1
+            for (int i = 0; i < 3; ++i) {
+                const u32 num_blocks_of_rows = i == 1 ? GateUpOp::kBlocks : OutOp::kBlocks;
+                if (!lanes<OutOp>(num_blocks_of_rows, i == 0 ? OutOp::kTiles : i == 1 ? GateUpOp::kTiles : DownOp::kTiles)) return false;
+            }
+            return true;
+        } else {
+            return lanes<OutOp>(OutOp::kBlocks, OutOp::kTiles) && lanes<GateUpOp>(GateUpOp::kBlocks, GateUpOp::kTiles) &&
+                   lanes<DownOp>(DownOp::kBlocks, DownOp::kTiles);
+        }
     }
 };
 
@@ -96,13 +113,9 @@ __device__ __forceinline__ void multiply(const Role& role, u32 warp) {
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
 #pragma unroll 1
-        for (u32 layer = 0; layer < kLayers; ++layer) {
-            if (!multiplier.lanes<QkvOp>(kQkvPhase, layer)) return;
-            if (!multiplier.lanes<OutOp>(kOutPhase, layer)) return;
-            if (!multiplier.lanes<GateUpOp>(kGateUpPhase, layer)) return;
-            if (!multiplier.lanes<DownOp>(kDownPhase, layer)) return;
-        }
-        if (has_head(role, step) && !multiplier.vector<HeadOp>({kHeadPhase, 0, 0})) return;
+        for (u32 layer = 0; layer < kLayers; ++layer)
+            if (!multiplier.lanes<QkvOp>(QkvOp::kBlocks, QkvOp::kTiles) || !multiplier.out_gate_up_down()) return;
+        if (has_head(role, step) && !multiplier.vector<HeadOp>(HeadOp::kBlocks, HeadOp::kTiles)) return;
     }
 }
 

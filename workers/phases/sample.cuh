@@ -99,12 +99,10 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
             mbar_arrive(bar(shared.token_full));
         }
         __syncwarp();
-        if (leave || !wait_until_near(role, shared.num_ended, step + 1, {kTokenPhase, 0, 0})) return;
+        if (leave || !counter_wait(shared.note, shared.num_ended, step + 1)) return;
         const u32 tag = role.first_epoch + step + 1;
         Candidate best{-INFINITY, kIdMask};
-        u32 since_us = 0;
-        u32 got_from = 0;
-        for (u32 polls = 1;; ++polls) {
+        while (true) {
             bool ready = true;
             Candidate mine{-INFINITY, kIdMask};
 #pragma unroll
@@ -113,7 +111,6 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
                     const ulonglong2 words = load_relaxed_x2(candidates + 2 * (first + lane));
                     const bool here = value_has_tag(words.x, tag) && value_has_tag(words.y, tag);
                     ready = ready && here;
-                    if (!here) got_from = static_cast<u32>(words.x >> 32);
                     mine = better(mine, {__uint_as_float(static_cast<u32>(words.x)), static_cast<u32>(words.y)});
                 }
             }
@@ -121,9 +118,7 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
                 best = best_of_warp(mine);
                 break;
             }
-            if ((polls & 63) == 0 &&
-                __any_sync(kFullWarp, give_up(role.watch, since_us, {kTokenPhase, 0, 0}, tag, got_from)))
-                return;
+            if (shared.note.stopped) return;
         }
         const u32 position = role.first_position + step;
         if (position + 1 < role.num_prompt) {
