@@ -104,8 +104,8 @@ class Coordinator:
         for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
             self._answer(peer, message)
         self._read_tokens()
+        self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
         self._look_after_engine()
-        self._start_next()
         self._keep_alive()
         for gone in self._listener.flush():
             self._forget_client(gone)

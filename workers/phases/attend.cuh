@@ -96,16 +96,21 @@ struct Attender {
                 have_query = true;
                 ok = counter_wait(role.shared->note, role.shared->num_finalized, first_vector + 4 * layer * kLanes + lane_idx + 1);
                 if (!ok) break;
-                u64 got[kDimRegisters];
-                const u64* query_words = words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters;
+                // Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
+                constexpr int kHalf = kDimRegisters / 2;
+                u64 got[kHalf];
+                const u32 is_low = group & 1;
+                const u64* query_words = words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters + is_low * kHalf;
                 while (!__all_sync(kFullWarp, read(query_words, true, tag, got)) && ok) ok = !role.shared->note.stopped;
                 if (!ok) break;
                 if (warp == 0) stamp(role, kQuerySeen, step, 4 * layer * kLanes + lane_idx);
 #pragma unroll
-                for (int i = 0; i < kDimRegisters; ++i) {
+                for (int i = 0; i < kHalf; ++i) {
                     const float a = first_of(got[i]), b = second_of(got[i]);
-                    const u32 high = KvFormat::pack(a, b);
-                    query[i] = (group & 1) ? pack_rest<KvFormat>(a, b, high) : high;
+                    const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
+                    const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
+                    query[i] = is_low ? theirs : high;
+                    query[kHalf + i] = is_low ? low : theirs;
                 }
             }
             if (!old && !fresh) break;

@@ -16,7 +16,7 @@ constexpr int kAttendWarp = 20, kAttendThreads = 128;
 constexpr int kNumThreads = 24 * 32;
 constexpr int kFetchBarrier = 1, kAttendBarrier = 2;
 
-constexpr int kMatrixRegisters = 64, kServiceRegisters = 72, kFetchRegisters = 96, kAttendRegisters = 120;
+constexpr int kMatrixRegisters = 48, kServiceRegisters = 56, kFetchRegisters = 120, kAttendRegisters = 160;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kFetchRegisters + kAttendRegisters) <= 24 * 80, "registers");
