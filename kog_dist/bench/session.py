@@ -78,9 +78,9 @@ class EngineSession:
     def connect(self, timeout_s: float = 30.0) -> Client:
         """A client of the engine once it is ready."""
         socket = self.instance_folder / SOCKET_NAME
-        until(socket.exists, timeout_s, lambda: f"no socket; launcher says: {self.output()}")
         client = None
         try:
+            until(lambda: socket.exists() or self._has_ended(), timeout_s, lambda: f"no socket; launcher says: {self.output()}")
             client = Client(Access.from_folder(self.instance_folder), connect_timeout_s=timeout_s, patient=True)
             client.wait_ready(timeout_s)
         except KogError as error:
@@ -91,6 +91,9 @@ class EngineSession:
                     self._started[-1].wait(_LAST_WORDS_S)
             raise LaunchError(f"the engine did not become ready: {self.output().strip() or error}") from error
         return client
+
+    def _has_ended(self) -> bool:
+        return bool(self._started) and self._started[-1].poll() is not None
 
     def processes(self) -> dict[str, int]:
         """Pids of the live processes by role: launcher, reaper, coordinator, client, rank 0, rank 1 ..."""
