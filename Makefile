@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
-PROMPT ?= def read_config(path):
+PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
 .PHONY: demo test lint types check bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
-	$(BIN)/kog-launch --device cpu --ranks $(RANKS) --max-tokens 200 --prompt '$(PROMPT)'
+	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
+	$(BIN)/kog-launch --device cpu --ranks $(RANKS) --max-tokens 200 --temperature 0.5 --seed 3 --prompt "$$prompt"
 
 test: lint types check  ## everything that needs no GPU
 
