@@ -50,7 +50,7 @@ from kog_dist.workers.streams import RequestStream
 
 ALIVE_EVERY_NS = 250_000_000
 FAREWELL_S = 0.25  # for the last events, once the loop has ended
-_TOKEN_WAIT_S = 0.005  # longest sleep while ranks decode (a token ends it at once): bounds the delay of a cancel or an abort
+_TOKEN_WAIT_S = 0.01  # longest sleep while ranks decode (a token ends it at once): bounds the delay of a cancel or an abort
 _QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
 _IDLE_WAIT_S = 0.05
 _MESSAGES_PER_TURN = 16  # so that a flood of messages does not hold up tokens
