@@ -168,7 +168,7 @@ class KernelShape:
         group = spec.lane_heads // spec.lane_kv_heads
         others = 2 * max_per * MATRIX_WARPS * 128 + 2 * MATRIX_WARPS * MAX_ROWS * 4
         others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
-        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024
+        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 64 * spec.head_dim + 1024
         return min(self.max_slots, (SHARED_BYTES - others) // SLOT_BYTES)
 
     # ---- generated header ----

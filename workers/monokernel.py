@@ -20,7 +20,7 @@ from kog_dist.workers.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, 
 from kog_dist.workers.kernel_shape import SHARED_BYTES, KernelShape
 
 NUM_THREADS = 24 * 32
-STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "attended")  # of a traced build
+STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "scored", "mixed", "merged", "attended")  # of a traced build
 KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF

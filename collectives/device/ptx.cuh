@@ -12,6 +12,13 @@ constexpr u32 kFullWarp = 0xffffffffu;
 __device__ __forceinline__ u32 laneid() { return threadIdx.x & 31; }
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// The same number, of which the compiler knows nothing: what is computed from it is not kept in registers over a loop. A spilled
+// register costs more than the arithmetic, since local memory has almost no cache beside the ring.
+__device__ __forceinline__ u32 opaque(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 __device__ __forceinline__ u64 globaltimer_ns() {
     u64 now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -99,15 +106,15 @@ __device__ __forceinline__ void store_relaxed(u64* p, u64 a) {
 __device__ __forceinline__ void store_system_x2(u64* p, u64 a, u64 b) {
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
-// Loads of memory that this thread block writes too; a barrier stands between the writer and the reader.
-__device__ __forceinline__ void load_global(const void* p, uint4& v) {
-    asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+// Loads of global or shared memory that this thread block writes too; a barrier stands between the writer and the reader.
+__device__ __forceinline__ void load_generic(const void* p, uint4& v) {
+    asm volatile("ld.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p)
                  : "memory");
 }
-__device__ __forceinline__ void load_global(const void* p, uint2& v) {
-    asm volatile("ld.global.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+__device__ __forceinline__ void load_generic(const void* p, uint2& v) {
+    asm volatile("ld.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
 }
 __device__ __forceinline__ void load_shared(u32 address, uint4& v) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

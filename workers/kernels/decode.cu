@@ -46,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 warp = threadIdx.x >> 5;
     if (threadIdx.x == 0) init_barriers(shared);
+    for (u32 i = threadIdx.x; i < sizeof(shared.fresh) / 4; i += kNumThreads) reinterpret_cast<u32*>(shared.fresh)[i] = 0;
     __syncthreads();
 
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);

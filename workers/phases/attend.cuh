@@ -2,7 +2,7 @@
 // thread blocks by a map that depends on layer and lane only, so the thread block that appends a row of K and V is the one that
 // reads it later: no K or V crosses thread blocks, and the append needs no fence beyond the group's barrier. A split keeps its rows
 // in batches of 16 (K by rows, V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
-// The new position itself never goes through memory: it is a batch of one row, taken from the words.
+// The new position itself does not come back from memory: it is a batch of one row in shared memory.
 #pragma once
 #include "layout.cuh"
 
@@ -17,14 +17,14 @@ __device__ __forceinline__ void load_dims(const unsigned char* from, u32 (&to)[k
 #pragma unroll
         for (int i = 0; i < kDimRegisters; i += 4) {
             uint4 v;
-            load_global(from + i * 4, v);
+            load_generic(from + i * 4, v);
             to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
         }
     } else {
 #pragma unroll
         for (int i = 0; i < kDimRegisters; i += 2) {
             uint2 v;
-            load_global(from + i * 4, v);
+            load_generic(from + i * 4, v);
             to[i] = v.x, to[i + 1] = v.y;
         }
     }
@@ -56,8 +56,51 @@ struct Attender {
         return ready;
     }
 
+    // Wait for the new position's K and V. They go to their place in the cache, and into the first row of a batch of their own in
+    // shared memory, where this warp reads them at once (its other rows are never written and count for nothing).
+    __device__ __forceinline__ bool stage_fresh(const u64* words, unsigned char* cache, u32 capacity, u32 layer, u32 lane_idx,
+                                                u32 kv_head, u32 position, u32 tag) {
+        constexpr u32 kWords = kHeadDim / 2;  // of K, and of V
+        constexpr int kMany = (2 * kWords + 31) / 32;
+        if (!counter_wait(role.shared->note, role.shared->num_finalized, first_vector + 4 * layer * kLanes + lane_idx + 1)) return false;
+        const u64* key_words = words + kQueryRows / 2 + kv_head * kWords;
+        u64 got[kMany];
+        while (true) {
+            bool ready = true;
+#pragma unroll
+            for (int i = 0; i < kMany; ++i) {
+                const u32 word = i * 32 + lane;
+                if (word < 2 * kWords) got[i] = load_relaxed(key_words + (word < kWords ? word : word + kKvRows / 2 - kWords));
+            }
+#pragma unroll
+            for (int i = 0; i < kMany; ++i)
+                if (i * 32 + lane < 2 * kWords) ready = ready && has_tag(got[i], tag);
+            if (__all_sync(kFullWarp, ready)) break;
+            if (role.shared->note.stopped) return false;
+        }
+        const u32 slot = (position / kSplits) % capacity, row = slot & 15;
+        unsigned char* home = cache + (slot >> 4) * kBatchBytes;
+        unsigned char* values = home + 16 * kHeadDim * 2 + (row >> 1) * kHeadDim * 4 + (row & 1) * 2;
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            const u32 word = i * 32 + lane;
+            const u32 both = KvFormat::pack(first_of(got[i]), second_of(got[i]));
+            if (word < kWords) {
+                *reinterpret_cast<u32*>(home + row * kHeadDim * 2 + word * 4) = both;
+                *reinterpret_cast<u32*>(role.shared->fresh + word * 4) = both;
+            } else if (word < 2 * kWords) {
+                const u32 at = (word - kWords) * 8;
+                *reinterpret_cast<u16*>(values + at) = static_cast<u16>(both);
+                *reinterpret_cast<u16*>(values + at + 4) = static_cast<u16>(both >> 16);
+                *reinterpret_cast<uint2*>(role.shared->fresh + 16 * kHeadDim * 2 + at) = make_uint2(both & 0xffffu, both >> 16);
+            }
+        }
+        __syncwarp();
+        return true;
+    }
+
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
-        const u32 group = lane >> 2, part = lane & 3;
+        const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
         const u32 kv_head = item_idx / kSplits, split = item_idx % kSplits;
         const bool windowed = in_mask(kWindowMask, layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
@@ -85,7 +128,12 @@ struct Attender {
             const bool old = batch < num_batches, fresh = !old && owner && batch == num_batches;
             u32 keys[2][kDimRegisters], values[2][kDimRegisters];
             unsigned char* at = cache + batch * kBatchBytes;
-            if (old) {
+            if (fresh) {
+                ok = stage_fresh(words, cache, capacity, layer, lane_idx, kv_head, position, tag);
+                if (!ok) break;
+                at = role.shared->fresh;
+            }
+            if (old || fresh) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     load_dims(at + (group + 8 * i) * kHeadDim * 2 + part * kDimRegisters * 4, keys[i]);
@@ -114,43 +162,13 @@ struct Attender {
                 }
             }
             if (!old && !fresh) break;
-            if (fresh) {
-                // K in row 0 of the batch, V in its first pair; both also go to their place in the cache.
-                u64 got_keys[kDimRegisters], got_values[kDimRegisters / 2];
-                const u64* key_words = words + (kQueryRows + kv_head * kHeadDim) / 2;
-                while (ok) {
-                    const bool here = read(key_words + part * kDimRegisters, group == 0, tag, got_keys);
-                    const bool both = read(key_words + kKvRows / 2 + group * (kDimRegisters / 2), part == 0, tag, got_values) && here;
-                    if (__all_sync(kFullWarp, both)) break;
-                    ok = !role.shared->note.stopped;
-                }
-                if (!ok) break;
-                const u32 slot = (position / kSplits) % capacity, row = slot & 15;
-                unsigned char* home = cache + (slot >> 4) * kBatchBytes;
-#pragma unroll
-                for (int i = 0; i < kDimRegisters; ++i) {
-                    keys[0][i] = group == 0 ? KvFormat::pack(first_of(got_keys[i]), second_of(got_keys[i])) : 0;
-                    keys[1][i] = 0;
-                    if (group == 0) reinterpret_cast<u32*>(home + row * kHeadDim * 2 + part * kDimRegisters * 4)[i] = keys[0][i];
-                }
-                u16* pair = reinterpret_cast<u16*>(home + 16 * kHeadDim * 2 + (row >> 1) * kHeadDim * 4) + (row & 1);
-#pragma unroll
-                for (int i = 0; i < kDimRegisters / 2; ++i) {
-                    const u32 both = part == 0 ? KvFormat::pack(first_of(got_values[i]), second_of(got_values[i])) : 0;
-                    values[0][2 * i] = both & 0xffffu, values[0][2 * i + 1] = both >> 16;
-                    values[1][2 * i] = 0, values[1][2 * i + 1] = 0;
-                    if (part == 0) {
-                        pair[2 * (group * kDimRegisters + 2 * i)] = static_cast<u16>(both);
-                        pair[2 * (group * kDimRegisters + 2 * i + 1)] = static_cast<u16>(both >> 16);
-                    }
-                }
-            }
             // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
             float scores[4] = {};
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
                 KvFormat::mma(scores, keys[0][2 * i], keys[1][2 * i], keys[0][2 * i + 1], keys[1][2 * i + 1], query[2 * i],
                               query[2 * i + 1]);
+            if (warp == 0) stamp(role, kScored, step, 4 * layer * kLanes + lane_idx);
             bool seen[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -184,16 +202,18 @@ struct Attender {
                 KvFormat::mma(outputs[i], values[0][2 * i], values[0][2 * i + 1], values[1][2 * i], values[1][2 * i + 1], first, second);
             }
         }
-        ok = merge(ok, kv_head, split, lane_idx, tag, outputs, peak, sum);
+        if (warp == 0) stamp(role, kMixed, step, 4 * layer * kLanes + lane_idx);
+        ok = merge(ok, layer, kv_head, split, lane_idx, tag, outputs, peak, sum);
         if (warp == 0) stamp(role, kAttended, step, 4 * layer * kLanes + lane_idx);
         return ok;
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(bool ok, u32 kv_head, u32 split, u32 lane_idx, u32 tag,
+    __device__ __forceinline__ bool merge(bool ok, u32 layer, u32 kv_head, u32 split, u32 lane_idx, u32 tag,
                                           const float (&outputs)[kHeadDim / 16][4], float peak, float sum) {
         Shared& shared = *role.shared;
-        const u32 group = lane >> 2, part = lane & 3, half = num_items++ & 1;
+        const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
+        const u32 half = num_items++ & 1;
 #pragma unroll
         for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
         if (part < kGroup) {
@@ -207,6 +227,7 @@ struct Attender {
             }
         }
         if (!group_all(kAttendBarrier, kAttendThreads, ok)) return false;
+        if (warp == 0) stamp(role, kMerged, step, 4 * layer * kLanes + lane_idx);
         constexpr int kHeadUnits = kHeadDim / 4;
         u64* base = reinterpret_cast<u64*>(params.words_ptr);
 #pragma unroll 1

@@ -52,6 +52,7 @@ struct Fetcher {
 
     // Poll this thread's units, of `num_units` in all, until all carry the tag. Whole warps; only missing ones are read again.
     __device__ __forceinline__ bool poll(const u64* words, u32 num_units, u32 tag, ulonglong2 (&got)[kMany]) {
+        const u32 tid = opaque(this->tid);
         u32 missing = 0;
 #pragma unroll
         for (int i = 0; i < kMany; ++i)
@@ -85,6 +86,7 @@ struct Fetcher {
     // activations (no `norm`). `embedding` (16-bit) replaces the words in layer 0.
     __device__ __forceinline__ bool vector(const u64* words, const uint2* embedding, const uint2* norm, u32 num_units, u32 num_padded,
                                            u32 tag) {
+        const u32 tid = opaque(this->tid);
         uint2 scale[kMany];
         ulonglong2 got[kMany];
 #pragma unroll
@@ -122,6 +124,7 @@ struct Fetcher {
     __device__ __forceinline__ bool attended(const u64* outputs, const u64* log_sums, u32 tag) {
         constexpr int kUnits = kQueryRows / 4, kPadded = OutOp::kPer * kMatrixWarps * 8, kHeadUnits = kHeadDim / 4;
         if (!wait_until_near(role, num_vectors)) return false;
+        const u32 tid = opaque(this->tid);
 #pragma unroll 1
         for (u32 first = 0; first < kPadded; first += kFetchThreads) {
             const u32 unit = first + tid;
@@ -192,6 +195,7 @@ struct Fetcher {
     // Input of the LM head: the mean over lanes of rmsnorm(h), or rmsnorm of the sum of h.
     __device__ __forceinline__ bool head(const u64* streams, const uint2* norm, u32 tag) {
         constexpr int kUnits = kHidden / 4, kPadded = HeadOp::kPer * kMatrixWarps * 8;
+        const u32 tid = opaque(this->tid);
         float4 sum[kMany];
 #pragma unroll
         for (int i = 0; i < kMany; ++i) sum[i] = make_float4(0, 0, 0, 0);

@@ -62,6 +62,7 @@ struct Shared {
     float residual[kLanes][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
     alignas(16) float attended[2][4][kGroup][kHeadDim];          // unnormalised outputs of the attention warps, two items in turn
+    alignas(16) unsigned char fresh[2 * 16 * kHeadDim * 2];  // K and V of the new position, as a batch; zero but for its first row
     float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
     u64 full[kNumSlots], empty[kNumSlots];
     u64 x_full[2], x_empty[2], red_full[2], red_empty[2], squares_full[4], token_full;
@@ -84,7 +85,7 @@ struct Role {
 
 // Products of one token, in the order of phases, layers and lanes. The kinds of stamps of a traced build, one of each per product.
 constexpr u32 kTokenVectors = 4 * kLayers * kLanes + 1;
-enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kAttended, kStampKinds };
+enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kScored, kMixed, kMerged, kAttended, kStampKinds };
 
 __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step, u32 vector) {
 #ifdef KOG_TRACE
