@@ -14,7 +14,7 @@ from kog_dist.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("auto", "local")
-KV_DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -29,7 +29,7 @@ class LaunchConfig:
     gpus: str | None = None  # N, all, or a list such as 0,2,3; asks for the CUDA device
     device: str = "auto"
     launcher: str = "auto"
-    kv_dtype: str = "float32"
+    kv_dtype: str = "auto"  # float32 on CPU ranks, the 16-bit type of the weights on GPUs
     verify: bool = True  # compare the checkpoint with its hash manifest, if it has one
     instance: str | None = None  # None = "default" when serving, a name of its own for one prompt
     rpc_port: int | None = None  # None = a socket file in the instance folder; 0 = any free port

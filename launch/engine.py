@@ -134,8 +134,8 @@ class EngineProcesses:
         info = RankInfo(rank, self.world_size, rank, self.instance, 1, self.control.fd, self._rendezvous.fd)
         settings = self._settings
         arguments = WorkerArgs(
-            info=info, model=str(self._target.folder), device=self.device, kv_dtype=settings.kv_dtype, verify=settings.verify,
-            startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
+            info=info, model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
+            verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
         )  # fmt: skip
         child = local.spawn(
             f"rank {rank}", "kog_dist.workers.worker", [arguments.to_json()], environment=env.child_environment(os.environ),

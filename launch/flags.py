@@ -26,7 +26,7 @@ def launch(
     gpus: Annotated[str | None, typer.Option(help="GPUs to use: N, all, or a list such as 0,2,3.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     launcher: Annotated[str | None, typer.Option(help="auto or local.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Type of the KV cache: float32, float16 or bfloat16.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Type of the KV cache: auto, float32, float16 or bfloat16.")] = None,
     verify: Annotated[bool | None, typer.Option("--verify/--no-verify", help="Check values and hashes while loading.")] = None,
     instance: Annotated[str | None, typer.Option(help="Name under which clients find the engine. Default: default.")] = None,
     rpc_port: Annotated[int | None, typer.Option(help="TCP port on 127.0.0.1 instead of a socket file; 0: a free one.")] = None,

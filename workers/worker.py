@@ -76,6 +76,10 @@ def make_engine(args: WorkerArgs, control: ControlPage) -> Engine:
         from kog_dist.workers.engines.cpu import CpuEngine
 
         return CpuEngine(args, control)
+    if args.device.partition(":")[0] == "cuda":
+        from kog_dist.workers.engines.cuda import CudaEngine
+
+        return CudaEngine(args, control)
     raise ConfigError(f"rank {args.info.rank}: there is no engine for device {args.device!r}")
 
 

@@ -1,7 +1,7 @@
 """Every command that README and docs show is run, as written, in the order of its block.
 
-A ```console block is a sequence of `$ command` lines; a line that ends in `&` starts an engine, which must be ready before the next
-line is run and gone at the end of the block. A ```python block is run while an engine named `readme` serves.
+A ```console block is a sequence of `$ command` lines; a line that ends in `&` starts an engine, which must be ready before the
+next line is run and gone at the end of the block. A ```python block is run while an engine named `readme` serves.
 """
 
 from __future__ import annotations

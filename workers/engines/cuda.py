@@ -1,0 +1,224 @@
+"""The engine of a GPU rank: the monokernel decodes in chunks of many tokens; the host hands out what it writes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from kog_dist.control import ControlPage, DecodeRequest, RankState
+from kog_dist.decode.plan import make_plan
+from kog_dist.decode.ring import Finish
+from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.validate import check
+from kog_dist.errors import AbortedError, ConfigError, LaunchError, RequestFailed
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.engines.heartbeat import Heartbeat
+
+CHUNK_STEPS = 64
+CHUNKS_QUEUED = 2  # the next one starts without the host
+HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
+POLL_S = 20e-6
+
+
+class Token(Protocol):
+    """One entry that the kernel wrote."""
+
+    @property
+    def token_id(self) -> int:
+        """The token, or NO_TOKEN."""
+
+    @property
+    def finish(self) -> Finish:
+        """Not NONE: the last entry."""
+
+
+class Kernel(Protocol):
+    """What this engine needs of `monokernel.Monokernel`."""
+
+    stream: Any
+    logits: Any
+
+    def begin(self, prompt: tuple[int, ...], max_tokens: int, sampling: Sampling, stop_ids: tuple[int, ...] = ()) -> None:
+        """Set up a request."""
+
+    def launch(self, num_steps: int) -> None:
+        """Queue steps; they do nothing once the request has ended."""
+
+    def token(self, index: int) -> Token | None:
+        """A token of the answer, None if it is not there yet."""
+
+    def cancel(self) -> None:
+        """End the request after the current token."""
+
+    def abort(self) -> None:
+        """Leave all waits."""
+
+    def finish(self) -> None:
+        """Wait for all launches; DeviceError if a wait ran out of time."""
+
+    def recover(self) -> None:
+        """Forget caches and words, in which values that are not finite may stand."""
+
+
+class CudaEngine:
+    """See `Engine`. Hosts all lanes of the model on one GPU."""
+
+    def __init__(self, args: WorkerArgs, control: ControlPage) -> None:
+        self._args, self._control, self._rank = args, control, args.info.rank
+        self._kernel: Kernel | None = None
+        self._max_context = 0
+
+    # ---- startup ----
+    def startup(self) -> None:
+        """See `Engine.startup`."""
+        if self._args.info.world_size != 1:
+            raise ConfigError(f"the CUDA engine runs on one GPU, not {self._args.info.world_size}; use --gpus 1")
+        self._control.set_state(self._rank, RankState.LOADING)
+        checkpoint = open_checkpoint(Path(self._args.model), verify=self._args.verify)
+        spec = checkpoint.spec
+        check(make_plan(spec, 1))
+        with translated_errors(self._args.device):
+            self._kernel = self._load(checkpoint)
+            self._max_context = spec.max_context
+            self._kernel.begin((0,), 1, Sampling())
+            self._kernel.launch(1)  # a trial token: maps everything, and shows that the kernel runs
+            self._kernel.finish()
+
+    def _load(self, checkpoint: Any) -> Kernel:
+        import cupy
+
+        from kog_dist.workers.device_weights import from_rank_weights
+        from kog_dist.workers.kernel_shape import KernelShape
+        from kog_dist.workers.monokernel import Monokernel
+
+        cupy.cuda.Device(device_index(self._args.device)).use()
+        lanes = checkpoint.spec.lanes_of_rank(0, 1)
+        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=self._args.kv_dtype)
+        kernel: Kernel = Monokernel(shape, from_rank_weights(shape, checkpoint.rank_weights(lanes)), rank=self._rank)
+        return kernel
+
+    # ---- requests ----
+    def run(self, seq: int, request: DecodeRequest) -> Finish:
+        """See `Engine.run`."""
+        kernel = self._kernel
+        assert kernel is not None
+        max_tokens = min(request.max_tokens, self._max_context - len(request.prompt))
+        stop_ids = () if request.ignore_eos else request.stop_ids
+        limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
+        with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
+            kernel.begin(request.prompt, max_tokens, Sampling(request.temperature, request.seed), stop_ids)
+            launches = Launches(kernel, len(request.prompt) - 1, max_tokens, one_by_one=request.logit_digests)
+            for index in range(max_tokens):
+                token = self._next_token(seq, index, launches, heartbeat)
+                digest = self._digest(launches) if request.logit_digests else None
+                if self._control.aborted():
+                    self._leave(seq)
+                self._control.ring.put(seq, index, token.token_id, time.monotonic_ns(), digest, token.finish)
+                if token.finish is not Finish.NONE:
+                    kernel.finish()
+                    if token.finish is Finish.NUMERICAL_FAULT:
+                        kernel.recover()
+                    return token.finish
+        raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")
+
+    def _next_token(self, seq: int, index: int, launches: Launches, heartbeat: Heartbeat) -> Token:
+        """Wait for a token. The kernel bounds every wait of its own, so launches end; if they end without it, they say why."""
+        kernel = self._kernel
+        assert kernel is not None
+        asked_to_cancel = False
+        while (token := kernel.token(index)) is None:
+            if self._control.aborted():
+                self._leave(seq)
+            if not asked_to_cancel and self._control.cancelled(seq):
+                kernel.cancel()
+                asked_to_cancel = True
+            if launches.refill(index):
+                heartbeat.progress()
+            elif launches.all_ended and kernel.token(index) is None:
+                kernel.finish()
+                raise RequestFailed("rank_failed", f"the kernel ended without token {index} of request {seq}")
+            time.sleep(POLL_S)
+        heartbeat.progress()
+        return token
+
+    def _digest(self, launches: Launches) -> bytes:
+        """SHA-256 of the float32 logits of the token that was just decoded; the launch must have ended."""
+        assert self._kernel is not None
+        launches.wait()
+        return hashlib.sha256(self._kernel.logits.get(stream=self._kernel.stream).astype("<f4").tobytes()).digest()
+
+    def _leave(self, seq: int) -> None:
+        assert self._kernel is not None
+        self._kernel.abort()
+        self._kernel.stream.synchronize()  # bounded: the kernel leaves its waits within microseconds of the abort
+        raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._kernel = None
+
+
+class Launches:
+    """The launches of one request: a few queued at a time, so that the kernel never waits for the host.
+
+    With `one_by_one` every answer token is a launch of its own, queued when the one before was taken: its logits can be read.
+    """
+
+    def __init__(self, kernel: Kernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool) -> None:
+        self._kernel = kernel
+        self._queued: deque[Any] = deque()  # events, one for each launch under way
+        plan = [(steps, 0) for steps in _chunks(num_prompt_steps + (0 if one_by_one else max_tokens))]
+        plan += [(1, index) for index in range(max_tokens if one_by_one else 0)]
+        self._waiting = deque(plan)  # steps of a launch, and tokens that must have been taken before it
+        self.refill(0)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether nothing is queued and nothing is left to queue."""
+        return not self._queued and not self._waiting
+
+    def refill(self, num_taken: int) -> bool:
+        """Forget launches that have ended and queue the next ones; whether any had ended."""
+        ended = False
+        while self._queued and self._queued[0].done:
+            self._queued.popleft()
+            ended = True
+        while self._waiting and len(self._queued) < CHUNKS_QUEUED and self._waiting[0][1] <= num_taken:
+            self._kernel.launch(self._waiting.popleft()[0])
+            self._queued.append(self._kernel.stream.record())
+        return ended
+
+    def wait(self) -> None:
+        """Wait for everything that is queued."""
+        self._kernel.stream.synchronize()
+
+
+def _chunks(num_steps: int) -> list[int]:
+    return [min(CHUNK_STEPS, num_steps - start) for start in range(0, num_steps, CHUNK_STEPS)]
+
+
+def device_index(device: str) -> int:
+    """GPU of a device name: `cuda` or `cuda:INDEX`."""
+    return int(device.partition(":")[2] or 0)
+
+
+@contextmanager
+def translated_errors(device: str) -> Iterator[None]:
+    """Errors of cupy as one sentence of ours; it is not imported here, so that the engine's logic runs without it in tests."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("cupy"):
+            raise
+        name = type(error).__name__
+        if name == "OutOfMemoryError":
+            raise LaunchError(f"{device} has too little free memory for the model: {error}; stop what else uses it") from error
+        if "insufficient" in str(error) or "NoDevice" in str(error):
+            raise LaunchError(f"{device} cannot be used: no NVIDIA driver or no GPU ({error}); use --device cpu") from error
+        raise LaunchError(f"{device} failed: {name}: {error}; start the engine again") from error
