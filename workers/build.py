@@ -1,6 +1,6 @@
 """Device programs: built from the packaged sources once, then read from a cache.
 
-The key of a cubin is a hash of everything that enters: all sources, the generated headers, the options and the compiler's version.
+A cubin's key is a hash of all that enters: sources, generated headers, options and the compiler's version.
 nvcc is used where it is installed, NVRTC (through cupy) otherwise.
 """
 
@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from kog_dist.env import PREFIX
 from kog_dist.errors import CompileError
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
-KERNEL = "decode.cu"
 _SOURCE_FOLDERS = (("kog_dist.workers", "kernels"), ("kog_dist.workers", "phases"), ("kog_dist.collectives", "device"))
 _TIMEOUT_S = 300.0
 
@@ -54,8 +54,8 @@ def device_sources() -> dict[str, str]:
     return sources
 
 
-def build(generated: Mapping[str, str], *, folder: Path | None = None) -> Cubin:
-    """The cubin of the monokernel with these generated headers (by file name), from the cache or built now.
+def build(generated: Mapping[str, str], kernel: str = "decode.cu", *, folder: Path | None = None) -> Cubin:
+    """The cubin of a packaged kernel file with these generated headers (by file name), from the cache or built now.
 
     Raises CompileError with the compiler's log, or one that says what to install when there is no compiler.
     """
@@ -63,12 +63,12 @@ def build(generated: Mapping[str, str], *, folder: Path | None = None) -> Cubin:
     sources = {**device_sources(), **generated}
     compiler = _nvcc() or "nvrtc"
     key = hashlib.sha256()
-    for part in (compiler, _version(compiler), *OPTIONS, *(text for item in sorted(sources.items()) for text in item)):
+    for part in (kernel, compiler, _version(compiler), *OPTIONS, *(text for item in sorted(sources.items()) for text in item)):
         key.update(len(part).to_bytes(8, "little") + part.encode())
-    path = folder / f"decode-{key.hexdigest()[:32]}.cubin"
+    path = folder / f"{Path(kernel).stem}-{key.hexdigest()[:32]}.cubin"
     if path.exists():
         return Cubin(path, "")
-    code, log = _with_nvrtc(sources) if compiler == "nvrtc" else _with_nvcc(compiler, sources)
+    code, log = _with_nvrtc(kernel, sources) if compiler == "nvrtc" else _with_nvcc(compiler, kernel, sources)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as unfinished:
         unfinished.write(code)
@@ -87,38 +87,38 @@ def _version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def _nvrtc() -> object:
+def _nvrtc() -> Any:
     try:
         return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
     except ImportError:
         raise CompileError("no CUDA compiler was found: install nvcc (CUDA toolkit 13) or cupy-cuda13x", "") from None
 
 
-def _with_nvcc(compiler: str, sources: Mapping[str, str]) -> tuple[bytes, str]:
+def _with_nvcc(compiler: str, kernel: str, sources: Mapping[str, str]) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory(prefix="kog-build-") as name:
         folder = Path(name)
         for file_name, text in sources.items():
             (folder / file_name).write_text(text, encoding="utf-8")
         report = ("-Xptxas", "-v,-warn-spills")
-        command = [compiler, "-cubin", *OPTIONS, *report, "-I", name, "-o", f"{name}/out.cubin", f"{name}/{KERNEL}"]
+        command = [compiler, "-cubin", *OPTIONS, *report, "-I", name, "-o", f"{name}/out.cubin", f"{name}/{kernel}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise CompileError(f"{compiler} did not finish {KERNEL} within {_TIMEOUT_S:.0f} s", "") from None
+            raise CompileError(f"{compiler} did not finish {kernel} within {_TIMEOUT_S:.0f} s", "") from None
         if done.returncode != 0:
-            raise CompileError(f"{compiler} could not compile {KERNEL} (exit {done.returncode})", done.stdout + done.stderr)
+            raise CompileError(f"{compiler} could not compile {kernel} (exit {done.returncode})", done.stdout + done.stderr)
         return (folder / "out.cubin").read_bytes(), done.stdout + done.stderr
 
 
-def _with_nvrtc(sources: Mapping[str, str]) -> tuple[bytes, str]:
-    nvrtc: object = _nvrtc()
-    headers = {name: text for name, text in sources.items() if name != KERNEL}
-    program = nvrtc.createProgram(sources[KERNEL], KERNEL, tuple(headers.values()), tuple(headers))  # type: ignore[attr-defined]
+def _with_nvrtc(kernel: str, sources: Mapping[str, str]) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+    headers = {name: text for name, text in sources.items() if name != kernel}
+    program = nvrtc.createProgram(sources[kernel], kernel, tuple(headers.values()), tuple(headers))
     try:
-        nvrtc.compileProgram(program, OPTIONS)  # type: ignore[attr-defined]
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)  # type: ignore[attr-defined]
-    except nvrtc.NVRTCError as error:  # type: ignore[attr-defined]
-        log = nvrtc.getProgramLog(program)  # type: ignore[attr-defined]
-        raise CompileError(f"NVRTC could not compile {KERNEL}: {error}", log) from None
+        nvrtc.compileProgram(program, OPTIONS)
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise CompileError(f"NVRTC could not compile {kernel}: {error}", log) from None
     finally:
-        nvrtc.destroyProgram(program)  # type: ignore[attr-defined]
+        nvrtc.destroyProgram(program)

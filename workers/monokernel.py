@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from kog_dist.workers.driver import Kernel
 from kog_dist.workers.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, abi_header
 from kog_dist.workers.kernel_shape import SHARED_BYTES, KernelShape
 
-NUM_THREADS = 24 * 32
 STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "scored", "mixed", "merged", "attended")  # of a traced build
 KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
@@ -45,7 +45,7 @@ class Monokernel:
 
         self.shape, self.weights, self.rank = shape, weights, rank
         self._limit_us = min(wait_limit_us, LONGEST_WAIT_US)
-        cubin = build({"shape.cuh": shape.header(), "abi.cuh": abi_header()})
+        cubin = build({"shape.cuh": shape.header(), "abi.cuh": abi_header()}, "decode.cu")
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
@@ -61,6 +61,7 @@ class Monokernel:
         self._host = _pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
         self._ring = _pinned(context * 16).view(np.uint64).reshape(context, 2)
         self._tag = 0
+        self._sampling, self._stop_ids = Sampling(), tuple[int, ...]()
         kinds, vectors = len(STAMP_KINDS), 4 * shape.spec.num_layers * shape.num_lanes + 1
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self._epoch = 0
@@ -88,6 +89,27 @@ class Monokernel:
 
         `stamps`: uint64 array on the GPU for the time in ns at the end of each step.
         """
+        params = self._params(num_steps)
+        params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
+        self._kernel.launch(self.shape.num_ctas, self.shape.num_threads, params.tobytes(), self.stream.ptr)
+
+    def stream_us(self, num_steps: int) -> float:
+        """Microseconds per token that reading the tape takes with nothing else going on: the ceiling of this shape and machine."""
+        import cupy
+
+        shape = replace(self.shape, tiles_in_flight=self.shape.num_slots - 2)
+        cubin = build({"shape.cuh": shape.header(), "abi.cuh": abi_header()}, "stream.cu")
+        kernel = Kernel(cubin.path, "kog_stream", SHARED_BYTES)
+        params = self._params(num_steps).tobytes()
+        events = [cupy.cuda.Event() for _ in range(4)]
+        for event in events:  # the first launch warms up
+            kernel.launch(shape.num_ctas, shape.num_threads, params, self.stream.ptr)
+            event.record(self.stream)
+        self.stream.synchronize()
+        times = [cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)]
+        return 1000.0 * float(min(times)) / num_steps
+
+    def _params(self, num_steps: int) -> Any:
         weights = self.weights
         params = np.zeros((), DECODE_PARAMS.dtype)
         arrays = {
@@ -99,7 +121,6 @@ class Monokernel:
             params[f"{name}_ptr"] = array.data.ptr
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
         params["trace_ptr"] = 0 if self.trace is None else self.trace.data.ptr
-        params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
         params["seed"], params["wait_limit_us"] = self._sampling.seed, self._limit_us
         if self._sampling.temperature > 0:
             inverse = np.float32(1.0) / np.float32(self._sampling.temperature)
@@ -107,7 +128,7 @@ class Monokernel:
         params["num_steps"], params["request_tag"] = num_steps, self._tag
         params["num_stop_ids"] = len(self._stop_ids)
         params["stop_ids"][: len(self._stop_ids)] = self._stop_ids
-        self._kernel.launch(self.shape.num_ctas, NUM_THREADS, params.tobytes(), self.stream.ptr)
+        return params
 
     def token(self, index: int) -> DeviceToken | None:
         """Token `index` of the answer, or None when the kernel has not written it yet. Never waits."""
@@ -132,7 +153,7 @@ class Monokernel:
         if int(self.state()["abort_mirror"]):
             record = WaitRecord.unpack(self._record.get().tobytes())
             if record.elapsed_ns:
-                raise DeviceError(record)
+                raise DeviceError(replace(record, rank=self.rank))
 
     def recover(self) -> None:
         """Make the kernel usable again after an abort, a DeviceError or a numerical fault: forget all state."""

@@ -34,7 +34,7 @@ __device__ __forceinline__ bool mbar_wait_alone(const WaitNote& note, u32 bar, u
 __device__ __forceinline__ bool counter_wait(const WaitNote& note, const volatile u32& counter, u32 wanted) {
     while (static_cast<int>(counter - wanted) < 0) {
         if (note.stopped) return false;
-        __nanosleep(20);
+        __nanosleep(40);
     }
     __syncwarp();
     return true;

@@ -49,13 +49,35 @@ def faults(
     benchmark.run(model, ranks, kills)
 
 
-def _counts(text: str) -> tuple[int, ...]:
+@app.command()
+def latency(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
+    spec: Annotated[str, typer.Option(help="Shape with random weights: 2b.")] = "2b",
+    random: Annotated[bool, typer.Option("--random", help="Random weights of the shape --spec.")] = False,
+    lanes: Annotated[str, typer.Option(help="Hosted lanes to measure: 8,4,2,1. Fewer than the model's: no peers' sums.")] = "8",
+    contexts: Annotated[str, typer.Option(help="Context lengths.")] = "64,512,2048,4000",
+    tokens: Annotated[int, typer.Option(help="Tokens at each context.")] = 200,
+    trace: Annotated[
+        str | None, typer.Option(help="Folder for a Chrome trace (Perfetto) of one token for each lane count.")
+    ] = None,
+) -> None:
+    """Microseconds per token of the monokernel on one GPU, beside the time that reading the weights alone takes."""
+    from kog_dist.bench import latency as benchmark
+
+    if (model is None) == (not random):
+        raise ConfigError("give MODEL or --random, one of the two")
+    if tokens < 2:
+        raise ConfigError("--tokens must be at least 2")
+    benchmark.run(model, spec, _counts(lanes, "--lanes"), _counts(contexts, "--contexts"), tokens, trace)
+
+
+def _counts(text: str, option: str = "--ranks") -> tuple[int, ...]:
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--ranks must be numbers separated by commas, got {text!r}") from None
+        raise ConfigError(f"{option} must be numbers separated by commas, got {text!r}") from None
     if min(counts) < 1:
-        raise ConfigError(f"--ranks must be at least 1, got {text!r}")
+        raise ConfigError(f"{option} must be at least 1, got {text!r}")
     return counts
 
 

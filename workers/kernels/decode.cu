@@ -17,9 +17,10 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
         mbar_init(bar(shared.red_full[i]), kMatrixWarps), mbar_init(bar(shared.red_empty[i]), 1);
     }
     for (int i = 0; i < 4; ++i) mbar_init(bar(shared.squares_full[i]), 4);
-    mbar_init(bar(shared.token_full), 1);
+    mbar_init(bar(shared.token_full), 1), mbar_init(bar(shared.token_ended), 1);
+    for (int i = 0; i < kLanes; ++i) mbar_init(bar(shared.lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0;
-    shared.num_finalized = 0, shared.num_ended = 0;
+    shared.num_finalized = 0;
     fence_barrier_init();
 }
 
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         else watch(params, role, &state->abort_mirror);
     } else if (warp < kAttendWarp) {
         raise_registers<kFetchRegisters>();
-        fetch(params, role, threadIdx.x - kFetchWarp * 32);
+        fetch(params, role, threadIdx.x % kFetchThreads, (warp - kFetchWarp) / 4);
     } else {
         raise_registers<kAttendRegisters>();
         attend(params, role, warp - kAttendWarp);

@@ -1,5 +1,5 @@
 // The fetch warps: poll the next vector's words, apply the norm's weights, and write x into shared memory in the order in which the
-// matrix warps read it. They run one vector ahead. The RMS scale is applied to the product, so nothing waits for the sum of squares.
+// matrix warps read it. Two groups take turns, each with its half of the shared memory, so that one polls while the other writes. The RMS scale is applied to the product, so nothing waits for the sum of squares.
 #pragma once
 #include "layout.cuh"
 
@@ -9,7 +9,7 @@ namespace kog {
 struct Fetcher {
     const KogDecodeParams& params;
     const Role& role;
-    u32 tid;
+    u32 tid, group;
     u32 num_vectors = 0, step = 0, first_vector = 0;  // vectors of this launch; the token, and vectors before it
 
     static constexpr int kMany = (kMaxPer * kMatrixWarps * 8 + kFetchThreads - 1) / kFetchThreads;  // units of a thread
@@ -24,6 +24,12 @@ struct Fetcher {
         *reinterpret_cast<uint2*>(at + 32) = make_uint2(low0, low1);
     }
 
+    // Is the next vector this group's? If not, it counts it and goes on.
+    __device__ __forceinline__ bool is_mine() {
+        if (kFetchGroups == 1 || (num_vectors & 1) == group) return true;
+        ++num_vectors;
+        return false;
+    }
     __device__ __forceinline__ bool wait_for_room() {
         return mbar_wait(role.shared->note, bar(role.shared->x_empty[num_vectors & 1]), ((num_vectors >> 1) & 1) ^ 1);
     }
@@ -70,6 +76,7 @@ struct Fetcher {
         }
     }
 
+    static __device__ __forceinline__ float payload(u64 word) { return __uint_as_float(static_cast<u32>(word)); }
     static __device__ __forceinline__ float4 values(const ulonglong2& words) {
         return make_float4(first_of(words.x), second_of(words.x), first_of(words.y), second_of(words.y));
     }
@@ -85,7 +92,7 @@ struct Fetcher {
     // A vector of `num_units` units, filled up with zeros to `num_padded`: a residual stream times the norm's weights, or the FFN's
     // activations (no `norm`). `embedding` (16-bit) replaces the words in layer 0.
     __device__ __forceinline__ bool vector(const u64* words, const uint2* embedding, const uint2* norm, u32 num_units, u32 num_padded,
-                                           u32 tag) {
+                                           u32 tag, u32 lane_idx, u32 index) {
         const u32 tid = opaque(this->tid);
         uint2 scale[kMany];
         ulonglong2 got[kMany];
@@ -101,7 +108,7 @@ struct Fetcher {
                     const float4 v = widen(embedding[i * kFetchThreads + tid]);
                     got[i] = make_ulonglong2(make_pair_word(v.x, v.y, 0), make_pair_word(v.z, v.w, 0));
                 }
-        } else if (!wait_until_near(role, num_vectors) || !poll(words, num_units, tag, got)) {
+        } else if (!wait_until_near(role, lane_idx, index) || !poll(words, num_units, tag, got)) {
             return false;
         }
         if (!wait_for_room()) return false;
@@ -121,9 +128,9 @@ struct Fetcher {
     }
 
     // What the attention items of a lane published, merged: each split gives a normalised output and its log2-sum-exp2.
-    __device__ __forceinline__ bool attended(const u64* outputs, const u64* log_sums, u32 tag) {
+    __device__ __forceinline__ bool attended(const u64* outputs, const u64* log_sums, u32 tag, u32 lane_idx, u32 index) {
         constexpr int kUnits = kQueryRows / 4, kPadded = OutOp::kPer * kMatrixWarps * 8, kHeadUnits = kHeadDim / 4;
-        if (!wait_until_near(role, num_vectors)) return false;
+        if (!wait_until_near(role, lane_idx, index)) return false;
         const u32 tid = opaque(this->tid);
 #pragma unroll 1
         for (u32 first = 0; first < kPadded; first += kFetchThreads) {
@@ -134,46 +141,33 @@ struct Fetcher {
             const u64* log_sum = log_sums + head * kSplits;
             ulonglong2 got[kSplits], logs[kSplits / 2];
             while (true) {
-                bool ready = true;
-                if (real) {
+                u32 wrong = 0;
 #pragma unroll
-                    for (int i = 0; i < kSplits; ++i) got[i] = load_relaxed_x2(output + i * kHeadUnits * 2);
+                for (int i = 0; i < kSplits / 2; ++i) logs[i] = load_relaxed_x2(log_sum + 2 * i);
 #pragma unroll
-                    for (int i = 0; i < kSplits / 2; ++i) logs[i] = load_relaxed_x2(log_sum + 2 * i);
+                for (int i = 0; i < kSplits; ++i) got[i] = load_relaxed_x2(output + i * kHeadUnits * 2);
 #pragma unroll
-                    for (int i = 0; i < kSplits; ++i) ready = ready && have_tag(got[i], tag);
+                for (int i = 0; i < kSplits / 2; ++i)
+                    wrong |= (static_cast<u32>(logs[i].x >> 32) ^ tag) | (static_cast<u32>(logs[i].y >> 32) ^ tag);
 #pragma unroll
-                    for (int i = 0; i < kSplits / 2; ++i)
-                        ready = ready && value_has_tag(logs[i].x, tag) && value_has_tag(logs[i].y, tag);
-                }
-                if (__all_sync(kFullWarp, ready)) break;
+                for (int i = 0; i < kSplits; ++i) wrong |= tag_difference(got[i], tag);
+                if (__all_sync(kFullWarp, wrong == 0)) break;
                 if (role.shared->note.stopped) return false;
             }
-            if (first == 0 && !wait_for_room()) return false;
-            if (real) {
-                float log_of[kSplits];
+            float peak = -INFINITY, total = 0;
 #pragma unroll
-                for (int i = 0; i < kSplits / 2; ++i) {
-                    log_of[2 * i] = __uint_as_float(static_cast<u32>(logs[i].x));
-                    log_of[2 * i + 1] = __uint_as_float(static_cast<u32>(logs[i].y));
-                }
-                float peak = log_of[0];
+            for (int i = 0; i < kSplits; ++i) peak = fmaxf(peak, payload(i & 1 ? logs[i / 2].y : logs[i / 2].x));
+            float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-                for (int i = 1; i < kSplits; ++i) peak = fmaxf(peak, log_of[i]);
-                float total = 0;
-                float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-                for (int i = 0; i < kSplits; ++i) {
-                    const float weight = exp2_approx(log_of[i] - peak);
-                    const float4 v = values(got[i]);
-                    total += weight;
-                    sum = make_float4(sum.x + weight * v.x, sum.y + weight * v.y, sum.z + weight * v.z, sum.w + weight * v.w);
-                }
-                const float inverse = __fdividef(1.0f, total);
-                write_x(unit, make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse));
-            } else if (unit < kPadded) {
-                write_x(unit, make_float4(0, 0, 0, 0));
+            for (int i = 0; i < kSplits; ++i) {
+                const float weight = exp2_approx(payload(i & 1 ? logs[i / 2].y : logs[i / 2].x) - peak);
+                const float4 v = values(got[i]);
+                total += weight;
+                sum = make_float4(sum.x + weight * v.x, sum.y + weight * v.y, sum.z + weight * v.z, sum.w + weight * v.w);
             }
+            const float inverse = real ? __fdividef(1.0f, total) : 0.0f;
+            if (first == 0 && !wait_for_room()) return false;
+            if (unit < kPadded) write_x(unit, make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse));
         }
         hand_over();
         hand_over_squares(0);
@@ -186,7 +180,7 @@ struct Fetcher {
         for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(kFullWarp, value, offset);
         float* parts = role.shared->mean_squares[half & 1];
         if (laneid() == 0) parts[tid >> 5] = value;
-        if (!group_all(kFetchBarrier, kFetchThreads, ok)) return false;
+        if (!group_all(kFetchBarrier + group, kFetchThreads, ok)) return false;
         total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
         return true;
     }
@@ -200,7 +194,7 @@ struct Fetcher {
 #pragma unroll
         for (int i = 0; i < kMany; ++i) sum[i] = make_float4(0, 0, 0, 0);
         float total;
-        bool ok = wait_until_near(role, num_vectors);
+        bool ok = wait_until_near(role, 0, 4 * kLayers);
 #pragma unroll 1
         for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
             ulonglong2 got[kMany];
@@ -213,7 +207,7 @@ struct Fetcher {
                     if (i * kFetchThreads + tid < kUnits) squares += square_sum(values(got[i]));
                 if (!group_sum(ok, squares, lane_idx, total)) return false;
                 factor = inverse_rms(total) * (1.0f / kLanes);
-            } else if (!group_all(kFetchBarrier, kFetchThreads, ok)) {
+            } else if (!group_all(kFetchBarrier + group, kFetchThreads, ok)) {
                 return false;
             }
             const uint2* lane_norm = norm + (kFinalNormLanes == 1 ? 0 : lane_idx * kUnits);
@@ -248,47 +242,51 @@ struct Fetcher {
     }
 };
 
-__device__ __forceinline__ void fetch(const KogDecodeParams& params, const Role& role, u32 tid) {
-    Fetcher fetcher{params, role, tid};
+__device__ __forceinline__ void fetch(const KogDecodeParams& params, const Role& role, u32 tid, u32 group) {
+    Fetcher fetcher{params, role, tid, group};
     constexpr int kUnits = kHidden / 4;
-    const u32 replica = role.cta % kReplicas;
-    const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
-    const u64* streams = words + kStreamOffset + replica * kStreamStride;
-    const uint2* norms = reinterpret_cast<const uint2*>(params.norms_ptr);
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         fetcher.step = step, fetcher.first_vector = fetcher.num_vectors;
-        const uint2* embedding = reinterpret_cast<const uint2*>(params.embedding_ptr) + static_cast<u64>(token) * kUnits;
         // Half a layer each time: attention, then MLP.
 #pragma unroll 1
         for (u32 half = 0; half < 2 * kLayers; ++half) {
-            const u32 layer = half >> 1, is_mlp = half & 1;
-            const u32 tag = layer_tag(role.first_epoch + step, layer);
 #pragma unroll 1
             for (u32 i = 0; i < 2 * kLanes; ++i) {
-                const bool second = i >= kLanes;
-                const u32 lane = second ? i - kLanes : i;
-                if (second && !is_mlp) {
-                    const u64* outputs = words + kAttendedOffset + (lane * kReplicas + replica) * kAttendedStride;
-                    fetcher.note(kOutPhase, layer, lane, tag, outputs, kSplits * kQueryRows / 2);
-                    if (!fetcher.attended(outputs, words + kLogSumOffset + (lane * kReplicas + replica) * kLogSumStride, tag)) return;
+                const u32 layer = half >> 1, is_mlp = half & 1, index = 2 * half + i / kLanes;
+                if (!fetcher.is_mine()) {
+                    // A barrier tells the last phase from the one before, no more: with one lane both groups follow each.
+                    if (kLanes == 1 && !wait_until_near(role, 0, index)) return;
                     continue;
                 }
-                const u64* from = second ? words + kActivationOffset + (lane * kReplicas + replica) * kActivationStride
-                                         : (is_mlp ? words + kMiddleOffset : words + kStreamOffset) +
-                                               (lane * kReplicas + replica) * kStreamStride;
+                const u32 tag = layer_tag(role.first_epoch + step, layer);
+                const bool second = i >= kLanes;
+                const u32 lane = second ? i - kLanes : i, copy = opaque(lane * kReplicas + role.cta % kReplicas);
+                const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
+                if (second && !is_mlp) {
+                    const u64* outputs = words + kAttendedOffset + copy * kAttendedStride;
+                    fetcher.note(kOutPhase, layer, lane, tag, outputs, kSplits * kQueryRows / 2);
+                    if (!fetcher.attended(outputs, words + kLogSumOffset + copy * kLogSumStride, tag, lane, index)) return;
+                    continue;
+                }
+                const bool embedded = half == 0 && !second;
+                const uint2* embedding = reinterpret_cast<const uint2*>(params.embedding_ptr) + static_cast<u64>(token) * kUnits;
+                const u64* from = second ? words + kActivationOffset + copy * kActivationStride
+                                         : words + (is_mlp ? kMiddleOffset : kStreamOffset) + copy * kStreamStride;
+                const uint2* norms = reinterpret_cast<const uint2*>(params.norms_ptr);
                 const uint2* norm = second ? nullptr : norms + (half * kNormLanes + (kNormLanes == 1 ? 0 : lane)) * kUnits;
-                const u32 from_tag = second || is_mlp ? tag : tag - 1 & 0xffffu;
+                const u32 from_tag = second || is_mlp ? tag : (tag - 1) & 0xffffu;
                 const u32 num_units = second ? kFfn / 4 : kUnits;
                 fetcher.note(second ? kDownPhase : is_mlp ? kGateUpPhase : kQkvPhase, layer, lane, from_tag, from,
-                             half == 0 && !second ? 0 : 2 * num_units);
-                if (!fetcher.vector(from, half == 0 && !second ? embedding : nullptr, norm, num_units,
-                                    (second ? DownOp::kPer : QkvOp::kPer) * kMatrixWarps * 8, from_tag))
+                             embedded ? 0 : 2 * num_units);
+                if (!fetcher.vector(from, embedded ? embedding : nullptr, norm, num_units,
+                                    (second ? DownOp::kPer : QkvOp::kPer) * kMatrixWarps * 8, from_tag, lane, index))
                     return;
             }
         }
-        if (has_head(role, step)) {
+        if (has_head(role, step) && fetcher.is_mine()) {
             const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
+            const u64* streams = reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
             fetcher.note(kHeadPhase, 0, 0, tag, streams, kHidden / 2);
             if (!fetcher.head(streams, reinterpret_cast<const uint2*>(params.final_norm_ptr), tag)) return;
         }

@@ -13,11 +13,14 @@ struct Finalizer {
     u32 lane;
     u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0;
 
-    __device__ __forceinline__ void count_vector() {
+    __device__ __forceinline__ void count_vector(u32 lane_idx) {
         stamp(role, kPublished, step, num_vectors - first_vector);
         ++num_vectors;
         __syncwarp();
-        if (lane == 0) role.shared->num_finalized = num_vectors;
+        if (lane == 0) {
+            role.shared->num_finalized = num_vectors;
+            mbar_arrive(bar(role.shared->lane_done[lane_idx]));
+        }
     }
 
     // Scale of the vector that is being multiplied: 1 / rms for normed ones.
@@ -85,7 +88,7 @@ struct Finalizer {
             if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvRows)
                 store_relaxed(words + row / 2, make_pair_word(turned, next, tag));
         }
-        count_vector();
+        count_vector(lane_idx);
         return true;
     }
 
@@ -103,7 +106,7 @@ struct Finalizer {
             publish<GateUpOp::kRows / 2, 2>(words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2,
                                             kFfn, activation, tag);
         }
-        count_vector();
+        count_vector(lane_idx);
         return true;
     }
 
@@ -140,6 +143,9 @@ struct Finalizer {
             sum += others;
             // A blocking sum goes to all lanes' streams once the last lane's partial is there.
             u32 from = lane_idx, to = lane_idx + 1;
+#ifdef KOG_SILENT_CTA
+            if (role.cta == KOG_SILENT_CTA && layer == kLayers - 1 && kind == 1) continue;
+#endif
             if (blocking) {
                 from = lane_idx == kLanes - 1 ? 0 : kLanes, to = kLanes;
                 if (from == 0) sum = lane_sum(now, row);
@@ -152,7 +158,7 @@ struct Finalizer {
                                          role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, stream, tag);
             }
         }
-        count_vector();
+        count_vector(lane_idx);
         return true;
     }
 
@@ -175,7 +181,7 @@ struct Finalizer {
                 best = better(best, {finite ? score : -INFINITY, finite ? id : id | kNotFinite});
             }
         }
-        count_vector();
+        ++num_vectors;
         return true;
     }
 
@@ -201,7 +207,7 @@ struct Finalizer {
             store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), epoch + 1),
                              make_value_word(best.id, epoch + 1));
         __syncwarp();
-        if (lane == 0) role.shared->num_ended = epoch - role.first_epoch + 1;
+        if (lane == 0) mbar_arrive(bar(role.shared->token_ended));
     }
 };
 

@@ -11,15 +11,19 @@ namespace kog {
 // Warps of a thread block. The matrix warps split K between them; everything else is one warp or a group of four.
 constexpr int kMatrixWarps = 12;
 constexpr int kLoaderWarp = 12, kFinalWarp = 13, kSampleWarp = 14, kWatchWarp = 15;
-constexpr int kFetchWarp = 16, kFetchThreads = 128;
-constexpr int kAttendWarp = 20, kAttendThreads = 128;
-constexpr int kNumThreads = 24 * 32;
-constexpr int kFetchBarrier = 1, kAttendBarrier = 2;
+constexpr int kFetchWarp = 16, kFetchThreads = 128;  // kFetchGroups groups of four, which take turns
+constexpr int kAttendWarp = kFetchWarp + 4 * kFetchGroups, kAttendThreads = 128;
+constexpr int kNumWarps = kAttendWarp + 4, kNumThreads = kNumWarps * 32;
+constexpr int kFetchBarrier = 1, kAttendBarrier = 3;  // the fetch groups have one each
 
-constexpr int kMatrixRegisters = 48, kServiceRegisters = 56, kFetchRegisters = 120, kAttendRegisters = 160;
+constexpr int kLaunchRegisters = kFetchGroups == 1 ? 80 : 72;
+constexpr int kMatrixRegisters = kFetchGroups == 1 ? 48 : 40, kServiceRegisters = 56;
+constexpr int kFetchRegisters = kFetchGroups == 1 ? 120 : 88, kAttendRegisters = kFetchGroups == 1 ? 160 : 152;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
-static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kFetchRegisters + kAttendRegisters) <= 24 * 80, "registers");
+static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kFetchGroups * kFetchRegisters + kAttendRegisters) <=
+                  kNumWarps * kLaunchRegisters,
+              "registers");
 
 enum Phase : u32 { kQkvPhase = 1, kAttendPhase, kOutPhase, kGateUpPhase, kDownPhase, kHeadPhase = 10 };  // decode/steps.py
 
@@ -65,13 +69,12 @@ struct Shared {
     alignas(16) unsigned char fresh[2 * 16 * kHeadDim * 2];  // K and V of the new position, as a batch; zero but for its first row
     float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
     u64 full[kNumSlots], empty[kNumSlots];
-    u64 x_full[2], x_empty[2], red_full[2], red_empty[2], squares_full[4], token_full;
+    u64 x_full[2], x_empty[2], red_full[2], red_empty[2], squares_full[4], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];
     WaitNote note;
     volatile u32 finished, cancelled;
-    volatile u32 num_finalized;                      // vectors of this launch that the finaliser is done with
-    volatile u32 num_ended;                          // tokens whose candidate it has published
+    volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
 };
 static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
 
@@ -112,10 +115,10 @@ __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& tok
 }
 
 // Words are polled only when they may be there: all thread blocks advance together, so a value is about to arrive when this thread
-// block has published its own part of it. Polling earlier would only load the memory system: a product's input is near when the
-// finaliser is done with the lane's product before it. `vector` counts the products of this launch.
-__device__ __forceinline__ bool wait_until_near(const Role& role, u32 vector) {
-    return vector < kLanes || counter_wait(role.shared->note, role.shared->num_finalized, vector - kLanes + 1);
+// block has published its own part of it. Polling earlier would only load the memory system. A product's input is near when the
+// finaliser is done with the lane's product before it; `index` counts the products of the lane in this token.
+__device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, u32 index) {
+    return index == 0 || mbar_wait(role.shared->note, bar(role.shared->lane_done[lane_idx]), (index - 1) & 1);
 }
 
 }  // namespace kog

@@ -99,7 +99,7 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
             mbar_arrive(bar(shared.token_full));
         }
         __syncwarp();
-        if (leave || !counter_wait(shared.note, shared.num_ended, step + 1)) return;
+        if (leave || !mbar_wait(shared.note, bar(shared.token_ended), step & 1)) return;
         const u32 tag = role.first_epoch + step + 1;
         Candidate best{-INFINITY, kIdMask};
         while (true) {
