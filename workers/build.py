@@ -19,7 +19,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kog_dist.env import PREFIX
 from kog_dist.errors import CompileError
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
@@ -36,10 +35,7 @@ class Cubin:
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: `$KOG_CUBIN_CACHE`, or kog_dist/cubins in the user's cache folder."""
-    chosen = os.environ.get(f"{PREFIX}CUBIN_CACHE")
-    if chosen:
-        return Path(chosen)
+    """Where cubins are kept: kog_dist/cubins in the user's cache folder (`$XDG_CACHE_HOME`, or ~/.cache)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kog_dist" / "cubins"
 
 

@@ -31,7 +31,7 @@ class KernelShape:
     splits: int = 8
     replicas: int = 4
     tiles_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
-    fetch_groups: int = 0  # 0: 2 for eight lanes, where vectors follow each other fast, else 1
+    fetch_groups: int = 1  # of warps that take turns in gathering vectors: 1 or 2
     max_slots: int = 16
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
@@ -120,14 +120,9 @@ class KernelShape:
         return self.tiles_in_flight or (2 if self.num_lanes <= 2 else 3)
 
     @property
-    def num_fetch_groups(self) -> int:
-        """Groups of warps that take turns in gathering vectors."""
-        return self.fetch_groups or (2 if self.num_lanes >= 8 else 1)
-
-    @property
     def num_threads(self) -> int:
         """Threads of a thread block: `kNumThreads`."""
-        return 32 * (20 + 4 * self.num_fetch_groups)
+        return 32 * (20 + 4 * self.fetch_groups)
 
     # ---- KV cache ----
     @property
@@ -193,7 +188,8 @@ class KernelShape:
             "kVocabFirst": self.vocab_rows[0], "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
-            "kTilesInFlight": self.in_flight, "kFetchGroups": self.num_fetch_groups, "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
+            "kTilesInFlight": self.in_flight, "kFetchGroups": self.fetch_groups,
+            "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
             "kFinalNormLanes": 1 if spec.shared_norm_scale or spec.pre_norm_lane_agg else self.num_lanes,

@@ -94,7 +94,7 @@ class Monokernel:
         self._kernel.launch(self.shape.num_ctas, self.shape.num_threads, params.tobytes(), self.stream.ptr)
 
     def stream_us(self, num_steps: int) -> float:
-        """Microseconds per token that reading the tape takes with nothing else going on: the ceiling of this shape and machine."""
+        """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""
         import cupy
 
         shape = replace(self.shape, tiles_in_flight=self.shape.num_slots - 2)

@@ -1,0 +1,69 @@
+"""Device programs: found in the package, compiled once, and every error carries the compiler's words."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from kog_dist.errors import CompileError
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers import build as build_module
+from kog_dist.workers.build import build, device_sources
+from kog_dist.workers.kernel_abi import KERNEL_STRUCTS, abi_header
+from kog_dist.workers.kernel_shape import KernelShape
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def headers(**options: int) -> dict[str, str]:
+    spec = ModelSpec(64, 2, 4, 4, 128, 100, max_context=128, num_lanes=2, delay=1)
+    return {"shape.cuh": KernelShape(spec, range(2), **options).header(), "abi.cuh": abi_header()}  # type: ignore[arg-type]
+
+
+def test_device_sources_are_packaged() -> None:
+    sources = device_sources()
+    assert {"decode.cu", "stream.cu", "layout.cuh", "words.cuh", "wait.cuh", "ptx.cuh"} <= set(sources)
+    assert all(sources.values())
+
+
+def test_abi_header_asserts_every_offset() -> None:
+    text = abi_header()
+    for struct in KERNEL_STRUCTS:
+        for name, offset in struct.offsets.items():
+            assert f"offsetof(Kog{struct.name}, {name}) == {offset}" in text
+
+
+@needs_nvcc
+@pytest.mark.timeout(200)
+def test_kernel_builds_once_and_keeps_its_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build(headers(), folder=tmp_path)
+    assert "Compiling entry function 'kog_decode'" in first.log
+    assert "setmaxnreg ignored" not in first.log
+    monkeypatch.setattr(build_module, "_with_nvcc", None)  # from here on compiling would fail
+    assert build(headers(), folder=tmp_path).path == first.path
+    with pytest.raises(TypeError):
+        build(headers(replicas=2), folder=tmp_path)
+
+
+@needs_nvcc
+def test_ceiling_kernel_builds(tmp_path: Path) -> None:
+    assert build(headers(), "stream.cu", folder=tmp_path).path.stat().st_size > 0
+
+
+@needs_nvcc
+def test_a_compile_error_carries_the_log(tmp_path: Path) -> None:
+    broken = {**headers(), "shape.cuh": "this is not a header"}
+    with pytest.raises(CompileError) as caught:
+        build(broken, "stream.cu", folder=tmp_path)
+    assert "shape.cuh" in caught.value.log
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_compiler_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "_nvcc", lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", None)
+    with pytest.raises(CompileError, match="install nvcc"):
+        build(headers(), folder=tmp_path)

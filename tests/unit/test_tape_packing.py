@@ -1,0 +1,92 @@
+"""The physical tape: every weight is there once, in the place where the kernel looks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kog_dist.decode.tape_packing import MATRIX_WARPS, STEP_COLUMNS, OpShape, interleave, op_shape, owned_rows, pack, unpack
+from kog_dist.errors import ConfigError
+from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
+from kog_dist.workers.kernel_shape import KernelShape
+
+
+def numbered(rows: int, columns: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
+    """A matrix whose values differ from their neighbours, and are never 0."""
+    return (np.arange(rows * columns, dtype=np.uint32) % 65521 + 1).astype(np.uint16).reshape(rows, columns)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 400), columns=st.integers(1, 900), num_ctas=st.integers(1, 9), multiple=st.sampled_from([1, 2, 4])
+)  # fmt: skip
+def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_ctas: int, multiple: int) -> None:
+    matrix = numbered(rows, columns)
+    shape = op_shape(owned_rows(rows, num_ctas, multiple), columns, multiple)
+    segments = pack(matrix, shape, num_ctas)
+    assert segments.shape == (num_ctas, shape.num_values)
+    assert np.array_equal(unpack(segments, shape, rows, columns), matrix)
+    assert np.count_nonzero(segments) == rows * columns  # the rest is padding
+
+
+def test_tape_order_is_block_tile_warp_step_row_column() -> None:
+    shape = OpShape(rows=6, blocks=2, per=8, steps=4)
+    matrix = numbered(12 * 3, 8 * MATRIX_WARPS * STEP_COLUMNS)
+    segments = pack(matrix, shape, 3)
+    offset = 0
+    for block in range(shape.blocks):
+        for tile in range(shape.tiles):
+            for warp in range(MATRIX_WARPS):
+                for step in range(shape.steps):
+                    first = (warp * shape.per + tile * shape.steps + step) * STEP_COLUMNS
+                    for row in range(shape.rows):
+                        found = segments[2, offset : offset + STEP_COLUMNS]
+                        wanted = matrix[2 * shape.cta_rows + block * shape.rows + row, first : first + STEP_COLUMNS]
+                        assert np.array_equal(found, wanted), (block, tile, warp, step, row)
+                        offset += STEP_COLUMNS
+    assert offset == shape.num_values
+
+
+def test_gate_and_up_rows_stand_side_by_side() -> None:
+    gate, up = numbered(5, 3), numbered(5, 3) + np.uint16(1000)
+    both = interleave(gate, up)
+    assert np.array_equal(both[0::2], gate)
+    assert np.array_equal(both[1::2], up)
+
+
+def test_a_matrix_that_is_too_large_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        pack(numbered(25, 384), op_shape(24, 384, 2), 1)
+
+
+def test_2b_shape_divides_without_rounding_loss() -> None:
+    shape = KernelShape(laneformer_2b(), range(8))
+    assert (shape.num_ctas, shape.num_slots) == (128, 10)
+    assert [op.cta_rows for op in (shape.qkv, shape.out, shape.gate_up, shape.down)] == [6, 24, 24, 24]
+    tape_bytes = 2 * shape.tape_values * shape.num_ctas
+    assert laneformer_2b().bytes_per_token() <= tape_bytes < 1.001 * laneformer_2b().bytes_per_token()
+
+
+def test_every_thread_block_owns_a_row_of_the_residual() -> None:
+    for hidden, heads in ((64, 4), (192, 12), (256, 16), (960, 20), (4096, 32)):
+        spec = ModelSpec(hidden, 2, heads, heads, 4 * hidden, 1000, num_lanes=4, delay=1)
+        shape = KernelShape(spec, range(4))
+        owned = shape.out.cta_rows
+        assert shape.down.cta_rows == owned
+        assert (shape.num_ctas - 1) * owned < hidden <= shape.num_ctas * owned
+        assert shape.num_ctas * shape.head.cta_rows >= spec.vocab_size
+
+
+def test_models_that_the_kernel_cannot_run_are_refused_by_name() -> None:
+    fine = ModelSpec(256, 2, 16, 8, 1024, 1000, num_lanes=8)
+    KernelShape(fine, range(8))
+    with pytest.raises(ConfigError, match="lm_head_type lane"):
+        KernelShape(replace(fine, head_type=HeadType.LANE), range(8))
+    with pytest.raises(ConfigError, match="head_dim 8"):
+        KernelShape(replace(fine, num_heads=32), range(8))
+    with pytest.raises(ConfigError, match="float32 weights"):
+        KernelShape(fine, range(8), weight_dtype="float32")
