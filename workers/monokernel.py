@@ -65,6 +65,8 @@ class Monokernel:
         kinds, vectors = len(STAMP_KINDS), 4 * shape.spec.num_layers * shape.num_lanes + 1
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self._epoch = 0
+        # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
+        cupy.cuda.Device().synchronize()
 
     # ---- a request ----
     def begin(
@@ -157,12 +159,14 @@ class Monokernel:
 
     def recover(self) -> None:
         """Make the kernel usable again after an abort, a DeviceError or a numerical fault: forget all state."""
+        import cupy
+
         self.stream.synchronize()
         self._host["abort"] = 0
         self._host["cancelled_tag"] = 0
         for array in (self.kv, self.words, self._state, self._record):
             array.fill(0)
-        self.stream.synchronize()
+        cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's
 
     def state(self) -> Any:
         """What the last launch left, as a `DECODE_STATE` record."""
