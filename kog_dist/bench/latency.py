@@ -14,8 +14,8 @@ from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, laneformer_2b
-from kog_dist.workers.kernel_shape import KernelShape
-from kog_dist.workers.monokernel import STAMP_KINDS, Monokernel
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.monokernel import STAMP_KINDS, Monokernel
 
 _STREAMED_TOKENS = 50
 _TRACED_STEP = 8
@@ -65,7 +65,7 @@ def run(
 
 
 def _kernel(model: str | None, spec_name: str, lanes: int, **options: Any) -> Monokernel:
-    from kog_dist.workers.device_weights import from_rank_weights, random_weights
+    from kog_dist.workers.cuda.device_weights import from_rank_weights, random_weights
 
     if model is None:
         specs = {"2b": laneformer_2b}

@@ -15,9 +15,9 @@ from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.device_weights import DeviceWeights, from_rank_weights
-from kog_dist.workers.kernel_shape import KernelShape
-from kog_dist.workers.monokernel import Monokernel
+from kog_dist.workers.cuda.device_weights import DeviceWeights, from_rank_weights
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.monokernel import Monokernel
 
 pytestmark = [
     pytest.mark.gpu(1),

@@ -10,9 +10,9 @@ import torch
 
 from kog_dist.decode.sampling import Sampling
 from kog_dist.model.spec import laneformer_2b
-from kog_dist.workers.device_weights import random_weights
-from kog_dist.workers.kernel_shape import KernelShape
-from kog_dist.workers.monokernel import Monokernel
+from kog_dist.workers.cuda.device_weights import random_weights
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.monokernel import Monokernel
 
 pytestmark = [
     pytest.mark.gpu(1),

@@ -10,10 +10,10 @@ import pytest
 
 from kog_dist.errors import CompileError
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers import build as build_module
-from kog_dist.workers.build import build, device_sources
-from kog_dist.workers.kernel_abi import KERNEL_STRUCTS, abi_header
-from kog_dist.workers.kernel_shape import KernelShape
+from kog_dist.workers.cuda import build as build_module
+from kog_dist.workers.cuda.build import build, device_sources
+from kog_dist.workers.cuda.kernel_abi import KERNEL_STRUCTS, abi_header
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 

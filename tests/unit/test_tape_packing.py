@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kog_dist.decode.tape_packing import MATRIX_WARPS, STEP_COLUMNS, OpShape, interleave, op_shape, owned_rows, pack, unpack
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
-from kog_dist.workers.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 
 def numbered(rows: int, columns: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:

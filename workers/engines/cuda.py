@@ -93,9 +93,9 @@ class CudaEngine:
     def _load(self, checkpoint: Any) -> Kernel:
         import cupy
 
-        from kog_dist.workers.device_weights import from_rank_weights
-        from kog_dist.workers.kernel_shape import KernelShape
-        from kog_dist.workers.monokernel import Monokernel
+        from kog_dist.workers.cuda.device_weights import from_rank_weights
+        from kog_dist.workers.cuda.kernel_shape import KernelShape
+        from kog_dist.workers.cuda.monokernel import Monokernel
 
         cupy.cuda.Device(device_index(self._args.device)).use()
         lanes = checkpoint.spec.lanes_of_rank(0, 1)

@@ -14,11 +14,11 @@ from kog_dist.abi import WAIT_RECORD, WaitRecord
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import DeviceError
-from kog_dist.workers.build import build
-from kog_dist.workers.device_weights import DeviceWeights
-from kog_dist.workers.driver import Kernel
-from kog_dist.workers.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, abi_header
-from kog_dist.workers.kernel_shape import SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.build import build
+from kog_dist.workers.cuda.device_weights import DeviceWeights
+from kog_dist.workers.cuda.driver import Kernel
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, abi_header
+from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 
 STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "scored", "mixed", "merged", "attended")  # of a traced build
 KERNEL_NAME = "kog_decode"

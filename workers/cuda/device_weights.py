@@ -12,7 +12,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack
 from kog_dist.model.rope import rope_table
 from kog_dist.model.weights import RankWeights
-from kog_dist.workers.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
 
