@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.rpc.fields import check_temperature
+
 Words = NDArray[np.uint32]
 
 _PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -36,7 +38,6 @@ _LOG_POLYNOMIAL = tuple(
 )  # fmt: skip
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2; the first has few bits
 _SQRT_HALF = np.float32(0.70710678)
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-3, 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        in_range = self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE
-        if not in_range:
-            raise ValueError(
-                f"temperature must be 0 or between {LOWEST_TEMPERATURE} and {HIGHEST_TEMPERATURE:g}, got {self.temperature}"
-            )
+        check_temperature(self.temperature)
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed must be between 0 and 2**64 - 1, got {self.seed}")
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any
+from typing import Any, Final
+
+LOWEST_TEMPERATURE: Final = 0.001  # besides 0, which is greedy; the one definition for flags, messages and engines
+HIGHEST_TEMPERATURE: Final = 100.0
 
 Check = Callable[[Any], Any]
 
@@ -31,6 +34,16 @@ def integer(low: int, high: int) -> Check:
     return check
 
 
+def any_number(value: Any) -> float:
+    """A float, kept as it is, or an int that a float can hold; the message's own check says which are allowed."""
+    if type(value) not in (int, float):
+        raise ValueError(f"must be a number, got {_shown(value)}")
+    try:
+        return float(value) + 0.0  # minus zero becomes zero
+    except OverflowError:
+        raise ValueError(f"must be a number that a float can hold, got {_shown(value)}") from None
+
+
 def number(low: float, high: float) -> Check:
     """A finite float or int with low <= value <= high, kept as float; minus zero becomes zero."""
 
@@ -42,6 +55,12 @@ def number(low: float, high: float) -> Check:
         return float(value) + 0.0
 
     return check
+
+
+def check_temperature(value: float) -> None:
+    """Raises ValueError, a whole sentence, unless `value` is 0 or within the limits (NaN is not)."""
+    if not (value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE):
+        raise ValueError(f"temperature must be 0 or between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}, got {value}")
 
 
 def text(low_bytes: int, high_bytes: int) -> Check:

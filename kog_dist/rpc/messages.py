@@ -20,7 +20,19 @@ import msgpack  # type: ignore[import-untyped]
 
 from kog_dist import __version__
 from kog_dist.errors import ProtocolError
-from kog_dist.rpc.fields import array, checked, choice, flag, identifier, integer, number, optional, text
+from kog_dist.rpc.fields import (
+    any_number,
+    array,
+    check_temperature,
+    checked,
+    choice,
+    flag,
+    identifier,
+    integer,
+    number,
+    optional,
+    text,
+)
 
 MAGIC = b"KOG"
 PROTOCOL_VERSION = 1
@@ -29,7 +41,6 @@ MAX_ARRAY = 1 << 16  # longest array: token ids of one prompt
 MAX_CONTAINERS = 64  # lists and maps in one message; stops a small message from growing into a large heap
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
-MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**53  # counters and sizes: exact in every language's numbers
 MAX_SECONDS = 1e9
@@ -130,7 +141,7 @@ class Generate(_Checked):
     prompt: str | None = checked(optional(_TEXT), default=None)
     prompt_ids: tuple[int, ...] | None = checked(optional(array(integer(-(2**63), 2**63 - 1), MAX_ARRAY)), default=None)
     max_tokens: int | None = checked(optional(integer(1, 2**31 - 1)), default=None)  # None: what fits, at most 256
-    temperature: float = checked(number(0.0, MAX_TEMPERATURE), default=0.0)
+    temperature: float = checked(any_number, default=0.0)
     seed: int = checked(integer(0, MAX_SEED), default=0)
     stop: tuple[str, ...] = checked(array(text(1, MAX_STOP_BYTES), MAX_STOP_STRINGS), default=())
     ignore_eos: bool = checked(flag, default=False)
@@ -140,6 +151,10 @@ class Generate(_Checked):
         _Checked.__post_init__(self)
         if (self.prompt is None) == (self.prompt_ids is None):
             raise BadMessage("generate: give either prompt or prompt_ids", ErrorCode.INVALID_REQUEST)
+        try:
+            check_temperature(self.temperature)
+        except ValueError as error:
+            raise BadMessage(f"generate: {error}", ErrorCode.INVALID_REQUEST) from None
 
 
 @dataclass(frozen=True, slots=True)

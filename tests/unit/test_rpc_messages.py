@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ProtocolError
 from kog_dist.rpc import messages
 from kog_dist.rpc.messages import (
@@ -60,7 +61,7 @@ by_name: dict[str, st.SearchStrategy[Any]] = {
     "running": st.none() | names,
     "waiting": st.lists(names, max_size=4).map(tuple),
     "digests": st.lists(st.text("0123456789abcdef", min_size=64, max_size=64), max_size=3).map(tuple),
-    "temperature": st.floats(0, 100),
+    "temperature": st.just(0.0) | st.floats(0.001, 100),
     "stop": st.lists(st.text("ab", min_size=1, max_size=9), max_size=16).map(tuple),
 }
 
@@ -176,6 +177,15 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(BadMessage, match=field) as refused:
         decode_request(HEAD + msgpack.packb(["generate", body]))
     assert refused.value.request_id == (None if field == "request_id" else "a")
+
+
+@pytest.mark.parametrize("value", [-1, 1e-9, 100.5, float("nan"), float("inf")])
+def test_every_temperature_out_of_range_has_one_code_and_the_limits_of_the_engines(value: float) -> None:
+    with pytest.raises(BadMessage, match=r"temperature must be 0 or between 0\.001 and 100, got") as refused:
+        decode_request(HEAD + msgpack.packb(["generate", {"request_id": "a", "prompt": "x", "temperature": value}]))
+    assert (refused.value.code, refused.value.request_id) == ("invalid_request", "a")
+    with pytest.raises(ValueError, match=r"between 0\.001 and 100"):
+        Sampling(value)
 
 
 def test_temperature_may_be_an_integer_and_has_no_sign_of_zero() -> None:
