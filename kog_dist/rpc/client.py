@@ -113,8 +113,12 @@ class Client:
         return self._ask(Status(), StatusReport)
 
     def cancel(self, request_id: str) -> StatusReport:
-        """Cancel a request of any client. Raises RequestError if it is not waiting or running."""
-        return self._ask(Cancel(request_id), StatusReport)
+        """Cancel a request of any client. Raises RequestError if it is not waiting or running, or cannot be an id."""
+        try:
+            message = Cancel(request_id)
+        except BadMessage as error:
+            raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from None
+        return self._ask(message, StatusReport)
 
     def drain(self) -> StatusReport:
         """Let the engine finish what runs, refuse the rest and stop."""

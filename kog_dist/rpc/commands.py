@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
 from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client
 from kog_dist.rpc.messages import Accepted, Done, StatusReport, Tokens
+from kog_dist.rpc.output import OutputError, check_stdout, write_error, write_out
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.transport import Access
 
@@ -93,12 +93,15 @@ class _Answer:
 
 
 def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: float | None, wait_ready: bool) -> int:
-    """Decode one prompt and print it. Returns the exit code; Ctrl-C cancels the request and gives 130."""
+    """Decode one prompt and print it. Returns the exit code; Ctrl-C cancels the request and gives 130.
+
+    Raises OutputError if standard output takes nothing.
+    """
     answer = _Answer()
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # kog-launch starts this process with SIGINT ignored
-        if timeout_s is not None and not 0 < timeout_s < READY_TIMEOUT_S * 24:
-            raise ConfigError(f"--timeout must be a positive number of seconds, got {timeout_s}")
+        check_stdout()
+        _check_timeout(timeout_s)
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with _connect(target, timeout_s, wait_ready=wait_ready) as client:
             left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
@@ -111,29 +114,33 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
     except KeyboardInterrupt:
         return _print_failure("cancelled", "the request was cancelled", EXIT_INTERRUPTED, answer, as_json)
     except BrokenPipeError:  # whoever read the answer has enough
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OutputError:
+        raise
     except KogError as error:
         return _print_failure(_code_of(error), str(error), error.exit_code, answer, as_json)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the answer is complete or given up; a late Ctrl-C has nothing to end
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     assert answer.done is not None, "generate ends with Done or raises"
-    if as_json:
-        print(json.dumps(_as_object(answer, answer.done, flags.logit_digests)))
-    else:
-        _print_statistics(answer, answer.done)
+    try:
+        write_out(json.dumps(_as_object(answer, answer.done, flags.logit_digests)) + "\n" if as_json else "\n")
+    except BrokenPipeError:
+        return 0
+    if not as_json:
+        write_error(_statistics(answer, answer.done))
         if flags.logit_digests:
-            print("\n".join(answer.digests), file=sys.stderr)
+            write_error("\n".join(answer.digests))
     return 0
 
 
 def ask(
     target: Target, verb: str, request_id: str | None = None, *, as_json: bool, timeout_s: float | None
 ) -> int:  # fmt: skip
-    """`status`, `cancel` or `drain`; prints the engine's report. Returns the exit code."""
+    """`status`, `cancel` or `drain`; prints the engine's report. Returns the exit code, or raises OutputError."""
     try:
+        check_stdout()
+        _check_timeout(timeout_s)
         with _connect(target, timeout_s, wait_ready=False) as client:
             if verb == "cancel":
                 request_id = request_id or client.status().running
@@ -142,10 +149,19 @@ def ask(
                 report = client.cancel(request_id)
             else:
                 report = client.drain() if verb == "drain" else client.status()
+        write_out((json.dumps(asdict(report)) if as_json else _describe(report)) + "\n")
+    except BrokenPipeError:
+        return 0
+    except OutputError:
+        raise
     except KogError as error:
         return _print_failure(_code_of(error), str(error), error.exit_code, _Answer(), as_json)
-    print(json.dumps(asdict(report)) if as_json else _describe(report))
     return 0
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s < READY_TIMEOUT_S * 24:  # false for NaN too
+        raise ConfigError(f"--timeout must be a positive number of seconds, got {timeout_s}")
 
 
 def _connect(target: Target, timeout_s: float | None, *, wait_ready: bool) -> Client:
@@ -176,8 +192,7 @@ def _text_printer(has_text: bool) -> Callable[[Tokens], None]:
         text = event.text if has_text else "".join(f"{token_id} " for token_id in event.token_ids)
         if is_terminal:  # what a model writes must not steer the terminal
             text = "".join(c if c in _SHOWN or (c.isprintable() or c == " ") else "\N{REPLACEMENT CHARACTER}" for c in text)
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        write_out(text)
 
     return show
 
@@ -191,11 +206,14 @@ def _code_of(error: KogError) -> str:
 
 def _print_failure(code: str, message: str, exit_code: int, answer: _Answer, as_json: bool) -> int:
     if as_json:
-        print(json.dumps({"error": {"code": code, "message": message, "num_generated_tokens": len(answer.token_ids)}}))
+        error = {"code": code, "message": message, "num_generated_tokens": len(answer.token_ids)}
+        with contextlib.suppress(BrokenPipeError):
+            write_out(json.dumps({"error": error}) + "\n")
     else:
         if answer.token_ids:
-            print(flush=True)
-        print(f"kog-client: {code}: {message}", file=sys.stderr)
+            with contextlib.suppress(BrokenPipeError, OutputError):  # the reason comes first
+                write_out("\n")
+        write_error(f"kog-client: {code}: {message}")
     return exit_code
 
 
@@ -214,8 +232,7 @@ def _as_object(answer: _Answer, done: Done, with_digests: bool) -> dict[str, Any
     return whole
 
 
-def _print_statistics(answer: _Answer, done: Done) -> None:
-    print(flush=True)
+def _statistics(answer: _Answer, done: Done) -> str:
     parts = [f"{done.num_prompt_tokens} prompt tokens", f"{done.num_generated_tokens} generated ({done.finish_reason.value})"]
     if done.ttft_s is not None:
         parts.append(f"first after {done.ttft_s * 1e3:.1f} ms")
@@ -223,7 +240,7 @@ def _print_statistics(answer: _Answer, done: Done) -> None:
         parts.append(f"{tokens_per_s:.1f} tokens/s")
     if done.itl_p50_s is not None and done.itl_p99_s is not None:
         parts.append(f"gaps p50 {done.itl_p50_s * 1e3:.2f} ms, p99 {done.itl_p99_s * 1e3:.2f} ms")
-    print(", ".join(parts), file=sys.stderr)
+    return ", ".join(parts)
 
 
 def _describe(report: StatusReport) -> str:

@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.rpc.output import OutputError, silence, write_error
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    help="Talk to a running engine. Exit codes: 0 fine, 2 usage or refused, 3 no engine, 4 the request failed, 5 timeout.",
+    help="Talk to a running engine. "
+    "Exit codes: 0 fine, 2 usage or refused, 3 no engine or no output, 4 the request failed, 5 timeout.",
 )  # fmt: skip
 
 Instance = Annotated[str | None, typer.Option(help="Name of the engine, as given to kog-launch. Default: default.")]
@@ -99,8 +101,12 @@ def run(arguments: list[str]) -> int:
     try:
         app(arguments, prog_name="kog-client", standalone_mode=True)
     except KogError as error:
-        print(f"kog-client: {error}", file=sys.stderr)
+        write_error(f"kog-client: {error}")
         return error.exit_code
+    except OSError as error:  # --help to a full disk; the commands themselves raise OutputError
+        silence(sys.stdout)
+        write_error(f"kog-client: standard output cannot be written: {error.strerror}")
+        return OutputError.exit_code
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else 1
     return 0

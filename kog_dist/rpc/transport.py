@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kog_dist.errors import ConfigError, LaunchError, ProtocolError, RequestFailed
@@ -54,14 +56,32 @@ class Access:
         try:
             mode = path.stat().st_mode
             parsed = json.loads(path.read_text(encoding="utf-8"))
-            access = cls(**parsed)
-            if not all(isinstance(value, str) for value in parsed.values()):
-                raise ValueError("every value must be text")
-        except (OSError, ValueError, TypeError) as error:
+            access = cls(**_checked_access(parsed))
+        except (OSError, ValueError) as error:
             raise LaunchError(f"{path} cannot be read as an engine's {ACCESS_NAME}: {error}") from None
         if mode & 0o077:
             raise LaunchError(f"{path} holds a secret key and other users may read it (mode {mode & 0o777:o}); chmod 600 it")
         return access
+
+
+def _checked_access(parsed: object) -> dict[str, str]:
+    """The values of an access file. Raises ValueError for what a file of an engine does not have."""
+    names = list(Access.__slots__)
+    if not isinstance(parsed, dict) or not set(parsed) <= set(names) or "address" not in parsed:
+        raise ValueError(f"it must be an object with an address and keys ({', '.join(names)})")
+    if not all(isinstance(value, str) for value in parsed.values()):
+        raise ValueError("every value must be text")
+    for name in names[1:]:
+        if name in parsed and not _is_key(parsed[name]):
+            raise ValueError(f"{name} is no key of 40 characters (Z85); it may be cut off")
+    return parsed
+
+
+def _is_key(value: str) -> bool:
+    try:
+        return len(z85.decode(value)) == 32
+    except (ValueError, KeyError, struct.error):  # wrong length or not ASCII, no such digit, a group beyond 32 bits
+        return False
 
 
 def socket_address(folder: Path) -> str:
@@ -87,19 +107,11 @@ class Connection:
         self._connected = False
         self._lost = False
         dealer = self._dealer
+        self._set_curve()
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         dealer.setsockopt(zmq.RECONNECT_IVL, 20)
         dealer.setsockopt(zmq.SNDHWM, PEER_HWM)
-        if access.address.startswith("tcp://"):
-            if not (access.server_public and access.client_public and access.client_secret):
-                self._context.destroy(linger=0)
-                raise LaunchError(f"{access.address} needs the keys of the engine's {ACCESS_NAME}")
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, access.server_public.encode())
-            dealer.setsockopt(zmq.CURVE_PUBLICKEY, access.client_public.encode())
-            dealer.setsockopt(zmq.CURVE_SECRETKEY, access.client_secret.encode())
-            dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._monitor: zmq.Socket[bytes] = dealer.get_monitor_socket()
         try:
             dealer.connect(access.address)
@@ -110,11 +122,32 @@ class Connection:
         self._poller.register(self._dealer, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
+    def _set_curve(self) -> None:
+        """Encrypt a TCP connection. Raises LaunchError for keys that are missing or that are none, with everything closed."""
+        access, dealer = self.access, self._dealer
+        if not access.address.startswith("tcp://"):
+            return
+        if not (access.server_public and access.client_public and access.client_secret):
+            self._context.destroy(linger=0)
+            raise LaunchError(f"{access.address} needs the keys of the engine's {ACCESS_NAME}")
+        try:
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, access.server_public.encode())
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, access.client_public.encode())
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, access.client_secret.encode())
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise LaunchError(
+                f"the keys given for {access.address} are no CURVE keys; take them from the engine's {ACCESS_NAME}"
+            ) from None
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
     def wait_connected(self, deadline_s: float, *, patient: bool) -> None:
         """Return once the engine has taken the connection. `patient`: keep trying until the deadline (time.monotonic()).
 
         Raises LaunchError when nobody listens, when the keys are refused, or at the deadline.
         """
+        was_taken = False
         while not self._connected:
             remaining_ms = max(0, round((deadline_s - time.monotonic()) * 1000))
             if not self._monitor.poll(remaining_ms):
@@ -124,8 +157,20 @@ class Connection:
                 self._connected = True
             elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
                 raise LaunchError(f"the engine at {self.access.address} refuses this client's key")
+            elif event == zmq.EVENT_CONNECTED:
+                was_taken = True
+            elif event == zmq.EVENT_CONNECT_RETRIED and was_taken and not patient:
+                raise LaunchError(self._closed_in_handshake())
             elif event == zmq.EVENT_CONNECT_RETRIED and not patient:
                 raise LaunchError(f"no engine listens at {self.access.address}; start one with kog-launch")
+
+    def _closed_in_handshake(self) -> str:
+        if self.access.server_public is None:
+            return f"the engine at {self.access.address} closed the connection during the handshake; it may be stopping"
+        return (
+            f"{self.access.address} closed the connection during the handshake; the keys may be those of another engine: "
+            f"use the {ACCESS_NAME} that the engine wrote when it started"
+        )
 
     def send(self, message: Request) -> None:
         """Hand a request to zmq. Raises RequestFailed if the engine does not read any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,7 +66,15 @@ def test_without_a_tokenizer_ids_are_printed(start_engine: StartEngine) -> None:
         (["generate", "--prompt=x", "--prompt-ids=1"], "either --prompt or --prompt-ids"),
         (["generate", "--prompt-ids=1,x"], "separated by commas"),
         (["generate", "--prompt=x", "--timeout=-1"], "--timeout must be a positive number"),
-        (["generate", "--prompt=x", "--temperature=nan"], "temperature must be a finite number"),
+        (
+            ["generate", "--prompt=x", "--temperature=nan"],
+            "invalid_request: generate: temperature must be 0 or between 0.001 and 100",
+        ),
+        (["generate", "--prompt=x", "--temperature=-1"], "invalid_request: generate: temperature must be 0 or between 0.001"),
+        (["generate", "--prompt=x", "--temperature=1e-9"], "invalid_request: generate: temperature must be 0 or between 0.001"),
+        (["status", "--timeout=-5"], "--timeout must be a positive number"),
+        (["drain", "--timeout=nan"], "--timeout must be a positive number"),
+        (["cancel", "bad id"], "invalid_request: cancel: request_id must be 1 to 64"),
         (["generate", "--prompt-ids=257"], "vocabulary has ids 0 to 256"),
         (["generate", "--prompt=x", "--max-tokens=256"], "exceed the context of 256 tokens"),
         (["generate", "--prompt=x", "--instance=a"], "--instance and --endpoint exclude each other"),
@@ -133,6 +142,50 @@ def test_a_reader_that_has_enough_ends_the_client_quietly(start_engine: StartEng
     _, errors = client.communicate(timeout=PATIENCE_S)
     assert (client.returncode, errors) == (0, "")
     engine.until(lambda: engine.control.cancelled(1))
+
+
+GENERATE = ["generate", "--prompt=x", "--max-tokens=3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "words"),
+    [
+        (GENERATE, ">/dev/full", "No space left on device"),
+        ([*GENERATE, "--json"], ">/dev/full", "No space left on device"),
+        (["status"], ">/dev/full", "No space left on device"),
+        (["status", "--json"], ">/dev/full", "No space left on device"),
+        (["cancel", "unknown", "--json"], ">/dev/full", "No space left on device"),
+        (["generate", "--help"], ">/dev/full", "No space left on device"),
+        (GENERATE, ">&-", "standard output is closed"),
+        (["status", "--json"], ">&-", "standard output is closed"),
+    ],
+)
+def test_an_answer_that_cannot_be_written_is_one_line_and_exit_code_3(
+    start_engine: StartEngine, arguments: list[str], redirection: str, words: str
+) -> None:
+    done = run_in_shell(start_engine("abc"), arguments, redirection)
+    assert done.returncode == 3, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_without_standard_error_the_answer_stays_clean(start_engine: StartEngine, redirection: str) -> None:
+    engine = start_engine("abc")
+    done = run_in_shell(engine, GENERATE, redirection)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "abc\n", "")
+    refused = run_in_shell(engine, ["cancel", "unknown"], redirection)
+    assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_a_reader_that_has_gone_is_no_trace_of_status(start_engine: StartEngine) -> None:
+    done = run_in_shell(start_engine(), ["status"], "| :")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def run_in_shell(engine: Any, arguments: list[str], redirection: str) -> subprocess.CompletedProcess[str]:
+    line = f"{shlex.join(command(engine, *arguments))} {redirection}"
+    return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_wait_ready_waits_for_an_engine_that_loads(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import stat
@@ -77,7 +78,7 @@ BAD_MESSAGES = {
     "missing field": packed("cancel", {}),
     "wrong type": packed("generate", {"request_id": "a", "prompt": 5}),
     "bool for int": packed("generate", {"request_id": "a", "prompt": "x", "seed": True}),
-    "NaN": packed("generate", {"request_id": "a", "prompt": "x", "temperature": float("nan")}),
+    "NaN": packed("generate", {"request_id": "a", "prompt": "x", "seed": float("nan")}),
     "bytes for text": packed("generate", {"request_id": "a", "prompt": b"x"}),
     "bad id": packed("generate", {"request_id": "../a", "prompt": "x"}),
     "extension type": HEAD + b"\x92\xa6status\x81\xa1a\xd4\x01\x00",
@@ -230,6 +231,40 @@ def test_tcp_takes_the_one_key_and_no_other(start_engine: StartEngine) -> None:
         dealer.disable_monitor()
     with engine.client() as client:
         assert client.status().num_bad_messages == 0
+
+
+def test_a_wrong_server_key_is_not_called_a_missing_engine(start_engine: StartEngine) -> None:
+    allowed = Access.from_file(start_engine(tcp_port=0).folder / ACCESS_NAME)
+    other, _ = zmq.curve_keypair()
+    with pytest.raises(LaunchError, match="during the handshake; the keys may be those of another engine"):
+        Client(dataclasses.replace(allowed, server_public=other.decode()), connect_timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "it must be an object with an address"),
+        ("[1]", "it must be an object with an address"),
+        ('{"address": "tcp://127.0.0.1:1", "port": "1"}', "it must be an object with an address"),
+        ('{"address": 5}', "every value must be text"),
+        ('{"address": "tcp://127.0.0.1:1", "client_secret": "short"}', "client_secret is no key of 40"),
+        ('{"address": "tcp://127.0.0.1:1", "server_public": "%s"}' % ("#" * 40), "server_public is no key"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_damaged_access_file_is_named(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / ACCESS_NAME
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(LaunchError, match=words) as refused:
+        Access.from_file(path)
+    assert str(path) in str(refused.value)
+    assert "__init__" not in str(refused.value)
+
+
+def test_keys_that_are_none_are_refused() -> None:
+    with pytest.raises(LaunchError, match="are no CURVE keys"):
+        Client(Access("tcp://127.0.0.1:1", "short", "short", "short"))
 
 
 def test_an_access_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
