@@ -43,7 +43,8 @@ from kog_dist.rpc.messages import (
 )
 from kog_dist.wait import Deadline
 from kog_dist.workers.abort_text import describe_abort
-from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.coordinator_args import EXIT_DRAIN_TIMEOUT, CoordinatorArgs
+from kog_dist.workers.coordinator_watch import RankWatch
 from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
@@ -78,6 +79,7 @@ class Coordinator:
         self._listener = listener
         self._supervisor_fd = supervisor_fd
         self._slot = DecodeSlot(control)
+        self._watch = RankWatch(control, args.supervisor_pid)
         self._running: RequestStream | None = None
         self._queue: deque[RequestStream] = deque()
         self._has_been_ready = False
@@ -281,10 +283,11 @@ class Coordinator:
 
     def _forget_client(self, peer: bytes) -> None:
         """The client is no longer connected: nobody is left to be told how its requests end."""
-        for stream in self._streams_of(peer):
+        streams = self._streams_of(peer)
+        for stream in streams:
             self._remove(stream)
-            self.num_cancelled += 1
-            self.num_dropped_clients += 1
+        self.num_cancelled += len(streams)
+        self.num_dropped_clients += bool(streams)
 
     def _drop_client(self, behind: RequestStream) -> None:
         """The client does not read: its requests end, and all it will find is the reason."""
@@ -309,7 +312,9 @@ class Coordinator:
     @property
     def state(self) -> EngineState:
         """What the engine can do now."""
-        if self._farewell is not None or self._control.aborted():
+        if self._farewell is not None or self._control.aborted() or (self._has_been_ready and self._watch.has_failed_rank()):
+            return EngineState.FAILED
+        if self._watch.look() is not None:
             return EngineState.FAILED
         if self._drain_deadline is not None:
             return EngineState.DRAINING
@@ -330,6 +335,9 @@ class Coordinator:
             self._farewell = Farewell(ErrorCode.SHUTDOWN, "the engine was stopped before the answer was complete", 0)
         elif self._drain_deadline is None and (self.num_stop_signals or self._control.draining()):
             self._begin_drain()
+        elif (fault := self._watch.look()) is not None:
+            for stream in [*([self._running] if self._running else []), *self._queue]:
+                self._fail(stream, ErrorCode.RANK_FAILED, fault)
         if self._drain_deadline is not None and self._farewell is None:
             is_idle = self._running is None and not self._listener.has_backlog
             if is_idle or self._drain_deadline.expired():
@@ -343,10 +351,10 @@ class Coordinator:
 
     def _drained(self) -> Farewell:
         message = f"the engine is being stopped and the answer was not complete within {self._args.drain_s:g} s"
-        return Farewell(ErrorCode.DRAIN_TIMEOUT, message, 0)
+        return Farewell(ErrorCode.DRAIN_TIMEOUT, message, 0 if self._running is None else EXIT_DRAIN_TIMEOUT)
 
     def _after_abort(self, cause: AbortCause, rank: int) -> Farewell:
-        if cause is AbortCause.SHUTDOWN and self._drain_deadline is not None:
+        if cause is AbortCause.SHUTDOWN and self._drain_deadline is not None and self._drain_deadline.expired():
             return self._drained()
         code, message, exit_code = describe_abort(cause, rank, self._control.abort_requests())
         return Farewell(code, message, exit_code)

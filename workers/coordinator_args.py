@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from kog_dist.errors import ConfigError
+
+EXIT_DRAIN_TIMEOUT: Final = 5  # of the coordinator: it was drained, and the limit cut off a request that was running
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import tokenizers
 
@@ -113,6 +114,10 @@ class FakeEngine:
     def kill_supervisor(self) -> None:
         self._supervisor.kill()
         self._supervisor.wait(PATIENCE_S)
+
+    def stop_supervisor(self) -> None:
+        self._supervisor.send_signal(signal.SIGSTOP)
+        self.until(lambda: psutil.Process(self._supervisor.pid).status() == psutil.STATUS_STOPPED)
 
     def signal_coordinator(self, signum: signal.Signals) -> None:
         assert self._process is not None

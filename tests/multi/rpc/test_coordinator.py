@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import AbortCause
+from kog_dist.control import AbortCause, RankState
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.client import Client, DeadlineExceeded
 from kog_dist.rpc.messages import Accepted, Done, EngineState, FinishReason, Tokens
+from kog_dist.workers import coordinator_watch
+from kog_dist.workers.coordinator_args import EXIT_DRAIN_TIMEOUT
 
 EOS_ID = 256
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
@@ -212,7 +214,8 @@ def test_a_client_that_vanishes_frees_the_engine(start_engine: StartEngine) -> N
         next(running)
         next(waiting)
         lost.close()  # without a word, while nothing is being sent to it
-        engine.until(lambda: client.status().num_dropped_clients == 2)
+        engine.until(lambda: client.status().num_cancelled == 2)
+        assert client.status().num_dropped_clients == 1, "it was one client with two requests"
         engine.until(lambda: engine.control.cancelled(1))
         engine.allow(3)
         assert text_of(client.generate("x", max_tokens=3)) == "abc"
@@ -352,7 +355,54 @@ def test_drain_that_takes_too_long_ends_the_request(start_engine: StartEngine) -
         with pytest.raises(RequestFailed) as ended:
             list(running)
         assert ended.value.code == "drain_timeout"
+        assert engine.wait_exit() == EXIT_DRAIN_TIMEOUT == 5
+
+
+def test_a_stop_during_a_drain_is_not_called_a_drain_that_took_too_long(start_engine: StartEngine) -> None:
+    engine = start_engine("abc", paced=True)
+    with engine.client() as client, engine.client() as other:
+        running = client.generate("x", max_tokens=100)
+        next(running)
+        engine.until(lambda: len(engine.requests) == 1)
+        assert other.drain().state is EngineState.DRAINING
+        engine.abort(AbortCause.SHUTDOWN, 0)
+        with pytest.raises(RequestFailed, match="the engine was stopped") as ended:
+            list(running)
+        assert ended.value.code == "shutdown"
         assert engine.wait_exit() == 0
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["a rank fails", "a rank is silent and the launcher stopped"])
+def test_a_lost_rank_ends_requests_though_the_launcher_does_nothing(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    monkeypatch.setattr(coordinator_watch, "LAUNCHER_GRACE_S", 0.1)
+    engine = start_engine("abc", paced=True)
+    with engine.client() as client, engine.client() as other:
+        running, waiting = client.generate("x", max_tokens=100), other.generate("y")
+        next(running)
+        next(waiting)
+        if is_stopped:
+            engine.stop_supervisor()  # of this engine only rank 0 beats, and only between requests
+        else:
+            engine.control.set_state(1, RankState.FAILED)
+            with engine.client() as third:
+                assert third.status().state is EngineState.FAILED, "at once, not after the launcher's time"
+        for stream in (running, waiting):
+            with pytest.raises(RequestFailed, match=r"rank \d has given no sign" if is_stopped else "rank 1 failed") as ended:
+                list(stream)
+            assert ended.value.code == "rank_failed"
+        assert other.status().state is EngineState.FAILED
+        assert not engine.control.aborted(), "that is the launcher's to decide"
+
+
+def test_a_silent_rank_is_the_launchers_to_judge_while_it_runs(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    watch = coordinator_watch.RankWatch(engine.control, engine.args.supervisor_pid)
+    engine.until(lambda: engine.control.beat_age_s(1) > coordinator_watch.SILENT_S)
+    assert watch._lost_rank() is None
+    engine.stop_supervisor()
+    assert "rank 1 has given no sign" in str(watch._lost_rank())
 
 
 def test_answers_are_exact_under_concurrent_clients_and_cancels(start_engine: StartEngine) -> None:
