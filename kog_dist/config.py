@@ -32,7 +32,7 @@ class LaunchConfig:
     kv_dtype: str = "auto"  # float32 on CPU ranks, the 16-bit type of the weights on GPUs
     verify: bool = True  # compare the checkpoint with its hash manifest, if it has one
     instance: str | None = None  # None = "default" when serving, a name of its own for one prompt
-    rpc_port: int | None = None  # None = a socket file in the instance folder; 0 = any free port
+    rpc_port: int | None = None  # TCP besides the socket file in the instance folder; None = no TCP, 0 = any free port
     startup_timeout: float = 300.0  # s, until every rank is ready
     step_timeout: float = 30.0  # s, longest wait of a rank for its peers
     shutdown_timeout: float = 10.0  # s, for the running request after a stop was asked for
@@ -48,7 +48,14 @@ class LaunchConfig:
         if self.rpc_port is not None and not 0 <= self.rpc_port <= 65535:
             raise ConfigError(f"rpc_port must be between 0 and 65535, got {self.rpc_port}")
         if self.instance is not None and not _INSTANCE_NAME.fullmatch(self.instance):
-            raise ConfigError(f"instance name {self.instance!r} must be 1 to 40 letters, digits, dots, dashes or underscores")
+            raise ConfigError(
+                f"instance name {self.instance!r} must be 1 to 40 letters, digits, dots, dashes or underscores and "
+                "start with a letter or digit"
+            )
+        if self.model is not None and not self.model.strip():
+            raise ConfigError(f"model must be the folder of a checkpoint, got {self.model!r}; leave it out for the demo model")
+        if self.log_dir is not None and not self.log_dir.strip():
+            raise ConfigError(f"log_dir must be a folder, got {self.log_dir!r}")
         for name in ("startup_timeout", "step_timeout", "shutdown_timeout", "stall_timeout"):
             value = getattr(self, name)
             if not 0 < value <= MAX_TIMEOUT_S:

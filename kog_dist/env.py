@@ -17,11 +17,6 @@ def kog_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name[len(PREFIX) :].lower(): value for name, value in environ.items() if name.startswith(PREFIX) and value}
 
 
-def plain_output(environ: Mapping[str, str]) -> bool:
-    """Whether the user asked for output without colours and redrawn lines."""
-    return bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
-
-
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Environment of rank processes: one BLAS thread each, since ranks are the unit of parallelism here.
 

@@ -7,6 +7,7 @@ at once) is swept by the next start: a folder whose lease is free belongs to nob
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -63,15 +64,25 @@ def instances_root() -> Path:
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
     if runtime_dir and os.path.isabs(runtime_dir) and os.access(runtime_dir, os.W_OK):
         return _private_folder(Path(runtime_dir) / "kog")
-    return _private_folder(Path(tempfile.gettempdir()) / f"kog-{os.getuid()}")
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:
+        raise LaunchError(
+            "no folder for the engine's sockets: neither XDG_RUNTIME_DIR nor TMPDIR nor /tmp can be written; set XDG_RUNTIME_DIR"
+        ) from None
+    return _private_folder(Path(temporary) / f"kog-{os.getuid()}")
 
 
 def _private_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        raise LaunchError(f"cannot create {folder} for the engine's sockets: {error.strerror}") from error
+    status = None
+    while status is None:
+        try:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise LaunchError(f"cannot create {folder} for the engine's sockets: {error.strerror}") from error
+        with contextlib.suppress(FileNotFoundError):  # another start has just swept it away
+            status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise LaunchError(
             f"{folder} must be a directory of user {os.getuid()} with mode 0700, and is {stat.filemode(status.st_mode)} of user "
@@ -153,16 +164,20 @@ def read_holder(folder: Path) -> LeaseHolder | None:
 
 
 def sweep_stale(root: Path | None = None) -> list[str]:
-    """Delete every instance folder whose lease nobody holds; returns their names. Never touches a live engine's."""
+    """Delete every instance folder whose lease nobody holds; returns their names. Never touches a live engine's.
+
+    A folder that cannot be looked into stays: it is no reason for another engine not to start.
+    """
     swept = []
     for folder in sorted((root or instances_root()).iterdir()):
-        if folder.is_symlink() or not folder.is_dir():
-            continue
-        fd = _lock(folder, create=False)
-        if fd is not None:
-            _delete(folder)
-            os.close(fd)
-            swept.append(folder.name)
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or not folder.is_dir():
+                continue
+            fd = _lock(folder, create=False)
+            if fd is not None:
+                _delete(folder)
+                os.close(fd)
+                swept.append(folder.name)
     return swept
 
 

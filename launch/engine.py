@@ -11,7 +11,7 @@ from pathlib import Path
 from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.control import NO_RANK, AbortCause, ControlPage, RankState
-from kog_dist.instance import Instance
+from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import INTERRUPTED, Outcome
@@ -41,6 +41,7 @@ class EngineProcesses:
         self.children: list[Child] = []
         self._settings, self._target, self._log_dir = settings, target, log_dir
         name = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
+        sweep_stale()  # what a killed launcher, reaper and coordinator left under names that nobody asks for again
         self._lease = Instance.acquire(name)
         self.instance = self._lease.name
         self._reaper = Reaper.start(self._lease)
@@ -83,6 +84,17 @@ class EngineProcesses:
     def rank_pid(self, rank: int) -> int | None:
         """Process id of a rank."""
         return next((child.pid for child in self.children if self.rank_of(child) == rank), None)
+
+    def mend_reaper(self) -> int | None:
+        """Start the reaper again if somebody has killed it: pid of the one that is gone, None if all is well."""
+        if not self._reaper.has_ended():
+            return None
+        gone = self._reaper.pid
+        self._reaper = Reaper.start(self._lease)
+        for child in self.children:
+            if child.exit_code is None:
+                self._reaper.watch(child.pid)
+        return gone
 
     def abort(self, cause: AbortCause, rank: int = NO_RANK) -> None:
         """Set the abort word; the first cause stands. A rank that is hung, and a client whose engine never came, end at once."""

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from kog_dist import config
-from kog_dist.errors import ConfigError, KogError
+from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.launch.events import say, silence
 from kog_dist.launch.request import PromptRequest
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -29,7 +30,7 @@ def launch(
     kv_dtype: Annotated[str | None, typer.Option(help="Type of the KV cache: auto, float32, float16 or bfloat16.")] = None,
     verify: Annotated[bool | None, typer.Option("--verify/--no-verify", help="Check values and hashes while loading.")] = None,
     instance: Annotated[str | None, typer.Option(help="Name under which clients find the engine. Default: default.")] = None,
-    rpc_port: Annotated[int | None, typer.Option(help="TCP port on 127.0.0.1 instead of a socket file; 0: a free one.")] = None,
+    rpc_port: Annotated[int | None, typer.Option(help="TCP port on 127.0.0.1 besides the socket file; 0: a free one.")] = None,
     startup_timeout: Annotated[float | None, typer.Option(help="Seconds until every rank must be ready.")] = None,
     step_timeout: Annotated[float | None, typer.Option(help="Seconds a rank may wait for its peers.")] = None,
     shutdown_timeout: Annotated[float | None, typer.Option(help="Seconds for the running request after a stop.")] = None,
@@ -63,7 +64,7 @@ def launch(
     if sum((dry_run, check, print_config)) > 1:
         raise ConfigError("--dry-run, --check and --print-config exclude each other")
     if print_config:
-        print(resolved.describe())
+        _print(resolved.describe())
         raise typer.Exit(0)
     raise typer.Exit(_start(resolved.config, request, dry_run=dry_run, check=check))
 
@@ -72,23 +73,52 @@ def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_
     from kog_dist.launch import inspection
 
     if check:
-        print(inspection.check(settings))
+        _print(inspection.check(settings))
         return 0
     if dry_run:
-        print(inspection.dry_run(settings))
+        _print(inspection.dry_run(settings))
         return 0
     from kog_dist.launch.supervisor import supervise
 
     return supervise(settings, request)
 
 
-def run(arguments: list[str]) -> int:
-    """Parse and execute; every KogError becomes one line on stderr and its exit code."""
+def _print(text: str) -> None:
+    """Print what was asked for. Raises LaunchError when it cannot be written."""
     try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silence("stdout")  # whoever read it has enough
+    except OSError as error:
+        silence("stdout")
+        raise LaunchError(f"standard output cannot be written: {error.strerror}") from None
+
+
+def _open_standard_streams() -> None:
+    """Fill closed descriptors, or files of the engine would take their numbers. Raises LaunchError for a closed stdout."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
+            if fd == 1:
+                raise LaunchError("standard output is closed; send it to /dev/null if it is not wanted") from None
+            if fd == 2:
+                sys.stderr = os.fdopen(fd, "w", encoding="utf-8")  # Python left it None, and print would take stdout for that
+
+
+def run(arguments: list[str]) -> int:
+    """Parse and execute; every KogError, and what the system refuses, becomes one line on stderr and its exit code."""
+    try:
+        _open_standard_streams()
         code = app(arguments, prog_name="kog-launch", standalone_mode=True)
     except KogError as error:
-        print(f"kog-launch: {error}", file=sys.stderr)
+        say(f"kog-launch: {error}", error=True)
         return error.exit_code
+    except OSError as error:
+        silence("stdout")
+        say(f"kog-launch: the system refused what is needed: {error}", error=True)
+        return LaunchError.exit_code
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else 1
     return code if isinstance(code, int) else 0

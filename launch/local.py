@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from kog_dist.errors import LaunchError
+from kog_dist.launch.events import open_log
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -102,13 +103,13 @@ def spawn(
     """Start `python -m module arguments` in a process group of its own, so that Ctrl-C reaches only the launcher.
 
     Its output is collected, and the kernel kills it when the launcher dies. With `on_terminal` the output is the launcher's, the
-    reaper looks after it, and it ignores SIGINT until it is ready to answer to one. Raises LaunchError if it cannot be started.
+    reaper looks after it, and it ignores SIGINT until it is ready to answer to one. Raises LaunchError if it, or its log, cannot
+    be had.
     """
+    log = None if log_dir is None or on_terminal else open_log(log_dir, role)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_fd, False)
-    log = None
     try:
-        log = None if log_dir is None or on_terminal else (log_dir / f"{role.replace(' ', '-')}.log").open("wb", buffering=0)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
@@ -117,7 +118,7 @@ def spawn(
             env=dict(environment),
             pass_fds=tuple(pass_fds),
             process_group=0,
-            preexec_fn=_ignore_interrupt if on_terminal else _die_with(os.getpid()),
+            preexec_fn=_prepare_for_terminal if on_terminal else _die_with(os.getpid()),
         )
     except (OSError, subprocess.SubprocessError) as error:
         os.close(read_fd)
@@ -129,8 +130,10 @@ def spawn(
     return Child(role, process, read_fd, log)
 
 
-def _ignore_interrupt() -> None:
+def _prepare_for_terminal() -> None:
+    """For the child between fork and exec: its group is in the background, and `stty tostop` would stop it as it prints."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
 def _die_with(parent_pid: int) -> Callable[[], None]:

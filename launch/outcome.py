@@ -9,6 +9,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kog_dist.launch.events import EXIT_FILE
+
 INTERRUPTED = "stopped_by_"  # how the reason of an interrupted run begins
 EXIT_OK, EXIT_USAGE, EXIT_CANNOT_START, EXIT_RANK_DIED, EXIT_TIMEOUT = 0, 2, 3, 4, 5
 
@@ -30,7 +32,7 @@ class Outcome:
             return
         record = asdict(self) | {"instance": instance, "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         with contextlib.suppress(OSError):
-            (log_dir / "exit.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            (log_dir / EXIT_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def how_it_ended(exit_code: int) -> str:

@@ -46,16 +46,23 @@ class Reaper:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe_fd, b"%d\n" % pid)
 
+    def has_ended(self) -> bool:
+        """Whether somebody has killed it; it ends by itself only after the launcher. Reaps it."""
+        if self._pipe_fd >= 0 and os.waitpid(self.pid, os.WNOHANG)[0]:
+            os.close(self._pipe_fd)
+            self._pipe_fd = -1
+        return self._pipe_fd < 0
+
     def dismiss(self) -> None:
         """Everything is cleaned up; waits for the reaper's end. A second call does nothing."""
-        if self._pipe_fd < 0:
+        if self.has_ended():
             return
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe_fd, b"done\n")
         os.close(self._pipe_fd)
         self._pipe_fd = -1
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        os.kill(self.pid, signal.SIGCONT)  # or one that was stopped would be waited for in vain
+        os.waitpid(self.pid, 0)
 
 
 def _keep_only(*kept: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kog_dist.errors import ConfigError
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 100
+_MAX_ID_DIGITS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class PromptRequest:
 
 
 def _parse_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--prompt-ids must be token ids separated by commas, such as 1,2,3; got {text!r}") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) <= _MAX_ID_DIGITS for part in parts):
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise ConfigError(f"--prompt-ids must be token ids separated by commas, such as 1,2,3; got {shown!r}")
+    return tuple(map(int, parts))

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import selectors
 import signal
-import sys
 import time
-from pathlib import Path
 
 from kog_dist.config import LaunchConfig
 from kog_dist.control import COORDINATOR, AbortCause, RankState
-from kog_dist.errors import KogError, LaunchError
+from kog_dist.errors import KogError
 from kog_dist.launch.engine import EngineProcesses
+from kog_dist.launch.events import EventLog
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import (
     EXIT_CANNOT_START,
     EXIT_OK,
     EXIT_RANK_DIED,
     EXIT_TIMEOUT,
+    EXIT_USAGE,
     INTERRUPTED,
     Outcome,
     how_it_ended,
@@ -34,6 +32,12 @@ TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests 
 DRAIN_MARGIN_S = 1.0  # the coordinator ends a request that takes too long; this is for a coordinator that does not
 COORDINATOR_STALL_FACTOR = 5  # the coordinator may be busy with one large message; ranks never are
 
+_REQUEST = "request_"  # how the reason of an end begins about which the client has told the user
+_REQUEST_FAILED = (f"{_REQUEST}failed", "the request failed")
+_CLIENT_ENDS = {
+    EXIT_USAGE: (f"{_REQUEST}refused", "the request was refused"),
+    128 + signal.SIGINT: (f"{_REQUEST}cancelled", "the request was cancelled"),
+}
 _DOING = {
     RankState.STARTING: "starting its interpreter",
     RankState.LOADING: "loading weights",
@@ -50,31 +54,37 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
 
     Raises KogError only for what is wrong before any process exists.
     """
-    with StopSignals() as signals:
-        log_dir = _log_folder(settings)
+    with StopSignals() as signals, EventLog(settings.log_dir) as events:
         try:
-            engine = EngineProcesses(settings, choose_target(settings), request, log_dir)
-        except KogError as error:
-            Outcome(error.exit_code, "cannot_start", str(error)).write(log_dir, settings.instance)
-            raise
-        outcome: Outcome | None = None
-        try:
-            outcome = Supervisor(settings, engine, signals).run()
+            engine = EngineProcesses(settings, choose_target(settings), request, events.log_dir)
         except KogError as error:
             outcome = Outcome(error.exit_code, "cannot_start", str(error))
-            _say(outcome)
+            _record(outcome, events, settings.instance)
+            events.note(str(error))
+            raise
+        ended: Outcome | None = None
+        try:
+            ended = outcome = Supervisor(settings, engine, signals, events).run()
+        except KogError as error:
+            ended = outcome = Outcome(error.exit_code, "cannot_start", str(error))
+            events.say(str(error), error=True)
         finally:
-            engine.stop(outcome)
-            if outcome is not None:
-                outcome.write(log_dir, engine.instance)
+            engine.stop(ended)
+        _record(outcome, events, engine.instance)
     return outcome.exit_code
+
+
+def _record(outcome: Outcome, events: EventLog, instance: str | None) -> None:
+    events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
+    outcome.write(events.log_dir, instance)
 
 
 class Supervisor:
     """Watches one engine. Every decision to stop is an `Outcome`; the first one stands."""
 
-    def __init__(self, settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals) -> None:
+    def __init__(self, settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals, events: EventLog) -> None:
         self._settings = settings
+        self._events = events
         self._engine = engine
         self._signals = signals
         self._is_ready = False
@@ -99,7 +109,10 @@ class Supervisor:
                     self._take(selector, key)
                 outcome = self._decide(deadline)
                 if outcome is not None:
-                    _say(outcome)
+                    if outcome.sentence is not None and outcome.reason.startswith(_REQUEST):
+                        self._events.note(outcome.sentence)
+                    elif outcome.sentence is not None:
+                        self._events.say(outcome.sentence, error=True)
                     return outcome
 
     def _take(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
@@ -110,11 +123,13 @@ class Supervisor:
             selector.unregister(key.fd)
 
     def _decide(self, startup_deadline: Deadline) -> Outcome | None:
-        """Look at everything that can end the run, causes before consequences."""
+        """Look at everything that can end the run, causes before consequences: who was killed is never a consequence."""
+        if (gone := self._engine.mend_reaper()) is not None:
+            self._events.say(f"the process that cleans up (pid {gone}) was killed and has been started again", error=True)
         if not self._is_ready and self._engine.is_ready():
             self._is_ready = True
             self._announce()
-        outcome = self._abort_requested() or self._death() or self._interrupted_or_draining()
+        outcome = self._killed() or self._abort_requested() or self._death() or self._interrupted_or_draining()
         if outcome is None and not self._is_ready:
             outcome = self._startup(startup_deadline)
         elif outcome is None:
@@ -123,6 +138,11 @@ class Supervisor:
         return outcome
 
     # ---- deaths ----
+    def _killed(self) -> Outcome | None:
+        """A death by signal, which what the others say about the loss must not hide; a client is no cause of anything."""
+        is_killed = any((child.exit_code or 0) < 0 and child.role != "client" for child in self._engine.children)
+        return self._death() if is_killed else None
+
     def _death(self) -> Outcome | None:
         dead = [child for child in self._engine.children if child.exit_code is not None]
         for child in dead:
@@ -130,18 +150,31 @@ class Supervisor:
         for child in sorted(dead, key=_blame):
             if child.role == "client":
                 return self._client_ended(child)
-            if child.role == "coordinator" and child.exit_code == 0:
+            if child.role == "coordinator" and (outcome := self._drained(child)) is not None:
                 if self._engine.request is not None:
                     continue  # somebody drained it; the client has its answer, or says what it was told
-                return Outcome(EXIT_OK, "drained")
+                return outcome
             return self._process_died(child)
         return None
+
+    def _drained(self, coordinator: Child) -> Outcome | None:
+        """How a drain ended, None if the coordinator ended for another reason."""
+        if coordinator.exit_code == 0:
+            return Outcome(EXIT_OK, "drained")
+        return self._cut_off() if self._is_ready and coordinator.exit_code == EXIT_TIMEOUT else None
+
+    def _cut_off(self) -> Outcome:
+        sentence = f"the running request did not finish within {self._settings.shutdown_timeout:g} s and was ended"
+        return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
 
     def _client_ended(self, child: Child) -> Outcome:
         code = child.exit_code
         assert code is not None
-        if code >= 0:
-            return Outcome(code, "answered" if code == 0 else "request_failed")
+        if code == 0:
+            return Outcome(code, "answered")
+        if code > 0:
+            reason, what = _CLIENT_ENDS.get(code, _REQUEST_FAILED)
+            return Outcome(code, reason, f"{what}; the client has said why on stderr")
         sentence = f"the client (pid {child.pid}) {how_it_ended(code)} before the answer was complete"
         return Outcome(128 - code, "client_killed", sentence, pid=child.pid, signal=signal_name(code))
 
@@ -218,8 +251,8 @@ class Supervisor:
             return
         ranks = f"{engine.world_size} rank{'s' if engine.world_size > 1 else ''}"
         took_s = time.monotonic() - self._begin_s
-        _event(
-            f"kog-launch: {engine.model_name} on {ranks} ({engine.device}), instance {engine.instance}, "
+        self._events.say(
+            f"{engine.model_name} on {ranks} ({engine.device}), instance {engine.instance}, "
             f"{engine.endpoint}, ready after {took_s:.1f} s"
         )
 
@@ -233,8 +266,7 @@ class Supervisor:
                 return None
             if engine.request is not None and signals.last is signal.SIGINT:
                 return self._interrupted()
-            sentence = f"the running request did not finish within {self._settings.shutdown_timeout:g} s and was ended"
-            return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
+            return self._cut_off()
         if signals.count == 0:
             return None
         if not self._is_ready or signals.count > 1:
@@ -242,7 +274,7 @@ class Supervisor:
         assert signals.last is not None
         self._drain_deadline = Deadline.after(self._settings.shutdown_timeout + DRAIN_MARGIN_S)
         if engine.request is None:
-            _event(f"kog-launch: {signals.last.name}: draining, at most {self._settings.shutdown_timeout:g} s")
+            self._events.say(f"{signals.last.name}: draining, at most {self._settings.shutdown_timeout:g} s")
             engine.control.set_drain()
         elif signals.last is signal.SIGINT:  # the client cancels; SIGTERM lets its request finish
             self._drain_deadline = Deadline.after(DRAIN_MARGIN_S)
@@ -258,29 +290,3 @@ class Supervisor:
 def _blame(child: Child) -> tuple[bool, bool]:
     """Sorts deaths seen together: what was killed before what stopped by itself (perhaps for missing a peer), the client last."""
     return child.role == "client", (child.exit_code or 0) >= 0
-
-
-def _log_folder(settings: LaunchConfig) -> Path | None:
-    if settings.log_dir is None:
-        return None
-    folder = Path(settings.log_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"log folder {folder} cannot be made: {error.strerror}") from None
-    return folder
-
-
-def _say(outcome: Outcome) -> None:
-    if outcome.sentence is not None:
-        _event(f"kog-launch: {outcome.sentence}", error=True)
-
-
-def _event(line: str, *, error: bool = False) -> None:
-    """One line for the user; a reader that went away does not stop the engine."""
-    stream = sys.stderr if error else sys.stdout
-    try:
-        print(line, file=stream, flush=True)
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):  # or what is still in the buffer fails again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), stream.fileno())

@@ -99,8 +99,11 @@ def _gpu_list(text: str) -> tuple[int, ...]:
     """`2` is the first two, `0,2` or `2,` names them. Raises ValueError."""
     if text.isdecimal():
         return tuple(range(int(text)))
-    numbers = tuple(int(part) for part in text.split(",") if part.strip())
-    if len(set(numbers)) != len(numbers) or any(number < 0 for number in numbers):
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ValueError(text)
+    numbers = tuple(map(int, parts))
+    if len(set(numbers)) != len(numbers):
         raise ValueError(text)
     return numbers
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +57,13 @@ def refused(session: EngineSession, code: int, sentence: str, *arguments: str, m
         (["--log-dir=/proc/no"], 3, "log folder /proc/no cannot be made"),
         (["--prompt=text"], 2, "has no tokenizer.json; give token ids instead of text"),
         (["--prompt-ids=1,320"], 2, "prompt_ids[1] is 320, the vocabulary has ids 0 to 319"),
-        (["--prompt-ids=-1"], 2, "prompt_ids[0] is -1"),
+        (["--prompt-ids=-1"], 2, "--prompt-ids must be token ids separated by commas"),
+        (["--prompt-ids=1_0,+3"], 2, "--prompt-ids must be token ids separated by commas"),
+        (["--prompt-ids=" + "9" * 6000], 2, "--prompt-ids must be token ids separated by commas"),
+        (["--gpus=+1,"], 2, "--gpus must be a count, a list such as 0,2,3, or all"),
+        (["--instance=.."], 2, "and start with a letter or digit"),
+        (["--log-dir="], 2, "--log-dir: log_dir must be a folder, got ''"),
+        (["--log-dir=/proc"], 3, "log file /proc/launcher.log cannot be opened: "),
         (["--prompt-ids=" + "1," * 8192 + "1"], 2, "the prompt has 8193 tokens and the context 8192"),
         (["--prompt-ids=1", "--max-tokens=9000"], 2, "exceed the context of 8192 tokens"),
     ],
@@ -70,6 +79,51 @@ def test_refusal_is_left_in_exit_json(session: EngineSession, tmp_path: Path) ->
     last_words = json.loads((logs / "exit.json").read_text(encoding="utf-8"))
     assert (last_words["exit_code"], last_words["reason"]) == (3, "cannot_start")
     assert said == f"kog-launch: {last_words['sentence']}\n"
+
+
+def test_empty_model_is_not_the_current_folder(session: EngineSession) -> None:
+    refused(session, 2, "MODEL: model must be the folder of a checkpoint, got ''", "", "--check")
+
+
+def test_log_folder_keeps_earlier_runs_but_not_how_they_ended(session: EngineSession, tiny_model: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    for ids, code, reason in (("1", 0, "answered"), ("999", 2, "request_refused")):
+        arguments = [str(tiny_model), "--ranks=1", f"--prompt-ids={ids}", "--max-tokens=1", f"--log-dir={logs}"]
+        assert session.run(LAUNCH, arguments).returncode == code
+        last_words = json.loads((logs / "exit.json").read_text(encoding="utf-8"))
+        assert (last_words["exit_code"], last_words["reason"]) == (code, reason)
+        assert (last_words["sentence"] is None) == (code == 0)
+    for role in ("launcher", "coordinator", "rank-0"):
+        text = (logs / f"{role}.log").read_text(encoding="utf-8")
+        assert text.count(f"---- {role.replace('-', ' ')}, run of kog-launch ") == 2
+    events = (logs / "launcher.log").read_text(encoding="utf-8")
+    assert events.index("exit code 0: answered") < events.index("exit code 2: request_refused")
+    launcher = session.launch(str(tiny_model), "--ranks=1", f"--log-dir={logs}")
+    session.connect().close()
+    assert not (logs / "exit.json").exists(), "a run that goes on has not ended"
+    until(lambda: "ready after" in (logs / "launcher.log").read_text(encoding="utf-8"), 10, session.output)
+    launcher.terminate()
+    assert launcher.wait(10) == 0
+
+
+def test_output_that_cannot_be_written_is_one_sentence(session: EngineSession, tiny_model: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m {LAUNCH} {shlex.quote(str(tiny_model))}"
+    cases = {
+        "--print-config >/dev/full": "kog-launch: standard output cannot be written: No space left on device\n",
+        "--check >/dev/full": "kog-launch: standard output cannot be written: No space left on device\n",
+        "--prompt-ids=1 >&-": "kog-launch: standard output is closed; send it to /dev/null if it is not wanted\n",
+    }
+    for words, sentence in cases.items():
+        done = subprocess.run(
+            ["sh", "-c", f"{command} {words}"], env=session.environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (3, sentence)
+    closed = f"{command} --ranks=1 --prompt-ids=1 --max-tokens=1 <&- 2>&-"
+    done = subprocess.run(
+        ["sh", "-c", closed], env=session.environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, len(done.stdout.split())) == (0, 1), "neither stdin nor stderr is needed"
+    assert session.leftovers() == []
 
 
 def test_unknown_setting_is_named_with_its_source(session: EngineSession, tiny_model: Path, tmp_path: Path) -> None:

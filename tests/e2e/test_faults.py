@@ -25,6 +25,14 @@ def assert_clean(session: EngineSession) -> None:
     until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
 
 
+def kill_all_at_once(session: EngineSession, *roles: str) -> None:
+    """Kill processes so that none can answer to the death of another."""
+    pids = session.processes()
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for role in roles:
+            os.kill(pids[role], signum)
+
+
 def token_ids(events: Iterator[Accepted | Tokens | Done], at_least: int) -> list[int]:
     ids: list[int] = []
     for event in events:
@@ -176,11 +184,47 @@ def test_rank_that_is_stuck_in_startup_is_named(session: EngineSession, tiny_mod
     assert "the engine was not ready after 1.5 s: rank " in session.output()
 
 
-def test_reaper_may_be_killed(session: EngineSession, tiny_model: Path) -> None:
+def test_reaper_that_is_killed_is_started_again(session: EngineSession, tiny_model: Path) -> None:
     launcher = session.launch(str(tiny_model), "--ranks=2")
     with session.connect() as client:
-        os.kill(session.processes()["reaper"], signal.SIGKILL)
+        gone = session.processes()["reaper"]
+        os.kill(gone, signal.SIGKILL)
         assert len(token_ids(stream(client, 20), 20)) == 20
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(ENDED_S) == 0
+        until(lambda: session.processes().get("reaper", gone) != gone, ENDED_S, session.output)
+    until(session.output, ENDED_S, session.output)
+    said = f"kog-launch: the process that cleans up (pid {gone}) was killed and has been started again\n"
+    assert session.output() == said
+    kill_all_at_once(session, "coordinator", "launcher")
+    launcher.wait(ENDED_S)
     assert_clean(session)
+
+
+def test_next_start_sweeps_what_nobody_could_remove(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    session.connect().close()
+    kill_all_at_once(session, "reaper", "coordinator", "launcher")
+    launcher.wait(ENDED_S)
+    until(lambda: not session.survivors(), CLEAN_S, lambda: f"{session.survivors()}")
+    assert session.instance_folder.exists(), "the test is about a folder that is left behind"
+    done = session.run("kog_dist.launch.cli", [str(tiny_model), "--ranks=1", "--prompt-ids=1", "--max-tokens=1"])
+    assert done.returncode == 0, done.stderr
+    assert_clean(session)
+
+
+def test_killed_rank_is_named_after_a_pause_of_the_launcher(session: EngineSession, tiny_model: Path) -> None:
+    """Its peers ask for an abort while the launcher cannot see anything; what they say is the consequence."""
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", "--step-timeout=0.3")
+    with session.connect() as client:
+        events = stream(client, 8000)
+        token_ids(events, 5)
+        until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
+        launcher.send_signal(signal.SIGSTOP)
+        pid = session.processes()["rank 1"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "rank 0" not in session.processes(), ENDED_S, lambda: f"{session.processes()}")
+        launcher.send_signal(signal.SIGCONT)
+        with pytest.raises(RequestFailed):
+            token_ids(events, 8000)
+    assert launcher.wait(ENDED_S) == 4
+    assert_clean(session)
+    assert session.output() == f"kog-launch: rank 1 (pid {pid}) was killed by SIGKILL while serving; the engine was stopped\n"

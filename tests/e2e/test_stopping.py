@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +80,7 @@ def test_sigterm_drains(session: EngineSession, tiny_model: Path) -> None:
 
 
 def test_drain_has_a_limit(session: EngineSession, tiny_model: Path) -> None:
-    launcher = session.launch(str(tiny_model), "--ranks=2", "--shutdown-timeout=0.3")
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--shutdown-timeout=0.3", f"--log-dir={session.folder / 'logs'}")
     with session.connect() as client:
         events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
         next(events)
@@ -84,8 +88,11 @@ def test_drain_has_a_limit(session: EngineSession, tiny_model: Path) -> None:
         with pytest.raises(RequestFailed) as caught:
             list(events)
         assert caught.value.code == ErrorCode.DRAIN_TIMEOUT
-    assert launcher.wait(ENDED_S) == 0
+    assert launcher.wait(ENDED_S) == 5, "an answer that was cut off is not a success"
     assert_clean(session)
+    assert session.output() == "kog-launch: the running request did not finish within 0.3 s and was ended\n"
+    last_words = json.loads((session.folder / "logs" / "exit.json").read_text(encoding="utf-8"))
+    assert (last_words["exit_code"], last_words["reason"]) == (5, "drain_timeout")
 
 
 def test_client_drains_the_engine(session: EngineSession, tiny_model: Path) -> None:
@@ -156,4 +163,35 @@ def test_output_that_nobody_reads_any_more_changes_nothing(session: EngineSessio
         launcher.send_signal(signal.SIGTERM)
         _, errors = launcher.communicate(timeout=ENDED_S)
     assert (launcher.returncode, errors) == (0, b"")
+    assert_clean(session)
+
+
+def test_prompt_answers_on_a_terminal_that_stops_background_output(session: EngineSession, tiny_model: Path) -> None:
+    """The client writes from a background group; `stty tostop` must not stop it."""
+    command = [sys.executable, "-m", "kog_dist.launch.cli", str(tiny_model), "--ranks=1", "--prompt-ids=1,2", "--max-tokens=4"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        modes = termios.tcgetattr(0)
+        modes[3] |= termios.TOSTOP
+        termios.tcsetattr(0, termios.TCSANOW, modes)
+        os.execvpe(command[0], command, session.environment())
+    os.set_blocking(terminal, False)
+    shown = bytearray()
+
+    def has_ended() -> bool:
+        with contextlib.suppress(OSError):  # nothing there yet, or the terminal's other side is closed
+            shown.extend(os.read(terminal, 65536))
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    try:
+        until(has_ended, ENDED_S, shown.decode)
+        with contextlib.suppress(OSError):
+            shown.extend(os.read(terminal, 65536))
+    finally:
+        for left in session.processes().values():
+            os.kill(left, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0, shown.decode()
+    assert "2 prompt tokens, 4 generated" in shown.decode()
     assert_clean(session)

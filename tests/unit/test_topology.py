@@ -328,6 +328,24 @@ def test_without_a_runtime_folder_the_temporary_one_serves(tmp_path: Path, monke
     assert instances_root() == tmp_path / f"kog-{os.getuid()}"
 
 
+def test_no_folder_for_temporary_files_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_folder() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in [...]")
+
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", no_folder)
+    with pytest.raises(LaunchError, match="set XDG_RUNTIME_DIR"):
+        instances_root()
+
+
+def test_a_folder_that_cannot_be_swept_does_not_stop_the_sweep(root: Path) -> None:
+    (root / "a").mkdir()
+    (root / "a" / LEASE_FILE).symlink_to(root)
+    (root / "b").mkdir()
+    (root / "b" / LEASE_FILE).touch()
+    assert sweep_stale(root) == ["b"]
+
+
 def test_a_lease_knows_a_reused_pid(root: Path) -> None:
     instance = Instance.acquire("demo", root)
     holder = read_holder(instance.folder)
