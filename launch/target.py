@@ -69,20 +69,20 @@ def choose_target(settings: LaunchConfig) -> Target:
 
 def _check_kernel(checkpoint: Checkpoint, kv_dtype: str) -> None:
     """Raises ConfigError naming what the monokernel cannot run."""
-    from kog_dist.workers.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
 
     KernelShape(checkpoint.spec, checkpoint.spec.lanes_of_rank(0, 1), weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype)
 
 
 def _gpus_for(settings: LaunchConfig) -> tuple[int, ...]:
-    """GPUs that are asked for, by index; empty for CPU ranks. `auto` takes one GPU where there is one and no ranks are given."""
-    if settings.device == "cpu" or (settings.device == "auto" and settings.gpus is None and settings.ranks):
+    """GPUs that are asked for, by index; empty for CPU ranks. No GPU is used unasked: see docs/monokernel.md, Status."""
+    if settings.device != "cuda" and settings.gpus is None:
         return ()
     num_present = num_gpus()
     if settings.gpus is None:
-        if settings.device == "cuda" and not num_present:
+        if not num_present:
             raise LaunchError("--device cuda: no NVIDIA driver or no GPU was found; use --device cpu")
-        return (0,) if num_present else ()
+        return (0,)
     text = settings.gpus.strip()
     try:
         wanted = tuple(range(num_present)) if text == "all" else _gpu_list(text)
