@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kog_dist.errors import ConfigError
+from kog_dist.rpc.fields import check_temperature
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 100
 _MAX_ID_DIGITS = 20
 
 
@@ -43,8 +43,11 @@ class PromptRequest:
             return None
         if max_tokens is not None and max_tokens < 1:
             raise ConfigError(f"--max-tokens must be at least 1, got {max_tokens}")
-        if temperature is not None and not (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE):
-            raise ConfigError(f"--temperature must be 0 or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE}, got {temperature}")
+        if temperature is not None:
+            try:
+                check_temperature(temperature)
+            except ValueError as error:
+                raise ConfigError(f"--{error}") from None
         if seed is not None and not 0 <= seed < 2**63:
             raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {seed}")
         ids = None if prompt_ids is None else _parse_ids(prompt_ids)
