@@ -59,7 +59,7 @@ def build(generated: Mapping[str, str], kernel: str = "decode.cu", *, folder: Pa
     sources = {**device_sources(), **generated}
     compiler = _nvcc() or "nvrtc"
     key = hashlib.sha256()
-    for part in (kernel, compiler, _version(compiler), *OPTIONS, *(text for item in sorted(sources.items()) for text in item)):
+    for part in (kernel, _version(compiler), *OPTIONS, *(text for item in sorted(sources.items()) for text in item)):
         key.update(len(part).to_bytes(8, "little") + part.encode())
     path = folder / f"{Path(kernel).stem}-{key.hexdigest()[:32]}.cubin"
     if path.exists():
