@@ -13,8 +13,9 @@ from kog_dist import env
 from kog_dist.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
-LAUNCHERS = ("auto", "local")
+LAUNCHERS = ("auto", "local", "mpi", "ray")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+MAX_REPLICAS = 256
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -29,6 +30,7 @@ class LaunchConfig:
     gpus: str | None = None  # N, all, or a list such as 0,2,3; asks for the CUDA device
     device: str = "auto"
     launcher: str = "auto"
+    replicas: int = 1  # engines of this kind, behind one endpoint
     kv_dtype: str = "auto"  # float32 on CPU ranks, the 16-bit type of the weights on GPUs
     verify: bool = True  # compare the checkpoint with its hash manifest, if it has one
     instance: str | None = None  # None = "default" when serving, a name of its own for one prompt
@@ -45,6 +47,8 @@ class LaunchConfig:
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.ranks < 0 or self.ranks > 1024:
             raise ConfigError(f"ranks must be between 1 and 1024 (0 = automatic), got {self.ranks}")
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ConfigError(f"replicas must be between 1 and {MAX_REPLICAS}, got {self.replicas}")
         if self.rpc_port is not None and not 0 <= self.rpc_port <= 65535:
             raise ConfigError(f"rpc_port must be between 0 and 65535, got {self.rpc_port}")
         if self.instance is not None and not _INSTANCE_NAME.fullmatch(self.instance):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +13,15 @@ import typer
 
 from kog_dist import config
 from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.launch.request import PromptRequest
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 _ENGINE, _REQUEST, _INSTEAD = "Engine", "One prompt instead of serving", "Instead of starting"
+Supervise = Callable[[config.LaunchConfig, PromptRequest | None], int]  # returns the exit code
+_MODULES = {"local": "supervisor", "mpi": "mpi", "ray": "ray_launch", "replicas": "replicas"}  # each has a `supervise`
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
 
 
@@ -26,7 +31,8 @@ def launch(
     ranks: Annotated[int | None, typer.Option(help="Rank processes; must divide the lanes. 0: chosen for this machine.")] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs to use: N, all, or a list such as 0,2,3.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    launcher: Annotated[str | None, typer.Option(help="auto or local.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="auto, local, mpi or ray.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines behind one endpoint.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Type of the KV cache: auto, float32, float16 or bfloat16.")] = None,
     verify: Annotated[bool | None, typer.Option("--verify/--no-verify", help="Check values and hashes while loading.")] = None,
     instance: Annotated[str | None, typer.Option(help="Name under which clients find the engine. Default: default.")] = None,
@@ -78,8 +84,9 @@ def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_
     if dry_run:
         _print(inspection.dry_run(settings))
         return 0
-    from kog_dist.launch.supervisor import supervise
-
+    launcher = choose_launcher(settings, os.environ).launcher
+    module = _MODULES["replicas" if settings.replicas > 1 else launcher]
+    supervise: Supervise = import_module(f"kog_dist.launch.{module}").supervise
     return supervise(settings, request)
 
 
