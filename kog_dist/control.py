@@ -45,6 +45,8 @@ _ABORT, _DRAIN = CONTROL_HEADER.word("abort"), CONTROL_HEADER.word("drain")
 _DOORBELL, _CANCEL = CONTROL_HEADER.word("doorbell"), CONTROL_HEADER.word("cancel")
 _COORDINATOR_BEAT = CONTROL_HEADER.word("coordinator_beat_ns")
 _BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"), RANK_CONTROL.word("done_seq")
+_PROGRESS = RANK_CONTROL.word("progress")
+_KV_CACHES, _KV_RING = RANK_CONTROL.word("num_kv_caches"), RANK_CONTROL.word("kv_ring_positions")
 _CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
 _ABORT_REQ = RANK_CONTROL.word("abort_req")
 
@@ -74,6 +76,28 @@ class RankState(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The KV caches of every rank. A windowed layer may keep only the newest `ring_positions` of a cache; 0: it keeps all."""
+
+    num_caches: int
+    ring_positions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """Where a request keeps its keys and values, and what it need not prefill.
+
+    It runs in KV cache `cache`. Cache `source`, often the same one, holds the first `num_cached` tokens of the prompt at the
+    positions from 0 on: an engine copies them if the two differ, and goes on behind them. At least one token of the prompt is
+    always decoded, for its logits. The coordinator decides, so that all ranks do the same (see workers/kept_caches.py).
+    """
+
+    cache: int = 0
+    source: int = 0
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRequest:
     """What ranks know of a request. `seed` is an unsigned 64-bit number; at most 16 `stop_ids` (the model's end tokens)."""
 
@@ -84,6 +108,7 @@ class DecodeRequest:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_digests: bool = False
+    kv: KvUse = KvUse()
 
 
 def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
@@ -101,6 +126,10 @@ def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
         finding = "a token id does not fit into 32 bits"
     elif not 0.0 <= request.temperature < float("inf"):
         finding = f"temperature is {request.temperature}, expected a finite number that is not negative"
+    elif not 0 <= request.kv.num_cached < len(request.prompt):
+        finding = f"{request.kv.num_cached} of the prompt's {len(request.prompt)} tokens are cached, expected fewer than all"
+    elif not (0 <= request.kv.cache < _U32 and 0 <= request.kv.source < _U32):
+        finding = f"the KV caches {request.kv.cache} and {request.kv.source} do not exist"
     if finding:
         raise RequestError("invalid_request", f"cannot submit the request: {finding}")
     return request
@@ -206,6 +235,7 @@ class ControlPage:
         block["num_prompt"], block["max_tokens"], block["flags"] = len(request.prompt), request.max_tokens, flags
         block["num_stop_ids"] = len(request.stop_ids)
         block["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
+        block["kv_cache"], block["kv_source"], block["num_cached"] = request.kv.cache, request.kv.source, request.kv.num_cached
         prompt = np.asarray(request.prompt, "<u4")
         block["check"] = zlib.crc32(prompt.tobytes(), zlib.crc32(raw))
         start = self._request_offset + seq % _NUM_BLOCKS * self._request_stride
@@ -264,6 +294,7 @@ class ControlPage:
             stop_ids=tuple(row["stop_ids"][: int(row["num_stop_ids"])].tolist()),
             ignore_eos=bool(flags & _IGNORE_EOS),
             logit_digests=bool(flags & _LOGIT_DIGESTS),
+            kv=KvUse(int(row["kv_cache"]), int(row["kv_source"]), int(row["num_cached"])),
         )
 
     def beat(self, rank: int) -> None:
@@ -289,6 +320,24 @@ class ControlPage:
     def all_done(self, seq: int) -> bool:
         """Whether every rank has finished with request `seq`."""
         return all(self._words[self._rank_word(rank, _DONE)] >= seq for rank in range(self.world_size))
+
+    def set_kv_layout(self, rank: int, layout: KvLayout) -> None:
+        """Say which KV caches `rank` has, before it is ready. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _KV_CACHES)] = layout.num_caches
+        self._words[self._rank_word(rank, _KV_RING)] = layout.ring_positions
+
+    def kv_layout(self) -> KvLayout:
+        """The KV caches of rank 0, like those of all ranks; none before it is ready."""
+        return KvLayout(self._words[self._rank_word(0, _KV_CACHES)], self._words[self._rank_word(0, _KV_RING)])
+
+    def set_progress(self, rank: int, seq: int, num_positions: int) -> None:
+        """Say how many positions of request `seq` the KV cache of `rank` holds. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _PROGRESS)] = (seq & 0xFFFFFFFF) << 32 | num_positions
+
+    def progress(self, seq: int) -> int | None:
+        """Positions of request `seq` that rank 0 holds; None before it has begun, and after a later one has."""
+        word = self._words[self._rank_word(0, _PROGRESS)]
+        return word & 0xFFFFFFFF if word >> 32 == seq & 0xFFFFFFFF else None
 
     def request_abort(self, rank: int, record: WaitRecord | None = None) -> None:
         """Ask the supervisor to stop everything; the first record of a rank stays. Writer: the rank itself."""

@@ -21,6 +21,7 @@ class WorkerArgs:
     verify: bool
     startup_timeout_s: float
     step_timeout_s: float
+    num_kv_caches: int = 1
 
     def to_json(self) -> str:
         """One line for the command line."""
@@ -39,7 +40,7 @@ class WorkerArgs:
             raise ConfigError(f"the worker's argument must be an object with {', '.join(sorted(names))}; got {found}")
         kinds: dict[str, tuple[type, ...]] = {
             "model": (str,), "device": (str,), "kv_dtype": (str,), "verify": (bool,), "startup_timeout_s": (float, int),
-            "step_timeout_s": (float, int),
+            "step_timeout_s": (float, int), "num_kv_caches": (int,),
         }  # fmt: skip
         for name, accepted in kinds.items():
             if not isinstance(values[name], accepted):

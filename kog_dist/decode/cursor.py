@@ -15,10 +15,11 @@ from kog_dist.errors import PlanError
 class Cursor:
     """State of one rank's engine that its calls share."""
 
-    def __init__(self, plan: Plan, num_lanes: int) -> None:
+    def __init__(self, plan: Plan, num_lanes: int, num_kv_caches: int = 1) -> None:
         self.plan = plan
         self.token = 0  # steps of the engine so far; never restarts, since epochs grow with it
-        self.num_positions = 0
+        self.held = [0] * num_kv_caches  # positions in each KV cache
+        self.kv_cache = 0  # the one in use
         self.token_id = self.position = 0
         self.sampling: Sampling | None = None
         self.lengths = [[0] * num_lanes for _ in range(plan.spec.num_layers)]  # of the KV cache, by layer and own lane
@@ -31,8 +32,8 @@ class Cursor:
         spec = self.plan.spec
         if not 0 <= token_id < spec.vocab_size:
             raise PlanError(f"token id {token_id} is outside the vocabulary of {spec.vocab_size}")
-        if not 0 <= position <= self.num_positions:
-            raise PlanError(f"position {position} cannot follow: the KV cache holds {self.num_positions} positions")
+        if not 0 <= position <= self.held[self.kv_cache]:
+            raise PlanError(f"position {position} cannot follow: the KV cache holds {self.held[self.kv_cache]} positions")
         if position >= spec.max_context:
             raise PlanError(f"position {position} exceeds the model's context of {spec.max_context}")
         self.token += 1

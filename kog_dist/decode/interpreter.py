@@ -85,7 +85,8 @@ class Interpreter:
     """One rank's engine. `step` is collective: every rank calls it with the same arguments.
 
     With world size 1 `comm` may be None. float64 is for checks and needs world size 1, since mailboxes carry float32.
-    `kv_dtype`: what keys and values are rounded to when they enter the cache (which holds them in `dtype`).
+    `kv_dtype`: what keys and values are rounded to when they enter a cache (which holds them in `dtype`).
+    `num_kv_caches`: sequences that can be kept at a time; each takes memory for the positions that were ever written to it.
     Raises PlanError if the plan is not fit to run, ConfigError if plan, weights and options do not go together.
     """
 
@@ -98,13 +99,14 @@ class Interpreter:
         *,
         dtype: DTypeLike = np.float32,
         kv_dtype: str = "float32",
+        num_kv_caches: int = 1,
     ) -> None:
         check(plan)
         self._check_options(plan, rank, comm, np.dtype(dtype), kv_dtype)
         self.plan, self.rank = plan, rank
         part = plan.ranks[rank]
-        self.memory = Memory(plan.spec, part.lanes, np.dtype(dtype))
-        self._cursor = Cursor(plan, len(part.lanes))
+        self.memory = Memory(plan.spec, part.lanes, np.dtype(dtype), num_kv_caches)
+        self._cursor = Cursor(plan, len(part.lanes), num_kv_caches)
         find = Finder(rank, self.memory)
         makers = LaneCalls(find, weights, self._cursor, kv_dtype).makers
         makers |= ExchangeCalls(find, weights, self._cursor, comm).makers
@@ -157,12 +159,24 @@ class Interpreter:
 
     @property
     def num_positions(self) -> int:
-        """Positions that the KV cache holds."""
-        return self._cursor.num_positions
+        """Positions that the KV cache in use holds."""
+        return self._cursor.held[self._cursor.kv_cache]
 
-    def reset(self) -> None:
-        """Forget the KV cache. Epochs go on: every rank must have run the same number of steps."""
-        self._cursor.num_positions = 0
+    def use_cache(self, cache: int, source: int, num_positions: int) -> None:
+        """Go on in KV cache `cache` behind the first `num_positions` of cache `source`, which are copied if the two differ.
+
+        Epochs go on as well: every rank must have run the same number of steps. Raises PlanError if that cannot be.
+        """
+        cursor = self._cursor
+        if not (0 <= cache < len(cursor.held) and 0 <= source < len(cursor.held)):
+            raise PlanError(f"there are {len(cursor.held)} KV caches, asked for {cache} and {source}")
+        if not 0 <= num_positions <= cursor.held[source]:
+            raise PlanError(f"KV cache {source} holds {cursor.held[source]} positions, asked for {num_positions}")
+        if cache != source:
+            for layer in (*self.memory.keys, *self.memory.values):
+                layer[cache][:, :, :num_positions] = layer[source][:, :, :num_positions]
+        cursor.kv_cache = cache
+        cursor.held[cache] = num_positions
 
     def step(
         self, token_id: int, position: int, sampling: Sampling | None, gather_logits: bool = False, *, stop: bool = False
@@ -184,7 +198,7 @@ class Interpreter:
                 run()
                 for cells, idents in writes:
                     tags[cells] = idents
-        cursor.num_positions = position + 1
+        cursor.held[cursor.kv_cache] = position + 1
         logits = cursor.all_logits if when is When.GATHERED else None
         return StepOutput(cursor.next_token, logits, cursor.finite, cursor.stopped)
 

@@ -78,7 +78,8 @@ class LaneCalls:
         new_query, new_key = (part.reshape(n, -1, dim) for part in (rotated[:, : spec.lane_heads], rotated[:, spec.lane_heads :]))
         new_value = projected[:, turned_heads:]
         assert all(np.shares_memory(a, b) for a, b in ((pairs, projected), (new_query, rotated), (new_key, rotated)))
-        queries, keys, values = operands.writes[0], self.memory.keys[layer][own], self.memory.values[layer][own]
+        queries = operands.writes[0]
+        keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
         scale, cos, sin = self.memory.dtype.type(dim**-0.5), self.cos, self.sin
         rounds, storage = self.kv_dtype != str(self.memory.dtype), self.kv_dtype
         lengths, rank = cursor.lengths[layer], self.rank
@@ -95,8 +96,8 @@ class LaneCalls:
                 if lengths[lane] != position:
                     raise PlanError(f"rank {rank}: the cache of layer {layer} is appended to twice at position {position}")
                 lengths[lane] = position + 1
-            keys[:, :, position] = new_key
-            values[:, :, position] = new_value
+            keys[cursor.kv_cache][:, :, position] = new_key
+            values[cursor.kv_cache][:, :, position] = new_value
 
         return run
 
@@ -106,7 +107,7 @@ class LaneCalls:
         cached = group.steps[0].reads[1]
         if (cached.number, cached.lane) != (layer, group.steps[0].lane):
             raise PlanError(f"rank {self.rank}: step {group.steps[0]} attends to the cache of another layer or lane")
-        keys, values = self.memory.keys[layer][own], self.memory.values[layer][own]
+        keys, values = ([cache[own] for cache in caches[layer]] for caches in (self.memory.keys, self.memory.values))
         window = min(spec.window(layer) or spec.max_context, spec.max_context)
         heads = (len(group.steps), spec.lane_kv_heads, spec.lane_heads // spec.lane_kv_heads)
         queries, mixed = queries.reshape(*heads, spec.head_dim), mixed.reshape(*heads, spec.head_dim)
@@ -118,7 +119,8 @@ class LaneCalls:
             stop = cursor.position + 1
             start = max(0, stop - window)
             seen, n = slice(start, stop), stop - start
-            lane_math.attend(queries, keys[:, :, seen], values[:, :, seen], scores[..., :n], ones[:n], peaks, sums, mixed)
+            seen_keys, seen_values = keys[cursor.kv_cache][:, :, seen], values[cursor.kv_cache][:, :, seen]
+            lane_math.attend(queries, seen_keys, seen_values, scores[..., :n], ones[:n], peaks, sums, mixed)
 
         return run
 

@@ -18,15 +18,25 @@ _PER_LANE = (Kind.STREAM, Kind.QUERY, Kind.CACHE, Kind.MIXED, Kind.ACTIVATION, K
 
 
 class Memory:
-    """Arrays of one rank, one for each `steps.place`. Values that all lanes have are rows of one array (own lanes, ...)."""
+    """Arrays of one rank, one for each `steps.place`. Values that all lanes have are rows of one array (own lanes, ...).
 
-    def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    `keys` and `values` are lists over layers of lists over the KV caches.
+    """
+
+    def __init__(self, spec: ModelSpec, lanes: tuple[int, ...], dtype: np.dtype[Any], num_kv_caches: int = 1) -> None:
         self.spec, self.lanes, self.dtype = spec, lanes, dtype
         self._arrays: dict[tuple[int, ...], Array] = {}
         kv_shape = (len(lanes), spec.lane_kv_heads, spec.max_context, spec.head_dim)
-        # Plain zeros: the system hands out pages only when a position is written.
-        self.keys = [np.zeros(kv_shape, dtype) for _ in range(spec.num_layers)]
-        self.values = [np.zeros(kv_shape, dtype) for _ in range(spec.num_layers)]
+        self.keys, self.values = (
+            [[self._zeros(kv_shape) for _ in range(num_kv_caches)] for _ in range(spec.num_layers)] for _ in ("keys", "values")
+        )
+
+    def _zeros(self, shape: tuple[int, ...]) -> Array:
+        """Zeros at a multiple of 64 bytes; the system hands out pages only when a position is written."""
+        num_bytes = prod(shape) * self.dtype.itemsize
+        raw = np.zeros(num_bytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        return raw[start : start + num_bytes].view(self.dtype).reshape(shape)
 
     def empty(self, *shape: int) -> Array:
         """Scratch of the interpreter's dtype, zeroed, at a multiple of 64 bytes."""
@@ -73,6 +83,6 @@ class Memory:
         return shapes[value.kind]
 
     def num_bytes(self) -> int:
-        """Memory of all arrays, the KV cache counted whole."""
-        arrays = [*self._arrays.values(), *self.keys, *self.values]
+        """Memory of all arrays, the KV caches counted whole."""
+        arrays = [*self._arrays.values(), *(cache for layer in (*self.keys, *self.values) for cache in layer)]
         return sum(prod(array.shape) * array.itemsize for array in arrays)

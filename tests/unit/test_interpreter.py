@@ -196,7 +196,7 @@ def test_the_kv_cache_is_rounded_when_it_is_written(kv_dtype: str, kv_round: Any
     folder, tokens = save(spec, tmp_path / "model"), tokens_of(spec, 12)
     model = engine(folder, kv_dtype=kv_dtype)
     found = logits_of(model, tokens)
-    for cache in (*model.memory.keys, *model.memory.values):
+    for (cache,) in (*model.memory.keys, *model.memory.values):
         written = cache[:, :, : len(tokens)].astype(np.float64)
         assert (kv_round(written) == written).all()
         assert not cache[:, :, len(tokens) :].any()
@@ -220,7 +220,7 @@ def test_the_same_request_twice_has_the_same_bits(tmp_path: Path) -> None:
     model = engine(save(BASE, tmp_path / "model"))
     tokens = tokens_of(BASE, 20)
     first = logits_of(model, tokens)
-    model.reset()
+    model.use_cache(0, 0, 0)
     assert model.num_positions == 0
     assert logits_of(model, tokens).tobytes() == first.tobytes()
 
@@ -254,7 +254,7 @@ def test_logits_that_are_not_finite_are_reported(value: float, tmp_path: Path) -
     spoilt.heads[3][-1, 0] = value
     broken = Interpreter(make_plan(BASE, 1, 4), 0, spoilt, None)
     for sampling in (GREEDY, Sampling(1.0, 3)):
-        broken.reset()
+        broken.use_cache(0, 0, 0)
         assert not broken.step(1, 0, sampling).finite
     assert broken.step(1, 1, None).finite, "a prompt token has no logits that could be wrong"
 

@@ -17,12 +17,16 @@ class Engine(Protocol):
     def startup(self) -> None:
         """Load weights, make and check the plan, agree with the other ranks, map their memory, and run one token as a trial.
 
+        Says in the control page which KV caches it has (`set_kv_layout`).
         Raises KogError when this rank cannot serve, AbortedError when the engine is being stopped meanwhile.
         """
 
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """Prefill and decode one request; rank 0 writes the token ring. Returns why the answer ended, the same on all ranks.
 
+        Keys and values go to the KV cache that `request.kv` names, behind the positions that it says are there already; they stay
+        there until another request is told to overwrite them. How far they are is written to the control page as it goes
+        (`set_progress`), for the last time before the last entry.
         The entry with a Finish is the last one of `seq` in the ring. A cancel ends the request after the same token everywhere.
         Raises AbortedError when the engine is being stopped, DeviceError when a wait ran out of time; then nothing is published.
         """

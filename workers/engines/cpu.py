@@ -12,7 +12,7 @@ import numpy as np
 from kog_dist.abi import abi_digest
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
-from kog_dist.control import ControlPage, DecodeRequest, RankState
+from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.ring import NO_TOKEN, Finish
@@ -63,7 +63,10 @@ class CpuEngine:
             [MailboxSpec(box.name, box.num_slots, box.length) for box in plan.mailboxes],
             rendezvous=self._rendezvous, control=self._control, deadline=deadline, timeout_s=args.step_timeout_s,
         )  # fmt: skip
-        self._interpreter = Interpreter(plan, rank, weights, self._comm, kv_dtype=args.kv_dtype)
+        self._interpreter = Interpreter(
+            plan, rank, weights, self._comm, kv_dtype=args.kv_dtype, num_kv_caches=args.num_kv_caches
+        )  # fmt: skip
+        self._control.set_kv_layout(rank, KvLayout(args.num_kv_caches))
         self._interpreter.step(0, 0, Sampling())  # maps pages, fills caches, and shows that all ranks answer
         self._rendezvous.barrier(deadline)
 
@@ -76,6 +79,7 @@ class CpuEngine:
             "checkpoint files": hashlib.sha256(headers.encode()).hexdigest(),
             "plan": plan_digest,
             "KV cache type": self._args.kv_dtype,
+            "number of KV caches": str(self._args.num_kv_caches),
             "memory layout": f"{abi_digest():016x}",
             "numpy": np.__version__,
         }
@@ -85,15 +89,18 @@ class CpuEngine:
         """See `Engine.run`."""
         with Heartbeat(self._control, self._rank, self._args.step_timeout_s + HEARTBEAT_MARGIN_S) as self._heartbeat:
             assert self._interpreter is not None
-            self._interpreter.reset()
-            if not self._prefill(seq, request.prompt[:-1]):
+            use = request.kv
+            self._interpreter.use_cache(use.cache, use.source, use.num_cached)
+            self._control.set_progress(self._rank, seq, use.num_cached)
+            if not self._prefill(seq, request):
                 self._put(seq, 0, NO_TOKEN, None, Finish.CANCELLED)
                 return Finish.CANCELLED
             return self._decode(seq, request)
 
-    def _prefill(self, seq: int, tokens: tuple[int, ...]) -> bool:
+    def _prefill(self, seq: int, request: DecodeRequest) -> bool:
         """Fill the KV cache with the prompt up to its last token; False when the request was cancelled meanwhile."""
-        return not any(self._step(seq, token_id, position, None).stopped for position, token_id in enumerate(tokens))
+        missing = range(request.kv.num_cached, len(request.prompt) - 1)
+        return not any(self._step(seq, request.prompt[position], position, None).stopped for position in missing)
 
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
         sampling = Sampling(request.temperature, request.seed)
@@ -129,7 +136,9 @@ class CpuEngine:
             raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
         self._heartbeat.progress()
         stop = self._rank == 0 and self._control.cancelled(seq)
-        return self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop)
+        output = self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop)
+        self._control.set_progress(self._rank, seq, position + 1)
+        return output
 
     def _put(self, seq: int, index: int, token_id: int, output: StepOutput | None, finish: Finish) -> None:
         """Rank 0 hands a token out; nothing is published once the engine is being stopped."""
