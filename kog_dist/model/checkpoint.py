@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,12 +125,33 @@ class Checkpoint:
     def read_part(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
         """Fill `out` with the rows of one part of a tensor. Raises CheckpointError."""
         first, last = self.layouts[name].parts[part_idx]
-        file = self.owner[name]
-        digest = file.read(name, first, last, out, verify=verify)
-        if verify and self.manifest is not None and digest != self.manifest.tensors[name][part_idx]:
+        digest = self.owner[name].read(name, first, last, out, verify=verify)
+        if verify:
+            self._check_digest(name, part_idx, digest)
+
+    def stored_part(
+        self, name: str, part_idx: int, next_buffer: Callable[[], memoryview], *, verify: bool
+    ) -> Iterator[memoryview]:
+        """The bytes of one part of a tensor as stored, in pieces; see `SafetensorsFile.stored_chunks`.
+
+        With `verify` and a manifest they are hashed on the way and compared after the last piece. Whether they are finite is left
+        to the caller. Raises CheckpointError.
+        """
+        first, last = self.layouts[name].parts[part_idx]
+        hasher = hashlib.sha256() if verify and self.manifest is not None else None
+        for chunk in self.owner[name].stored_chunks(name, first, last, next_buffer):
+            if hasher is not None:
+                hasher.update(chunk)
+            yield chunk
+        if hasher is not None:
+            self._check_digest(name, part_idx, hasher.hexdigest())
+
+    def _check_digest(self, name: str, part_idx: int, digest: str) -> None:
+        if self.manifest is not None and digest != self.manifest.tensors[name][part_idx]:
+            first, last = self.layouts[name].parts[part_idx]
+            path = self.owner[name].path
             raise CheckpointError(
-                f"{file.path}: tensor {name}, rows {first} to {last}, differs from its SHA-256 in {MANIFEST_NAME}: "
-                f"{repair(file.path.name)}"
+                f"{path}: tensor {name}, rows {first} to {last}, differs from its SHA-256 in {MANIFEST_NAME}: {repair(path.name)}"
             )
 
     def read_parts(self, name: str, whole: Array, part_indices: Iterable[int], verified: Iterable[int]) -> None:
@@ -249,11 +271,28 @@ def write_checkpoint(
     was interrupted has none. Raises CheckpointError if tensors are missing, unexpected, misshapen, not finite in `dtype`, or
     larger than a shard, or if a file cannot be written.
     """
-    stored_dtype = {name: key for key, (name, _) in DTYPES.items()}.get(dtype)
-    if stored_dtype is None:
-        raise ValueError(f"dtype must be one of {', '.join(name for name, _ in DTYPES.values())}, got {dtype!r}")
-    layouts = tensor_layouts(spec)
-    _check_written(layouts, tensors)
+    stored_dtype = _stored_dtype(dtype)
+    _check_written(tensor_layouts(spec), tensors)
+    write_stored_checkpoint(
+        folder, spec, lambda name: _narrow_finite(name, tensors[name], stored_dtype),
+        dtype=dtype, max_shard_bytes=max_shard_bytes, manifest=manifest,
+    )  # fmt: skip
+
+
+def write_stored_checkpoint(
+    folder: Path,
+    spec: ModelSpec,
+    stored: Callable[[str], NDArray[Any]],
+    *,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 4 * 2**30,
+    manifest: bool = True,
+) -> None:
+    """`write_checkpoint` for values that are already what a file holds (see `narrow`): `stored(name)` is asked for once each.
+
+    Only one shard is in memory at a time.
+    """
+    layouts, stored_dtype = tensor_layouts(spec), _stored_dtype(dtype)
     shards = _shards(layouts, DTYPES[stored_dtype][1], max_shard_bytes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,8 +303,7 @@ def write_checkpoint(
     weight_map = {}
     for shard_idx, names in enumerate(shards):
         file_name = SINGLE_NAME if len(shards) == 1 else f"model-{shard_idx + 1:05d}-of-{len(shards):05d}.safetensors"
-        stored = {name: (stored_dtype, layouts[name].shape, _narrow_finite(name, tensors[name], stored_dtype)) for name in names}
-        write_safetensors(folder / file_name, stored)
+        write_safetensors(folder / file_name, {name: (stored_dtype, layouts[name].shape, stored(name)) for name in names})
         weight_map.update(dict.fromkeys(names, file_name))
     if len(shards) > 1:
         total = sum(layout.num_values for layout in layouts.values()) * DTYPES[stored_dtype][1]
@@ -274,6 +312,13 @@ def write_checkpoint(
     write_small_file(folder / "config.json", json.dumps({**spec.to_config(), "dtype": dtype}, indent=2).encode() + b"\n")
     if manifest:
         write_manifest(folder)
+
+
+def _stored_dtype(dtype: str) -> str:
+    stored_dtype = {name: key for key, (name, _) in DTYPES.items()}.get(dtype)
+    if stored_dtype is None:
+        raise ValueError(f"dtype must be one of {', '.join(name for name, _ in DTYPES.values())}, got {dtype!r}")
+    return stored_dtype
 
 
 def write_manifest(folder: Path) -> None:
@@ -285,7 +330,8 @@ def write_manifest(folder: Path) -> None:
     names = sorted(path.name for path in folder.glob("*") if path.suffix in (".json", ".jinja") and path.name != MANIFEST_NAME)
     files = {name: hashlib.sha256(read_small_file(folder, name, None) or b"").hexdigest() for name in names}
     headers = {file.path.name: file.header_sha256 for file in checkpoint.files}
-    tensors = {name: tuple(checkpoint.part_digests(name)) for name in checkpoint.layouts}
+    with ThreadPoolExecutor() as pool:  # reading and hashing leave the interpreter's lock
+        tensors = dict(zip(checkpoint.layouts, map(tuple, pool.map(checkpoint.part_digests, checkpoint.layouts)), strict=True))
     Manifest(files, headers, tensors).write(folder)
 
 

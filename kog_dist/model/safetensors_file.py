@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +68,28 @@ class SafetensorsFile:
         tensors = _parse_header(path, bytes(header), identity[2])
         return cls(path, tensors, hashlib.sha256(prefix + header).hexdigest(), identity)
 
+    def stored_chunks(self, name: str, first: int, last: int, next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
+        """The bytes of rows [first, last) of a tensor as they are stored, in pieces: each the used front of a `next_buffer()`.
+
+        Raises CheckpointError if the file ends early or has changed since `open`.
+        """
+        tensor = self.tensors[name]
+        row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
+        at, end = tensor.begin + first * row_bytes, tensor.begin + last * row_bytes
+        with _opened(self.path) as fd:
+            if _identity(fd) != self.identity:
+                raise CheckpointError(f"{self.path} was changed or replaced while it was being read; load the model again")
+            while at < end:
+                chunk = next_buffer()[: end - at]
+                _read_exactly(self.path, fd, chunk, at, f"tensor {name}")
+                yield chunk
+                at += len(chunk)
+
     def read(self, name: str, first: int, last: int, out: NDArray[Any], *, verify: bool) -> str:
         """Fill `out` (C-contiguous, float32 or float64) with rows [first, last) of a tensor; returns the SHA-256 of their bytes.
 
         With `verify` off nothing is looked at but the byte count, and "" is returned.
-        Raises CheckpointError if the file ends early, has changed since `open`, or (with `verify`) a value is not finite.
+        Raises CheckpointError as `stored_chunks` does, and (with `verify`) if a value is not finite.
         """
         tensor = self.tensors[name]
         width = DTYPES[tensor.dtype][1]
@@ -81,20 +98,17 @@ class SafetensorsFile:
         if not np.shares_memory(flat, out) or flat.size * width != (last - first) * row_bytes:
             raise ValueError(f"out {out.shape} is not a contiguous array for rows {first} to {last} of {name} {tensor.shape}")
         hasher = hashlib.sha256()
-        buffer = bytearray(min(_CHUNK_BYTES, flat.size * width))
-        with _opened(self.path) as fd:
-            if _identity(fd) != self.identity:
-                raise CheckpointError(f"{self.path} was changed or replaced while it was being read; load the model again")
-            for start in range(0, flat.size, _CHUNK_BYTES // width):
-                values = flat[start : start + _CHUNK_BYTES // width]
-                chunk = memoryview(buffer)[: values.size * width]
-                _read_exactly(self.path, fd, chunk, tensor.begin + first * row_bytes + start * width, f"tensor {name}")
-                widen(chunk, tensor.dtype, values)
-                if verify:
-                    hasher.update(chunk)
-                    if not np.isfinite(values).all():
-                        bad = first * row_bytes // width + start + int(np.argmin(np.isfinite(values)))
-                        raise CheckpointError(f"{self.path}: tensor {name} has a value that is not finite (element {bad} of it)")
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, flat.size * width)))
+        start = 0
+        for chunk in self.stored_chunks(name, first, last, lambda: buffer):
+            values = flat[start : start + len(chunk) // width]
+            widen(chunk, tensor.dtype, values)
+            if verify:
+                hasher.update(chunk)
+                if not np.isfinite(values).all():
+                    bad = first * row_bytes // width + start + int(np.argmin(np.isfinite(values)))
+                    raise CheckpointError(f"{self.path}: tensor {name} has a value that is not finite (element {bad} of it)")
+            start += values.size
         return hasher.hexdigest() if verify else ""
 
 
