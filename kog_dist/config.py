@@ -27,14 +27,20 @@ class LaunchConfig:
 
     model: str | None = None  # folder of a checkpoint; None = the bundled demo model
     ranks: int = 0  # 0 = chosen from the machine and the model's lanes
-    gpus: str | None = None  # N, all, or a list such as 0,2,3; asks for the CUDA device
+    gpus: str | None = None  # N, all, or a list of indices and UUIDs such as 0,2,3; asks for the CUDA device
+    pin: bool = True  # keep the process of a GPU's rank on the CPUs near that GPU
     device: str = "auto"
     launcher: str = "auto"
-    replicas: int = 1  # engines of this kind, behind one endpoint
+    replicas: int = 1  # engines of this kind, behind one endpoint; 0 = only those of remote_replicas
+    min_replicas: int | None = None  # with max_replicas: as many as the waiting requests need
+    max_replicas: int | None = None
+    scale_down_after: float = 60.0  # s in which one replica fewer would have been enough
+    remote_replicas: str | None = None  # access files of engines that others started: a.json,b.json
     kv_dtype: str = "auto"  # float32 on CPU ranks, the 16-bit type of the weights on GPUs
     verify: bool = True  # compare the checkpoint with its hash manifest, if it has one
     instance: str | None = None  # None = "default" when serving, a name of its own for one prompt
     rpc_port: int | None = None  # TCP besides the socket file in the instance folder; None = no TCP, 0 = any free port
+    rpc_host: str = "127.0.0.1"  # address that the TCP port is opened on; always encrypted, and only for the one client key
     startup_timeout: float = 300.0  # s, until every rank is ready
     step_timeout: float = 30.0  # s, longest wait of a rank for its peers
     shutdown_timeout: float = 10.0  # s, for the running request after a stop was asked for
@@ -47,8 +53,7 @@ class LaunchConfig:
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.ranks < 0 or self.ranks > 1024:
             raise ConfigError(f"ranks must be between 1 and 1024 (0 = automatic), got {self.ranks}")
-        if not 1 <= self.replicas <= MAX_REPLICAS:
-            raise ConfigError(f"replicas must be between 1 and {MAX_REPLICAS}, got {self.replicas}")
+        self._check_replicas()
         if self.rpc_port is not None and not 0 <= self.rpc_port <= 65535:
             raise ConfigError(f"rpc_port must be between 0 and 65535, got {self.rpc_port}")
         if self.instance is not None and not _INSTANCE_NAME.fullmatch(self.instance):
@@ -60,7 +65,7 @@ class LaunchConfig:
             raise ConfigError(f"model must be the folder of a checkpoint, got {self.model!r}; leave it out for the demo model")
         if self.log_dir is not None and not self.log_dir.strip():
             raise ConfigError(f"log_dir must be a folder, got {self.log_dir!r}")
-        for name in ("startup_timeout", "step_timeout", "shutdown_timeout", "stall_timeout"):
+        for name in ("startup_timeout", "step_timeout", "shutdown_timeout", "stall_timeout", "scale_down_after"):
             value = getattr(self, name)
             if not 0 < value <= MAX_TIMEOUT_S:
                 raise ConfigError(f"{name} must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, got {value}")
@@ -68,6 +73,24 @@ class LaunchConfig:
             raise ConfigError(f"stall_timeout must be at least {MIN_STALL_S} seconds, got {self.stall_timeout}")
         if self.gpus is not None and self.device == "cpu":
             raise ConfigError(f"gpus {self.gpus} contradicts device cpu; give one of them")
+
+    def _check_replicas(self) -> None:
+        least = 0 if self.remote_replicas is not None else 1
+        if not least <= self.replicas <= MAX_REPLICAS:
+            raise ConfigError(f"replicas must be between {least} and {MAX_REPLICAS}, got {self.replicas}")
+        if self.remote_replicas is not None and not self.remote_replicas.strip(", "):
+            raise ConfigError(f"remote_replicas must be access files of engines (a.json,b.json), got {self.remote_replicas!r}")
+        if (self.min_replicas is None) != (self.max_replicas is None):
+            given = "min_replicas" if self.max_replicas is None else "max_replicas"
+            raise ConfigError(f"{given} needs the other bound too: give min_replicas and max_replicas")
+        low, high = self.min_replicas, self.max_replicas
+        if low is not None and high is not None and not 1 <= low <= high <= MAX_REPLICAS:
+            raise ConfigError(f"min_replicas must be at least 1 and at most max_replicas {high} (<= {MAX_REPLICAS}), got {low}")
+
+    @property
+    def has_router(self) -> bool:
+        """Whether a router stands in front of the engines: for one engine alone there is none."""
+        return self.replicas != 1 or self.max_replicas is not None or self.remote_replicas is not None
 
 
 SETTINGS = tuple(field.name for field in fields(LaunchConfig))

@@ -24,7 +24,7 @@ def choose_launcher(settings: LaunchConfig, environ: Mapping[str, str]) -> Choic
     Raises ConfigError where none fits: under torchrun, which has no MPI to meet through, and for replicas under mpirun.
     """
     choice = _choose(settings, environ)
-    if choice.launcher == "mpi" and settings.replicas > 1:
+    if choice.launcher == "mpi" and settings.has_router:
         raise ConfigError(f"--replicas {settings.replicas} does not go with MPI ({choice.reason}): mpirun starts one engine")
     return choice
 

@@ -160,7 +160,7 @@ class EngineProcesses:
         arguments = CoordinatorArgs(
             instance=self.instance, folder=str(self._lease.folder), lease_fd=self._lease.lease_fd, control_fd=self.control.fd,
             model=str(self._target.folder), model_name=self.model_name, supervisor_pid=os.getpid(),
-            drain_s=settings.shutdown_timeout, rpc_port=settings.rpc_port,
+            drain_s=settings.shutdown_timeout, rpc_port=settings.rpc_port, rpc_host=settings.rpc_host,
         )  # fmt: skip
         child = local.spawn(
             "coordinator", "kog_dist.workers.coordinator", [arguments.to_json()], environment=env.child_environment(os.environ),

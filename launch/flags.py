@@ -29,14 +29,20 @@ Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a 
 def launch(
     model: Model = None,
     ranks: Annotated[int | None, typer.Option(help="Rank processes; must divide the lanes. 0: chosen for this machine.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPUs to use: N, all, or a list such as 0,2,3.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs to use: N, all, or a list of indices or UUIDs such as 0,2,3.")] = None,
+    pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Keep a GPU's rank on the CPUs near it.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     launcher: Annotated[str | None, typer.Option(help="auto, local, mpi or ray.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Engines behind one endpoint.")] = None,
+    min_replicas: Annotated[int | None, typer.Option(help="With --max-replicas: as many as waiting requests need.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(help="Most engines of this launcher.")] = None,
+    scale_down_after: Annotated[float | None, typer.Option(help="Seconds with one replica too many until it stops.")] = None,
+    remote_replicas: Annotated[str | None, typer.Option(help="Access files of engines on other hosts: a.json,b.json.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Type of the KV cache: auto, float32, float16 or bfloat16.")] = None,
     verify: Annotated[bool | None, typer.Option("--verify/--no-verify", help="Check values and hashes while loading.")] = None,
     instance: Annotated[str | None, typer.Option(help="Name under which clients find the engine. Default: default.")] = None,
-    rpc_port: Annotated[int | None, typer.Option(help="TCP port on 127.0.0.1 besides the socket file; 0: a free one.")] = None,
+    rpc_port: Annotated[int | None, typer.Option(help="TCP port besides the socket file; 0: a free one.")] = None,
+    rpc_host: Annotated[str | None, typer.Option(help="Address of the TCP port. Default: 127.0.0.1.")] = None,
     startup_timeout: Annotated[float | None, typer.Option(help="Seconds until every rank must be ready.")] = None,
     step_timeout: Annotated[float | None, typer.Option(help="Seconds a rank may wait for its peers.")] = None,
     shutdown_timeout: Annotated[float | None, typer.Option(help="Seconds for the running request after a stop.")] = None,
@@ -85,7 +91,7 @@ def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_
         _print(inspection.dry_run(settings))
         return 0
     launcher = choose_launcher(settings, os.environ).launcher
-    module = _MODULES["replicas" if settings.replicas > 1 else launcher]
+    module = _MODULES["replicas" if settings.has_router else launcher]
     supervise: Supervise = import_module(f"kog_dist.launch.{module}").supervise
     return supervise(settings, request)
 

@@ -364,7 +364,7 @@ def run_coordinator(args: CoordinatorArgs) -> int:
     """The life of the process. Returns its exit code; raises KogError if it cannot start."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to decide on
-    listener = RpcListener(Path(args.folder), tcp_port=args.rpc_port)
+    listener = RpcListener(Path(args.folder), tcp_port=args.rpc_port, tcp_host=args.rpc_host)
     control = ControlPage.from_fd(args.control_fd)
     instance = Instance.inherit(Path(args.folder), args.lease_fd) if args.lease_fd >= 0 else None
     model = ServedModel.from_folder(Path(args.model), args.model_name)

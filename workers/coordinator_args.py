@@ -30,8 +30,9 @@ class CoordinatorArgs:
     model_name: str  # what users call it
     supervisor_pid: int
     drain_s: float  # time for the running request after a stop was asked for
-    rpc_port: int | None = None  # TCP port on 127.0.0.1 besides the socket file; 0: a free one
+    rpc_port: int | None = None  # TCP port besides the socket file; 0: a free one
     queue_limit: int = 16  # requests that may wait
+    rpc_host: str = "127.0.0.1"  # address of the TCP port
 
     def to_json(self) -> str:
         """One line for the command line."""
