@@ -148,6 +148,7 @@ class EngineProcesses:
         arguments = WorkerArgs(
             info=info, model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
+            placement=self._target.placement(rank),
         )  # fmt: skip
         child = local.spawn(
             f"rank {rank}", "kog_dist.workers.worker", [arguments.to_json()], environment=env.child_environment(os.environ),

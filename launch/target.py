@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
-from kog_dist.errors import CheckpointError, ConfigError, LaunchError
+from kog_dist.errors import CheckpointError, KogError
+from kog_dist.hardware.cpu_lists import format_cpu_list
+from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
+from kog_dist.hardware.gpus import Gpu
+from kog_dist.hardware.placement import ANYWHERE, Placement
+from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -25,11 +30,16 @@ class Target:
     world_size: int
     device: str  # cpu or cuda
     kv_dtype: str
-    gpus: tuple[int, ...] = ()  # GPU of every rank
+    gpus: tuple[Gpu, ...] = ()  # GPU of every rank; empty on CPU ranks, and in a plan for GPUs that are not here
+    placements: tuple[Placement, ...] = ()  # of every rank; empty: the default
 
     def rank_device(self, rank: int) -> str:
-        """Device of a rank as its worker is told: `cpu` or `cuda:INDEX`."""
-        return f"cuda:{self.gpus[rank]}" if self.gpus else self.device
+        """Device of a rank as its worker is told, which sees exactly the GPUs of its placement: `cpu` or `cuda:INDEX`."""
+        return f"cuda:{rank}" if self.device == "cuda" else self.device
+
+    def placement(self, rank: int) -> Placement:
+        """Where the rank's process runs."""
+        return self.placements[rank] if self.placements else ANYWHERE
 
 
 def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
@@ -48,80 +58,44 @@ def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
 
 def choose_target(settings: LaunchConfig) -> Target:
     """Open the checkpoint's metadata and fix device and world size. Raises ConfigError, CheckpointError or LaunchError."""
+    target, obstacle = plan_target(settings)
+    if obstacle is not None:
+        raise obstacle
+    return target
+
+
+def plan_target(settings: LaunchConfig) -> tuple[Target, KogError | None]:
+    """The same for GPUs that are not here or that this version cannot use: what would be started, and why it cannot be.
+
+    Raises what is wrong with the configuration or the model wherever it is started.
+    """
     from kog_dist.model.checkpoint import open_checkpoint
 
     folder, name = model_folder(settings)
     checkpoint = open_checkpoint(folder, verify=settings.verify)
-    gpus = _gpus_for(settings)
-    world_size = len(gpus) or settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
-    checkpoint.spec.lanes_of_rank(0, world_size)
-    if not gpus:
+    choice = choose_gpus(settings, checkpoint, os.environ)
+    if choice is None:
+        world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
+        checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-        return Target(folder, name, checkpoint, world_size, "cpu", kv_dtype)
-    if settings.ranks not in (0, len(gpus)):
-        raise ConfigError(f"--ranks {settings.ranks} contradicts {len(gpus)} GPUs: a GPU has one rank")
-    if world_size > 1:
-        raise LaunchError(f"this version decodes on one GPU, not on {world_size}; use --gpus 1, or --device cpu")
-    kv_dtype = checkpoint.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
-    _check_kernel(checkpoint, kv_dtype)
-    return Target(folder, name, checkpoint, world_size, "cuda", kv_dtype, gpus)
+        return Target(folder, name, checkpoint, world_size, "cpu", kv_dtype), None
+    target = Target(folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus)
+    machine = read_cpu_map() if settings.pin else None
+    return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacle
 
 
-def _check_kernel(checkpoint: Checkpoint, kv_dtype: str) -> None:
-    """Raises ConfigError naming what the monokernel cannot run."""
-    from kog_dist.workers.cuda.kernel_shape import KernelShape
+def place_on_gpus(choice: GpuChoice, machine: CpuMap | None) -> tuple[Placement, ...]:
+    """A placement for every chosen GPU; without `machine` nobody is pinned.
 
-    KernelShape(checkpoint.spec, checkpoint.spec.lanes_of_rank(0, 1), weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype)
-
-
-def _gpus_for(settings: LaunchConfig) -> tuple[int, ...]:
-    """GPUs that are asked for, by index; empty for CPU ranks. No GPU is used unasked: see docs/monokernel.md, Status."""
-    if settings.device != "cuda" and settings.gpus is None:
-        return ()
-    num_present = num_gpus()
-    if settings.gpus is None:
-        if not num_present:
-            raise LaunchError("--device cuda: no NVIDIA driver or no GPU was found; use --device cpu")
-        return (0,)
-    text = settings.gpus.strip()
-    try:
-        wanted = tuple(range(num_present)) if text == "all" else _gpu_list(text)
-    except ValueError:
-        raise ConfigError(f"--gpus must be a count, a list such as 0,2,3, or all; got {settings.gpus!r}") from None
-    missing = [gpu for gpu in wanted if gpu >= num_present]
-    if missing or not wanted:
-        found = f"{num_present} GPU{'s' if num_present != 1 else ''}" if num_present else "no NVIDIA driver or no GPU"
-        raise LaunchError(f"--gpus {settings.gpus}: {found} was found on this machine; use --device cpu for CPU ranks")
-    return wanted
-
-
-def _gpu_list(text: str) -> tuple[int, ...]:
-    """`2` is the first two, `0,2` or `2,` names them. Raises ValueError."""
-    if text.isdecimal():
-        return tuple(range(int(text)))
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ValueError(text)
-    numbers = tuple(map(int, parts))
-    if len(set(numbers)) != len(numbers):
-        raise ValueError(text)
-    return numbers
-
-
-def num_gpus() -> int:
-    """GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible, counted through NVML without touching them."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no package, no driver, no permission: no GPU for us either way
-        return 0
-    try:
-        present = int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return present if visible is None else min(present, len([part for part in visible.split(",") if part.strip()]))
+    A GPU's CPUs are its share among all GPUs of the machine, used or not: engines that know nothing of each other never
+    meet on a core, and each rank of a job can work out its own.
+    """
+    uuids = tuple(gpu.uuid for gpu in choice.gpus)
+    if machine is None:
+        return tuple(Placement("", uuids) for _ in uuids)
+    shares = share_cpus([gpu.cpus for gpu in choice.inventory.gpus], machine)
+    by_uuid = dict(zip((gpu.uuid for gpu in choice.inventory.gpus), shares, strict=True))
+    return tuple(Placement(format_cpu_list(by_uuid[uuid]), uuids) for uuid in uuids)
 
 
 def _ranks_for(num_lanes: int) -> int:

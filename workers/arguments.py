@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.topology import RankInfo
 
 
@@ -22,6 +23,7 @@ class WorkerArgs:
     startup_timeout_s: float
     step_timeout_s: float
     num_kv_caches: int = 1
+    placement: Placement = ANYWHERE
 
     def to_json(self) -> str:
         """One line for the command line."""
@@ -46,4 +48,4 @@ class WorkerArgs:
             if not isinstance(values[name], accepted):
                 raise ConfigError(f"the worker's argument {name} must be {accepted[0].__name__}, got {values[name]!r}")
         info = RankInfo.from_json(json.dumps(values["info"]))
-        return cls(**{**values, "info": info})
+        return cls(**{**values, "info": info, "placement": Placement.from_dict(values["placement"])})

@@ -42,6 +42,7 @@ def run(arguments: str) -> int:
     except KogError as error:
         return _last_words(error, WorkerExit.CONFIG_MISMATCH)
     rank = args.info.rank
+    args.placement.apply()
     try:
         engine = make_engine(args, control)
         try:

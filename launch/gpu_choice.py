@@ -1,0 +1,135 @@
+"""Whether a run uses GPUs, and which: `--device`, `--gpus`, what is there, and what the kernel can run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kog_dist.config import LaunchConfig
+from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
+from kog_dist.hardware.selection import GpuRequest, select_gpus
+from kog_dist.hardware.visible import Visible, visible_gpus
+
+if TYPE_CHECKING:
+    from kog_dist.model.checkpoint import Checkpoint
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+KERNEL_COMPUTE = (9, 0)  # compute capability that workers/cuda/build.py compiles for
+MAX_GPUS = 1  # of an engine, until ranks exchange sums between GPUs
+
+
+def auto_takes_gpus() -> bool:
+    """Whether `--device auto` takes GPUs that can run the model. The one switch: see docs/monokernel.md, "Status"."""
+    return False
+
+
+@dataclass(frozen=True)
+class GpuChoice:
+    """GPUs of an engine by rank. `gpus` is empty where they are not here; `obstacle` is why they cannot be used here and now."""
+
+    count: int
+    kv_dtype: str
+    inventory: Inventory
+    gpus: tuple[Gpu, ...] = ()
+    obstacle: KogError | None = None
+
+
+def choose_gpus(
+    settings: LaunchConfig, checkpoint: Checkpoint, environ: Mapping[str, str], inventory: Inventory | None = None
+) -> GpuChoice | None:
+    """GPUs of the run, None for CPU ranks. Without `inventory` the machine is asked, where it matters.
+
+    Raises ConfigError or LaunchError for a request that makes no sense, or no number of ranks, wherever it is started.
+    """
+    asked = settings.device == "cuda" or settings.gpus is not None
+    if settings.device == "cpu" or not (asked or auto_takes_gpus()):
+        return None
+    inventory = read_inventory() if inventory is None else inventory
+    visible = visible_gpus(inventory.gpus, environ)
+    kv_dtype = checkpoint.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
+    if not asked:
+        return _choose_unasked(settings, checkpoint, visible, inventory, kv_dtype)
+    request = GpuRequest("--device cuda", settings.ranks or 1) if settings.gpus is None else GpuRequest.parse(settings.gpus)
+    gpus, obstacle = _try_select(request, visible, inventory)
+    count = len(gpus) or request.num_gpus
+    if count is None:
+        assert obstacle is not None, "all of something is a number"
+        raise obstacle
+    if settings.ranks not in (0, count):
+        raise ConfigError(f"--ranks {settings.ranks} contradicts {count} GPU{'s' if count > 1 else ''}: a GPU has one rank")
+    shape = kernel_shape(checkpoint, count, kv_dtype)
+    return GpuChoice(count, kv_dtype, inventory, gpus, obstacle or _obstacle(gpus, rank_bytes(shape)))
+
+
+def kernel_shape(checkpoint: Checkpoint, world_size: int, kv_dtype: str) -> KernelShape:
+    """What the kernel of a rank is compiled for. Raises ConfigError naming what it cannot run, or how many ranks can be."""
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+    lanes = checkpoint.spec.lanes_of_rank(0, world_size)
+    return KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype)
+
+
+def rank_bytes(shape: KernelShape) -> dict[str, int]:
+    """GPU memory of a rank by use; `tape` is what it reads for every token."""
+    spec = shape.spec
+    norms = (2 * spec.num_layers + 1) * spec.hidden_size * (1 if spec.shared_norm_scale else shape.num_lanes)
+    rope = 4 * spec.max_context * spec.head_dim
+    return {
+        "tape": 2 * shape.tape_values * shape.num_ctas,
+        "tables": 2 * (spec.vocab_size * spec.hidden_size + norms) + rope,
+        "cache": shape.kv_bytes,
+        "words": 8 * shape.num_words,
+    }
+
+
+def _try_select(request: GpuRequest, visible: Visible, inventory: Inventory) -> tuple[tuple[Gpu, ...], KogError | None]:
+    try:
+        return select_gpus(request, visible, inventory), None
+    except LaunchError as error:
+        return (), error
+
+
+def _obstacle(gpus: tuple[Gpu, ...], needed: Mapping[str, int]) -> KogError | None:
+    """Why these GPUs cannot run the model now, None when nothing speaks against it."""
+    for gpu in gpus:
+        reason = _unfit(gpu, needed)
+        if reason:
+            return LaunchError(f"{gpu} {reason}")
+    if len(gpus) > MAX_GPUS:
+        most = f"{MAX_GPUS} GPU{'s' if MAX_GPUS > 1 else ''}"
+        return LaunchError(f"this version decodes on {most}, not on {len(gpus)}; use --gpus {MAX_GPUS}, or --device cpu")
+    if importlib.util.find_spec("cupy") is None:
+        return LaunchError("GPUs need the package cupy-cuda13x; install kog-dist[cuda], or use --device cpu")
+    return None
+
+
+def _unfit(gpu: Gpu, needed: Mapping[str, int]) -> str:
+    if gpu.compute != KERNEL_COMPUTE:
+        have, want = (".".join(map(str, numbers)) for numbers in (gpu.compute, KERNEL_COMPUTE))
+        return f"has compute capability {have}, and the kernel is for {want} (H100, H200); use --device cpu"
+    total = sum(needed.values())
+    if gpu.free_bytes < total:
+        free, wanted = (f"{number / 2**30:.1f} GiB" for number in (gpu.free_bytes, total))
+        return f"has {free} of free memory and a rank needs {wanted}; stop what uses it (kog-doctor shows it), or choose another"
+    return ""
+
+
+def _choose_unasked(
+    settings: LaunchConfig, checkpoint: Checkpoint, visible: Visible, inventory: Inventory, kv_dtype: str
+) -> GpuChoice | None:
+    """As many GPUs as can be used, None where CPU ranks are the better answer. Raises nothing: nobody asked for GPUs."""
+    num_lanes = checkpoint.spec.num_lanes
+    for count in range(min(MAX_GPUS, len(visible.gpus)), 0, -1):
+        if num_lanes % count or settings.ranks not in (0, count):
+            continue
+        try:
+            needed = rank_bytes(kernel_shape(checkpoint, count, kv_dtype))
+        except ConfigError:
+            continue
+        fit = tuple(gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, needed))[:count]
+        if len(fit) == count and _obstacle(fit, needed) is None:
+            return GpuChoice(count, kv_dtype, inventory, fit)
+    return None
