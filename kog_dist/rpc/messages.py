@@ -146,6 +146,7 @@ class Generate(_Checked):
     stop: tuple[str, ...] = checked(array(text(1, MAX_STOP_BYTES), MAX_STOP_STRINGS), default=())
     ignore_eos: bool = checked(flag, default=False)
     logit_digests: bool = checked(flag, default=False)
+    conversation: str | None = checked(optional(_ID), default=None)  # shared by requests that extend one another
 
     def __post_init__(self) -> None:
         _Checked.__post_init__(self)
@@ -272,6 +273,10 @@ class StatusReport(_Checked):
     num_dropped_clients: int = checked(_COUNT)
     num_bad_messages: int = checked(_COUNT)
     num_tokens: int = checked(_COUNT)
+    replica_names: tuple[str, ...] = checked(array(_NAME, 4096), default=())  # of a router; the next three are in this order
+    replica_states: tuple[str, ...] = checked(array(_NAME, 4096), default=())  # with the reason, where it is not in use
+    replica_addresses: tuple[str, ...] = checked(array(_NAME, 4096), default=())
+    replica_running: tuple[str, ...] = checked(array(_NAME, 4096), default=())  # request id, empty when idle
 
 
 Request: TypeAlias = Hello | Generate | Cancel | Status | Drain
