@@ -91,9 +91,11 @@ class Client:
     def generate(
         self, prompt: str | None = None, *, prompt_ids: Sequence[int] | None = None, max_tokens: int | None = None,
         temperature: float = 0.0, seed: int = 0, stop: Sequence[str] = (), ignore_eos: bool = False, logit_digests: bool = False,
-        request_id: str | None = None, timeout_s: float | None = None,
+        conversation: str | None = None, request_id: str | None = None, timeout_s: float | None = None,
     ) -> Generator[Accepted | Tokens | Done, None, None]:  # fmt: skip
         """Decode one prompt: yields `Accepted`, any number of `Tokens`, then `Done`. Nothing is sent before the first `next`.
+
+        `conversation` is an id that its requests share: a router sends them where their beginning is cached.
 
         Leaving the iterator early, Ctrl-C included, cancels the request. Raises RequestError when it is refused, RequestFailed
         when it ends without its answer (`engine_lost` when the engine is gone), DeadlineExceeded after `timeout_s`.
@@ -101,7 +103,7 @@ class Client:
         try:
             message = Generate(
                 request_id or secrets.token_hex(8), prompt, None if prompt_ids is None else tuple(prompt_ids), max_tokens,
-                temperature, seed, tuple(stop), ignore_eos, logit_digests,
+                temperature, seed, tuple(stop), ignore_eos, logit_digests, conversation,
             )  # fmt: skip
             self._connection.send(message)
         except BadMessage as error:

@@ -65,6 +65,7 @@ class PromptFlags:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logit_digests: bool = False
+    conversation: str | None = None
 
 
 @dataclass(slots=True)
@@ -244,7 +245,7 @@ def _statistics(answer: _Answer, done: Done) -> str:
 
 
 def _describe(report: StatusReport) -> str:
-    states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states))
+    states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
     return "\n".join(
         [
             f"{report.instance}: {report.state.value}, {report.model} on {report.world_size} ranks, up {report.uptime_s:.0f} s",
@@ -254,5 +255,13 @@ def _describe(report: StatusReport) -> str:
             f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_failed} failed, "
             f"{report.num_refused} refused; {report.num_tokens} tokens",
             f"clients  {report.num_dropped_clients} lost or dropped, {report.num_bad_messages} bad messages",
+            *_describe_replicas(report),
         ]
     )
+
+
+def _describe_replicas(report: StatusReport) -> list[str]:
+    columns = (report.replica_names, report.replica_states, report.replica_addresses, report.replica_running)
+    return [
+        f"{name:<8} {state}, {address}, running {running or '-'}" for name, state, address, running in zip(*columns, strict=False)
+    ]

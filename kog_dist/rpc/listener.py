@@ -78,7 +78,7 @@ class RpcListener:
         except BaseException:
             self.close()
             raise
-        self.fds = [int(s.getsockopt(zmq.FD)) for s in self._sockets()]
+        self.fds = [int(s.getsockopt(zmq.FD)) for s in self.sockets()]
 
     def _set_options(self) -> None:
         router = self._router
@@ -143,9 +143,10 @@ class RpcListener:
 
     def has_input(self) -> bool:
         """Whether `receive` has something to do."""
-        return any(int(s.getsockopt(zmq.EVENTS)) & zmq.POLLIN for s in self._sockets())
+        return any(int(s.getsockopt(zmq.EVENTS)) & zmq.POLLIN for s in self.sockets())
 
-    def _sockets(self) -> list[zmq.Socket[bytes]]:
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Those from which `receive` reads, for a zmq poller."""
         return [self._router] if self._zap is None else [self._router, self._zap]
 
     def receive(self, max_messages: int) -> list[tuple[bytes, Request]]:
@@ -191,7 +192,10 @@ class RpcListener:
 
     def send(self, peer: bytes, event: Event) -> Delivery:
         """Send an event, or keep it in the client's bounded outbox while the client does not read."""
-        frame = encode(event)
+        return self.send_frame(peer, encode(event))
+
+    def send_frame(self, peer: bytes, frame: bytes) -> Delivery:
+        """The same for an event that is encoded already."""
         outbox = self._outboxes.get(peer)
         if outbox is None:
             delivery = self._try_send(peer, frame)

@@ -23,7 +23,8 @@ from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path that the kernel takes
 PEER_HWM = 64  # messages that zmq itself queues per peer, in each direction
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3000  # TCP only
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 200, 1000  # TCP only: a dead link is seen after at most the sum of both
+RECONNECT_MS = 20
 
 
 # ---- where an engine is ----
@@ -97,50 +98,54 @@ def socket_address(folder: Path) -> str:
 
 
 # ---- client's side ----
+def open_dealer(context: zmq.Context[zmq.Socket[bytes]], access: Access) -> zmq.Socket[bytes]:
+    """A DEALER for an engine, encrypted for a TCP address, not connected yet. Raises LaunchError for keys that are none."""
+    is_tcp = access.address.startswith("tcp://")
+    if is_tcp and not (access.server_public and access.client_public and access.client_secret):
+        raise LaunchError(f"{access.address} needs the keys of the engine's {ACCESS_NAME}")
+    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    dealer.setsockopt(zmq.SNDHWM, PEER_HWM)
+    if not is_tcp:
+        return dealer
+    try:
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, (access.server_public or "").encode())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, (access.client_public or "").encode())
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, (access.client_secret or "").encode())
+    except zmq.ZMQError:
+        dealer.close()
+        raise LaunchError(
+            f"the keys given for {access.address} are no CURVE keys; take them from the engine's {ACCESS_NAME}"
+        ) from None
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    return dealer
+
+
 class Connection:
     """A client's DEALER and the monitor that tells when the engine is gone. One engine: it never reconnects to another."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
         self._context = zmq.Context()
-        self._dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._connected = False
         self._lost = False
-        dealer = self._dealer
-        self._set_curve()
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        dealer.setsockopt(zmq.RECONNECT_IVL, 20)
-        dealer.setsockopt(zmq.SNDHWM, PEER_HWM)
-        self._monitor: zmq.Socket[bytes] = dealer.get_monitor_socket()
         try:
-            dealer.connect(access.address)
+            self._dealer = open_dealer(self._context, access)
+        except LaunchError:
+            self._context.destroy(linger=0)
+            raise
+        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket()
+        try:
+            self._dealer.connect(access.address)
         except zmq.ZMQError as error:
             self.close()
             raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from error
         self._poller = zmq.Poller()
         self._poller.register(self._dealer, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-
-    def _set_curve(self) -> None:
-        """Encrypt a TCP connection. Raises LaunchError for keys that are missing or that are none, with everything closed."""
-        access, dealer = self.access, self._dealer
-        if not access.address.startswith("tcp://"):
-            return
-        if not (access.server_public and access.client_public and access.client_secret):
-            self._context.destroy(linger=0)
-            raise LaunchError(f"{access.address} needs the keys of the engine's {ACCESS_NAME}")
-        try:
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, access.server_public.encode())
-            dealer.setsockopt(zmq.CURVE_PUBLICKEY, access.client_public.encode())
-            dealer.setsockopt(zmq.CURVE_SECRETKEY, access.client_secret.encode())
-        except zmq.ZMQError:
-            self._context.destroy(linger=0)
-            raise LaunchError(
-                f"the keys given for {access.address} are no CURVE keys; take them from the engine's {ACCESS_NAME}"
-            ) from None
-        dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
     def wait_connected(self, deadline_s: float, *, patient: bool) -> None:
         """Return once the engine has taken the connection. `patient`: keep trying until the deadline (time.monotonic()).
