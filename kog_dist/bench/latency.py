@@ -65,7 +65,8 @@ def run(
 
 
 def _kernel(model: str | None, spec_name: str, lanes: int, **options: Any) -> Monokernel:
-    from kog_dist.workers.cuda.device_weights import from_rank_weights, random_weights
+    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.load import load_weights
 
     if model is None:
         specs = {"2b": laneformer_2b}
@@ -78,7 +79,7 @@ def _kernel(model: str | None, spec_name: str, lanes: int, **options: Any) -> Mo
     checkpoint = open_checkpoint(Path(model), verify=False)
     hosted = _hosted(checkpoint.spec, lanes)
     shape = KernelShape(checkpoint.spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, **options)
-    return Monokernel(shape, from_rank_weights(shape, checkpoint.rank_weights(hosted)))
+    return Monokernel(shape, load_weights(shape, checkpoint))
 
 
 def _hosted(spec: ModelSpec, lanes: int) -> range:

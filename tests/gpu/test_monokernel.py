@@ -15,8 +15,8 @@ from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.device_weights import DeviceWeights, from_rank_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 
 pytestmark = [
@@ -53,8 +53,7 @@ class Prepared:
         self.spec = spec
         self.oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
         self.shape = KernelShape(spec, range(spec.num_lanes), weight_dtype=dtype, kv_dtype=kv_dtype, **options)
-        loaded = open_checkpoint(folder, verify=False).rank_weights(range(spec.num_lanes))
-        self.weights: DeviceWeights = from_rank_weights(self.shape, loaded)
+        self.weights = load_weights(self.shape, open_checkpoint(folder))
         self.ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
 
     def kernel(self, **options: Any) -> Monokernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,17 @@ import numpy as np
 
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack
+from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
-from kog_dist.model.weights import RankWeights
+from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
 
 # Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0). GATE_UP is interleaved.
 MatrixSource = Callable[[Phase, int, int], GpuArray]
+# A tensor of a checkpoint as 16-bit words on the GPU, only the rows that `needed_rows` names.
+TensorSource = Callable[[str], GpuArray]
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,29 @@ class DeviceWeights:
 
 def to_words(values: GpuArray, dtype: str) -> GpuArray:
     """Float32 values as 16-bit words, rounded to nearest even (exact for values that were stored in that type)."""
-    import cupy
-
     if dtype == "float16":
-        return values.astype(cupy.float16).view(cupy.uint16)
-    bits = values.view(cupy.uint32)
-    return ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(cupy.uint16)
+        return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    return ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
 
 
-def pack_tape(shape: KernelShape, source: MatrixSource) -> GpuArray:
-    """The tapes of all thread blocks, in the order in which the kernel's loader reads them."""
-    import cupy
+def needed_parts(shape: KernelShape, name: str) -> range:
+    """Which parts of a tensor (`TensorLayout.parts`) a rank needs: those of its lanes, but the whole embedding."""
+    num_parts = len(tensor_layouts(shape.spec)[name].parts)
+    return range(num_parts) if name == EMBEDDING or num_parts == 1 else shape.hosted_lanes
 
-    tape = cupy.empty((shape.num_ctas, shape.tape_values), cupy.uint16)
+
+def needed_rows(shape: KernelShape, name: str) -> tuple[int, int]:
+    """First and one-past-last row of `needed_parts`, which are neighbours."""
+    parts, needed = tensor_layouts(shape.spec)[name].parts, needed_parts(shape, name)
+    return parts[needed[0]][0], parts[needed[-1]][1]
+
+
+def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
+    """Fill `tape` (num_ctas, tape_values) with all thread blocks' weights, in the order in which the kernel's loader reads them.
+
+    That is the order of the plan (decode/tape.py), whose LM head of each lane is one product here.
+    """
     position = 0
     ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
     for layer in range(shape.spec.num_layers):
@@ -54,74 +68,94 @@ def pack_tape(shape: KernelShape, source: MatrixSource) -> GpuArray:
                 tape[:, position : position + op.num_values] = pack(source(phase, layer, lane), op, shape.num_ctas)
                 position += op.num_values
     tape[:, position:] = pack(source(Phase.HEAD, 0, 0), shape.head, shape.num_ctas)
-    return tape
 
 
-def rope_pairs(shape: KernelShape) -> GpuArray:
-    """Cosines and sines, side by side."""
+def from_tensors(shape: KernelShape, tensors: TensorSource) -> DeviceWeights:
+    """Pack a model. Asks for each tensor once, in the order of `tensor_layouts`; a layer's tensors are dropped with the layer.
+
+    GPU memory at the peak: tape, embedding, one layer, and two copies of one lane's largest matrix.
+    """
     import cupy
 
-    return cupy.asarray(np.stack(rope_table(shape.spec, shape.spec.max_context), axis=-1))
-
-
-def from_rank_weights(shape: KernelShape, weights: RankWeights) -> DeviceWeights:
-    """Upload and pack what a checkpoint gave (float32 arrays on the host that are exact in 16 bit)."""
-    import cupy
-
-    spec, dtype = shape.spec, shape.weight_dtype
-
-    def words(values: Any) -> GpuArray:
-        return to_words(cupy.asarray(np.ascontiguousarray(values, np.float32)), dtype)
-
-    def matrix(phase: Phase, layer_idx: int, lane_idx: int) -> GpuArray:
-        if phase is Phase.HEAD:
-            return cupy.concatenate([words(weights.heads[lane]) for lane in shape.hosted_lanes])
-        layer = weights.lanes[shape.hosted_lanes[lane_idx]].layers[layer_idx]
-        if phase is Phase.GATE_UP:
-            return interleave(words(layer.w1), words(layer.w3))
-        return words({Phase.QKV: layer.wqkv, Phase.OUT: layer.wo, Phase.DOWN: layer.w2}[phase])
-
-    norm_lanes = shape.hosted_lanes[:1] if spec.shared_norm_scale else shape.hosted_lanes
-    final_lanes = shape.hosted_lanes[:1] if spec.shared_norm_scale or spec.pre_norm_lane_agg else shape.hosted_lanes
-    layers = [
-        [[getattr(weights.lanes[lane].layers[i], name) for lane in norm_lanes] for name in ("attention_norm", "ffn_norm")]
-        for i in range(spec.num_layers)
-    ]
+    spec = shape.spec
+    tape = cupy.empty((shape.num_ctas, shape.tape_values), cupy.uint16)
+    embedding = tensors(EMBEDDING)
+    layer = _LayerTensors(shape, tensors, embedding)
+    pack_tape(shape, layer.matrix, tape)
     return DeviceWeights(
-        tape=pack_tape(shape, matrix),
-        embedding=words(weights.embedding),
-        norms=words(np.array(layers)),
-        final_norm=words(np.array([weights.norms[lane] for lane in final_lanes])),
-        rope=rope_pairs(shape),
+        tape=tape,
+        embedding=embedding,
+        norms=np.stack(layer.norms).reshape(spec.num_layers, 2, -1, spec.hidden_size),
+        final_norm=layer.final_norm,
+        rope=cupy.asarray(np.stack(rope_table(spec, spec.max_context), axis=-1)),  # cosines and sines, side by side
     )
+
+
+class _LayerTensors:
+    """The matrices of a model, layer by layer, made of its tensors; collects the norms on the way."""
+
+    def __init__(self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray) -> None:
+        self.shape, self.tensors, self.embedding = shape, tensors, embedding
+        self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
+        self.final_norm: GpuArray = None
+        self._layer = -1
+        self._matrices: dict[Phase, tuple[GpuArray, ...]] = {}  # each (hosted lanes, rows, K)
+
+    def matrix(self, phase: Phase, layer: int, lane: int) -> GpuArray:
+        """See `MatrixSource`."""
+        if phase is Phase.HEAD:
+            return self._head()
+        if layer != self._layer:
+            self._load(layer)
+        parts = [tensor[lane] for tensor in self._matrices[phase]]
+        return interleave(*parts) if phase is Phase.GATE_UP else np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def _load(self, layer: int) -> None:
+        self._matrices.clear()  # the memory of the layer before
+        prefix, tensors = layer_prefix(layer), self.tensors
+        self.norms.append(self._norm(f"{prefix}attention_norm"))
+        query, key, value, out = (tensors(f"{prefix}attention.{name}.weight") for name in ("wq", "wk", "wv", "wo"))
+        self.norms.append(self._norm(f"{prefix}ffn_norm"))
+        gate, up, down = (tensors(f"{prefix}feed_forward.{name}.weight") for name in ("w1", "w3", "w2"))
+        self._matrices |= {Phase.QKV: (query, key, value), Phase.OUT: (out,), Phase.GATE_UP: (gate, up), Phase.DOWN: (down,)}
+        self._layer = layer
+
+    def _head(self) -> GpuArray:
+        self._matrices.clear()
+        spec = self.shape.spec
+        self.final_norm = self._norm("model.norm")
+        if not spec.tied_embeddings:
+            return self.tensors(head_name(spec))
+        first, last = self.shape.vocab_rows
+        return self.embedding[first:last]
+
+    def _norm(self, stem: str) -> GpuArray:
+        return self.tensors(norm_name(self.shape.spec, stem)).reshape(-1, self.shape.spec.hidden_size)
 
 
 def random_weights(shape: KernelShape, seed: int) -> DeviceWeights:
     """Random weights of the right scale, made on the GPU: for timing shapes that no checkpoint exists of."""
+
+    def tensor(name: str) -> GpuArray:
+        first, last = needed_rows(shape, name)
+        return random_tensor(shape.spec, name, seed, shape.weight_dtype)[first:last]
+
+    return from_tensors(shape, tensor)
+
+
+def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16") -> GpuArray:
+    """A whole tensor of random 16-bit words, made on the GPU; equal for equal arguments.
+
+    Scaled as `checkpoint.random_tensors` does it: matrices by 1 / sqrt(fan-in), norm weights around 1.
+    """
     import cupy
 
-    spec, lanes = shape.spec, shape.num_lanes
-    generator = cupy.random.default_rng(seed)
-    columns = {Phase.QKV: spec.hidden_size, Phase.OUT: spec.lane_heads * spec.head_dim, Phase.GATE_UP: spec.hidden_size,
-               Phase.DOWN: spec.lane_ffn, Phase.HEAD: spec.hidden_size}  # fmt: skip
-    first, last = shape.vocab_rows
-    rows = {Phase.QKV: (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim, Phase.OUT: spec.hidden_size,
-            Phase.GATE_UP: 2 * spec.lane_ffn, Phase.DOWN: spec.hidden_size, Phase.HEAD: last - first}  # fmt: skip
-
-    def normal(*size: int, std: float = 1.0, mean: float = 0.0) -> GpuArray:
-        values = generator.standard_normal(size, dtype=cupy.float32) * np.float32(std) + np.float32(mean)
-        return to_words(values, shape.weight_dtype)
-
-    def matrix(phase: Phase, _layer: int, _lane: int) -> GpuArray:
-        summed = lanes if phase in (Phase.OUT, Phase.DOWN) else 1
-        return normal(rows[phase], columns[phase], std=(columns[phase] * summed) ** -0.5)
-
-    norm_lanes = 1 if spec.shared_norm_scale else lanes
-    final_lanes = 1 if spec.shared_norm_scale or spec.pre_norm_lane_agg else lanes
-    return DeviceWeights(
-        tape=pack_tape(shape, matrix),
-        embedding=normal(spec.vocab_size, spec.hidden_size),
-        norms=normal(spec.num_layers, 2, norm_lanes, spec.hidden_size, std=0.1, mean=1.0),
-        final_norm=normal(final_lanes, spec.hidden_size, std=0.1, mean=1.0),
-        rope=rope_pairs(shape),
-    )
+    shape = tensor_layouts(spec)[name].shape
+    generator = cupy.random.default_rng(seed << 32 | zlib.crc32(name.encode()))
+    values = generator.standard_normal(shape, dtype=cupy.float32)
+    if "norm." in name:
+        values = np.float32(1.0) + np.float32(0.1) * values
+    elif name != EMBEDDING:
+        fan_in = shape[-1] * (spec.num_lanes if name.endswith(("wo.weight", "w2.weight")) else 1)  # those are summed over lanes
+        values *= np.float32(fan_in**-0.5)
+    return to_words(values, dtype)

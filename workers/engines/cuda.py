@@ -93,14 +93,14 @@ class CudaEngine:
     def _load(self, checkpoint: Any) -> Kernel:
         import cupy
 
-        from kog_dist.workers.cuda.device_weights import from_rank_weights
         from kog_dist.workers.cuda.kernel_shape import KernelShape
+        from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.cuda.monokernel import Monokernel
 
         cupy.cuda.Device(device_index(self._args.device)).use()
         lanes = checkpoint.spec.lanes_of_rank(0, 1)
         shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=self._args.kv_dtype)
-        kernel: Kernel = Monokernel(shape, from_rank_weights(shape, checkpoint.rank_weights(lanes)), rank=self._rank)
+        kernel: Kernel = Monokernel(shape, load_weights(shape, checkpoint), rank=self._rank)
         return kernel
 
     # ---- requests ----

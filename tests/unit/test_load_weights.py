@@ -1,0 +1,228 @@
+"""Loading for the GPU: every word of a checkpoint arrives where the kernel looks for it, in the plan's order; damage is named.
+
+NumPy stands in for cupy: its pinned memory is ordinary memory, its copies are done at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kog_dist.decode.plan import Plan, make_plan
+from kog_dist.decode.steps import Phase
+from kog_dist.decode.tape import tape
+from kog_dist.decode.tape_packing import OpShape, unpack
+from kog_dist.errors import CheckpointError
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.workers.cuda import load
+from kog_dist.workers.cuda.device_weights import DeviceWeights, pack_tape
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.load import load_weights
+
+SPEC = ModelSpec(
+    hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=2, intermediate_size=136, vocab_size=101, max_context=64, num_lanes=2,
+    delay=1,
+)  # fmt: skip
+SPECS = {
+    "as published": SPEC,
+    "tied": replace(SPEC, tied_embeddings=True),
+    "norms per lane": replace(SPEC, shared_norm_scale=False),
+    "norms per lane, aggregate": replace(SPEC, shared_norm_scale=False, pre_norm_lane_agg=True),
+    "one lane": replace(SPEC, num_lanes=1, num_kv_heads=6, delay=0),
+}
+
+
+class Array(np.ndarray[Any, Any]):
+    """An array with cupy's `data.ptr`."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def pinned(num_bytes: int) -> Any:
+    memory = type("Pinned", (ctypes.Array,), {"_type_": ctypes.c_uint8, "_length_": num_bytes, "ptr": property(ctypes.addressof)})
+    return memory()
+
+
+@pytest.fixture(autouse=True)
+def numpy_as_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(target: int, source: int, num_bytes: int, _kind: int, _stream: int) -> None:
+        ctypes.memmove(target, source, num_bytes)
+
+    cupy: Any = ModuleType("cupy")
+    cupy.uint16, cupy.asarray = np.uint16, np.asarray
+    cupy.empty = lambda shape, dtype: np.full(shape, 0xEEEE, dtype).view(Array)
+    cupy.get_default_memory_pool = cupy.get_default_pinned_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
+    cuda: Any = ModuleType("cupy.cuda")
+    cuda.Device = lambda: SimpleNamespace(use=lambda: None)
+    cuda.alloc_pinned_memory = pinned
+    cuda.Event = lambda disable_timing: SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
+    cuda.Stream = SimpleNamespace(null=SimpleNamespace(ptr=0))
+    cuda.runtime = SimpleNamespace(memcpyAsync=copy, memcpyHostToDevice=1)
+    cupy.cuda = cuda
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(load, "BUFFER_BYTES", 1000)  # several pieces for each part
+    monkeypatch.setattr(load, "AHEAD_BYTES", 50_000)
+
+
+def stored_words(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    if dtype == "float16":
+        return values.astype(np.float16).view(np.uint16)
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+class Tapes:
+    """Takes the products off the tapes of all thread blocks again."""
+
+    def __init__(self, weights: DeviceWeights, shape: KernelShape) -> None:
+        self.tape, self.shape, self.position = np.asarray(weights.tape), shape, 0
+
+    def next(self, op: OpShape, rows: int, columns: int) -> np.ndarray[Any, Any]:
+        segments = self.tape[:, self.position : self.position + op.num_values]
+        self.position += op.num_values
+        return np.asarray(unpack(segments, op, rows, columns))
+
+
+def checkpoint_of(folder: Path, spec: ModelSpec, dtype: str = "bfloat16", *, manifest: bool = True) -> Checkpoint:
+    write_checkpoint(folder, spec, random_tensors(spec, 3), dtype=dtype, manifest=manifest)
+    return open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", SPECS)
+def test_every_word_arrives_in_its_place(tmp_path: Path, variant: str, dtype: str) -> None:
+    spec = SPECS[variant]
+    checkpoint = checkpoint_of(tmp_path, spec, dtype)
+    for hosted in {range(spec.num_lanes), range(spec.num_lanes - 1, spec.num_lanes)}:
+        shape = KernelShape(spec, hosted, weight_dtype=dtype, kv_dtype=dtype, max_ctas=7)
+        weights = load_weights(shape, checkpoint)
+        wanted = checkpoint.rank_weights(hosted)
+        tapes = Tapes(weights, shape)
+
+        def found(op: OpShape, matrix: np.ndarray[Any, Any], tapes: Tapes = tapes) -> bool:
+            return np.array_equal(tapes.next(op, *matrix.shape), stored_words(matrix, dtype))
+
+        norms = []
+        for i in range(spec.num_layers):
+            layers = [wanted.lanes[lane].layers[i] for lane in hosted]
+            assert all(found(shape.qkv, layer.wqkv) for layer in layers), i
+            assert all(found(shape.out, layer.wo) for layer in layers), i
+            both = [np.stack([layer.w1, layer.w3], 1).reshape(-1, spec.hidden_size) for layer in layers]
+            assert all(found(shape.gate_up, matrix) for matrix in both), i
+            assert all(found(shape.down, layer.w2) for layer in layers), i
+            used = layers[:1] if spec.shared_norm_scale else layers
+            norms.append([[layer.attention_norm for layer in used], [layer.ffn_norm for layer in used]])
+        assert found(shape.head, np.concatenate([wanted.heads[lane] for lane in hosted]))
+        assert tapes.position == shape.tape_values
+        assert np.array_equal(weights.norms, stored_words(np.array(norms), dtype))
+        shares_final = spec.shared_norm_scale or spec.pre_norm_lane_agg
+        final = [wanted.norms[lane] for lane in (hosted[:1] if shares_final else hosted)]
+        assert np.array_equal(weights.final_norm, stored_words(np.array(final), dtype))
+        assert np.array_equal(weights.embedding, stored_words(wanted.embedding, dtype))
+
+
+def overwrite(folder: Path, checkpoint: Checkpoint, name: str, element: int, word: int) -> Checkpoint:
+    stored = checkpoint.owner[name].tensors[name]
+    with checkpoint.owner[name].path.open("r+b") as file:
+        file.seek(stored.begin + 2 * element)
+        file.write(word.to_bytes(2, "little"))
+    return open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"), [("bfloat16", 0x7F80), ("bfloat16", 0xFFC1), ("float16", 0xFC00), ("float16", 0x7C01)]
+)
+def test_values_that_are_not_finite_are_named(tmp_path: Path, dtype: str, word: int) -> None:
+    name = "model.layers.1.feed_forward.w3.weight"
+    checkpoint = overwrite(tmp_path, checkpoint_of(tmp_path, SPEC, dtype, manifest=False), name, 77, word)
+    shape = KernelShape(SPEC, range(2), weight_dtype=dtype, kv_dtype=dtype)
+    with pytest.raises(CheckpointError, match=rf"tensor {name} has a value that is not finite \(element 77 of it\)"):
+        load_weights(shape, checkpoint)
+    load_weights(shape, open_checkpoint(tmp_path, verify=False))
+
+
+def test_bytes_that_differ_from_the_manifest_are_named(tmp_path: Path) -> None:
+    name = "model.layers.2.attention.wo.weight"
+    checkpoint = overwrite(tmp_path, checkpoint_of(tmp_path, SPEC), name, SPEC.hidden_size * 48 + 5, 0x3F80)
+    with pytest.raises(CheckpointError, match=rf"tensor {name}, rows 1 to 2, differs from its SHA-256"):
+        load_weights(KernelShape(SPEC, range(2)), checkpoint)
+    load_weights(KernelShape(SPEC, range(1)), checkpoint)  # the other lane's rank finds it
+    load_weights(KernelShape(SPEC, range(2)), open_checkpoint(tmp_path, verify=False))
+
+
+def test_a_file_that_was_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path, SPEC)
+    path = checkpoint.files[0].path
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match="changed or replaced"):
+        load_weights(KernelShape(SPEC, range(2)), checkpoint)
+
+
+# ---- the order of the tape ----
+def packed_products(shape: KernelShape) -> list[tuple[Phase, int, int]]:
+    """What `pack_tape` puts on the tapes, in order: the products that it asks for, checked to stand there one after another."""
+    asked: list[tuple[Phase, int, int]] = []
+    ops = {
+        Phase.QKV: shape.qkv,
+        Phase.OUT: shape.out,
+        Phase.GATE_UP: shape.gate_up,
+        Phase.DOWN: shape.down,
+        Phase.HEAD: shape.head,
+    }
+
+    def source(phase: Phase, layer: int, lane: int) -> Any:
+        asked.append((phase, layer, lane))
+        return np.full((1, 1), len(asked), np.uint16)  # the first value of the first thread block's segment
+
+    tapes = np.zeros((shape.num_ctas, shape.tape_values), np.uint16)
+    pack_tape(shape, source, tapes)
+    position = 0
+    for number, (phase, _, _) in enumerate(asked, 1):
+        assert tapes[0, position] == number, "the products do not stand in the order in which they were asked for"
+        position += ops[phase].num_values
+    assert position == shape.tape_values
+    return asked
+
+
+def rank_hosting(spec: ModelSpec, hosted: range) -> tuple[int, int]:
+    return hosted[0] // len(hosted), spec.num_lanes // len(hosted)
+
+
+def plan_of(shape: KernelShape) -> tuple[Plan, int]:
+    """The plan of the engine that the shape is a rank of, and the rank."""
+    hosted = len(shape.hosted_lanes)
+    return make_plan(shape.spec, shape.spec.num_lanes // hosted, shape.num_ctas), shape.hosted_lanes[0] // hosted
+
+
+@pytest.mark.parametrize("hosted", [range(8), range(4, 8), range(2, 4), range(7, 8)], ids=str)
+def test_tape_has_the_order_of_the_plan(hosted: range) -> None:
+    spec = ModelSpec(128, 3, 8, 8, 256, 100, max_context=64, num_lanes=8, delay=1)
+    shape = KernelShape(spec, hosted, max_ctas=4)
+    wanted: list[tuple[Phase, int, int]] = []
+    for segment in tape(*plan_of(shape), cta=0):
+        if segment.phase is not Phase.HEAD:
+            wanted.append((segment.phase, segment.layer, segment.lane - hosted[0]))
+        elif wanted[-1] != (Phase.HEAD, 0, 0):  # the hosted lanes' slices of the vocabulary are one product here
+            wanted.append((Phase.HEAD, 0, 0))
+    assert packed_products(shape) == wanted
+
+
+@pytest.mark.parametrize("hosted", [range(8), range(4, 6), range(7, 8)], ids=str)
+def test_rows_of_the_2b_shape_have_the_owner_of_the_plan(hosted: range) -> None:
+    shape = KernelShape(laneformer_2b(), hosted)
+    plan, rank = plan_of(shape)
+    ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
+    for split in plan.ranks[rank].splits:
+        if split.phase in ops:  # the LM head is cut once for all hosted lanes here, lane by lane in the plan
+            rows = ops[split.phase].cta_rows // (2 if split.phase is Phase.GATE_UP else 1)
+            assert split.rows == tuple((cta * rows, rows) for cta in range(shape.num_ctas)), split.phase

@@ -1,0 +1,153 @@
+"""A checkpoint's tensors on their way to the GPU: read, hashed and copied as the 16-bit words that the files hold.
+
+Reader threads fill page-locked buffers from the files (reading, hashing and copying leave the interpreter's lock) and queue the
+copies; meanwhile the main thread packs what came before. Everything runs on the null stream, so packing a tensor comes after its
+copies, and memory that packing has freed is not overwritten too early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+
+from kog_dist.errors import CheckpointError
+from kog_dist.model.checkpoint import Checkpoint
+from kog_dist.model.layout import tensor_layouts
+from kog_dist.workers.cuda.device_weights import DeviceWeights, GpuArray, from_tensors, needed_parts, needed_rows
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+READERS = 8
+BUFFER_BYTES = 4 * 2**20  # of page-locked memory; two for each reader
+AHEAD_BYTES = 256 * 2**20  # of tensors that are read before they are asked for
+
+
+def load_weights(shape: KernelShape, checkpoint: Checkpoint) -> DeviceWeights:
+    """Read and pack what a rank needs of a checkpoint; no value passes through float32 or stays on the host.
+
+    With `checkpoint.verify` the bytes of the rank's own parts are compared with the manifest on the way, and all values must be
+    finite, which the GPU looks at. GPU memory at the peak: what `from_tensors` says and AHEAD_BYTES; host memory: 2 * READERS
+    buffers. Raises CheckpointError naming file and tensor.
+    """
+    import cupy
+
+    with _opened(shape, checkpoint) as tensors:
+        weights = from_tensors(shape, tensors.take)
+        tensors.check_finite()
+    cupy.get_default_memory_pool().free_all_blocks()
+    cupy.get_default_pinned_memory_pool().free_all_blocks()
+    return weights
+
+
+@dataclass
+class _Loading:
+    """A tensor that is being read: its memory on the GPU, and one job for each part."""
+
+    words: GpuArray
+    jobs: list[Future[None]]
+
+
+class _Tensors:
+    """The tensors of a checkpoint in the order of use, read a little ahead of the one who takes them."""
+
+    def __init__(self, shape: KernelShape, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
+        import cupy
+
+        self._shape, self._checkpoint, self._pool = shape, checkpoint, pool
+        self._device = cupy.cuda.Device()
+        self._layouts = tensor_layouts(shape.spec)
+        self._waiting = deque(self._layouts)
+        self._loading: dict[str, _Loading] = {}
+        self._largest: dict[str, GpuArray] = {}  # by name: the largest magnitude, as a word
+        self._stages: SimpleQueue[_Stage] = SimpleQueue()
+        for _ in range(READERS):
+            self._stages.put(_Stage())
+
+    def take(self, name: str) -> GpuArray:
+        """The tensor's `needed_rows`. Every tensor can be taken once. Raises CheckpointError."""
+        while name not in self._loading or (self._waiting and self._bytes_ahead() < AHEAD_BYTES):
+            next_name = self._waiting.popleft()
+            self._loading[next_name] = self._start(next_name)
+        loading = self._loading.pop(name)
+        for job in loading.jobs:
+            job.result()
+        if self._checkpoint.verify and loading.words.size:
+            self._largest[name] = (loading.words & np.uint16(0x7FFF)).max()
+        return loading.words
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError naming file, tensor and element if a value of what was taken is not finite."""
+        infinity = 0x7C00 if self._checkpoint.dtype == "float16" else 0x7F80
+        for name, largest in self._largest.items():
+            if int(largest) >= infinity:
+                self._checkpoint.tensor(name)  # finds the place
+                raise CheckpointError(f"{self._checkpoint.folder}: tensor {name} has a value that is not finite")
+
+    def _bytes_ahead(self) -> int:
+        return sum(int(loading.words.nbytes) for loading in self._loading.values())
+
+    def _start(self, name: str) -> _Loading:
+        import cupy
+
+        first, last = needed_rows(self._shape, name)
+        layout = self._layouts[name]
+        words = cupy.empty((last - first, *layout.shape[1:]), cupy.uint16)
+        jobs = []
+        for part_idx in needed_parts(self._shape, name):
+            start = (layout.parts[part_idx][0] - first) * layout.values_per_row * 2
+            jobs.append(self._pool.submit(self._read_part, name, part_idx, words.data.ptr + start))
+        return _Loading(words, jobs)
+
+    def _read_part(self, name: str, part_idx: int, target_ptr: int) -> None:
+        """Job of a reader thread."""
+        self._device.use()
+        # Parts that every rank has are verified by the rank that hosts the part's lane.
+        verify = self._checkpoint.verify and part_idx in self._shape.hosted_lanes
+        stage = self._stages.get()
+        try:
+            for chunk in self._checkpoint.stored_part(name, part_idx, stage.next_buffer, verify=verify):
+                stage.send(len(chunk), target_ptr)
+                target_ptr += len(chunk)
+        finally:
+            self._stages.put(stage)
+
+
+class _Stage:
+    """Two page-locked buffers that take turns: one is filled while the other is copied to the GPU."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._memory = [cupy.cuda.alloc_pinned_memory(BUFFER_BYTES) for _ in range(2)]
+        self._buffers = [np.frombuffer(memory, np.uint8, BUFFER_BYTES).data for memory in self._memory]
+        self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._turn = 0
+
+    def next_buffer(self) -> memoryview:
+        """A buffer whose copy has ended."""
+        self._turn ^= 1
+        self._copied[self._turn].synchronize()
+        return self._buffers[self._turn]
+
+    def send(self, num_bytes: int, target_ptr: int) -> None:
+        """Queue the copy of the front of the newest buffer."""
+        from cupy.cuda import Stream, runtime
+
+        source_ptr = self._memory[self._turn].ptr
+        runtime.memcpyAsync(target_ptr, source_ptr, num_bytes, runtime.memcpyHostToDevice, Stream.null.ptr)
+        self._copied[self._turn].record(Stream.null)
+
+
+@contextmanager
+def _opened(shape: KernelShape, checkpoint: Checkpoint) -> Iterator[_Tensors]:
+    """Tensors with their reader threads; after an error what is still waiting is not read."""
+    pool = ThreadPoolExecutor(READERS, "kog-reader")
+    try:
+        yield _Tensors(shape, checkpoint, pool)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
