@@ -12,6 +12,17 @@ from typing import Any, Final
 
 LOWEST_TEMPERATURE: Final = 0.001  # besides 0, which is greedy; the one definition for flags, messages and engines
 HIGHEST_TEMPERATURE: Final = 100.0
+SAMPLING_LIMITS: Final = {  # lowest and highest value of the other numbers that shape a choice
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "logit_bias": (-100.0, 100.0),
+}
+MAX_TOP_K: Final = 2**31 - 1
+MAX_LOGIT_BIAS: Final = 1024  # ids in one request
+MAX_TOP_LOGPROBS: Final = 20
 
 Check = Callable[[Any], Any]
 
@@ -61,6 +72,13 @@ def check_temperature(value: float) -> None:
     """Raises ValueError, a whole sentence, unless `value` is 0 or within the limits (NaN is not)."""
     if not (value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE):
         raise ValueError(f"temperature must be 0 or between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}, got {value}")
+
+
+def check_sampling_number(name: str, value: float) -> None:
+    """Raises ValueError, a whole sentence, unless `value` is within SAMPLING_LIMITS (NaN is not)."""
+    low, high = SAMPLING_LIMITS[name]
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
 
 
 def text(low_bytes: int, high_bytes: int) -> Check:

@@ -1,28 +1,18 @@
-"""How a token is chosen from logits: the definition for every engine, in operations that a kernel can repeat bit by bit.
+"""The float32 functions of sampling, in operations that a kernel can repeat bit by bit.
 
-Greedy takes the largest logit. With a temperature T the token is the largest `logit * (1 / T) + gumbel` (the Gumbel-max trick:
-this draws from softmax(logits / T)), where `gumbel` depends only on (seed, position, vocabulary id). Ties go to the lower id.
-So the choice can be made slice by slice, in any order and on any number of ranks, with the same result.
-
-Bits are part of the definition. Everything is float32; each written operation is rounded on its own (on CUDA `__fmul_rn`,
-`__fadd_rn`, `__fdiv_rn`: a fused multiply-add would give other bits):
+Everything is float32; each written operation is rounded on its own (on CUDA `__fmul_rn`, `__fadd_rn`, `__fdiv_rn`: a fused
+multiply-add would give other bits):
     word   = Philox4x32-10(counter = (id >> 2, position, 0, 0), key = (seed low, seed high))[id & 3]
     u      = (float(word >> 9) + 0.5) * 2**-23                     exact, in (0, 1)
-    gumbel = -log(-log(u))                                         `log` as written below
-    score  = logit * (1 / T) + gumbel
+    gumbel = -log(-log(u))                                         `log` as in `log32`
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from kog_dist.rpc.fields import check_temperature
 
 Words = NDArray[np.uint32]
 
@@ -38,71 +28,14 @@ _LOG_POLYNOMIAL = tuple(
 )  # fmt: skip
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2; the first has few bits
 _SQRT_HALF = np.float32(0.70710678)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose: temperature 0 is greedy; the seed matters only above 0. Raises ValueError for values out of range."""
-
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed must be between 0 and 2**64 - 1, got {self.seed}")
-
-
-class Candidate(NamedTuple):
-    """Best token of some slice of the vocabulary. `value` is NaN if any logit of the slice was not finite."""
-
-    value: float
-    token_id: int
-
-
-NO_CANDIDATE = Candidate(-math.inf, 0)  # of an empty slice
-
-
-def candidate(
-    logits_slice: NDArray[Any], first_id: int, position: int, sampling: Sampling, noise: NDArray[np.float32] | None = None
-) -> Candidate:
-    """The best token of one slice of logits (rows,), which starts at vocabulary id `first_id`.
-
-    `position` is that of the token that was fed in (its successor is being chosen). `noise`: the slice's `gumbel`, if the caller
-    has it already.
-    """
-    if len(logits_slice) == 0:
-        return NO_CANDIDATE
-    if not np.isfinite(logits_slice).all():
-        return Candidate(math.nan, first_id)
-    scores = logits_slice
-    if sampling.temperature > 0:
-        inverse = np.float32(1.0) / np.float32(sampling.temperature)
-        scores = logits_slice.astype(np.float32, copy=False) * inverse
-        scores += gumbel(sampling.seed, position, first_id, len(scores)) if noise is None else noise
-    best = int(scores.argmax())  # the first of equal ones, which is the lower id
-    return Candidate(float(scores[best]), first_id + best)
-
-
-def pick(candidates: Iterable[Candidate]) -> Candidate:
-    """The best of several slices: the larger value, ties to the lower id; NaN if any slice had a logit that is not finite."""
-    best: Candidate | None = None
-    for other in candidates:
-        if math.isnan(other.value):
-            return other
-        if best is None or other.value > best.value or (other.value == best.value and other.token_id < best.token_id):
-            best = other
-    if best is None:
-        raise ValueError("there is no candidate to pick from")
-    return best
-
-
-def sample(logits: NDArray[Any], position: int, sampling: Sampling) -> int:
-    """The token chosen from all logits (vocab,). Raises ValueError if any is not finite."""
-    best = candidate(logits, 0, position, sampling)
-    if math.isnan(best.value):
-        raise ValueError(f"logits of position {position} are not all finite; no token can be chosen from them")
-    return best.token_id
+# Cephes expf: exp(f) = 1 + (f + f**2 * polynomial(f)) for |f| <= ln(2) / 2; highest power first.
+_EXP_POLYNOMIAL = tuple(
+    np.float32(c)
+    for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+)  # fmt: skip
+_LOG2_E = np.float32(1.44269504088896341)
+MASS_BITS = 40  # a mass of 2**40 is that of the most likely token; 2**23 of them fit into 63 bits
+_LEAST_EXPONENT = np.float32(-28.0)  # exp of it is below 2**-40: its mass, and that of everything below, is 0
 
 
 def gumbel(seed: int, position: int, first_id: int, count: int) -> NDArray[np.float32]:
@@ -110,6 +43,16 @@ def gumbel(seed: int, position: int, first_id: int, count: int) -> NDArray[np.fl
     first_block, last_block = first_id >> 2, (first_id + count + 3) >> 2
     blocks = np.arange(first_block, last_block, dtype=np.uint32)
     words = philox4x32(blocks, position, seed).ravel()[first_id - 4 * first_block :][:count]
+    return _gumbel_of_words(words)
+
+
+def gumbel_of(seed: int, position: int, ids: NDArray[np.integer[Any]]) -> NDArray[np.float32]:
+    """Noise (n,) of any vocabulary ids (n,): the same values as `gumbel` gives."""
+    words = philox4x32((ids >> 2).astype(np.uint32), position, seed)[np.arange(len(ids)), ids & 3]
+    return _gumbel_of_words(words)
+
+
+def _gumbel_of_words(words: Words) -> NDArray[np.float32]:
     uniform = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
     return -log32(-log32(uniform))
 
@@ -161,3 +104,36 @@ def log32(x: NDArray[np.float32]) -> NDArray[np.float32]:
     f += e
     result: NDArray[np.float32] = f
     return result
+
+
+def masses(distance: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """exp(distance) * 2**40, cut off to integers (n,), of float32 distances (n,) that are not above 0; 0 below about -27.7.
+
+    Integers, because their sums do not depend on the order of additions: every reduction tree and every way to cut the
+    vocabulary give the same bits, which sums of float32 do not. Relative error of a mass below 2e-7, besides the cut.
+
+    Written order (each step rounded to float32): x = max(distance, -28); n = floor(x * LOG2_E + 0.5); f = x - n * LN2_HIGH;
+    f = f - n * LN2_LOW; p by Horner's rule; y = p * (f * f); y = y + f; y = y + 1; mass = integer part of y * 2**(n + 40), exact.
+    """
+    x = np.maximum(distance, _LEAST_EXPONENT)
+    n = np.floor(x * _LOG2_E + np.float32(0.5))
+    f = x - n * _LN2_HIGH
+    f -= n * _LN2_LOW
+    p = np.full_like(f, _EXP_POLYNOMIAL[0])
+    for coefficient in _EXP_POLYNOMIAL[1:]:
+        p *= f
+        p += coefficient
+    p *= f * f
+    p += f
+    p += np.float32(1.0)
+    mass: NDArray[np.uint64] = np.ldexp(p, n.astype(np.int32) + MASS_BITS).astype(np.uint64)
+    return mass
+
+
+def log_of_mass(total: int) -> np.float32:
+    """Natural logarithm of `total` * 2**-40, for a sum of masses of at least 2**40.
+
+    The sum is rounded once to float32 (to nearest, ties to even), scaled exactly, then `log32`.
+    """
+    scaled = np.float32(np.uint64(total)) * np.float32(2.0**-MASS_BITS)
+    return np.float32(log32(scaled.reshape(1))[0])

@@ -1,0 +1,37 @@
+"""What is reported about a choice: log-probabilities of the model's own logits, before penalties, temperature and filters.
+
+The same as OpenAI's and vLLM's default. Bits are defined here, too: with m the largest logit and S the sum of
+`masses(logit - m)`, an integer that depends on no order of additions, every value is
+    logprob = max((logit - m) - log(S * 2**-40), lowest float32)          (`bits.log_of_mass`; each operation float32)
+It differs from the exact log-softmax by less than 2e-6 + 1e-7 * |logprob| for vocabularies of up to 2**18 ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.decode.sampling.bits import log_of_mass, masses
+from kog_dist.decode.sampling.shaping import in_order
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one token: its own log-probability, and the ids and log-probabilities of the most likely tokens, best first."""
+
+    chosen: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+def token_logprobs(logits: NDArray[Any], token_id: int, num_top: int) -> TokenLogprobs:
+    """Of `token_id` and the `num_top` best ids, equal ones by id. `logits` (vocab,) are the model's, all finite."""
+    raw = logits.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):  # to minus infinity: no mass
+        distance = raw - raw.max()
+    log_total = log_of_mass(int(masses(distance).sum()))
+    top_ids = in_order(raw, num_top)
+    wanted = np.append(top_ids, token_id)
+    *top, chosen = np.maximum(distance[wanted] - log_total, np.finfo(np.float32).min).tolist()
+    return TokenLogprobs(chosen, tuple(top_ids.tolist()), tuple(top))
