@@ -6,15 +6,18 @@ import json
 import os
 import select
 import signal
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.control import NO_RANK, AbortCause, ControlPage, RankState
 from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
-from kog_dist.launch.local import Child
+from kog_dist.launch.local import LocalRanks
 from kog_dist.launch.outcome import INTERRUPTED, Outcome
+from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.reaper import Reaper
 from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.target import Target
@@ -30,15 +33,32 @@ GIVE_UP_S = 15.0  # a process that the kernel cannot end by then is left to it
 _POLL_S = 0.05
 
 
+class RankSource(Protocol):
+    """How the ranks of an engine come into being, which is all in which launchers differ. `LocalRanks` is the plain one."""
+
+    origin: str  # what started the ranks, for people: "MPICH 5.0.2"; empty where it is the launcher itself
+    lifelines: Mapping[int, str]  # pidfds of processes without which the engine must not go on, and who they are
+
+    def start(self, arguments: Sequence[WorkerArgs], log_dir: Path | None) -> Iterator[EngineProcess]:
+        """Start the worker of every rank on this machine, yielding each in the order of ranks as soon as it exists.
+
+        Descriptors in the arguments are those of this process. Raises LaunchError; the caller ends what was yielded before.
+        """
+
+
 class EngineProcesses:
     """Everything that `kog-launch` creates. `stop` may be called at any moment, also when `start` was never called or failed."""
 
-    def __init__(self, settings: LaunchConfig, target: Target, request: PromptRequest | None, log_dir: Path | None) -> None:
+    def __init__(
+        self, settings: LaunchConfig, target: Target, request: PromptRequest | None, log_dir: Path | None,
+        ranks: RankSource | None = None,
+    ) -> None:  # fmt: skip
         """Take the instance name and make the control page; starts no process but the reaper. Raises LaunchError."""
         self.request = request
         self.world_size = target.world_size
         self.model_name, self.device = target.model_name, target.device
-        self.children: list[Child] = []
+        self.children: list[EngineProcess] = []
+        self.ranks: RankSource = ranks or LocalRanks()
         self._settings, self._target, self._log_dir = settings, target, log_dir
         name = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
         sweep_stale()  # what a killed launcher, reaper and coordinator left under names that nobody asks for again
@@ -64,8 +84,8 @@ class EngineProcesses:
     def start(self) -> None:
         """Start coordinator, ranks and, for a prompt, its client. Raises LaunchError if a process cannot be started."""
         self._spawn_coordinator()
-        for rank in range(self.world_size):
-            self._spawn_rank(rank)
+        for child in self.ranks.start([self._rank_arguments(rank) for rank in range(self.world_size)], self._log_dir):
+            self._adopt(child)
         if self.request is not None:
             self._spawn_client(self.request)
 
@@ -77,13 +97,9 @@ class EngineProcesses:
         states = {self.control.state(rank) for rank in range(self.world_size)}
         return listening and states <= {RankState.READY, RankState.RUNNING}
 
-    def rank_of(self, child: Child) -> int | None:
-        """The rank that a child is, None for the others."""
-        return int(child.role.split()[1]) if child.role.startswith("rank ") else None
-
     def rank_pid(self, rank: int) -> int | None:
         """Process id of a rank."""
-        return next((child.pid for child in self.children if self.rank_of(child) == rank), None)
+        return next((child.pid for child in self.children if child.rank == rank), None)
 
     def mend_reaper(self) -> int | None:
         """Start the reaper again if somebody has killed it: pid of the one that is gone, None if all is well."""
@@ -100,7 +116,7 @@ class EngineProcesses:
         """Set the abort word; the first cause stands. A rank that is hung, and a client whose engine never came, end at once."""
         self.control.set_abort(cause, rank)
         for child in self.children:
-            if cause is AbortCause.RANK_STALLED and self.rank_of(child) == rank:
+            if cause is AbortCause.RANK_STALLED and child.rank == rank:
                 child.send(signal.SIGKILL)
         if cause is AbortCause.STARTUP_FAILED:
             self.signal_client(signal.SIGKILL)  # the launcher says what happened
@@ -137,24 +153,18 @@ class EngineProcesses:
         self._reaper.dismiss()
 
     def _wait_for_exits(self) -> None:
-        running = [child.pidfd for child in self.children if child.exit_code is None]
+        running = [child.ended_fd for child in self.children if child.exit_code is None]
         if running:
             select.select(running, [], [], _POLL_S)
 
     # ---- spawning ----
-    def _spawn_rank(self, rank: int) -> None:
-        info = RankInfo(rank, self.world_size, rank, self.instance, 1, self.control.fd, self._rendezvous.fd)
+    def _rank_arguments(self, rank: int) -> WorkerArgs:
         settings = self._settings
-        arguments = WorkerArgs(
-            info=info, model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
+        return WorkerArgs(
+            info=RankInfo(rank, self.world_size, rank, self.instance, 1, self.control.fd, self._rendezvous.fd),
+            model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
-            placement=self._target.placement(rank),
         )  # fmt: skip
-        child = local.spawn(
-            f"rank {rank}", "kog_dist.workers.worker", [arguments.to_json()], environment=env.child_environment(os.environ),
-            pass_fds=(self.control.fd, self._rendezvous.fd), log_dir=self._log_dir,
-        )  # fmt: skip
-        self._adopt(child)
 
     def _spawn_coordinator(self) -> None:
         settings = self._settings
@@ -174,6 +184,6 @@ class EngineProcesses:
         arguments = ["generate", f"--instance={self.instance}", "--wait-ready", *request.client_arguments()]
         self._adopt(local.spawn("client", "kog_dist.rpc.cli", arguments, environment=environment, on_terminal=True))
 
-    def _adopt(self, child: Child) -> None:
+    def _adopt(self, child: EngineProcess) -> None:
         self.children.append(child)
         self._reaper.watch(child.pid)

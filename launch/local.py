@@ -8,86 +8,59 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import Final
 
+from kog_dist import env
 from kog_dist.errors import LaunchError
 from kog_dist.launch.events import open_log
+from kog_dist.launch.process import EngineProcess
+from kog_dist.workers.arguments import WorkerArgs
 
+WORKER_MODULE: Final = "kog_dist.workers.worker"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_TAIL_LINES = 20
-_LINE_BYTES = 2000
 
 
-class Child:
-    """One process of the engine in its own process group. `stderr_fd` is readable until it has closed its output."""
+class Child(EngineProcess):
+    """A child of this process, in a process group of its own."""
 
     def __init__(self, role: str, process: subprocess.Popen[bytes], stderr_fd: int, log: FileIO | None) -> None:
-        self.role = role  # "rank 3", "coordinator", "client"
+        super().__init__(role, process.pid, ended_fd=os.pidfd_open(process.pid), stderr_fd=stderr_fd, log=log)
         self.process = process
-        self.pid = process.pid
-        self.pidfd = os.pidfd_open(process.pid)
-        self.stderr_fd = stderr_fd
-        self._log = log
-        self._partial = b""
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it. Reaps the process."""
+        """See `EngineProcess`. Reaps the process."""
         return self.process.poll()
 
-    def read_output(self) -> bool:
-        """Take what the child has printed; False when there will be no more."""
-        if self.stderr_fd < 0:
-            return False
-        while True:
-            try:
-                chunk = os.read(self.stderr_fd, 65536)
-            except BlockingIOError:
-                return True
-            if not chunk:
-                os.close(self.stderr_fd)
-                self.stderr_fd = -1
-                return False
-            self._write_log(chunk)
-            *lines, self._partial = (self._partial + chunk).split(b"\n")
-            self._partial = self._partial[-_LINE_BYTES:]
-            self._tail.extend(line[-_LINE_BYTES:].decode(errors="replace") for line in lines if line.strip())
-
-    def _write_log(self, chunk: bytes) -> None:
-        """Append to the process's log; a full disk costs the log, not the engine."""
-        if self._log is not None:
-            try:
-                self._log.write(chunk)
-            except OSError:
-                self._log.close()
-                self._log = None
-
-    def last_line(self) -> str:
-        """The last line of its output, where a process that stops by itself says why; empty if it said nothing."""
-        return self._partial.decode(errors="replace").strip() or (self._tail[-1].strip() if self._tail else "")
-
     def send(self, signum: int) -> None:
-        """Signal the process's whole group; nothing happens when it is gone already."""
+        """See `EngineProcess`."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
 
-    def close(self) -> None:
-        """Release descriptors of a child that has been reaped."""
-        if self.stderr_fd >= 0:
-            os.close(self.stderr_fd)
-            self.stderr_fd = -1
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+
+class LocalRanks:
+    """Ranks that are children of the launcher. The form that every launcher's ranks have: see `RankSource` in engine.py."""
+
+    origin = ""
+    lifelines: Mapping[int, str] = {}
+
+    def start(self, arguments: Sequence[WorkerArgs], log_dir: Path | None) -> Iterator[EngineProcess]:
+        """See `RankSource`."""
+        for rank_arguments in arguments:
+            yield spawn_rank(rank_arguments, log_dir)
+
+
+def spawn_rank(arguments: WorkerArgs, log_dir: Path | None) -> Child:
+    """Start the worker of a rank as a child of this process. Raises LaunchError."""
+    return spawn(
+        f"rank {arguments.info.rank}", WORKER_MODULE, [arguments.to_json()], environment=env.child_environment(os.environ),
+        pass_fds=(arguments.info.control_fd, arguments.info.rendezvous_fd), log_dir=log_dir,
+    )  # fmt: skip
 
 
 def spawn(
@@ -109,25 +82,40 @@ def spawn(
     log = None if log_dir is None or on_terminal else open_log(log_dir, role)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_fd, False)
+    output_fd = None if on_terminal else write_fd
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=None if on_terminal else write_fd,
-            stderr=None if on_terminal else write_fd,
-            env=dict(environment),
-            pass_fds=tuple(pass_fds),
-            process_group=0,
-            preexec_fn=_prepare_for_terminal if on_terminal else _die_with(os.getpid()),
-        )
-    except (OSError, subprocess.SubprocessError) as error:
+        process = popen(role, module, arguments, environment, pass_fds, output_fd, is_tied=not on_terminal)
+    except LaunchError:
         os.close(read_fd)
         if log is not None:
             log.close()
-        raise LaunchError(f"cannot start {role}: {error}; free memory or raise the process limit") from error
+        raise
     finally:
         os.close(write_fd)
     return Child(role, process, read_fd, log)
+
+
+def popen(
+    role: str, module: str, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int],
+    output_fd: int | None, *, is_tied: bool = True,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """The process itself, its output going to `output_fd` (None: to the caller's). Raises LaunchError.
+
+    A tied one is killed by the kernel when the caller dies; one that is not tied prints to the terminal from the background.
+    """
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            env=dict(environment),
+            pass_fds=tuple(pass_fds),
+            process_group=0,
+            preexec_fn=_die_with(os.getpid()) if is_tied else _prepare_for_terminal,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"cannot start {role}: {error}; free memory or raise the process limit") from error
 
 
 def _prepare_for_terminal() -> None:

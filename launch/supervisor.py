@@ -9,9 +9,8 @@ import time
 from kog_dist.config import LaunchConfig
 from kog_dist.control import COORDINATOR, AbortCause, RankState
 from kog_dist.errors import KogError
-from kog_dist.launch.engine import EngineProcesses
+from kog_dist.launch.engine import EngineProcesses, RankSource
 from kog_dist.launch.events import EventLog
-from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import (
     EXIT_CANNOT_START,
     EXIT_OK,
@@ -20,9 +19,9 @@ from kog_dist.launch.outcome import (
     EXIT_USAGE,
     INTERRUPTED,
     Outcome,
-    how_it_ended,
     signal_name,
 )
+from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
@@ -49,14 +48,15 @@ _DOING = {
 }
 
 
-def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
+def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: RankSource | None = None) -> int:
     """Run an engine until it is told to stop, or until `request` is answered. Returns the exit code.
 
-    Raises KogError only for what is wrong before any process exists.
+    Its ranks come from `ranks`; None: they are children of this process. Raises KogError only for what is wrong before any
+    process exists.
     """
     with StopSignals() as signals, EventLog(settings.log_dir) as events:
         try:
-            engine = EngineProcesses(settings, choose_target(settings), request, events.log_dir)
+            engine = EngineProcesses(settings, choose_target(settings), request, events.log_dir, ranks)
         except KogError as error:
             outcome = Outcome(error.exit_code, "cannot_start", str(error))
             _record(outcome, events, settings.instance)
@@ -89,6 +89,7 @@ class Supervisor:
         self._signals = signals
         self._is_ready = False
         self._drain_deadline: Deadline | None = None
+        self._lost_lifeline: str | None = None
         self._last_tick_s = time.monotonic()
         self._begin_s = time.monotonic()
 
@@ -97,11 +98,13 @@ class Supervisor:
         engine = self._engine
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.wakeup_fd, selectors.EVENT_READ)
+            for lifeline_fd, who in engine.ranks.lifelines.items():
+                selector.register(lifeline_fd, selectors.EVENT_READ, who)
             if self._signals.count:  # Ctrl-C while the checkpoint was opened
                 return self._interrupted()
             engine.start()
             for child in engine.children:
-                selector.register(child.pidfd, selectors.EVENT_READ, child)
+                selector.register(child.ended_fd, selectors.EVENT_READ, child)
                 selector.register(child.stderr_fd, selectors.EVENT_READ, child)
             deadline = Deadline.after(self._settings.startup_timeout)
             while True:
@@ -119,7 +122,10 @@ class Supervisor:
         child = key.data
         if child is None:
             self._signals.clear_wakeup()
-        elif key.fd == child.pidfd or not child.read_output():
+        elif isinstance(child, str):
+            selector.unregister(key.fd)
+            self._lost_lifeline = child
+        elif key.fd == child.ended_fd or not child.read_output():
             selector.unregister(key.fd)
 
     def _decide(self, startup_deadline: Deadline) -> Outcome | None:
@@ -129,7 +135,8 @@ class Supervisor:
         if not self._is_ready and self._engine.is_ready():
             self._is_ready = True
             self._announce()
-        outcome = self._killed() or self._abort_requested() or self._death() or self._interrupted_or_draining()
+        outcome = self._orphaned() or self._killed() or self._abort_requested() or self._death()
+        outcome = outcome or self._interrupted_or_draining()
         if outcome is None and not self._is_ready:
             outcome = self._startup(startup_deadline)
         elif outcome is None:
@@ -138,6 +145,14 @@ class Supervisor:
         return outcome
 
     # ---- deaths ----
+    def _orphaned(self) -> Outcome | None:
+        if self._lost_lifeline is None:
+            return None
+        self._engine.abort(AbortCause.SHUTDOWN)
+        return Outcome(
+            EXIT_RANK_DIED, "starter_lost", f"{self._lost_lifeline} is gone, which had started the ranks; so they stopped"
+        )
+
     def _killed(self) -> Outcome | None:
         """A death by signal, which what the others say about the loss must not hide; a client is no cause of anything."""
         is_killed = any((child.exit_code or 0) < 0 and child.role != "client" for child in self._engine.children)
@@ -157,7 +172,7 @@ class Supervisor:
             return self._process_died(child)
         return None
 
-    def _drained(self, coordinator: Child) -> Outcome | None:
+    def _drained(self, coordinator: EngineProcess) -> Outcome | None:
         """How a drain ended, None if the coordinator ended for another reason."""
         if coordinator.exit_code == 0:
             return Outcome(EXIT_OK, "drained")
@@ -167,7 +182,7 @@ class Supervisor:
         sentence = f"the running request did not finish within {self._settings.shutdown_timeout:g} s and was ended"
         return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
 
-    def _client_ended(self, child: Child) -> Outcome:
+    def _client_ended(self, child: EngineProcess) -> Outcome:
         code = child.exit_code
         assert code is not None
         if code == 0:
@@ -175,29 +190,29 @@ class Supervisor:
         if code > 0:
             reason, what = _CLIENT_ENDS.get(code, _REQUEST_FAILED)
             return Outcome(code, reason, f"{what}; the client has said why on stderr")
-        sentence = f"the client (pid {child.pid}) {how_it_ended(code)} before the answer was complete"
+        sentence = f"the client (pid {child.pid}) {child.how_it_ended()} before the answer was complete"
         return Outcome(128 - code, "client_killed", sentence, pid=child.pid, signal=signal_name(code))
 
-    def _process_died(self, child: Child) -> Outcome:
+    def _process_died(self, child: EngineProcess) -> Outcome:
         code = child.exit_code
         assert code is not None
-        rank = self._engine.rank_of(child)
+        rank = child.rank
         last = child.last_line().removeprefix(f"{child.role}: ")
         if not self._is_ready:
             return self._startup_death(child, code, last)
         cause = AbortCause.COORDINATOR_DIED if rank is None else AbortCause.RANK_DIED
         self._engine.abort(cause, COORDINATOR if rank is None else rank)
         why = f": {last}" if last and code >= 0 else ""
-        sentence = f"{child.role} (pid {child.pid}) {how_it_ended(code)} while serving{why}; the engine was stopped"
+        sentence = f"{child.role} (pid {child.pid}) {child.how_it_ended()} while serving{why}; the engine was stopped"
         return Outcome(EXIT_RANK_DIED, cause.name.lower(), sentence, rank, child.pid, signal_name(code))
 
-    def _startup_death(self, child: Child, code: int, last: str) -> Outcome:
-        rank = self._engine.rank_of(child)
+    def _startup_death(self, child: EngineProcess, code: int, last: str) -> Outcome:
+        rank = child.rank
         self._engine.abort(AbortCause.STARTUP_FAILED, COORDINATOR if rank is None else rank)
         if code >= 0 and last:
             sentence = f"{child.role} could not start: {last}"
         else:
-            sentence = f"{child.role} (pid {child.pid}) {how_it_ended(code)} during start-up"
+            sentence = f"{child.role} (pid {child.pid}) {child.how_it_ended()} during start-up"
         others = self._engine.world_size - (rank is not None)
         if others:
             sentence += f" ({others} rank{'s' if others > 1 else ''} stopped because of {child.role})"
@@ -287,6 +302,6 @@ class Supervisor:
         return Outcome(128 + signum, f"{INTERRUPTED}{signum.name.lower()}", signal=signum.name)
 
 
-def _blame(child: Child) -> tuple[bool, bool]:
+def _blame(child: EngineProcess) -> tuple[bool, bool]:
     """Sorts deaths seen together: what was killed before what stopped by itself (perhaps for missing a peer), the client last."""
     return child.role == "client", (child.exit_code or 0) >= 0

@@ -1,0 +1,87 @@
+"""One process of the engine as the launcher sees it, whoever started it: what it prints, when and how it ended, how to end it."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from io import FileIO
+
+from kog_dist.launch.outcome import how_it_ended
+
+_TAIL_LINES = 20
+_LINE_BYTES = 2000
+
+
+class EngineProcess(ABC):
+    """`ended_fd` becomes readable when it may have ended, `stderr_fd` when it has printed; both are -1 once they are closed."""
+
+    def __init__(self, role: str, pid: int, *, ended_fd: int, stderr_fd: int, log: FileIO | None) -> None:
+        self.role = role  # "rank 3", "coordinator", "client"
+        self.pid = pid
+        self.ended_fd = ended_fd
+        self.stderr_fd = stderr_fd
+        self._log = log
+        self._partial = b""
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+
+    @property
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+
+    @abstractmethod
+    def send(self, signum: int) -> None:
+        """Signal the process's whole group; nothing happens when it is gone already."""
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that it is, None for the others."""
+        return int(self.role.split()[1]) if self.role.startswith("rank ") else None
+
+    def how_it_ended(self) -> str:
+        """`was killed by SIGKILL` or `stopped with exit code 70`; it must have ended."""
+        code = self.exit_code
+        assert code is not None
+        return how_it_ended(code)
+
+    def read_output(self) -> bool:
+        """Take what it has printed; False when there will be no more."""
+        if self.stderr_fd < 0:
+            return False
+        while True:
+            try:
+                chunk = os.read(self.stderr_fd, 65536)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                os.close(self.stderr_fd)
+                self.stderr_fd = -1
+                return False
+            self._write_log(chunk)
+            *lines, self._partial = (self._partial + chunk).split(b"\n")
+            self._partial = self._partial[-_LINE_BYTES:]
+            self._tail.extend(line[-_LINE_BYTES:].decode(errors="replace") for line in lines if line.strip())
+
+    def _write_log(self, chunk: bytes) -> None:
+        """Append to the process's log; a full disk costs the log, not the engine."""
+        if self._log is not None:
+            try:
+                self._log.write(chunk)
+            except OSError:
+                self._log.close()
+                self._log = None
+
+    def last_line(self) -> str:
+        """The last line of its output, where a process that stops by itself says why; empty if it said nothing."""
+        return self._partial.decode(errors="replace").strip() or (self._tail[-1].strip() if self._tail else "")
+
+    def close(self) -> None:
+        """Release the descriptors of a process that has ended."""
+        for name in ("stderr_fd", "ended_fd"):
+            if getattr(self, name) >= 0:
+                os.close(getattr(self, name))
+                setattr(self, name, -1)
+        if self._log is not None:
+            self._log.close()
+            self._log = None
