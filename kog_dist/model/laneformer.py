@@ -100,6 +100,7 @@ class LaneAttention(nn.Module):
         self.layer_idx = layer_idx
         self.window = spec.window(layer_idx)
         self.head_dim, self.heads, self.kv_heads = spec.head_dim, spec.lane_heads, spec.lane_kv_heads
+        self.kv_dtype: torch.dtype | None = None
         self.wq = LaneLinear(lanes, self.heads * self.head_dim, d)
         self.wk = LaneLinear(lanes, self.kv_heads * self.head_dim, d)
         self.wv = LaneLinear(lanes, self.kv_heads * self.head_dim, d)
@@ -115,6 +116,8 @@ class LaneAttention(nn.Module):
             part.permute(1, 0, 3, 2, 4).reshape(batch, -1, time, self.head_dim)
             for part in (rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin), value)
         )
+        if self.kv_dtype is not None:
+            key, value = key.to(self.kv_dtype).to(key.dtype), value.to(self.kv_dtype).to(value.dtype)
         if cache is not None:
             key, value = cache.extend(self.layer_idx, key, value)
         mixed = self._attend(query, key, value, window_mask)
@@ -232,6 +235,12 @@ class Laneformer(nn.Module):
         module = cls(checkpoint.spec, seed=None)
         module.load_state_dict({name: torch.from_numpy(checkpoint.tensor(name)) for name in module.state_dict()})
         return module.to(dtype)
+
+    def round_keys_and_values(self, dtype: torch.dtype) -> None:
+        """From now on, round keys and values to `dtype` before they are used, as an engine with such a KV cache does."""
+        for layer in self.model.layers:
+            assert isinstance(layer, LaneLayer)
+            layer.attention.kv_dtype = dtype
 
     def use_flex_windows(self, time: int) -> None:
         """Compute windowed layers of full sequences of `time` tokens with flex attention (CUDA, under torch.compile)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -76,8 +77,8 @@ def turn(x: Array, position: int, freqs: list[float]) -> Array:
 class Twin:
     """One token at a time, one lane at a time, float64."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Array]) -> None:
-        self.spec, self.weights = spec, weights
+    def __init__(self, spec: ModelSpec, weights: dict[str, Array], kv_round: Callable[[Array], Array] = np.asarray) -> None:
+        self.spec, self.weights, self.kv_round = spec, weights, kv_round
         self.freqs = frequencies(spec)
         self.keys: dict[tuple[int, int], list[Array]] = {}  # (layer, kv head of the whole model) -> per position
         self.values: dict[tuple[int, int], list[Array]] = {}
@@ -92,8 +93,9 @@ class Twin:
         hd, group = spec.head_dim, spec.num_heads // spec.num_kv_heads
         q, k, v = (self.weights[at + f"w{c}.weight"][lane] @ x for c in "qkv")
         for j in range(spec.lane_kv_heads):
-            self.keys.setdefault((i, lane * 100 + j), []).append(turn(k[j * hd : (j + 1) * hd], position, self.freqs))
-            self.values.setdefault((i, lane * 100 + j), []).append(v[j * hd : (j + 1) * hd])
+            key, value = turn(k[j * hd : (j + 1) * hd], position, self.freqs), v[j * hd : (j + 1) * hd]
+            self.keys.setdefault((i, lane * 100 + j), []).append(self.kv_round(key))
+            self.values.setdefault((i, lane * 100 + j), []).append(self.kv_round(value))
         window = spec.window(i) or 10**9
         mixed = []
         for head in range(spec.lane_heads):
@@ -196,6 +198,19 @@ def test_cached_decoding_equals_the_full_sequence(name: str) -> None:
         pieces += [module(ids[:, i : i + 1], cache) for i in range(15, 20)]
         assert cache.num_tokens == 20
         assert float((torch.cat(pieces, 1) - full).norm() / full.norm()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_keys_and_values_can_be_rounded_as_a_cache_does(dtype: torch.dtype) -> None:
+    module, ids = random_module(BASE), token_ids(BASE, 12)
+    weights = {key: value.numpy() for key, value in module.state_dict().items()}
+    twin = Twin(BASE, weights, lambda values: np.asarray(torch.from_numpy(values).to(dtype).double().numpy()))
+    expected = np.stack([twin.token(int(token), position) for position, token in enumerate(ids[0])])
+    exact = module(ids)[0].numpy()
+    module.round_keys_and_values(dtype)
+    assert np.linalg.norm(module(ids)[0].numpy() - expected) <= 1e-12 * np.linalg.norm(expected)
+    assert np.linalg.norm(exact - expected) > 1e-5 * np.linalg.norm(expected)
 
 
 def test_parameters_have_the_published_names_and_counts() -> None:
