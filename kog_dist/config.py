@@ -31,6 +31,7 @@ class LaunchConfig:
     pin: bool = True  # keep the process of a GPU's rank on the CPUs near that GPU
     device: str = "auto"
     launcher: str = "auto"
+    ray_address: str | None = None  # host:port of a Ray cluster; None = RAY_ADDRESS, without that a private one on this machine
     replicas: int = 1  # engines of this kind, behind one endpoint; 0 = only those of remote_replicas
     min_replicas: int | None = None  # with max_replicas: as many as the waiting requests need
     max_replicas: int | None = None
