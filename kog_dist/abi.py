@@ -16,14 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
+
 ABI_VERSION = 1
 LINE_BYTES = 128
 MAX_STOP_IDS = 16
 LABEL_BYTES = 24
 
-_C_TYPES = {"u64": "uint64_t", "i64": "int64_t", "u32": "uint32_t", "i32": "int32_t", "f64": "double", "u8": "uint8_t"}
-_SIZES = {"u64": 8, "i64": 8, "u32": 4, "i32": 4, "f64": 8, "u8": 1}
-_NUMPY = {"u64": "<u8", "i64": "<i8", "u32": "<u4", "i32": "<i4", "f64": "<f8", "u8": "u1"}
+_C_TYPES = {
+    "u64": "uint64_t", "i64": "int64_t", "u32": "uint32_t", "i32": "int32_t", "f64": "double", "f32": "float", "u8": "uint8_t",
+}  # fmt: skip
+_SIZES = {"u64": 8, "i64": 8, "u32": 4, "i32": 4, "f64": 8, "f32": 4, "u8": 1}
+_NUMPY = {"u64": "<u8", "i64": "<i8", "u32": "<u4", "i32": "<i4", "f64": "<f8", "f32": "<f4", "u8": "u1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +114,8 @@ CONTROL_HEADER = Struct(
         Field("total_bytes", "u64", "size of the whole segment"),
         Field("rank_offset", "u64", "byte offset of RankControl[world_size]"),
         Field("request_offset", "u64", "byte offset of two request blocks, used in turn"),
-        Field("request_stride", "u64", "bytes from one request block to the next"),
-        Field("ring_offset", "u64", "byte offset of RingHeader, then TokenEntry[max_context]"),
+        Field("request_stride", "u64", "bytes from one request block, with all that follows it, to the next"),
+        Field("ring_offset", "u64", "byte offset of RingHeader, then TokenEntry[max_context], then LogprobEntry[max_context]"),
         Field("abort", "u64", "0, or generation << 32 | cause << 16 | rank; writer: supervisor, once", align=LINE_BYTES),
         Field("drain", "u64", "1: take no new requests, finish what runs; writer: supervisor"),
         Field("doorbell", "u64", "seq of the newest complete request block; writer: coordinator", align=LINE_BYTES),
@@ -158,10 +162,10 @@ RANK_CONTROL = Struct(
 )
 REQUEST_BLOCK = Struct(
     "RequestBlock",
-    "One request, as ranks see it; uint32_t prompt[max_context] follows. `check` covers all of it, so order does not matter.",
+    "One request, as ranks see it; uint32_t prompt[max_context] and LogitBias[] follow. `check` covers all, so order is free.",
     (
         Field("seq", "u64", "number of the request, from 1"),
-        Field("check", "u64", "CRC-32 of the block and the prompt ids, taken with check = 0"),
+        Field("check", "u64", "CRC-32 of the block, the prompt ids and the biases, taken with check = 0"),
         Field("seed", "u64", "seed of the sampling"),
         Field("temperature", "f64", "0 = greedy"),
         Field("num_prompt", "u32", "prompt ids that follow"),
@@ -172,8 +176,22 @@ REQUEST_BLOCK = Struct(
         Field("kv_cache", "u32", "KV cache that the request runs in"),
         Field("kv_source", "u32", "KV cache that holds the prompt's beginning already"),
         Field("num_cached", "u32", "positions of it that count"),
+        Field("top_k", "u32", "most ids that stay; 0 = all"),
+        Field("top_p", "f64", "mass that stays; 1 = all"),
+        Field("min_p", "f64", "least share of the best token's probability; 0 = none"),
+        Field("repetition_penalty", "f64", "1 = none"),
+        Field("presence_penalty", "f64", "0 = none"),
+        Field("frequency_penalty", "f64", "0 = none"),
+        Field("min_tokens", "u32", "tokens before the first that may end the answer"),
+        Field("num_logit_bias", "u32", "used entries of the LogitBias array behind the prompt's room"),
+        Field("logprobs", "u32", "0: none wanted; n + 1: of every token, and of the n best"),
     ),
     size_multiple=LINE_BYTES,
+)
+LOGIT_BIAS = Struct(
+    "LogitBias",
+    "Added to the logit of one id.",
+    (Field("token_id", "u32", "each id once"), Field("bias", "f32", "from -100 to 100")),
 )
 RING_HEADER = Struct(
     "RingHeader",
@@ -188,7 +206,7 @@ TOKEN_ENTRY = Struct(
         Field("token_id", "u64", "the token, 0xffffffff for none"),
         Field("index", "u64", "place of the token in the answer, from 0; several per step are several entries"),
         Field("finish", "u64", "Finish; not 0: this entry is the last"),
-        Field("flags", "u64", "1: digest is valid"),
+        Field("flags", "u64", "1: digest is valid, 2: the LogprobEntry of the same index belongs to it"),
         Field("stamp_low", "u64", "CLOCK_MONOTONIC in ns when the token was known, low half"),
         Field("stamp_high", "u64", "high half"),
         Field("spare", "u64", "0", count=2),
@@ -196,8 +214,22 @@ TOKEN_ENTRY = Struct(
     ),
     size_multiple=LINE_BYTES,
 )
+LOGPROB_ENTRY = Struct(
+    "LogprobEntry",
+    "Log-probabilities of one token, apart from TokenEntry so that plain decoding writes one line. Words as there; those of "
+    "alternatives beyond num_top are not read and need not be written.",
+    (
+        Field("num_top", "u64", "alternatives"),
+        Field("chosen", "u64", "bits of the float32 log-probability of the token itself"),
+        Field("top_ids", "u64", "the most likely ids, best first", count=MAX_TOP_LOGPROBS),
+        Field("top_logprobs", "u64", "bits of their float32 log-probabilities", count=MAX_TOP_LOGPROBS),
+    ),
+    size_multiple=LINE_BYTES,
+)
 
-STRUCTS = (CONTROL_HEADER, WAIT_RECORD, RANK_CONTROL, REQUEST_BLOCK, RING_HEADER, TOKEN_ENTRY)
+STRUCTS = (
+    CONTROL_HEADER, WAIT_RECORD, RANK_CONTROL, REQUEST_BLOCK, LOGIT_BIAS, RING_HEADER, TOKEN_ENTRY, LOGPROB_ENTRY,
+)  # fmt: skip
 CONTROL_MAGIC = int.from_bytes(b"KOGCTRL\0", "little")
 
 

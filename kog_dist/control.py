@@ -21,6 +21,7 @@ import numpy as np
 from kog_dist.abi import (
     CONTROL_HEADER,
     CONTROL_MAGIC,
+    LOGIT_BIAS,
     MAX_STOP_IDS,
     RANK_CONTROL,
     REQUEST_BLOCK,
@@ -29,8 +30,10 @@ from kog_dist.abi import (
     abi_digest,
 )
 from kog_dist.decode.ring import TokenRing, ring_bytes
+from kog_dist.decode.sampling import UNSHAPED, Shaping
 from kog_dist.errors import LaunchError, ProtocolError, RequestError
 from kog_dist.memfd import Segment, round_up
+from kog_dist.rpc.fields import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 from kog_dist.wait import Deadline, FutexWord, WaitResult
 
 COORDINATOR: Final = 0xFFFE  # in place of a rank in `set_abort` and `beat`
@@ -40,6 +43,10 @@ IDLE_POLL_S = 0.05  # an idle rank wakes this often to beat and to see an abort 
 _NUM_BLOCKS = 2
 _IGNORE_EOS, _LOGIT_DIGESTS = 1, 2
 _U32, _U64 = 2**32, 2**64
+
+_SHAPING_FIELDS = (  # of the request block, with the names that `Shaping` gives them
+    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+)  # fmt: skip
 
 _ABORT, _DRAIN = CONTROL_HEADER.word("abort"), CONTROL_HEADER.word("drain")
 _DOORBELL, _CANCEL = CONTROL_HEADER.word("doorbell"), CONTROL_HEADER.word("cancel")
@@ -99,7 +106,10 @@ class KvUse:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """What ranks know of a request. `seed` is an unsigned 64-bit number; at most 16 `stop_ids` (the model's end tokens)."""
+    """What ranks know of a request. `seed` is an unsigned 64-bit number; at most 16 `stop_ids` (the model's end tokens).
+
+    `logprobs`: log-probabilities of every token and of so many alternatives; None = none.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -109,6 +119,18 @@ class DecodeRequest:
     ignore_eos: bool = False
     logit_digests: bool = False
     kv: KvUse = KvUse()
+    shaping: Shaping = UNSHAPED
+    logprobs: int | None = None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end this answer."""
+        return () if self.ignore_eos else self.stop_ids
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether rank 0 needs all logits: for anything but greedy and temperature sampling without log-probabilities."""
+        return self.logprobs is not None or self.shaping.is_needed(self.temperature)
 
 
 def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
@@ -130,9 +152,20 @@ def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
         finding = f"{request.kv.num_cached} of the prompt's {len(request.prompt)} tokens are cached, expected fewer than all"
     elif not (0 <= request.kv.cache < _U32 and 0 <= request.kv.source < _U32):
         finding = f"the KV caches {request.kv.cache} and {request.kv.source} do not exist"
+    elif request.logprobs is not None and not 0 <= request.logprobs <= MAX_TOP_LOGPROBS:
+        finding = f"logprobs is {request.logprobs}, expected 0 to {MAX_TOP_LOGPROBS}"
+    elif not all(0 <= token_id < _U32 for token_id, _ in request.shaping.logit_bias):
+        finding = "an id of logit_bias does not fit into 32 bits"
+    elif request.shaping.min_tokens >= _U32:
+        finding = f"min_tokens is {request.shaping.min_tokens}, expected less than 2^32"
     if finding:
         raise RequestError("invalid_request", f"cannot submit the request: {finding}")
     return request
+
+
+def _bias_offset(max_context: int) -> int:
+    """Bytes from a request block to its LogitBias array: behind the room for the longest prompt."""
+    return round_up(REQUEST_BLOCK.size_bytes + 4 * max_context, 8)
 
 
 class ControlPage:
@@ -162,7 +195,7 @@ class ControlPage:
         """A new page for `world_size` ranks; heartbeats start now. `generation` counts the starts of an engine, from 1."""
         rank_offset = CONTROL_HEADER.size_bytes
         request_offset = rank_offset + round_up(world_size * RANK_CONTROL.size_bytes)
-        request_stride = round_up(REQUEST_BLOCK.size_bytes + 4 * max_context)
+        request_stride = round_up(_bias_offset(max_context) + MAX_LOGIT_BIAS * LOGIT_BIAS.size_bytes)
         ring_offset = request_offset + _NUM_BLOCKS * request_stride
         segment = Segment.create("kog-control", ring_offset + ring_bytes(max_context))
         header = segment.array(CONTROL_HEADER.dtype, 1)
@@ -236,12 +269,17 @@ class ControlPage:
         block["num_stop_ids"] = len(request.stop_ids)
         block["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
         block["kv_cache"], block["kv_source"], block["num_cached"] = request.kv.cache, request.kv.source, request.kv.num_cached
-        prompt = np.asarray(request.prompt, "<u4")
-        block["check"] = zlib.crc32(prompt.tobytes(), zlib.crc32(raw))
+        shaping = request.shaping
+        for name in _SHAPING_FIELDS:
+            block[name] = getattr(shaping, name)
+        block["num_logit_bias"] = len(shaping.logit_bias)
+        block["logprobs"] = 0 if request.logprobs is None else request.logprobs + 1
+        prompt = np.asarray(request.prompt, "<u4").tobytes()
+        biases = np.array(list(shaping.logit_bias), LOGIT_BIAS.dtype).tobytes()
+        block["check"] = zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw)))
         start = self._request_offset + seq % _NUM_BLOCKS * self._request_stride
-        middle = start + REQUEST_BLOCK.size_bytes
-        self._segment.buffer[start:middle] = bytes(raw)
-        self._segment.buffer[middle : middle + prompt.nbytes] = prompt.tobytes()
+        for offset, part in ((0, bytes(raw)), (REQUEST_BLOCK.size_bytes, prompt), (_bias_offset(self.max_context), biases)):
+            self._segment.buffer[start + offset : start + offset + len(part)] = part
         self._words[_DOORBELL] = seq
         self._doorbell_futex.wake()
         return seq
@@ -277,15 +315,22 @@ class ControlPage:
     def read_request(self, seq: int) -> DecodeRequest:
         """Request `seq`, complete or not at all: ProtocolError when the block is damaged or already holds another request."""
         start = self._request_offset + seq % _NUM_BLOCKS * self._request_stride
-        middle = start + REQUEST_BLOCK.size_bytes
-        raw = bytearray(self._segment.buffer[start:middle])  # a copy: what is checked is what is used
+
+        def copy(offset: int, size_bytes: int) -> bytes:  # what is checked is what is used
+            return self._segment.buffer[start + offset : start + offset + size_bytes]
+
+        raw = bytearray(copy(0, REQUEST_BLOCK.size_bytes))
         row = np.frombuffer(raw, REQUEST_BLOCK.dtype)[0]
-        num_prompt, check = int(row["num_prompt"]), int(row["check"])
-        prompt = self._segment.buffer[middle : middle + 4 * min(num_prompt, self.max_context)]
+        num_prompt, num_biases, check = int(row["num_prompt"]), int(row["num_logit_bias"]), int(row["check"])
+        prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(num_prompt, self.max_context))
+        biases = copy(_bias_offset(self.max_context), LOGIT_BIAS.size_bytes * min(num_biases, MAX_LOGIT_BIAS))
         raw[_CHECK] = bytes(8)
-        if int(row["seq"]) != seq or check != zlib.crc32(prompt, zlib.crc32(raw)) or len(prompt) != 4 * num_prompt:
+        is_whole = len(prompt) == 4 * num_prompt and len(biases) == LOGIT_BIAS.size_bytes * num_biases
+        if int(row["seq"]) != seq or check != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
             raise ProtocolError(f"request {seq} was not complete in its block, which holds request {int(row['seq'])}")
         flags = int(row["flags"])
+        shaping = {name: row[name].item() for name in _SHAPING_FIELDS}
+        logit_bias = tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist())
         return DecodeRequest(
             prompt=tuple(np.frombuffer(prompt, "<u4").tolist()),
             max_tokens=int(row["max_tokens"]),
@@ -295,6 +340,8 @@ class ControlPage:
             ignore_eos=bool(flags & _IGNORE_EOS),
             logit_digests=bool(flags & _LOGIT_DIGESTS),
             kv=KvUse(int(row["kv_cache"]), int(row["kv_source"]), int(row["num_cached"])),
+            shaping=Shaping(**shaping, logit_bias=logit_bias),
+            logprobs=int(row["logprobs"]) - 1 if int(row["logprobs"]) else None,
         )
 
     def beat(self, rank: int) -> None:

@@ -3,6 +3,7 @@
 Entry `index` of a request has its fixed place, so a request of at most `max_context` tokens never laps itself. Every 64-bit word
 of an entry carries the request's seq in its upper half. A reader takes a copy and accepts it only when all words carry the wanted
 seq: an entry that is half written, or left from an earlier request, is never returned, whatever the order of the stores.
+Log-probabilities, which few requests ask for, have entries of their own behind the tokens', with the same rules.
 What this relies on: an aligned 8-byte word is written and read as one.
 """
 
@@ -14,8 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from kog_dist.abi import RING_HEADER, TOKEN_ENTRY
+from kog_dist.abi import LOGPROB_ENTRY, RING_HEADER, TOKEN_ENTRY
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.memfd import Segment, round_up
+from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
 from kog_dist.wait import Deadline, FutexWord
 
 NO_TOKEN: Final = -1  # token_id of an entry that ends the answer without a token
@@ -25,6 +28,9 @@ _TAG_SHIFT = np.uint64(32)
 _LOW = 0xFFFFFFFF
 _WORDS = TOKEN_ENTRY.size_bytes // 8
 _SPARE, _DIGEST = TOKEN_ENTRY.word("spare"), TOKEN_ENTRY.word("digest")
+_HAS_DIGEST, _HAS_LOGPROBS = 1, 2
+_LOGPROB_WORDS = LOGPROB_ENTRY.size_bytes // 8
+_CHOSEN, _TOP_IDS, _TOP_LOGPROBS = (LOGPROB_ENTRY.word(name) for name in ("chosen", "top_ids", "top_logprobs"))
 
 
 class Finish(enum.IntEnum):
@@ -47,11 +53,12 @@ class TokenEntry:
     stamp_ns: int
     digest: bytes | None
     finish: Finish
+    logprobs: TokenLogprobs | None = None
 
 
 def ring_bytes(num_entries: int) -> int:
     """Bytes that a ring takes in a segment."""
-    return RING_HEADER.size_bytes + round_up(num_entries * TOKEN_ENTRY.size_bytes)
+    return RING_HEADER.size_bytes + round_up(num_entries * (TOKEN_ENTRY.size_bytes + LOGPROB_ENTRY.size_bytes))
 
 
 class TokenRing:
@@ -60,30 +67,63 @@ class TokenRing:
     def __init__(self, segment: Segment, offset: int, num_entries: int) -> None:
         self.num_entries = num_entries
         self._header = segment.array(np.uint64, 1, offset)
-        words = segment.array(np.uint64, num_entries * _WORDS, offset + RING_HEADER.size_bytes)
+        tokens_offset = offset + RING_HEADER.size_bytes
+        words = segment.array(np.uint64, num_entries * _WORDS, tokens_offset)
         self._entries = words.reshape(num_entries, _WORDS)
+        words = segment.array(np.uint64, num_entries * _LOGPROB_WORDS, tokens_offset + num_entries * TOKEN_ENTRY.size_bytes)
+        self._logprobs = words.reshape(num_entries, _LOGPROB_WORDS)
         self._futex = FutexWord(segment.buffer, offset)
         self._num_put = int(self._header[0])
 
-    def put(self, seq: int, index: int, token_id: int, stamp_ns: int, digest: bytes | None, finish: Finish) -> None:
+    def put(
+        self, seq: int, index: int, token_id: int, stamp_ns: int, digest: bytes | None, finish: Finish,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:  # fmt: skip
         """Write entry `index` of request `seq` and wake the reader. Only rank 0 calls this; it never waits.
 
-        `digest` is 32 bytes or None. Raises IndexError when `index` is outside the ring, ValueError for a digest of another size.
+        `digest` is 32 bytes or None. Raises IndexError when `index` is outside the ring, ValueError for a digest of another size
+        or too many alternatives.
         """
         if not 0 <= index < self.num_entries:
             raise IndexError(f"entry {index} of request {seq} is outside the token ring of {self.num_entries} entries")
-        payloads = [token_id & _LOW, index, int(finish), int(digest is not None), stamp_ns & _LOW, stamp_ns >> 32, 0, 0]
+        flags = _HAS_DIGEST * (digest is not None) | _HAS_LOGPROBS * (logprobs is not None)
+        payloads = [token_id & _LOW, index, int(finish), flags, stamp_ns & _LOW, stamp_ns >> 32, 0, 0]
         entry = np.zeros(_WORDS, np.uint64)
         entry[:_DIGEST] = payloads
         if digest is not None:
             if len(digest) != DIGEST_BYTES:
                 raise ValueError(f"a digest of the logits has {DIGEST_BYTES} bytes, got {len(digest)}")
             entry[_DIGEST:] = np.frombuffer(digest, "<u4")
+        if logprobs is not None:
+            self._put_logprobs(seq, index, logprobs)
         entry |= np.uint64(seq & _LOW) << _TAG_SHIFT
         self._entries[index] = entry
         self._num_put += 1
         self._header[0] = self._num_put  # after the entry: x86 keeps stores in order; elsewhere a late wake costs a poll
         self._futex.wake()
+
+    def _put_logprobs(self, seq: int, index: int, logprobs: TokenLogprobs) -> None:
+        num_top = len(logprobs.top_ids)
+        if not num_top == len(logprobs.top_logprobs) <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"a token has at most {MAX_TOP_LOGPROBS} alternatives, got {num_top}")
+        entry = np.zeros(_LOGPROB_WORDS, np.uint64)
+        entry[0] = num_top
+        entry[_TOP_IDS : _TOP_IDS + num_top] = logprobs.top_ids
+        bits = np.array((logprobs.chosen, *logprobs.top_logprobs), np.float32).view(np.uint32)
+        entry[_CHOSEN], entry[_TOP_LOGPROBS : _TOP_LOGPROBS + num_top] = bits[0], bits[1:]
+        self._logprobs[index] = entry | np.uint64(seq & _LOW) << _TAG_SHIFT
+
+    def _get_logprobs(self, seq: int, index: int) -> TokenLogprobs | None:
+        entry = self._logprobs[index].copy()
+        num_top = int(entry[0]) & _LOW
+        if num_top > MAX_TOP_LOGPROBS:
+            return None
+        used = entry[[0, _CHOSEN, *range(_TOP_IDS, _TOP_IDS + num_top), *range(_TOP_LOGPROBS, _TOP_LOGPROBS + num_top)]]
+        if (used >> _TAG_SHIFT != np.uint64(seq & _LOW)).any():
+            return None
+        payload = used.astype(np.uint32)
+        chosen, *top_logprobs = payload[[1, *range(2 + num_top, 2 + 2 * num_top)]].view(np.float32).tolist()
+        return TokenLogprobs(chosen, tuple(payload[2 : 2 + num_top].tolist()), tuple(top_logprobs))
 
     def get(self, seq: int, index: int) -> TokenEntry | None:
         """Entry `index` of request `seq` (from 1), or None when it is not completely there. Never waits."""
@@ -93,14 +133,18 @@ class TokenRing:
         if (entry >> _TAG_SHIFT != np.uint64(seq & _LOW)).any():
             return None
         payload = entry.astype(np.uint32)  # keeps the lower halves
-        token_id, _, finish, has_digest, low, high = payload[:_SPARE].tolist()
+        token_id, _, finish, flags, low, high = payload[:_SPARE].tolist()
+        logprobs = self._get_logprobs(seq, index) if flags & _HAS_LOGPROBS else None
+        if flags & _HAS_LOGPROBS and logprobs is None:
+            return None
         return TokenEntry(
             seq=seq,
             index=index,
             token_id=NO_TOKEN if token_id == _LOW else token_id,
             stamp_ns=low | high << 32,
-            digest=payload[_DIGEST:].tobytes() if has_digest else None,
+            digest=payload[_DIGEST:].tobytes() if flags & _HAS_DIGEST else None,
             finish=Finish(finish),
+            logprobs=logprobs,
         )
 
     def wait(self, seq: int, index: int, deadline: Deadline, *, poll_s: float = 0.05) -> TokenEntry | None:
@@ -121,3 +165,4 @@ class TokenRing:
         self._futex.close()
         self._header = np.zeros(1, np.uint64)
         self._entries = np.zeros((0, _WORDS), np.uint64)
+        self._logprobs = np.zeros((0, _LOGPROB_WORDS), np.uint64)

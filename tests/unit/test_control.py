@@ -15,15 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kog_dist import memfd
-from kog_dist.abi import CONTROL_HEADER, REQUEST_BLOCK, WaitOp, WaitRecord
+from kog_dist.abi import CONTROL_HEADER, LOGIT_BIAS, REQUEST_BLOCK, WaitOp, WaitRecord
 from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, DecodeRequest, RankState
 from kog_dist.decode.ring import Finish
+from kog_dist.decode.sampling import Shaping
 from kog_dist.errors import LaunchError, ProtocolError, RequestError
 from kog_dist.memfd import Segment, available_bytes
 from kog_dist.wait import Deadline, WaitResult
 
 WORLD_SIZE, MAX_CONTEXT = 3, 40
-REQUEST = DecodeRequest((5, 6, 7), 10, 0.5, 2**64 - 1, (1, 2), ignore_eos=True, logit_digests=True)
+REQUEST = DecodeRequest(
+    (5, 6, 7), 10, 0.5, 2**64 - 1, (1, 2), ignore_eos=True, logit_digests=True,
+    shaping=Shaping(top_k=5, top_p=0.25, logit_bias=((9, 1.5), (4, -2.0))), logprobs=0,
+)  # fmt: skip
 RECORD = WaitRecord(2, WaitOp.COLLECT, 1, 3, 0, 4, 9, 8, 1_000_000, "mlp.1", stamp_ns=5)
 
 
@@ -51,6 +55,18 @@ requests = st.builds(
     stop_ids=st.lists(st.integers(0, 2**32 - 1), max_size=16).map(tuple),
     ignore_eos=st.booleans(),
     logit_digests=st.booleans(),
+    shaping=st.builds(
+        Shaping,
+        top_k=st.integers(0, 2**31 - 1),
+        top_p=st.floats(1e-6, 1),
+        min_p=st.floats(0, 1),
+        repetition_penalty=st.floats(0.01, 100),
+        presence_penalty=st.floats(-2, 2),
+        frequency_penalty=st.floats(-2, 2),
+        logit_bias=st.dictionaries(st.integers(0, 2**32 - 1), st.floats(-100, 100, width=32)).map(lambda d: tuple(d.items())),
+        min_tokens=st.integers(0, 2**32 - 1),
+    ),
+    logprobs=st.none() | st.integers(0, 20),
 )
 
 
@@ -80,7 +96,9 @@ def test_no_byte_of_a_request_can_change_unseen(page: ControlPage) -> None:
     words = raw.words()
     start = words[CONTROL_HEADER.word("request_offset")] + seq % 2 * words[CONTROL_HEADER.word("request_stride")]
     words.release()
-    for offset in range(REQUEST_BLOCK.size_bytes + 4 * len(REQUEST.prompt)):
+    prompt_end = REQUEST_BLOCK.size_bytes + 4 * len(REQUEST.prompt)
+    biases = REQUEST_BLOCK.size_bytes + 4 * MAX_CONTEXT
+    for offset in (*range(prompt_end), *range(biases, biases + 2 * LOGIT_BIAS.size_bytes)):
         raw.buffer[start + offset] ^= 0x10
         with pytest.raises(ProtocolError):
             page.read_request(seq)
@@ -94,7 +112,8 @@ def test_no_byte_of_a_request_can_change_unseen(page: ControlPage) -> None:
     [
         {"prompt": ()}, {"prompt": (1,) * (MAX_CONTEXT + 1)}, {"prompt": (-1,)}, {"prompt": (2**32,)}, {"max_tokens": 0},
         {"max_tokens": 2**32}, {"seed": -1}, {"seed": 2**64}, {"stop_ids": (1,) * 17}, {"stop_ids": (-1,)},
-        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")},
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"logprobs": 21}, {"logprobs": -1},
+        {"shaping": Shaping(min_tokens=2**32)}, {"shaping": Shaping(logit_bias=((2**32, 1.0),))},
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_and_nothing_is_submitted(page: ControlPage, change: dict[str, object]) -> None:

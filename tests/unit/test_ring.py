@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.abi import RING_HEADER, TOKEN_ENTRY
+from kog_dist.abi import LOGPROB_ENTRY, RING_HEADER, TOKEN_ENTRY
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry, TokenRing, ring_bytes
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.memfd import Segment
 from kog_dist.wait import Deadline
 
@@ -34,6 +35,14 @@ def ring(segment: Segment) -> Iterator[TokenRing]:
     ring.close()
 
 
+float32s = st.floats(max_value=0, width=32, allow_infinity=False, allow_nan=False)
+logprobs = st.builds(
+    lambda chosen, top: TokenLogprobs(chosen, tuple(i for i, _ in top), tuple(value for _, value in top)),
+    float32s,
+    st.lists(st.tuples(st.integers(0, 2**32 - 1), float32s), max_size=20),
+)
+
+
 @given(
     seq=st.integers(1, 2**32 - 1),
     index=st.integers(0, NUM_ENTRIES - 1),
@@ -41,12 +50,15 @@ def ring(segment: Segment) -> Iterator[TokenRing]:
     stamp_ns=st.integers(0, 2**64 - 1),
     digest=st.none() | st.binary(min_size=32, max_size=32),
     finish=st.sampled_from(Finish),
+    logprobs=st.none() | logprobs,
 )
-def test_round_trip(seq: int, index: int, token_id: int, stamp_ns: int, digest: bytes | None, finish: Finish) -> None:
+def test_round_trip(
+    seq: int, index: int, token_id: int, stamp_ns: int, digest: bytes | None, finish: Finish, logprobs: TokenLogprobs | None
+) -> None:
     segment = Segment.create("ring", ring_bytes(NUM_ENTRIES))
     writer, reader = TokenRing(segment, 0, NUM_ENTRIES), TokenRing(segment, 0, NUM_ENTRIES)
-    writer.put(seq, index, token_id, stamp_ns, digest, finish)
-    assert reader.get(seq, index) == TokenEntry(seq, index, token_id, stamp_ns, digest, finish)
+    writer.put(seq, index, token_id, stamp_ns, digest, finish, logprobs)
+    assert reader.get(seq, index) == TokenEntry(seq, index, token_id, stamp_ns, digest, finish, logprobs)
     assert reader.get(seq - 1, index) is None or seq == 1
     assert [reader.get(seq, other) for other in range(NUM_ENTRIES) if other != index] == [None] * (NUM_ENTRIES - 1)
     writer.close()
@@ -76,6 +88,26 @@ def test_torn_entries_are_never_returned(segment: Segment, ring: TokenRing) -> N
     del words
 
 
+def test_log_probabilities_are_whole_or_the_entry_is_not_there(segment: Segment, ring: TokenRing) -> None:
+    """Take any used word of the entry beside the token's back to an earlier request: nothing comes out."""
+    found = TokenLogprobs(-0.5, (7, 8, 9), (-0.5, -1.5, -2.5))
+    ring.put(1, 2, 7, 1, None, Finish.NONE, TokenLogprobs(-9.0, tuple(range(20)), (-9.0,) * 20))
+    offset = 4096 + RING_HEADER.size_bytes + NUM_ENTRIES * TOKEN_ENTRY.size_bytes + 2 * LOGPROB_ENTRY.size_bytes
+    words = segment.array(np.uint64, LOGPROB_ENTRY.size_bytes // 8, offset)
+    old = words.copy()
+    ring.put(2, 2, 7, 1, None, Finish.NONE, found)
+    new = words.copy()
+    top_ids, top_logprobs = LOGPROB_ENTRY.word("top_ids"), LOGPROB_ENTRY.word("top_logprobs")
+    used = [0, 1, *range(top_ids, top_ids + 3), *range(top_logprobs, top_logprobs + 3)]
+    for word in range(len(words)):
+        words[word] = old[word]
+        entry = ring.get(2, 2)
+        assert (entry is None) == (word in used)
+        assert entry is None or entry.logprobs == found
+        words[word] = new[word]
+    del words
+
+
 def test_fresh_memory_holds_nothing(ring: TokenRing) -> None:
     assert all(ring.get(seq, index) is None for seq in (1, 2, 2**32 - 1) for index in range(NUM_ENTRIES))
 
@@ -93,6 +125,10 @@ def test_bad_arguments_write_nothing(ring: TokenRing) -> None:
             ring.get(1, index)
     with pytest.raises(ValueError, match="32 bytes"):
         ring.put(1, 0, 5, 5, b"short", Finish.NONE)
+    with pytest.raises(ValueError, match="at most 20"):
+        ring.put(1, 0, 5, 5, None, Finish.NONE, TokenLogprobs(0.0, tuple(range(21)), (0.0,) * 21))
+    with pytest.raises(ValueError, match="alternatives"):
+        ring.put(1, 0, 5, 5, None, Finish.NONE, TokenLogprobs(0.0, (1, 2), (0.0,)))
     assert ring.get(1, 0) is None
 
 

@@ -11,10 +11,11 @@ from kog_dist.decode.sampling.bits import gumbel, gumbel_of, log32, masses, phil
 from kog_dist.decode.sampling.choice import NO_CANDIDATE, Candidate, Sampling, candidate, pick, sample
 from kog_dist.decode.sampling.logprobs import TokenLogprobs, token_logprobs
 from kog_dist.decode.sampling.shaper import Shaper
-from kog_dist.decode.sampling.shaping import Shaping, adjust, in_order, select
+from kog_dist.decode.sampling.shaping import UNSHAPED, Shaping, adjust, in_order, select
 
 __all__ = [
     "NO_CANDIDATE",
+    "UNSHAPED",
     "Candidate",
     "Sampling",
     "Shaper",

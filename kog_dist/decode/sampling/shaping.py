@@ -77,6 +77,9 @@ class Shaping:
         return adjusts or bool(self.logit_bias) or self.min_tokens > 0 or (temperature > 0 and self.has_filters())
 
 
+UNSHAPED: Final = Shaping()
+
+
 def adjust(logits: NDArray[Any], shaping: Shaping, seen: NDArray[np.bool_], counts: NDArray[np.int32]) -> Floats:
     """Steps 1 to 4, as new float32 logits (vocab,). `seen`: stands in prompt or answer; `counts`: times in the answer."""
     adjusted = logits.astype(np.float32)
