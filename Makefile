@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench,ray]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench,mpi,ray]'
 	touch $@
 
 clean:

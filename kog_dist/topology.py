@@ -1,6 +1,7 @@
 """Who a rank is, and how ranks meet: `RankInfo` and the `Rendezvous`, which every launcher provides to every worker alike.
 
-`LocalRendezvous` is the one for ranks of one host: a memfd that the supervisor creates and every rank inherits.
+`LocalRendezvous` is the one for ranks of one host: a memfd that the supervisor creates and every rank inherits. `MpiRendezvous`,
+for the processes that MPI has started, is in mpi_rendezvous.py.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class LocalRendezvous:
             raise AbortedError(f"rank {self.rank} left rendezvous {self._round} because the engine is being stopped")
         if result is WaitResult.TIMEOUT:
             missing = [rank for rank in range(self.world_size) if rank not in arrived]
-            raise RendezvousTimeout(missing, _timeout_text(self.rank, self._round, missing, time.monotonic() - started))
+            raise RendezvousTimeout(missing, timeout_text(self.rank, self._round, missing, time.monotonic() - started))
         return [arrived[rank] for rank in range(self.world_size)]
 
     def barrier(self, deadline: Deadline) -> None:
@@ -177,7 +178,8 @@ class LocalRendezvous:
         self._segment.close()
 
 
-def _timeout_text(rank: int, round_number: int, missing: Sequence[int], waited_s: float) -> str:
+def timeout_text(rank: int, round_number: int, missing: Sequence[int], waited_s: float) -> str:
+    """What a RendezvousTimeout says, whatever the rendezvous."""
     names = ", ".join(str(peer) for peer in missing)
     return (
         f"rank {rank} waited {waited_s:.1f} s in rendezvous {round_number} and rank {names} did not come; "

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from kog_dist import instance as instance_module
-from kog_dist.errors import AbortedError, ConfigError, LaunchError, RendezvousTimeout
+from kog_dist.errors import ConfigError, LaunchError, RendezvousTimeout
 from kog_dist.instance import LEASE_FILE, Instance, instances_root, process_start_time, read_holder, sweep_stale
 from kog_dist.memfd import Segment
 from kog_dist.topology import LocalRendezvous, RankInfo
@@ -59,7 +58,7 @@ def test_a_rank_outside_the_world_is_refused() -> None:
             replace(INFO, rank=rank)
 
 
-# --- rendezvous ----------------------------------------------------------------------------------------------------------------
+# --- local rendezvous; what every rendezvous must do is in tests/multi/test_rendezvous.py ------------------------------------
 
 
 @pytest.fixture
@@ -71,50 +70,6 @@ def meeting() -> Iterator[Segment]:
 
 def join(meeting: Segment, rank: int, aborted: Callable[[], bool] = never) -> LocalRendezvous:
     return LocalRendezvous.from_fd(os.dup(meeting.fd), rank, aborted=aborted)
-
-
-def test_many_rounds_of_payloads(meeting: Segment) -> None:
-    num_rounds = 100
-
-    def rank_main(rank: int) -> None:
-        rendezvous = join(meeting, rank)
-        deadline = Deadline.after(60)
-        for number in range(num_rounds):
-            payload = bytes([rank, number]) * ((number + rank) % 33)
-            expected = [bytes([peer, number]) * ((number + peer) % 33) for peer in range(3)]
-            assert rendezvous.all_gather_bytes(payload, deadline) == expected
-            if number % 7 == rank:
-                rendezvous_yield()
-        rendezvous.barrier(deadline)
-        rendezvous.close()
-
-    with ThreadPoolExecutor(3) as pool:
-        for future in [pool.submit(rank_main, rank) for rank in range(3)]:
-            future.result(timeout=60)
-
-
-def rendezvous_yield() -> None:
-    for _ in range(20):
-        os.sched_yield()
-
-
-def test_missing_ranks_are_named(meeting: Segment) -> None:
-    late = join(meeting, 1)
-    with pytest.raises(RendezvousTimeout, match=r"rank 1 waited .* and rank 0, 2 did not come") as caught:
-        late.barrier(Deadline.after(0.01))
-    assert caught.value.missing == (0, 2)
-    late.close()
-
-
-def test_abort_ends_the_wait(meeting: Segment) -> None:
-    aborted = threading.Event()
-    rendezvous = join(meeting, 0, aborted.is_set)
-    thread = threading.Timer(0.0, aborted.set)
-    thread.start()
-    with pytest.raises(AbortedError, match="rank 0 left rendezvous 1"):
-        rendezvous.barrier(Deadline.after(60))
-    thread.join(10)
-    rendezvous.close()
 
 
 def test_a_half_written_payload_is_not_accepted(meeting: Segment) -> None:
