@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
@@ -101,7 +101,7 @@ def _obstacle(gpus: tuple[Gpu, ...], needed: Mapping[str, int]) -> KogError | No
     if len(gpus) > MAX_GPUS:
         most = f"{MAX_GPUS} GPU{'s' if MAX_GPUS > 1 else ''}"
         return LaunchError(f"this version decodes on {most}, not on {len(gpus)}; use --gpus {MAX_GPUS}, or --device cpu")
-    if importlib.util.find_spec("cupy") is None:
+    if find_spec("cupy") is None:
         return LaunchError("GPUs need the package cupy-cuda13x; install kog-dist[cuda], or use --device cpu")
     return None
 

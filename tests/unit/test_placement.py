@@ -1,0 +1,211 @@
+"""Which CPUs each rank gets, and how a worker takes its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from kog_dist.config import LaunchConfig
+from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.hardware.cpu_lists import format_cpu_list, parse_cpu_list
+from kog_dist.hardware.cpus import CpuMap, cpu_map, read_cpu_map, share_cpus
+from kog_dist.hardware.gpus import Inventory, inventory_from
+from kog_dist.hardware.placement import ANYWHERE, Placement
+from kog_dist.launch import gpu_choice
+from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
+from kog_dist.launch.target import model_folder, place_on_gpus
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.topology import RankInfo
+from kog_dist.workers.arguments import WorkerArgs
+from tests.unit.fake_nvml import FakeGpu, node
+
+NODE_0, NODE_1 = frozenset(range(4)) | frozenset(range(8, 12)), frozenset(range(4, 8)) | frozenset(range(12, 16))
+# Eight cores of two hardware threads (c and c + 8) on two nodes.
+MACHINE = cpu_map({cpu: frozenset({cpu % 8, cpu % 8 + 8}) for cpu in range(16)}, {0: NODE_0, 1: NODE_1})
+
+
+def lists(shares: tuple[frozenset[int], ...]) -> list[str]:
+    return [format_cpu_list(share) for share in shares]
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("", []), ("0", [0]), ("0-3,8,10-11", [0, 1, 2, 3, 8, 10, 11]), ("5\n", [5])])
+def test_cpu_lists(text: str, cpus: list[int]) -> None:
+    assert parse_cpu_list(text) == frozenset(cpus)
+    assert format_cpu_list(cpus) == text.strip()
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_cpu_list("0-x")
+
+
+def test_cores_keep_their_threads_together() -> None:
+    assert lists(MACHINE.cores)[:2] == ["0,8", "1,9"]
+    assert MACHINE.nodes_of({0, 9}) == (0,)
+    assert MACHINE.nodes_of({0, 5}) == (0, 1)
+
+
+def test_ranks_of_a_node_divide_its_cores() -> None:
+    assert lists(share_cpus([NODE_0, NODE_0, NODE_1, NODE_1], MACHINE)) == ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]
+    assert lists(share_cpus([NODE_0, NODE_1], MACHINE)) == ["0-3,8-11", "4-7,12-15"]
+    assert lists(share_cpus([NODE_0] * 3, MACHINE)) == ["0,8", "1,9", "2-3,10-11"]
+
+
+def test_too_few_cores_are_shared() -> None:
+    assert lists(share_cpus([NODE_0] * 5, MACHINE)) == ["0-3,8-11"] * 5
+
+
+def test_only_what_may_be_used_is_shared() -> None:
+    narrow = cpu_map({cpu: frozenset({cpu, cpu + 8}) for cpu in (2, 3, 4)}, {0: frozenset({2, 3}), 1: frozenset({4})})
+    assert lists(share_cpus([NODE_0, NODE_0, NODE_1], narrow)) == ["2", "3", "4"]
+    assert lists(share_cpus([frozenset({7}), frozenset()], narrow)) == ["", ""]
+
+
+def test_sets_that_overlap_are_not_divided() -> None:
+    assert lists(share_cpus([NODE_0, NODE_0 | NODE_1], MACHINE)) == ["0-3,8-11", "0-15"]
+
+
+def test_this_machine_has_a_map() -> None:
+    machine = read_cpu_map()
+    assert machine.cpus == frozenset(os.sched_getaffinity(0))
+    assert sum(map(len, machine.cores)) == len(machine.cpus)
+
+
+# --- GPUs of a run --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo() -> Checkpoint:
+    return open_checkpoint(model_folder(LaunchConfig())[0], verify=False)
+
+
+@pytest.fixture
+def with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
+
+
+def choose(demo: Checkpoint, inventory: Inventory, **settings: object) -> GpuChoice | None:
+    return choose_gpus(LaunchConfig(**settings), demo, {}, inventory)  # type: ignore[arg-type]
+
+
+def test_a_gpu_has_the_same_cpus_whoever_uses_it(demo: Checkpoint) -> None:
+    everything = {cpu: frozenset({cpu}) for cpu in range(96)}
+    machine = cpu_map(everything, {0: frozenset(range(48)), 1: frozenset(range(48, 96))})
+    inventory = inventory_from(node())
+    all_of_them = choose(demo, inventory, gpus="all")
+    assert all_of_them is not None
+    placements = place_on_gpus(all_of_them, machine)
+    assert [placement.cpus for placement in placements[:2]] == ["0-11", "12-23"]
+    assert [placement.cpus for placement in placements[6:]] == ["72-83", "84-95"]
+    some = choose(demo, inventory, gpus="7,1")
+    assert some is not None
+    assert place_on_gpus(some, machine) == (
+        Placement("84-95", (inventory.gpus[7].uuid, inventory.gpus[1].uuid)),
+        Placement("12-23", (inventory.gpus[7].uuid, inventory.gpus[1].uuid)),
+    )
+    assert {placement.cpus for placement in place_on_gpus(some, None)} == {""}
+
+
+def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> None:
+    def obstacle(change: str, value: object, gpus: str = "1") -> str:
+        def apply(_index: int, gpu: FakeGpu) -> None:
+            setattr(gpu, change, value)
+
+        choice = choose(demo, inventory_from(node(8, apply)), gpus=gpus)
+        assert choice is not None
+        return str(choice.obstacle)
+
+    assert obstacle("name", "NVIDIA H200") == "None"
+    assert "has compute capability 8.0, and the kernel is for 9.0" in obstacle("compute", (8, 0))
+    assert "has 0.0 GiB of free memory and a rank needs 0.1 GiB; stop what uses it" in obstacle("free", 2**20)
+    assert "decodes on 1 GPU, not on 4; use --gpus 1" in obstacle("name", "NVIDIA H200", "4")
+
+
+def test_a_missing_package_is_said(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "find_spec", lambda name: None)
+    choice = choose(demo, inventory_from(node()), gpus="1")
+    assert choice is not None
+    assert "cupy-cuda13x" in str(choice.obstacle)
+
+
+def test_gpus_that_are_not_here_can_be_planned(demo: Checkpoint) -> None:
+    nothing = Inventory((), ("this machine has no NVIDIA driver",))
+    for text, count in (("8", 8), ("0,2", 2), ("GPU-5,", 1)):
+        choice = choose(demo, nothing, gpus=text)
+        assert choice is not None
+        assert (choice.count, choice.gpus, choice.kv_dtype) == (count, (), "bfloat16")
+        assert "no NVIDIA driver" in str(choice.obstacle)
+    with pytest.raises(LaunchError, match="no NVIDIA driver"):
+        choose(demo, nothing, gpus="all")
+    with pytest.raises(ConfigError, match="8 lanes cannot be spread over 3 ranks"):
+        choose(demo, nothing, gpus="3")
+    with pytest.raises(ConfigError, match="--ranks 4 contradicts 2 GPUs"):
+        choose(demo, nothing, gpus="2", ranks=4)
+    with pytest.raises(ConfigError, match="float32 KV cache"):
+        choose(demo, nothing, gpus="1", kv_dtype="float32")
+
+
+def test_auto_takes_no_gpu_until_the_switch_is_turned(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch, with_cupy: None) -> None:
+    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: False)
+    assert choose(demo, inventory_from(node())) is None
+    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: True)
+    found = choose(demo, inventory_from(node()))
+    assert found is not None
+    assert [gpu.index for gpu in found.gpus] == [0]
+    assert choose(demo, inventory_from(node()), device="cpu") is None
+    assert choose(demo, inventory_from(node()), ranks=2) is None, "as many ranks as one GPU cannot have"
+    assert choose(demo, inventory_from(node(0))) is None
+    assert choose(demo, inventory_from(node()), kv_dtype="float32") is None, "the kernel cannot run it"
+
+
+def test_auto_passes_over_gpus_that_cannot_run_the_model(
+    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch, with_cupy: None
+) -> None:
+    def change(index: int, gpu: FakeGpu) -> None:
+        gpu.compute = (8, 0) if index == 0 else (9, 0)
+        gpu.mig = (1, 1) if index == 1 else (0, 0)
+        gpu.free = 0 if index == 2 else gpu.total
+
+    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: True)
+    found = choose(demo, inventory_from(node(8, change)))
+    assert found is not None
+    assert [gpu.index for gpu in found.gpus] == [3]
+
+
+# --- a worker takes its place ---------------------------------------------------------------------------------------------------
+
+
+def test_placements_travel_with_the_arguments() -> None:
+    placement = Placement("0-1,8", ("GPU-1", "GPU-2"))
+    args = WorkerArgs(RankInfo(0, 1, 0, "demo"), "/model", "cuda:0", "bfloat16", True, 1.0, 1.0, placement=placement)
+    assert WorkerArgs.from_json(args.to_json()) == args
+    assert WorkerArgs.from_json(replace(args, placement=ANYWHERE).to_json()).placement == ANYWHERE
+    broken: list[object] = [{}, [], None, {"cpus": "x", "gpus": []}, {"cpus": "", "gpus": [1]}, {"cpus": "", "gpus": [], "a": 1}]
+    for bad in broken:
+        text = json.dumps({**asdict(args), "placement": bad})
+        with pytest.raises(ConfigError, match="placement"):
+            WorkerArgs.from_json(text)
+
+
+def test_a_process_takes_its_place() -> None:
+    program = (
+        "import json, os, sys\n"
+        "from kog_dist.hardware.placement import Placement\n"
+        "before = sorted(os.sched_getaffinity(0))\n"
+        "Placement(f'{before[-1]},999', ('GPU-1', 'GPU-2')).apply()\n"
+        "after = sorted(os.sched_getaffinity(0))\n"
+        "Placement('999').apply()\n"
+        "print(json.dumps([before[-1:], after, sorted(os.sched_getaffinity(0)), os.environ['CUDA_VISIBLE_DEVICES']]))\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=root)
+    last, after, kept, mask = json.loads(done.stdout)
+    assert after == kept == last
+    assert mask == "GPU-1,GPU-2"
+
+
+def test_an_empty_map_pins_nobody() -> None:
+    assert share_cpus([NODE_0], CpuMap(())) == (frozenset(),)
