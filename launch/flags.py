@@ -33,7 +33,7 @@ def launch(
     pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Keep a GPU's rank on the CPUs near it.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     launcher: Annotated[str | None, typer.Option(help="auto, local, mpi or ray.")] = None,
-    ray_address: Annotated[str | None, typer.Option(help="HOST:PORT of a Ray cluster; none: RAY_ADDRESS, or one of its own.")] = None,
+    ray_address: Annotated[str | None, typer.Option(help="HOST:PORT of a Ray cluster. Default: RAY_ADDRESS, or its own.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Engines behind one endpoint.")] = None,
     min_replicas: Annotated[int | None, typer.Option(help="With --max-replicas: as many as waiting requests need.")] = None,
     max_replicas: Annotated[int | None, typer.Option(help="Most engines of this launcher.")] = None,
