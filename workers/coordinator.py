@@ -145,7 +145,7 @@ class Coordinator:
                 self._send_to(peer, self._report())
 
     def _take_request(self, peer: bytes, message: Generate) -> None:
-        arrived_ns = time.monotonic_ns()
+        received_ns = time.monotonic_ns()
         try:
             self._check_room(message.request_id)
             request = self._model.admit(message)
@@ -156,9 +156,7 @@ class Coordinator:
             return
         tokenizer = self._model.tokenizer
         decoder = tokenizer.stream(after=request.prompt) if tokenizer is not None else None
-        stream = RequestStream(
-            peer, message.request_id, request, stops=message.stop, decoder=decoder, arrived_ns=arrived_ns
-        )  # fmt: skip
+        stream = RequestStream(peer, message, request, decoder, received_ns)
         self._queue.append(stream)
         position = len(self._queue) - 1 + (self._running is not None)
         self._send(stream, Accepted(stream.request_id, position, len(request.prompt), request.max_tokens))
@@ -208,7 +206,7 @@ class Coordinator:
             return
         if self._is_ready() and self._slot.may_submit():
             self._running = self._queue.popleft()
-            self._running.submitted_ns = time.monotonic_ns()
+            self._running.timings.submitted(time.monotonic_ns())
             self._slot.submit(self._running.request)
 
     def _read_tokens(self) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Protocol
 
 from kog_dist.control import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
-from kog_dist.rpc.messages import Done, FinishReason, Tokens
+from kog_dist.rpc.messages import Done, FinishReason, Generate, Tokens
 from kog_dist.workers.stop_strings import StopFilter
+from kog_dist.workers.timings import RequestTimings
 
 
 class TextDecoder(Protocol):
@@ -30,19 +30,20 @@ class RequestStream:
     """
 
     def __init__(
-        self, peer: bytes, request_id: str, request: DecodeRequest, *, stops: Sequence[str] = (),
-        decoder: TextDecoder | None = None, arrived_ns: int,
-    ) -> None:  # fmt: skip
+        self, peer: bytes, message: Generate, request: DecodeRequest, decoder: TextDecoder | None, received_ns: int
+    ) -> None:
         self.peer = peer
-        self.request_id = request_id
+        self.request_id = message.request_id
         self.request = request
-        self.arrived_ns = arrived_ns
-        self.submitted_ns: int | None = None
-        self.last_sent_ns = arrived_ns
+        self.reuses_kv = message.reuse_kv
+        self.deadline_ns = None if message.deadline_s is None else received_ns + round(message.deadline_s * 1e9)
+        self.timings = RequestTimings(received_ns)
+        self.last_sent_ns = received_ns
+        self.told_position = -1  # place in the queue that the client knows of
         self.num_tokens = 0
+        self._sends_stamps = message.stamps
         self._decoder = decoder
-        self._stop_filter = StopFilter(stops)
-        self._stamps_s: list[float] = []
+        self._stop_filter = StopFilter(message.stop)
 
     def take(self, entries: Sequence[TokenEntry]) -> tuple[Tokens | None, FinishReason | None]:
         """The event for entries that follow those taken before, and the reason if the answer ends with them.
@@ -57,7 +58,9 @@ class RequestStream:
         for entry in entries:
             if entry.token_id != NO_TOKEN:
                 token_ids.append(entry.token_id)
-                stamps_s.append(self._since_arrival_s(entry.stamp_ns))
+                stamp_s = self.timings.add_token(entry.stamp_ns)
+                if self._sends_stamps:
+                    stamps_s.append(stamp_s)
                 if entry.digest is not None:
                     digests.append(entry.digest.hex())
                 if self._decoder is not None and entry.finish is not Finish.STOP:  # an end token has no text
@@ -68,7 +71,6 @@ class RequestStream:
                 break
         first = self.num_tokens
         self.num_tokens += len(token_ids)
-        self._stamps_s += stamps_s
         if not token_ids and not text:
             return None, reason
         event = Tokens(self.request_id, first, tuple(token_ids), text, tuple(stamps_s), tuple(digests))
@@ -82,33 +84,14 @@ class RequestStream:
 
     def done(self, reason: FinishReason, now_ns: int) -> Done:
         """The terminal event of an answer that went well."""
-        stamps_s = self._stamps_s
-        gaps_s = sorted(late - early for early, late in itertools.pairwise(stamps_s))
-        queue_end_ns = self.submitted_ns if self.submitted_ns is not None else now_ns
-        queue_s = self._since_arrival_s(queue_end_ns)
-        first_s = stamps_s[0] if stamps_s else None
         return Done(
             self.request_id,
             reason,
             num_prompt_tokens=len(self.request.prompt),
             num_generated_tokens=self.num_tokens,
-            queue_s=queue_s,
-            total_s=self._since_arrival_s(now_ns),
-            prefill_s=None if first_s is None else max(0.0, first_s - queue_s),
-            ttft_s=first_s,
-            itl_p50_s=percentile(gaps_s, 0.50),
-            itl_p99_s=percentile(gaps_s, 0.99),
+            num_cached_tokens=self.request.kv.num_cached,
+            **asdict(self.timings.figures(now_ns)),
         )
-
-    def _since_arrival_s(self, stamp_ns: int) -> float:
-        return max(0, stamp_ns - self.arrived_ns) / 1e9
 
 
 _REASONS = {Finish.STOP: FinishReason.STOP, Finish.LENGTH: FinishReason.LENGTH, Finish.CANCELLED: FinishReason.CANCELLED}
-
-
-def percentile(ascending: Sequence[float], fraction: float) -> float | None:
-    """Nearest-rank percentile of sorted values; None of nothing. Never negative: clocks of ranks are one clock."""
-    if not ascending:
-        return None
-    return max(0.0, ascending[max(0, math.ceil(fraction * len(ascending)) - 1)])

@@ -62,7 +62,7 @@ def _measure(
 
 def _stamps(client: Client, num_tokens: int) -> list[float]:
     """When each token of one request was produced, in seconds after the request arrived."""
-    events = client.generate(prompt_ids=PROMPT_IDS, max_tokens=num_tokens, ignore_eos=True)
+    events = client.generate(prompt_ids=PROMPT_IDS, max_tokens=num_tokens, ignore_eos=True, stamps=True, reuse_kv=False)
     return [stamp for event in events if isinstance(event, Tokens) for stamp in event.stamps_s]
 
 

@@ -11,11 +11,12 @@ import secrets
 import time
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from kog_dist.errors import ProtocolError, RequestError, RequestFailed
 from kog_dist.rpc.messages import (
     Accepted,
+    Alive,
     BadMessage,
     Cancel,
     Done,
@@ -26,6 +27,7 @@ from kog_dist.rpc.messages import (
     Event,
     Generate,
     Hello,
+    Prefill,
     Request,
     Status,
     StatusReport,
@@ -42,6 +44,7 @@ CANCEL_TIMEOUT_S = 1.0
 _READY_POLL_S = 0.02
 
 Answer = TypeVar("Answer", Welcome, StatusReport)
+StreamEvent: TypeAlias = Accepted | Alive | Prefill | Tokens | Done
 
 
 class DeadlineExceeded(RequestFailed):
@@ -91,19 +94,21 @@ class Client:
     def generate(
         self, prompt: str | None = None, *, prompt_ids: Sequence[int] | None = None, max_tokens: int | None = None,
         temperature: float = 0.0, seed: int = 0, stop: Sequence[str] = (), ignore_eos: bool = False, logit_digests: bool = False,
-        conversation: str | None = None, request_id: str | None = None, timeout_s: float | None = None,
-    ) -> Generator[Accepted | Tokens | Done, None, None]:  # fmt: skip
-        """Decode one prompt: yields `Accepted`, any number of `Tokens`, then `Done`. Nothing is sent before the first `next`.
+        stamps: bool = False, deadline_s: float | None = None, reuse_kv: bool = True, conversation: str | None = None,
+        request_id: str | None = None, timeout_s: float | None = None,
+    ) -> Generator[StreamEvent, None, None]:  # fmt: skip
+        """Decode one prompt: yields `Accepted`, then `Alive`, `Prefill` and `Tokens` as they come, last `Done`.
 
-        `conversation` is an id that its requests share: a router sends them where their beginning is cached.
-
-        Leaving the iterator early, Ctrl-C included, cancels the request. Raises RequestError when it is refused, RequestFailed
-        when it ends without its answer (`engine_lost` when the engine is gone), DeadlineExceeded after `timeout_s`.
+        Nothing is sent before the first `next`. Leaving the iterator early, Ctrl-C included, cancels the request. Raises
+        RequestError when it is refused, RequestFailed when it ends without its answer (`engine_lost` when the engine is gone),
+        DeadlineExceeded after `timeout_s` in this client. `deadline_s` is the engine's to keep: `deadline_exceeded` while the
+        request waits, a `Done` with finish reason `deadline` once it runs. `conversation` is an id that its requests share: a
+        router sends them where their beginning is cached.
         """
         try:
             message = Generate(
                 request_id or secrets.token_hex(8), prompt, None if prompt_ids is None else tuple(prompt_ids), max_tokens,
-                temperature, seed, tuple(stop), ignore_eos, logit_digests, conversation,
+                temperature, seed, tuple(stop), ignore_eos, logit_digests, stamps, deadline_s, reuse_kv, conversation,
             )  # fmt: skip
             self._connection.send(message)
         except BadMessage as error:
@@ -140,7 +145,7 @@ class Client:
             self._next(min(deadline_s, time.monotonic() + _READY_POLL_S))
 
     # ---- waiting ----
-    def _events_of(self, request_id: str, deadline_s: float | None) -> Generator[Accepted | Tokens | Done, None, None]:
+    def _events_of(self, request_id: str, deadline_s: float | None) -> Generator[StreamEvent, None, None]:
         finished = accepted = False
         try:
             while not finished:
@@ -153,8 +158,9 @@ class Client:
                     raise (RequestFailed if accepted else RequestError)(event.code, event.message)
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise self._overdue(deadline_s)
-                if isinstance(event, Accepted | Tokens | Done) and event.request_id == request_id:
-                    accepted, finished = True, isinstance(event, Done)
+                if isinstance(event, StreamEvent) and event.request_id == request_id:
+                    accepted = accepted or not isinstance(event, Alive)  # a router says that before it has asked a replica
+                    finished = isinstance(event, Done)
                     yield event
         except RequestFailed as error:
             finished = finished or error.code == ErrorCode.ENGINE_LOST

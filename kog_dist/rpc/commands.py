@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
-from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client
-from kog_dist.rpc.messages import Accepted, Done, StatusReport, Tokens
+from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
+from kog_dist.rpc.messages import Done, StatusReport, Tokens
 from kog_dist.rpc.output import OutputError, check_stdout, write_error, write_out
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.transport import Access
 
 READY_TIMEOUT_S = 3600.0  # the launcher's own start-up limit comes first
 EXIT_INTERRUPTED = 130
+_TIMINGS = ("queue_s", "prefill_s", "ttft_s", "total_s", "itl_p50_s", "itl_p99_s", "tokens_per_s")
 _SHOWN = {"\n", "\t"}  # of the control characters; a terminal obeys the others
 
 
@@ -65,6 +66,9 @@ class PromptFlags:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logit_digests: bool = False
+    stamps: bool = False
+    deadline_s: float | None = None
+    reuse_kv: bool = True
     conversation: str | None = None
 
 
@@ -78,7 +82,7 @@ class _Answer:
     digests: list[str] = field(default_factory=list)
     done: Done | None = None
 
-    def add(self, event: Accepted | Tokens | Done) -> None:
+    def add(self, event: StreamEvent) -> None:
         if isinstance(event, Tokens):
             self.text.append(event.text)
             self.token_ids += event.token_ids
@@ -86,11 +90,6 @@ class _Answer:
             self.digests += event.digests
         elif isinstance(event, Done):
             self.done = event
-
-    def tokens_per_s(self) -> float | None:
-        """Speed after the first token; None for fewer than two tokens."""
-        span_s = self.stamps_s[-1] - self.stamps_s[0] if len(self.stamps_s) > 1 else 0.0
-        return (len(self.stamps_s) - 1) / span_s if span_s > 0 else None
 
 
 def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: float | None, wait_ready: bool) -> int:
@@ -125,11 +124,11 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     assert answer.done is not None, "generate ends with Done or raises"
     try:
-        write_out(json.dumps(_as_object(answer, answer.done, flags.logit_digests)) + "\n" if as_json else "\n")
+        write_out(json.dumps(_as_object(answer, answer.done, flags)) + "\n" if as_json else "\n")
     except BrokenPipeError:
         return 0
     if not as_json:
-        write_error(_statistics(answer, answer.done))
+        write_error(_statistics(answer.done))
         if flags.logit_digests:
             write_error("\n".join(answer.digests))
     return 0
@@ -174,7 +173,7 @@ def _without_defaults(flags: PromptFlags) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in PromptFlags.__slots__}
 
 
-def _follow(events: Generator[Accepted | Tokens | Done, None, None], answer: _Answer, show: Callable[[Tokens], None]) -> None:
+def _follow(events: Generator[StreamEvent, None, None], answer: _Answer, show: Callable[[Tokens], None]) -> None:
     with closing(events):  # leaving it cancels the request
         for event in events:
             answer.add(event)
@@ -218,30 +217,46 @@ def _print_failure(code: str, message: str, exit_code: int, answer: _Answer, as_
     return exit_code
 
 
-def _as_object(answer: _Answer, done: Done, with_digests: bool) -> dict[str, Any]:
-    timings = {name: getattr(done, name) for name in ("queue_s", "prefill_s", "ttft_s", "total_s", "itl_p50_s", "itl_p99_s")}
+def _as_object(answer: _Answer, done: Done, flags: PromptFlags) -> dict[str, Any]:
+    timings = {name: getattr(done, name) for name in _TIMINGS}
     whole: dict[str, Any] = {
         "request_id": done.request_id,
         "text": "".join(answer.text),
         "token_ids": answer.token_ids,
         "finish_reason": done.finish_reason.value,
-        "usage": {"num_prompt_tokens": done.num_prompt_tokens, "num_generated_tokens": done.num_generated_tokens},
-        "timings": {**timings, "tokens_per_s": answer.tokens_per_s(), "stamps_s": answer.stamps_s},
+        "usage": {
+            "num_prompt_tokens": done.num_prompt_tokens,
+            "num_cached_tokens": done.num_cached_tokens,
+            "num_generated_tokens": done.num_generated_tokens,
+        },
+        "timings": timings,
     }
-    if with_digests:
+    if flags.stamps:
+        timings["stamps_s"] = answer.stamps_s
+    if flags.logit_digests:
         whole["logit_digests"] = answer.digests
     return whole
 
 
-def _statistics(answer: _Answer, done: Done) -> str:
-    parts = [f"{done.num_prompt_tokens} prompt tokens", f"{done.num_generated_tokens} generated ({done.finish_reason.value})"]
+def _statistics(done: Done) -> str:
+    cached = f" ({done.num_cached_tokens} cached)" if done.num_cached_tokens else ""
+    generated = f"{done.num_generated_tokens} generated ({done.finish_reason.value})"
+    parts = [f"{done.num_prompt_tokens} prompt tokens{cached}", generated]
     if done.ttft_s is not None:
         parts.append(f"first after {done.ttft_s * 1e3:.1f} ms")
-    if (tokens_per_s := answer.tokens_per_s()) is not None:
-        parts.append(f"{tokens_per_s:.1f} tokens/s")
+    if done.tokens_per_s is not None:
+        parts.append(f"{done.tokens_per_s:.1f} tokens/s")
     if done.itl_p50_s is not None and done.itl_p99_s is not None:
         parts.append(f"gaps p50 {done.itl_p50_s * 1e3:.2f} ms, p99 {done.itl_p99_s * 1e3:.2f} ms")
     return ", ".join(parts)
+
+
+def _running(report: StatusReport) -> str:
+    if report.running is None:
+        return "-"
+    num_prompt, position = report.running_prompt_tokens, report.running_position
+    stage = f"prefill {position} of {num_prompt}" if position < num_prompt else f"{position - num_prompt} tokens generated"
+    return f"{report.running} ({stage})"
 
 
 def _describe(report: StatusReport) -> str:
@@ -250,10 +265,11 @@ def _describe(report: StatusReport) -> str:
         [
             f"{report.instance}: {report.state.value}, {report.model} on {report.world_size} ranks, up {report.uptime_s:.0f} s",
             f"ranks    {states}",
-            f"running  {report.running or '-'}",
-            f"waiting  {' '.join(report.waiting) or '-'} (at most {report.queue_limit})",
-            f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_failed} failed, "
-            f"{report.num_refused} refused; {report.num_tokens} tokens",
+            f"running  {_running(report)}",
+            f"waiting  {' '.join(report.waiting) or '-'} "
+            f"(at most {report.queue_limit}, {report.client_queue_limit} of one client)",
+            f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_expired} expired, "
+            f"{report.num_failed} failed, {report.num_refused} refused; {report.num_tokens} tokens",
             f"clients  {report.num_dropped_clients} lost or dropped, {report.num_bad_messages} bad messages",
             *_describe_replicas(report),
         ]

@@ -35,6 +35,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
     logit_digests: Annotated[bool, typer.Option("--logit-digests", help="SHA-256 of each step's float32 logits.")] = False,
+    stamps: Annotated[bool, typer.Option("--stamps", help="With --json: when each token was there.")] = False,
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which the engine ends the request.")] = None,
+    reuse_kv: Annotated[bool, typer.Option("--reuse-kv/--no-reuse-kv", help="Skip what earlier requests prefilled.")] = True,
     conversation: Annotated[str | None, typer.Option(help="Id that the requests of a conversation share, for a router.")] = None,
     json: Json = False,
     instance: Instance = None,
@@ -50,7 +53,7 @@ def generate(
         raise ConfigError("give either --prompt or --prompt-ids")
     request = commands.PromptFlags(
         prompt, None if prompt_ids is None else _parse_ids(prompt_ids), max_tokens, temperature, seed, tuple(stop or ()),
-        ignore_eos, logit_digests, conversation,
+        ignore_eos, logit_digests, stamps, deadline, reuse_kv, conversation,
     )  # fmt: skip
     target = commands.Target(instance, endpoint, key_file)
     raise typer.Exit(commands.generate(target, request, as_json=json, timeout_s=timeout, wait_ready=wait_ready))

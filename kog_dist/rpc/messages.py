@@ -44,6 +44,7 @@ MAX_STOP_BYTES = 256
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**53  # counters and sizes: exact in every language's numbers
 MAX_SECONDS = 1e9
+LEAST_DEADLINE_S = 0.001
 
 _ID = identifier(64)
 _COUNT = integer(0, MAX_COUNT)
@@ -64,6 +65,7 @@ class ErrorCode(enum.StrEnum):
     TOKEN_ID_OUT_OF_RANGE = "token_id_out_of_range"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     QUEUE_FULL = "queue_full"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     DRAINING = "draining"
     DUPLICATE_REQUEST_ID = "duplicate_request_id"
     UNKNOWN_REQUEST = "unknown_request"
@@ -84,6 +86,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence token or stop string
     LENGTH = "length"
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"  # the request's own time limit passed while it was running
 
 
 class EngineState(enum.StrEnum):
@@ -135,7 +138,10 @@ class Hello(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Generate(_Checked):
-    """Decode one prompt. `request_id` is chosen by the client and names the request from any connection."""
+    """Decode one prompt. `request_id` is chosen by the client and names the request from any connection.
+
+    `deadline_s` counts from the reception by the coordinator. `reuse_kv` false: prefill the whole prompt, as for a measurement.
+    """
 
     request_id: str = checked(_ID)
     prompt: str | None = checked(optional(_TEXT), default=None)
@@ -146,6 +152,9 @@ class Generate(_Checked):
     stop: tuple[str, ...] = checked(array(text(1, MAX_STOP_BYTES), MAX_STOP_STRINGS), default=())
     ignore_eos: bool = checked(flag, default=False)
     logit_digests: bool = checked(flag, default=False)
+    stamps: bool = checked(flag, default=False)
+    deadline_s: float | None = checked(optional(number(LEAST_DEADLINE_S, MAX_SECONDS)), default=None)
+    reuse_kv: bool = checked(flag, default=True)
     conversation: str | None = checked(optional(_ID), default=None)  # shared by requests that extend one another
 
     def __post_init__(self) -> None:
@@ -202,10 +211,19 @@ class Accepted(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Alive(_Checked):
-    """The request has produced nothing for a while but is not forgotten; sent about four times a second."""
+    """The request is not forgotten. Sent when its place in the queue has changed, and after 250 ms in which nothing else was."""
 
     request_id: str = checked(_ID)
     queue_position: int = checked(_COUNT)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill(_Checked):
+    """The ranks read the prompt: `position` of its tokens are in the KV cache. At most one in 100 ms; none for short prompts."""
+
+    request_id: str = checked(_ID)
+    position: int = checked(_COUNT)
+    num_prompt_tokens: int = checked(_COUNT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +231,8 @@ class Tokens(_Checked):
     """Tokens `index`, `index + 1`, ... and the text that became certain with them.
 
     `text` may lag behind `token_ids`: a character split over tokens and what may become a stop string are held back. An event
-    may have text and no tokens. `stamps_s`: when the engine produced each token, in seconds after the request's arrival.
+    may have text and no tokens. `stamps_s`: when the engine produced each token, in seconds after the request's reception, if the
+    request asked for `stamps`, else empty.
     `digests`: SHA-256 (hex) of each step's float32 logits when the request asked for them, else empty.
     """
 
@@ -227,32 +246,41 @@ class Tokens(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Done(_Checked):
-    """The request ended well. Times are None where there was no such moment; ITL = gap between tokens."""
+    """The request ended well. Times are None where there was no such moment; workers/timings.py defines them."""
 
     request_id: str = checked(_ID)
     finish_reason: FinishReason = checked(_FINISH)  # noqa: RUF009
     num_prompt_tokens: int = checked(_COUNT)
     num_generated_tokens: int = checked(_COUNT)
-    queue_s: float = checked(_SECONDS)  # arrival to hand-over to the ranks
-    total_s: float = checked(_SECONDS)  # arrival to end
-    prefill_s: float | None = checked(optional(_SECONDS), default=None)  # hand-over to first token
-    ttft_s: float | None = checked(optional(_SECONDS), default=None)  # arrival to first token
+    queue_s: float = checked(_SECONDS)
+    total_s: float = checked(_SECONDS)
+    prefill_s: float | None = checked(optional(_SECONDS), default=None)
+    ttft_s: float | None = checked(optional(_SECONDS), default=None)
     itl_p50_s: float | None = checked(optional(_SECONDS), default=None)
     itl_p99_s: float | None = checked(optional(_SECONDS), default=None)
+    tokens_per_s: float | None = checked(optional(number(0.0, 1e12)), default=None)
+    num_cached_tokens: int = checked(_COUNT, default=0)  # of the prompt, which were not prefilled again
 
 
 @dataclass(frozen=True, slots=True)
 class Error(_Checked):
-    """A refusal, or the end of a request without its answer. No `request_id`: it could not be read."""
+    """A refusal, or the end of a request without its answer. No `request_id`: it could not be read.
+
+    `retry_after_s`, with `queue_full`: an estimate of when there will be room.
+    """
 
     code: ErrorCode = checked(_CODE)  # noqa: RUF009
     message: str = checked(text(1, 16384))
     request_id: str | None = checked(optional(_ID), default=None)
+    retry_after_s: float | None = checked(optional(_SECONDS), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class StatusReport(_Checked):
-    """The engine's state and counters since its start. Waiting requests are listed in their order."""
+    """The engine's state and counters since its start. Waiting requests are listed in the order in which they will run.
+
+    `running_position`: tokens of the running request that are in the KV cache; below `running_prompt_tokens` it is prefilling.
+    """
 
     state: EngineState = checked(_STATE)  # noqa: RUF009
     instance: str = checked(_NAME)
@@ -277,15 +305,19 @@ class StatusReport(_Checked):
     replica_states: tuple[str, ...] = checked(array(_NAME, 4096), default=())  # with the reason, where it is not in use
     replica_addresses: tuple[str, ...] = checked(array(_NAME, 4096), default=())
     replica_running: tuple[str, ...] = checked(array(_NAME, 4096), default=())  # request id, empty when idle
+    client_queue_limit: int = checked(_COUNT, default=0)  # of the waiting requests of one connection
+    num_expired: int = checked(_COUNT, default=0)  # requests that their own deadline ended; not counted elsewhere
+    running_position: int = checked(_COUNT, default=0)
+    running_prompt_tokens: int = checked(_COUNT, default=0)
 
 
 Request: TypeAlias = Hello | Generate | Cancel | Status | Drain
-Event: TypeAlias = Welcome | Accepted | Alive | Tokens | Done | Error | StatusReport
+Event: TypeAlias = Welcome | Accepted | Alive | Prefill | Tokens | Done | Error | StatusReport
 Message: TypeAlias = Request | Event
 
 REQUESTS: Mapping[str, type[Any]] = {"hello": Hello, "generate": Generate, "cancel": Cancel, "status": Status, "drain": Drain}
 EVENTS: Mapping[str, type[Any]] = {
-    "welcome": Welcome, "accepted": Accepted, "alive": Alive, "tokens": Tokens, "done": Done, "error": Error,
+    "welcome": Welcome, "accepted": Accepted, "alive": Alive, "prefill": Prefill, "tokens": Tokens, "done": Done, "error": Error,
     "status_report": StatusReport,
 }  # fmt: skip
 _TAG_OF = {cls: tag for tags in (REQUESTS, EVENTS) for tag, cls in tags.items()}

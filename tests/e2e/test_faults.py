@@ -13,8 +13,8 @@ import pytest
 
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import RequestFailed
-from kog_dist.rpc.client import Client
-from kog_dist.rpc.messages import Accepted, Done, ErrorCode, Tokens
+from kog_dist.rpc.client import Client, StreamEvent
+from kog_dist.rpc.messages import ErrorCode, Tokens
 
 RANKS = 4
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
@@ -33,7 +33,7 @@ def kill_all_at_once(session: EngineSession, *roles: str) -> None:
             os.kill(pids[role], signum)
 
 
-def token_ids(events: Iterator[Accepted | Tokens | Done], at_least: int) -> list[int]:
+def token_ids(events: Iterator[StreamEvent], at_least: int) -> list[int]:
     ids: list[int] = []
     for event in events:
         if isinstance(event, Tokens):
@@ -43,7 +43,7 @@ def token_ids(events: Iterator[Accepted | Tokens | Done], at_least: int) -> list
     return ids
 
 
-def stream(client: Client, max_tokens: int) -> Iterator[Accepted | Tokens | Done]:
+def stream(client: Client, max_tokens: int) -> Iterator[StreamEvent]:
     return client.generate(prompt_ids=[1, 2, 3], max_tokens=max_tokens, ignore_eos=True)
 
 

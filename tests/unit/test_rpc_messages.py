@@ -61,6 +61,8 @@ by_name: dict[str, st.SearchStrategy[Any]] = {
     "running": st.none() | names,
     "waiting": st.lists(names, max_size=4).map(tuple),
     "digests": st.lists(st.text("0123456789abcdef", min_size=64, max_size=64), max_size=3).map(tuple),
+    "conversation": st.none() | names,
+    "deadline_s": st.none() | st.floats(0.001, 1e9),
     "temperature": st.just(0.0) | st.floats(0.001, 100),
     "stop": st.lists(st.text("ab", min_size=1, max_size=9), max_size=16).map(tuple),
 }

@@ -11,14 +11,14 @@ import pytest
 
 from kog_dist.control import AbortCause, RankState
 from kog_dist.errors import RequestError, RequestFailed
-from kog_dist.rpc.client import Client, DeadlineExceeded
+from kog_dist.rpc.client import Client, DeadlineExceeded, StreamEvent
 from kog_dist.rpc.messages import Accepted, Done, EngineState, FinishReason, Tokens
 from kog_dist.workers import coordinator_watch
 from kog_dist.workers.coordinator_args import EXIT_DRAIN_TIMEOUT
 
 EOS_ID = 256
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
-Events = Iterable[Accepted | Tokens | Done]
+Events = Iterable[StreamEvent]
 
 
 def text_of(events: Events) -> str:
@@ -39,7 +39,7 @@ def finish_of(events: Events) -> FinishReason:
 def test_a_request_from_prompt_to_done(start_engine: StartEngine) -> None:
     engine = start_engine("hello world")
     with engine.client() as client:
-        events = list(client.generate("hi", max_tokens=11, temperature=0.5, seed=7, logit_digests=True))
+        events = list(client.generate("hi", max_tokens=11, temperature=0.5, seed=7, logit_digests=True, stamps=True))
         report = client.status()
     accepted, done = events[0], events[-1]
     assert isinstance(accepted, Accepted)
@@ -55,6 +55,7 @@ def test_a_request_from_prompt_to_done(start_engine: StartEngine) -> None:
     assert (done.num_prompt_tokens, done.num_generated_tokens) == (2, 11)
     assert done.ttft_s == stamps_s[0]
     assert done.total_s >= stamps_s[-1] >= done.queue_s
+    assert done.tokens_per_s == pytest.approx(10 / (stamps_s[-1] - stamps_s[0]))
     request = engine.requests[0]
     assert (request.prompt, request.temperature, request.seed, request.stop_ids) == (tuple(b"hi"), 0.5, 7, (EOS_ID,))
     assert (report.state, report.num_completed, report.num_tokens, report.running) == (EngineState.READY, 1, 11, None)
@@ -111,7 +112,7 @@ def test_withheld_text_is_delivered_on_cancel(start_engine: StartEngine) -> None
     with engine.client() as client, engine.client() as other:
         events = client.generate("x", stop=("</s>",), max_tokens=100, request_id="mine")
         engine.allow(4)
-        seen: list[Accepted | Tokens | Done] = []
+        seen: list[StreamEvent] = []
         while len(ids_of(seen)) < 4:
             seen.append(next(events))
         assert text_of(seen) == "ab"
@@ -284,7 +285,7 @@ def test_not_finite_logits_end_the_request_only(start_engine: StartEngine) -> No
     engine = start_engine("abc")
     engine.faulty_index = 2
     with engine.client() as client:
-        seen: list[Accepted | Tokens | Done] = []
+        seen: list[StreamEvent] = []
         with pytest.raises(RequestFailed) as failed:
             seen.extend(client.generate("x", max_tokens=5))
         assert failed.value.code == "numerical_fault"

@@ -40,11 +40,11 @@ def test_generate_streams_text_and_ends_with_statistics(start_engine: StartEngin
 
 def test_generate_json_is_one_object(start_engine: StartEngine) -> None:
     engine = start_engine("ab")
-    done = run(engine, "generate", "--prompt-ids=1,2,3", "--max-tokens=4", "--json", "--logit-digests", "--seed=3")
+    done = run(engine, "generate", "--prompt-ids=1,2,3", "--max-tokens=4", "--json", "--logit-digests", "--stamps")
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("abab", [97, 98, 97, 98], "length")
-    assert answer["usage"] == {"num_prompt_tokens": 3, "num_generated_tokens": 4}
+    assert answer["usage"] == {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_generated_tokens": 4}
     assert [len(digest) for digest in answer["logit_digests"]] == [64] * 4
     assert len(answer["timings"]["stamps_s"]) == 4
     assert answer["timings"]["ttft_s"] == answer["timings"]["stamps_s"][0]

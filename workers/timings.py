@@ -1,0 +1,82 @@
+"""What is measured of a request: the one definition of each figure that `done` and `--json` report.
+
+All moments are nanoseconds on the machine's monotonic clock (CLOCK_MONOTONIC), which coordinator and ranks share. Figures are in
+seconds, None where there was no such moment.
+
+| figure | from | to |
+|---|---|---|
+| `queue_s` | reception of the request by the coordinator | hand-over to the ranks, or the end if that came first |
+| `prefill_s` | hand-over to the ranks | first token: prompt tokens that were not cached, and the first choice |
+| `ttft_s` | reception | first token |
+| `total_s` | reception | end of the request |
+| `itl_p50_s` `itl_p99_s` | a token | the next one: median and 99th percentile (nearest rank) of these gaps |
+| `tokens_per_s` | first token | last token: tokens after the first, divided by that time |
+
+The moment of a token is when rank 0 knew it; tokens that came after a stop string do not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """See the table above."""
+
+    queue_s: float
+    total_s: float
+    prefill_s: float | None
+    ttft_s: float | None
+    itl_p50_s: float | None
+    itl_p99_s: float | None
+    tokens_per_s: float | None
+
+
+class RequestTimings:
+    """The moments of one request: at most one for each token that it may generate."""
+
+    def __init__(self, received_ns: int) -> None:
+        self.received_ns = received_ns
+        self.submitted_ns: int | None = None
+        self._stamps_ns: list[int] = []
+
+    def submitted(self, now_ns: int) -> None:
+        """The ranks have it from now on."""
+        self.submitted_ns = now_ns
+
+    def add_token(self, stamp_ns: int) -> float:
+        """Note a token; returns its moment in seconds after the reception."""
+        self._stamps_ns.append(stamp_ns)
+        return self.since_reception_s(stamp_ns)
+
+    def since_reception_s(self, moment_ns: int) -> float:
+        """Seconds from the reception to a moment, never negative."""
+        return max(0, moment_ns - self.received_ns) / 1e9
+
+    def figures(self, end_ns: int) -> Figures:
+        """The figures of a request that ends now."""
+        stamps_ns = self._stamps_ns
+        first_s = self.since_reception_s(stamps_ns[0]) if stamps_ns else None
+        queue_s = self.since_reception_s(self.submitted_ns if self.submitted_ns is not None else end_ns)
+        gaps_s = sorted(max(0, late - early) / 1e9 for early, late in itertools.pairwise(stamps_ns))
+        span_s = (stamps_ns[-1] - stamps_ns[0]) / 1e9 if stamps_ns else 0.0
+        return Figures(
+            queue_s=queue_s,
+            total_s=self.since_reception_s(end_ns),
+            prefill_s=None if first_s is None else max(0.0, first_s - queue_s),
+            ttft_s=first_s,
+            itl_p50_s=percentile(gaps_s, 0.50),
+            itl_p99_s=percentile(gaps_s, 0.99),
+            tokens_per_s=len(gaps_s) / span_s if span_s > 0 else None,
+        )
+
+
+def percentile(ascending: Sequence[float], fraction: float) -> float | None:
+    """Nearest-rank percentile of sorted values; None of nothing."""
+    if not ascending:
+        return None
+    return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)]
