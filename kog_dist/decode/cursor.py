@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
 from kog_dist.decode.plan import Plan
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Candidate, Sampling
 from kog_dist.decode.steps import NONE
 from kog_dist.errors import PlanError
+
+# Rank 0's choice from all logits (vocab,); None: no token can be chosen, and the request is to end.
+Choose: TypeAlias = Callable[[NDArray[Any]], Candidate | None]
 
 
 class Cursor:
@@ -26,8 +30,9 @@ class Cursor:
         self.next_token, self.finite = NONE, True
         self.stopped = False  # what this rank wants while the token runs, what rank 0 wanted after it
         self.all_logits: NDArray[Any] | None = None
+        self.choose: Choose | None = None
 
-    def begin(self, token_id: int, position: int, sampling: Sampling | None, stop: bool) -> None:
+    def begin(self, token_id: int, position: int, sampling: Sampling | None, stop: bool, choose: Choose | None = None) -> None:
         """Start the next token. Raises PlanError if the caller asks for a token or position that cannot follow."""
         spec = self.plan.spec
         if not 0 <= token_id < spec.vocab_size:
@@ -39,5 +44,6 @@ class Cursor:
         self.token += 1
         self.token_id, self.position, self.sampling = token_id, position, sampling
         self.next_token, self.finite, self.stopped, self.all_logits = NONE, True, stop, None
+        self.choose = choose
         for layer in self.lengths:  # shorter after a reset or a step back; longer if the last token was not finished
             layer[:] = [position] * len(layer)

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode import lane_math
-from kog_dist.decode.cursor import Cursor
+from kog_dist.decode.cursor import Choose, Cursor
 from kog_dist.decode.groups import Array, Finder, Group
 from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampling, candidate, gumbel, pick
 from kog_dist.decode.steps import Kind, Message, Phase, Site
+from kog_dist.errors import PlanError
 from kog_dist.model.weights import RankWeights
 
 Run = Callable[[], None]
@@ -130,6 +131,8 @@ class ExchangeCalls:
                 cursor.finite, cursor.next_token = not math.isnan(best.value), best.token_id
 
         def own_candidates(sampling: Sampling, position: int) -> list[Candidate]:
+            if cursor.choose is not None:
+                return [self._chosen(cursor.choose), *[NO_CANDIDATE] * (len(slices) - 1)]
             noise = None
             if sampling.temperature > 0:  # of all own slices at once: they are neighbours
                 noise = gumbel(sampling.seed, position, bounds[0][0], bounds[-1][1] - bounds[0][0])
@@ -140,6 +143,17 @@ class ExchangeCalls:
             return found
 
         return run
+
+    def _chosen(self, choose: Choose) -> Candidate:
+        """Rank 0's choice from all logits, as a candidate that beats those of every slice."""
+        cursor = self.cursor
+        if cursor.all_logits is None:
+            raise PlanError(f"token {cursor.token}: SAMPLE needs all logits, and no GATHER has run before it")
+        best = choose(cursor.all_logits)
+        if best is None:
+            cursor.stopped = True
+            return NO_CANDIDATE
+        return best if math.isnan(best.value) else Candidate(math.inf, best.token_id)
 
     # ---- messages ----
     def _address(self, message: Message) -> Callable[[], tuple[int, int]]:

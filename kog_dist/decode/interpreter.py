@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kog_dist.decode.cursor import Cursor
+from kog_dist.decode.cursor import Choose, Cursor
 from kog_dist.decode.exchange_calls import Exchange, ExchangeCalls
 from kog_dist.decode.groups import Finder, Group, group_steps
 from kog_dist.decode.lane_calls import LaneCalls
@@ -179,16 +179,20 @@ class Interpreter:
         cursor.held[cache] = num_positions
 
     def step(
-        self, token_id: int, position: int, sampling: Sampling | None, gather_logits: bool = False, *, stop: bool = False
-    ) -> StepOutput:
+        self, token_id: int, position: int, sampling: Sampling | None, gather_logits: bool = False, *, stop: bool = False,
+        choose: Choose | None = None,
+    ) -> StepOutput:  # fmt: skip
         """Run one token through the model and choose its successor; `sampling` None = a prompt token, which has none.
 
-        `stop`, which only rank 0 may decide, travels to all ranks with this token's candidates.
+        `stop`, which only rank 0 may decide, travels to all ranks with this token's candidates. So does what `choose` makes of
+        the gathered logits: rank 0 may give it besides `sampling`, which the other ranks give, and whose candidates it beats.
         `position` may be at most the number of positions in the cache: a smaller one drops those from it on.
         Raises PlanError if a value is not what the plan says; AbortedError or DeviceError from a wait that did not end well.
         """
         cursor = self._cursor
-        cursor.begin(token_id, position, sampling, stop)
+        if choose is not None and (self.rank != 0 or sampling is None or not gather_logits):
+            raise PlanError(f"rank {self.rank} cannot choose by itself: only rank 0 does, for a sampled token with all logits")
+        cursor.begin(token_id, position, sampling, stop, choose)
         when = When.ALWAYS if sampling is None else When.GATHERED if gather_logits else When.SAMPLED
         tags = self._tags = [0] * len(self._cells)
         with np.errstate(all="ignore"):  # what overflows ends in logits that are not finite, and is reported so

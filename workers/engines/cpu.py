@@ -6,24 +6,29 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.abi import abi_digest
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
+from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.spec import ModelSpec
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.heartbeat import Heartbeat
+from kog_dist.workers.engines.root_choice import RootChoice
 
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 
@@ -93,7 +98,7 @@ class CpuEngine:
             self._interpreter.use_cache(use.cache, use.source, use.num_cached)
             self._control.set_progress(self._rank, seq, use.num_cached)
             if not self._prefill(seq, request):
-                self._put(seq, 0, NO_TOKEN, None, Finish.CANCELLED)
+                self._put(seq, 0, NO_TOKEN, None, None, Finish.CANCELLED)
                 return Finish.CANCELLED
             return self._decode(seq, request)
 
@@ -104,12 +109,16 @@ class CpuEngine:
 
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
         sampling = Sampling(request.temperature, request.seed)
-        stop_ids = frozenset() if request.ignore_eos else frozenset(request.stop_ids)
+        root = RootChoice(request, self._spec.vocab_size) if self._rank == 0 and request.is_shaped else None
+        stop_ids = frozenset(request.end_ids)
         token_id, first_position = request.prompt[-1], len(request.prompt) - 1
         index = 0
         while True:
             position = first_position + index
-            output = self._step(seq, token_id, position, sampling, gather_logits=request.logit_digests)
+            output = self._step(
+                seq, token_id, position, sampling, gather_logits=request.logit_digests or request.is_shaped,
+                choose=root.choose_at(position) if root is not None else None,
+            )  # fmt: skip
             token_id = output.token_id
             finish = Finish.NONE
             if output.stopped:
@@ -118,17 +127,21 @@ class CpuEngine:
                 finish = Finish.NUMERICAL_FAULT
             elif token_id in stop_ids:
                 finish = Finish.STOP
-            elif index + 1 >= request.max_tokens or position + 2 >= self._max_context:
+            elif index + 1 >= request.max_tokens or position + 2 >= self._spec.max_context:
                 finish = Finish.LENGTH
-            has_token = finish not in (Finish.CANCELLED, Finish.NUMERICAL_FAULT)
-            self._put(seq, index, token_id if has_token else NO_TOKEN, output if has_token else None, finish)
+            if finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT):
+                self._put(seq, index, NO_TOKEN, None, None, finish)
+            else:
+                logprobs = root.took(token_id, output.logits) if root is not None and output.logits is not None else None
+                self._put(seq, index, token_id, output.logits if request.logit_digests else None, logprobs, finish)
             if finish is not Finish.NONE:
                 return finish
             index += 1
 
     def _step(
-        self, seq: int, token_id: int, position: int, sampling: Sampling | None, *, gather_logits: bool = False
-    ) -> StepOutput:
+        self, seq: int, token_id: int, position: int, sampling: Sampling | None, *, gather_logits: bool = False,
+        choose: Choose | None = None,
+    ) -> StepOutput:  # fmt: skip
         """One token. Rank 0 alone looks for a cancel; its decision reaches the others with the candidates of this step."""
         assert self._interpreter is not None
         assert self._heartbeat is not None
@@ -136,23 +149,25 @@ class CpuEngine:
             raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
         self._heartbeat.progress()
         stop = self._rank == 0 and self._control.cancelled(seq)
-        output = self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop)
+        output = self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop, choose=choose)
         self._control.set_progress(self._rank, seq, position + 1)
         return output
 
-    def _put(self, seq: int, index: int, token_id: int, output: StepOutput | None, finish: Finish) -> None:
-        """Rank 0 hands a token out; nothing is published once the engine is being stopped."""
+    def _put(
+        self, seq: int, index: int, token_id: int, digested: NDArray[Any] | None, logprobs: TokenLogprobs | None, finish: Finish
+    ) -> None:
+        """Rank 0 hands a token out, with a digest of the logits `digested`; nothing once the engine is being stopped."""
         if self._rank != 0 or self._control.aborted():
             return
         digest = None
-        if output is not None and output.logits is not None:
-            digest = hashlib.sha256(output.logits.astype("<f4", copy=False).tobytes()).digest()
-        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish)
+        if digested is not None:
+            digest = hashlib.sha256(digested.astype("<f4", copy=False).tobytes()).digest()
+        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, logprobs)
 
     @property
-    def _max_context(self) -> int:
+    def _spec(self) -> ModelSpec:
         assert self._interpreter is not None
-        return self._interpreter.plan.spec.max_context
+        return self._interpreter.plan.spec
 
     def close(self) -> None:
         """See `Engine.close`."""
