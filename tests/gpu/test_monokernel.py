@@ -19,11 +19,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 
-pytestmark = [
-    pytest.mark.gpu(1),
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
 DEMO: dict[str, Any] = {
     "hidden_size": 256, "num_layers": 6, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 1024, "vocab_size": 4096,
@@ -40,8 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "delay": 1, "sliding_window": 37,
     },
 }  # fmt: skip
-# The KV cache rounds keys and values, which the oracle does not: bfloat16 keeps 8 bits, float16 11.
-LIMITS = {"bfloat16": 4e-3, "float16": 5e-4}
+LIMITS = {"bfloat16": 2e-3, "float16": 5e-4}  # the oracle rounds keys and values, too, but not everything falls on the same side
 
 
 class Prepared:
@@ -52,6 +47,7 @@ class Prepared:
         write_checkpoint(folder, spec, random_tensors(spec, 7), dtype=dtype, manifest=False)
         self.spec = spec
         self.oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
+        self.oracle.round_keys_and_values(getattr(torch, kv_dtype))
         self.shape = KernelShape(spec, range(spec.num_lanes), weight_dtype=dtype, kv_dtype=kv_dtype, **options)
         self.weights = load_weights(self.shape, open_checkpoint(folder))
         self.ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
@@ -84,6 +80,7 @@ def test_logits_match_the_oracle(tmp_path: Path, variant: str, dtype: str, kv_dt
         kernel.generate(prepared.ids[: position + 1], 1)
         found = logits_of(kernel).astype(np.float64)
         error = np.linalg.norm(found - wanted[position]) / np.linalg.norm(wanted[position])
+        print(f"{variant}, {dtype} weights, {kv_dtype} cache, position {position}: relative error {error:.2e}")
         assert error < LIMITS[kv_dtype], f"position {position}: relative error {error:.2e}"
 
 

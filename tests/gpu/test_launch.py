@@ -1,0 +1,98 @@
+"""`kog-launch --gpus 1`: the same worker, coordinator and client as on CPU ranks, and the same tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
+
+from kog_dist.bench.session import EngineSession, engine_session, until
+from kog_dist.errors import RequestFailed
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import ErrorCode, Tokens
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
+
+PROMPT = "def add(a, b):\n    return"
+READY_S = 120.0
+ENDED_S = 20.0
+
+
+@pytest.fixture
+def session() -> Iterator[EngineSession]:
+    with engine_session() as made:
+        yield made
+
+
+def answer(session: EngineSession, *arguments: str) -> Any:
+    done = session.run("kog_dist.launch.cli", [f"--prompt={PROMPT}", "--json", *arguments], timeout_s=READY_S)
+    assert done.returncode == 0, done.stderr
+    assert session.leftovers() == []
+    return json.loads(done.stdout)
+
+
+def token_ids(client: Client, max_tokens: int) -> list[int]:
+    events = client.generate(PROMPT, max_tokens=max_tokens, ignore_eos=True, timeout_s=60.0)
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+def test_prompt_has_the_tokens_of_cpu_ranks(session: EngineSession) -> None:
+    flags = ("--max-tokens=200", "--ignore-eos", "--kv-dtype=bfloat16")
+    on_gpu = answer(session, "--gpus=1", *flags)
+    on_cpu = answer(session, "--device=cpu", "--ranks=4", *flags)
+    assert len(on_gpu["token_ids"]) == 200
+    assert on_gpu["token_ids"] == on_cpu["token_ids"]
+    assert on_gpu["text"] == on_cpu["text"]
+    assert on_gpu["finish_reason"] == on_cpu["finish_reason"] == "length"
+
+
+def test_sampled_prompt_has_the_tokens_of_cpu_ranks(session: EngineSession) -> None:
+    flags = ("--max-tokens=64", "--temperature=0.8", "--seed=7", "--kv-dtype=bfloat16")
+    assert answer(session, "--gpus=1", *flags)["token_ids"] == answer(session, "--device=cpu", "--ranks=1", *flags)["token_ids"]
+
+
+def test_engine_serves_cancels_and_drains(session: EngineSession) -> None:
+    launcher = session.launch("--gpus=1")
+    with session.connect(READY_S) as client:
+        whole = token_ids(client, 100)
+        assert len(whole) == 100
+        events = client.generate(PROMPT, max_tokens=1500, ignore_eos=True)
+        taken: list[int] = []
+        for event in events:
+            if isinstance(event, Tokens):
+                taken += event.token_ids
+            if len(taken) >= 20:
+                break
+        events.close()  # cancels
+        assert taken[:20] == whole[:20]
+        assert token_ids(client, 100) == whole
+        assert client.status().num_cancelled == 1
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(ENDED_S) == 0
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")
+
+
+def test_killed_worker_is_one_error_and_the_next_engine_serves(session: EngineSession) -> None:
+    launcher = session.launch("--gpus=1")
+    with session.connect(READY_S) as client:
+        whole = token_ids(client, 50)
+        events = client.generate(PROMPT, max_tokens=1500, ignore_eos=True)
+        while not isinstance(next(events), Tokens):
+            pass
+        os.kill(session.processes()["rank 0"], signal.SIGKILL)
+        with pytest.raises(RequestFailed) as caught:
+            list(events)
+        assert caught.value.code == ErrorCode.RANK_FAILED
+    assert launcher.wait(ENDED_S) == 4
+    until(lambda: not session.leftovers(), ENDED_S, lambda: f"left behind: {session.leftovers()}")
+    launcher = session.launch("--gpus=1", name="again")
+    with session.connect(READY_S) as client:
+        assert token_ids(client, 50) == whole
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(ENDED_S) == 0
