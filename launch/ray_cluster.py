@@ -1,0 +1,186 @@
+"""The Ray cluster that engines are placed on: one that exists, or a private one on this machine that ends with the launcher.
+
+A bare `ray.init()` waits for minutes on a cluster file that a dead cluster left behind, so an address is used only after it has
+answered a TCP probe. `ray stop` ends every Ray process of the machine and is never called.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kog_dist.errors import ConfigError, LaunchError
+
+PROBE_S = 2.0
+OBJECT_STORE_BYTES = 80_000_000  # close to the least that Ray takes; nothing of ours goes through it
+_CLUSTER_FILE = "ray_current_cluster"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeResources:
+    """What one node has of a kind of resource, and how much of it is free."""
+
+    address: str
+    total: float
+    free: float
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """A connection of this process to a cluster. Close it once."""
+
+    is_private: bool
+    version: str
+
+    @classmethod
+    def connect(cls, address: str | None, num_ranks: int, folder: Path, say: Say) -> RayCluster:
+        """Connect to the cluster that `resolve_address` finds, or start one with room for `num_ranks` and its files in `folder`.
+
+        Changes the environment of this process: Ray reads how to authenticate when it is imported.
+        Raises ConfigError, LaunchError.
+        """
+        found = resolve_address(address, os.environ, say)
+        os.environ.update(_private_environment() if found is None else _auth_environment(os.environ))
+        try:
+            import ray
+        except ImportError:
+            raise LaunchError("--launcher ray needs Ray; install it with pip install 'kog-dist[ray]'") from None
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        previous = signal.getsignal(signal.SIGTERM)  # Ray puts its own in place
+        try:
+            if found is not None:
+                ray.init(address=found, **quiet)
+            else:
+                say(f"starting a private Ray {ray.__version__} on this machine")
+                num_cpus = max(num_ranks, len(os.sched_getaffinity(0)))
+                ray.init(
+                    address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=str(folder), **quiet,
+                )  # fmt: skip
+        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            ray.shutdown()
+            raise LaunchError(_cannot_connect(found, error)) from error
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+        return cls(found is None, ray.__version__)
+
+    def nodes(self, kind: str) -> list[NodeResources]:
+        """What every living node has of CPU or GPU."""
+        import ray
+        from ray._private import state  # Ray has no public question for what is free on each node
+
+        free = state.available_resources_per_node()
+        return [
+            NodeResources(
+                str(node["NodeManagerAddress"]), node["Resources"].get(kind, 0.0), free.get(node["NodeID"], {}).get(kind, 0.0)
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def close(self) -> None:
+        """Disconnect; a private cluster ends with that."""
+        import ray
+
+        ray.shutdown()
+
+
+def resolve_address(given: str | None, environ: Mapping[str, str], say: Say) -> str | None:
+    """`host:port` of a cluster that answers, None for a private one. Raises ConfigError, and LaunchError for a dead address.
+
+    `auto` is what the cluster file names, if that is alive.
+    """
+    source = "--ray-address" if given else "RAY_ADDRESS"
+    address = (given or environ.get("RAY_ADDRESS", "")).strip()
+    if address in ("", "local"):
+        return None
+    if address == "auto":
+        recorded = _recorded_address(environ)
+        if recorded is not None and not _answers(recorded):
+            say(f"ignoring the dead Ray cluster {recorded} that the cluster file names")
+            return None
+        return recorded
+    scheme, separator, _ = address.partition("://")
+    if separator and scheme == "ray":
+        raise ConfigError(
+            f"{source} {address} is the port of Ray Client, through which actors cannot be watched; give HOST:PORT of the "
+            "cluster (6379, not 10001), or start with ray job submit"
+        )
+    if separator:
+        raise ConfigError(
+            f"{source} {address} is a dashboard, which takes jobs: ray job submit --address {address} -- kog-launch ... "
+            "--launcher ray; a launcher outside needs HOST:PORT of the cluster"
+        )
+    try:
+        is_alive = _answers(address)
+    except ValueError:
+        raise ConfigError(f"{source} must be HOST:PORT of a Ray cluster, auto or local; got {address!r}") from None
+    if not is_alive:
+        raise LaunchError(f"no Ray cluster answers at {source} {address}; start it, or leave the address out for a private one")
+    return address
+
+
+def shortfall(nodes: list[NodeResources], kind: str, count: int) -> str | None:
+    """Why no node has `count` free right now, None if one has: `needs 8 GPUs on one node, best node has 6 free (10.0.0.7)`."""
+    best = max(nodes, key=lambda node: (node.free, node.total), default=NodeResources("", 0, 0))
+    if best.free >= count:
+        return None
+    what = f"needs {count} {kind}{'s' if count != 1 else ''} on one node"
+    if not any(node.total for node in nodes):
+        return f"{what}, and no node has any"
+    of_total = f" of {best.total:g}" if best.total >= count else ""
+    return f"{what}, best node has {best.free:g}{of_total} free ({best.address})"
+
+
+def _private_environment() -> dict[str, str]:
+    """A token of its own, and no reports to Ray's makers."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def _auth_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Token authentication where there is a token. A cluster without it takes such a client too, the other way round fails."""
+    has_token = (
+        environ.get("RAY_AUTH_TOKEN") or environ.get("RAY_AUTH_TOKEN_PATH") or Path("~/.ray/auth_token").expanduser().exists()
+    )
+    return {"RAY_AUTH_MODE": "token"} if has_token and not environ.get("RAY_AUTH_MODE") else {}
+
+
+def _recorded_address(environ: Mapping[str, str]) -> str | None:
+    file = Path(environ.get("RAY_TMPDIR") or environ.get("RAY_TEMP_DIR") or "/tmp") / "ray" / _CLUSTER_FILE
+    try:
+        return file.read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens there. Raises ValueError for what is no address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(address)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _cannot_connect(address: str | None, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if address is None:
+        return f"a private Ray cluster could not be started: {first}"
+    return (
+        f"cannot join the Ray cluster at {address}: {first}; if it uses token authentication, set RAY_AUTH_TOKEN or "
+        "RAY_AUTH_TOKEN_PATH, and see that it has the same Ray and Python versions"
+    )
