@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ from kog_dist.hardware.visible import Visible, visible_gpus
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
-    from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that workers/cuda/build.py compiles for
 MAX_GPUS = 1  # of an engine, until ranks exchange sums between GPUs
@@ -28,13 +27,13 @@ def auto_takes_gpus() -> bool:
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """GPUs of an engine by rank. `gpus` is empty where they are not here; `obstacle` is why they cannot be used here and now."""
+    """GPUs of an engine by rank. `gpus` is empty where they are not here; `obstacles`: why they cannot be used here and now."""
 
     count: int
     kv_dtype: str
     inventory: Inventory
     gpus: tuple[Gpu, ...] = ()
-    obstacle: KogError | None = None
+    obstacles: tuple[KogError, ...] = ()
 
 
 def choose_gpus(
@@ -53,28 +52,26 @@ def choose_gpus(
     if not asked:
         return _choose_unasked(settings, checkpoint, visible, inventory, kv_dtype)
     request = GpuRequest("--device cuda", settings.ranks or 1) if settings.gpus is None else GpuRequest.parse(settings.gpus)
-    gpus, obstacle = _try_select(request, visible, inventory)
+    gpus, obstacles = _try_select(request, visible, inventory)
     count = len(gpus) or request.num_gpus
     if count is None:
-        assert obstacle is not None, "all of something is a number"
-        raise obstacle
+        raise obstacles[0]  # nobody can say how many "all" are
     if settings.ranks not in (0, count):
         raise ConfigError(f"--ranks {settings.ranks} contradicts {count} GPU{'s' if count > 1 else ''}: a GPU has one rank")
-    shape = kernel_shape(checkpoint, count, kv_dtype)
-    return GpuChoice(count, kv_dtype, inventory, gpus, obstacle or _obstacle(gpus, rank_bytes(shape)))
+    needed = gpu_rank_bytes(checkpoint, 0, count, kv_dtype)
+    return GpuChoice(count, kv_dtype, inventory, gpus, (*obstacles, *_obstacles(gpus, count, needed)))
 
 
-def kernel_shape(checkpoint: Checkpoint, world_size: int, kv_dtype: str) -> KernelShape:
-    """What the kernel of a rank is compiled for. Raises ConfigError naming what it cannot run, or how many ranks can be."""
+def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str) -> dict[str, int]:
+    """GPU memory of a rank by use; `tape` is what it reads for every token.
+
+    Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
+    """
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-    lanes = checkpoint.spec.lanes_of_rank(0, world_size)
-    return KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype)
-
-
-def rank_bytes(shape: KernelShape) -> dict[str, int]:
-    """GPU memory of a rank by use; `tape` is what it reads for every token."""
-    spec = shape.spec
+    spec = checkpoint.spec
+    lanes = spec.lanes_of_rank(rank, world_size)
+    shape = KernelShape(spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype)
     norms = (2 * spec.num_layers + 1) * spec.hidden_size * (1 if spec.shared_norm_scale else shape.num_lanes)
     rope = 4 * spec.max_context * spec.head_dim
     return {
@@ -85,25 +82,24 @@ def rank_bytes(shape: KernelShape) -> dict[str, int]:
     }
 
 
-def _try_select(request: GpuRequest, visible: Visible, inventory: Inventory) -> tuple[tuple[Gpu, ...], KogError | None]:
+def _try_select(request: GpuRequest, visible: Visible, inventory: Inventory) -> tuple[tuple[Gpu, ...], tuple[KogError, ...]]:
     try:
-        return select_gpus(request, visible, inventory), None
+        return select_gpus(request, visible, inventory), ()
     except LaunchError as error:
-        return (), error
+        return (), (error,)
 
 
-def _obstacle(gpus: tuple[Gpu, ...], needed: Mapping[str, int]) -> KogError | None:
-    """Why these GPUs cannot run the model now, None when nothing speaks against it."""
+def _obstacles(gpus: tuple[Gpu, ...], count: int, needed: Mapping[str, int]) -> Iterator[KogError]:
+    """Why this many GPUs, and these ones, cannot run the model now."""
     for gpu in gpus:
         reason = _unfit(gpu, needed)
         if reason:
-            return LaunchError(f"{gpu} {reason}")
-    if len(gpus) > MAX_GPUS:
+            yield LaunchError(f"{gpu} {reason}")
+    if count > MAX_GPUS:
         most = f"{MAX_GPUS} GPU{'s' if MAX_GPUS > 1 else ''}"
-        return LaunchError(f"this version decodes on {most}, not on {len(gpus)}; use --gpus {MAX_GPUS}, or --device cpu")
+        yield LaunchError(f"this version decodes on {most}, not on {count}; use --gpus {MAX_GPUS}, or --device cpu")
     if find_spec("cupy") is None:
-        return LaunchError("GPUs need the package cupy-cuda13x; install kog-dist[cuda], or use --device cpu")
-    return None
+        yield LaunchError("GPUs need the package cupy-cuda13x; install kog-dist[cuda], or use --device cpu")
 
 
 def _unfit(gpu: Gpu, needed: Mapping[str, int]) -> str:
@@ -126,10 +122,10 @@ def _choose_unasked(
         if num_lanes % count or settings.ranks not in (0, count):
             continue
         try:
-            needed = rank_bytes(kernel_shape(checkpoint, count, kv_dtype))
+            needed = gpu_rank_bytes(checkpoint, 0, count, kv_dtype)
         except ConfigError:
             continue
         fit = tuple(gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, needed))[:count]
-        if len(fit) == count and _obstacle(fit, needed) is None:
+        if len(fit) == count and not any(_obstacles(fit, count, needed)):
             return GpuChoice(count, kv_dtype, inventory, fit)
     return None

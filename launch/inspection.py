@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 
 import numpy as np
 
 from kog_dist.config import LaunchConfig
-from kog_dist.launch.target import Target, choose_target
+from kog_dist.hardware.cpu_lists import parse_cpu_list
+from kog_dist.hardware.cpus import read_cpu_map
+from kog_dist.launch.choice import choose_launcher
+from kog_dist.launch.gpu_choice import gpu_rank_bytes
+from kog_dist.launch.target import Target, choose_target, plan_target
 
 _PROBE_BYTES = 128 << 20
 _H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
@@ -29,30 +34,38 @@ def check(settings: LaunchConfig) -> str:
 
 
 def dry_run(settings: LaunchConfig) -> str:
-    """Bytes per rank, plan and ceiling. Raises what starting would raise for the same reason."""
+    """Launcher, plan, places, bytes per rank and ceiling; also for GPUs that are not here, and then it says what is missing.
+
+    Raises what is wrong with the configuration or the model wherever it is started.
+    """
     from kog_dist.decode.plan import make_plan
     from kog_dist.decode.validate import check as check_plan
 
-    target = choose_target(settings)
+    launcher = choose_launcher(settings, os.environ)
+    target, obstacles = plan_target(settings)
     spec = target.checkpoint.spec
     plan = make_plan(spec, target.world_size)
     check_plan(plan)
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)
+    engines = f", {settings.replicas} engines of this kind" if settings.replicas > 1 else ""
     lines = [
         f"model      {target.model_name}: {spec.num_parameters:,} parameters, {target.checkpoint.dtype} on disk",
-        f"ranks      {target.world_size} on {target.device}, {spec.num_lanes // target.world_size} lanes each",
+        f"launcher   {launcher.launcher}, because {launcher.reason}{engines}",
+        f"ranks      {target.world_size} on {target.device}, {_count(spec.num_lanes // target.world_size, 'lane')} each",
         f"plan       {plan.digest()[:16]}: {len(plan.ranks[0].steps)} steps per token and rank, {sent} of them publish",
         "           " + ", ".join(f"{count} {name}" for name, count in steps.items()),
         f"mailboxes  {', '.join(f'{box.name} {box.num_slots} x {box.length}' for box in plan.mailboxes) or 'none'}",
-        *_memory(target),
-        *_ceiling(target),
     ]
+    for rank in range(target.world_size):
+        lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
+    lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
+    lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)
 
 
-def rank_bytes(target: Target, rank: int) -> dict[str, int]:
-    """Memory of a rank by use, float32: `weights` it keeps, `read` of them per token, `cache` of keys and values."""
+def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
+    """Memory of a CPU rank by use, float32: `weights` it keeps, `read` of them per token, `cache` of keys and values."""
     spec = target.checkpoint.spec
     lanes = spec.lanes_of_rank(rank, target.world_size)
     share = len(lanes) / spec.num_lanes
@@ -66,18 +79,42 @@ def rank_bytes(target: Target, rank: int) -> dict[str, int]:
     return {"weights": 4 * (read + embedding), "read": 4 * read, "cache": 4 * cache}
 
 
-def _memory(target: Target) -> list[str]:
-    by_rank = [rank_bytes(target, rank) for rank in range(target.world_size)]
+def _place(target: Target, rank: int) -> str:
+    lanes = target.checkpoint.spec.lanes_of_rank(rank, target.world_size)
+    hosted = f"lane {lanes[0]}" if len(lanes) == 1 else f"lanes {lanes[0]}-{lanes[-1]}"
+    device = str(target.gpus[rank]) if target.gpus else "a GPU that is not here" if target.device == "cuda" else "cpu"
+    cpus = target.placement(rank).cpus
+    if not cpus:
+        return f"{hosted} on {device}, not pinned"
+    nodes = ", ".join(map(str, read_cpu_map().nodes_of(parse_cpu_list(cpus))))
+    return f"{hosted} on {device}, pinned to CPUs {cpus}{f' of node {nodes}' if nodes else ''}"
+
+
+def _memory(target: Target, rank: int) -> str:
+    if target.device == "cuda":
+        uses = gpu_rank_bytes(target.checkpoint, rank, target.world_size, target.kv_dtype)
+        shown = {"tape": "weights tape", "tables": "tables and norms", "cache": f"{target.kv_dtype} KV cache", "words": "words"}
+        return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items())
+    uses = cpu_rank_bytes(target, rank)
+    return f"{_size(uses['weights'])} weights as float32 ({_size(uses['read'])} read per token), {_size(uses['cache'])} KV cache"
+
+
+def _gpu_ceiling(target: Target) -> list[str]:
+    """What memory bandwidth alone allows: every rank reads its tape for each token, all at the same time, and its KV cache."""
+    ranks = [gpu_rank_bytes(target.checkpoint, r, target.world_size, target.kv_dtype) for r in range(target.world_size)]
+    known = min((gpu.peak_bytes_s for gpu in target.gpus), default=0.0)
+    peak, source = (known, "memory clock x bus width") if known else (_H200_PEAK_BYTES_S, "the data sheet of an H200")
+    empty, full = (peak / max(uses["tape"] + share * uses["cache"] for uses in ranks) for share in (0, 1))
     return [
-        f"rank {rank:<5} {b['weights'] / _MIB:.1f} MiB weights as float32 ({b['read'] / _MIB:.1f} MiB read per token), "
-        f"{b['cache'] / _MIB:.1f} MiB KV cache"
-        for rank, b in enumerate(by_rank)
+        f"ceiling    {empty:,.0f} tokens/s with an empty KV cache, {full:,.0f} with a full one: what a rank reads at "
+        f"{peak / 1e12:.1f} TB/s for each GPU",
+        f"           (from {source}); communication not counted",
     ]
 
 
-def _ceiling(target: Target) -> list[str]:
+def _cpu_ceiling(target: Target) -> list[str]:
     """What memory bandwidth alone allows: a decode step reads every weight but the embedding once."""
-    read_bytes = sum(rank_bytes(target, rank)["read"] for rank in range(target.world_size))
+    read_bytes = sum(cpu_rank_bytes(target, rank)["read"] for rank in range(target.world_size))
     measured = _read_bandwidth()
     narrow_bytes = target.checkpoint.spec.bytes_per_token(2)
     return [
@@ -86,6 +123,15 @@ def _ceiling(target: Target) -> list[str]:
         f"           {target.world_size * _H200_PEAK_BYTES_S / narrow_bytes:,.0f} tokens/s on {target.world_size} H200: "
         f"{narrow_bytes / _MIB:.1f} MiB per token in 16 bit at the data sheet's 4.8 TB/s each, communication not counted",
     ]
+
+
+def _size(num_bytes: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= unit), (2**10, "KiB"))
+    return f"{num_bytes / unit:.1f} {name}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _read_bandwidth() -> float:

@@ -58,13 +58,13 @@ def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
 
 def choose_target(settings: LaunchConfig) -> Target:
     """Open the checkpoint's metadata and fix device and world size. Raises ConfigError, CheckpointError or LaunchError."""
-    target, obstacle = plan_target(settings)
-    if obstacle is not None:
-        raise obstacle
+    target, obstacles = plan_target(settings)
+    if obstacles:
+        raise obstacles[0]
     return target
 
 
-def plan_target(settings: LaunchConfig) -> tuple[Target, KogError | None]:
+def plan_target(settings: LaunchConfig) -> tuple[Target, tuple[KogError, ...]]:
     """The same for GPUs that are not here or that this version cannot use: what would be started, and why it cannot be.
 
     Raises what is wrong with the configuration or the model wherever it is started.
@@ -78,10 +78,10 @@ def plan_target(settings: LaunchConfig) -> tuple[Target, KogError | None]:
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-        return Target(folder, name, checkpoint, world_size, "cpu", kv_dtype), None
+        return Target(folder, name, checkpoint, world_size, "cpu", kv_dtype), ()
     target = Target(folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus)
     machine = read_cpu_map() if settings.pin else None
-    return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacle
+    return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
 
 
 def place_on_gpus(choice: GpuChoice, machine: CpuMap | None) -> tuple[Placement, ...]:
