@@ -48,10 +48,9 @@ def dry_run(settings: LaunchConfig) -> str:
     check_plan(plan)
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)
-    engines = f", {settings.replicas} engines of this kind" if settings.replicas > 1 else ""
     lines = [
         f"model      {target.model_name}: {spec.num_parameters:,} parameters, {target.checkpoint.dtype} on disk",
-        f"launcher   {launcher.launcher}, because {launcher.reason}{engines}",
+        f"launcher   {launcher.launcher}, because {launcher.reason}{_engines(settings)}",
         f"ranks      {target.world_size} on {target.device}, {_count(spec.num_lanes // target.world_size, 'lane')} each",
         f"plan       {plan.digest()[:16]}: {len(plan.ranks[0].steps)} steps per token and rank, {sent} of them publish",
         "           " + ", ".join(f"{count} {name}" for name, count in steps.items()),
@@ -62,6 +61,12 @@ def dry_run(settings: LaunchConfig) -> str:
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)
+
+
+def _engines(settings: LaunchConfig) -> str:
+    if settings.max_replicas is not None:
+        return f"; {settings.min_replicas} to {settings.max_replicas} engines of this kind behind one endpoint"
+    return f"; {settings.replicas} engines of this kind behind one endpoint" if settings.replicas > 1 else ""
 
 
 def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
