@@ -12,6 +12,7 @@ from pathlib import Path
 from kog_dist.launch.events import EXIT_FILE
 
 INTERRUPTED = "stopped_by_"  # how the reason of an interrupted run begins
+_REQUEST = "request_"  # how the reason of an end begins about which the client has told the user
 EXIT_OK, EXIT_USAGE, EXIT_CANNOT_START, EXIT_RANK_DIED, EXIT_TIMEOUT = 0, 2, 3, 4, 5
 
 
@@ -26,6 +27,11 @@ class Outcome:
     pid: int | None = None
     signal: str | None = None
 
+    @property
+    def user_knows(self) -> bool:
+        """Whether the client of the one request has said it already."""
+        return self.reason.startswith(_REQUEST)
+
     def write(self, log_dir: Path | None, instance: str | None) -> None:
         """Leave `exit.json` in the log folder, if there is one. A full disk is not allowed to hide the real outcome."""
         if log_dir is None:
@@ -33,6 +39,18 @@ class Outcome:
         record = asdict(self) | {"instance": instance, "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         with contextlib.suppress(OSError):
             (log_dir / EXIT_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def client_outcome(pid: int, code: int) -> Outcome:
+    """The end of a run for one request, from the exit code of its client."""
+    if code == 0:
+        return Outcome(code, "answered")
+    if code < 0:
+        sentence = f"the client (pid {pid}) {how_it_ended(code)} before the answer was complete"
+        return Outcome(128 - code, "client_killed", sentence, pid=pid, signal=signal_name(code))
+    ends = {EXIT_USAGE: ("refused", "was refused"), 128 + signal.SIGINT: ("cancelled", "was cancelled")}
+    reason, what = ends.get(code, ("failed", "failed"))
+    return Outcome(code, _REQUEST + reason, f"the request {what}; the client has said why on stderr")
 
 
 def how_it_ended(exit_code: int) -> str:

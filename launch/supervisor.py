@@ -16,9 +16,9 @@ from kog_dist.launch.outcome import (
     EXIT_OK,
     EXIT_RANK_DIED,
     EXIT_TIMEOUT,
-    EXIT_USAGE,
     INTERRUPTED,
     Outcome,
+    client_outcome,
     signal_name,
 )
 from kog_dist.launch.process import EngineProcess
@@ -31,12 +31,6 @@ TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests 
 DRAIN_MARGIN_S = 1.0  # the coordinator ends a request that takes too long; this is for a coordinator that does not
 COORDINATOR_STALL_FACTOR = 5  # the coordinator may be busy with one large message; ranks never are
 
-_REQUEST = "request_"  # how the reason of an end begins about which the client has told the user
-_REQUEST_FAILED = (f"{_REQUEST}failed", "the request failed")
-_CLIENT_ENDS = {
-    EXIT_USAGE: (f"{_REQUEST}refused", "the request was refused"),
-    128 + signal.SIGINT: (f"{_REQUEST}cancelled", "the request was cancelled"),
-}
 _DOING = {
     RankState.STARTING: "starting its interpreter",
     RankState.LOADING: "loading weights",
@@ -112,7 +106,7 @@ class Supervisor:
                     self._take(selector, key)
                 outcome = self._decide(deadline)
                 if outcome is not None:
-                    if outcome.sentence is not None and outcome.reason.startswith(_REQUEST):
+                    if outcome.sentence is not None and outcome.user_knows:
                         self._events.note(outcome.sentence)
                     elif outcome.sentence is not None:
                         self._events.say(outcome.sentence, error=True)
@@ -164,7 +158,7 @@ class Supervisor:
             child.read_output()
         for child in sorted(dead, key=_blame):
             if child.role == "client":
-                return self._client_ended(child)
+                return client_outcome(child.pid, child.exit_code or 0)
             if child.role == "coordinator" and (outcome := self._drained(child)) is not None:
                 if self._engine.request is not None:
                     continue  # somebody drained it; the client has its answer, or says what it was told
@@ -181,17 +175,6 @@ class Supervisor:
     def _cut_off(self) -> Outcome:
         sentence = f"the running request did not finish within {self._settings.shutdown_timeout:g} s and was ended"
         return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
-
-    def _client_ended(self, child: EngineProcess) -> Outcome:
-        code = child.exit_code
-        assert code is not None
-        if code == 0:
-            return Outcome(code, "answered")
-        if code > 0:
-            reason, what = _CLIENT_ENDS.get(code, _REQUEST_FAILED)
-            return Outcome(code, reason, f"{what}; the client has said why on stderr")
-        sentence = f"the client (pid {child.pid}) {child.how_it_ended()} before the answer was complete"
-        return Outcome(128 - code, "client_killed", sentence, pid=child.pid, signal=signal_name(code))
 
     def _process_died(self, child: EngineProcess) -> Outcome:
         code = child.exit_code
