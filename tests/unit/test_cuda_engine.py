@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kog_dist.control import AbortCause, ControlPage, DecodeRequest
+from kog_dist.control import AbortCause, ControlPage, DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, Shaper, Shaping, token_logprobs
 from kog_dist.errors import AbortedError, LaunchError, RequestFailed
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines import cuda
 from kog_dist.workers.engines.cuda import CudaEngine, device_index
 
-MAX_CONTEXT = 400
+MAX_CONTEXT, VOCAB = 400, 1000
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,24 @@ class Stream:
 
 
 class Logits:
-    """The logits of the newest answer token: its index, as float32."""
+    """The logits of the newest token: as many as there are token ids, the best that of the token, then its neighbours."""
 
     def __init__(self, kernel: ScriptedKernel) -> None:
         self.kernel = kernel
 
+    def __len__(self) -> int:
+        return VOCAB
+
     def get(self, *, stream: Stream) -> Any:
-        return np.array([len(self.kernel.entries) - 1], np.float32)
+        return logits_of(self.kernel.entries[-1].token_id)
+
+
+def logits_of(token_id: int) -> Any:
+    return -np.abs(np.arange(VOCAB) - token_id - np.float32(0.1)).astype(np.float32)
 
 
 class ScriptedKernel:
-    """Runs every launch at once; token i of the answer is 100 + i. Ends as the real one does."""
+    """Runs every launch at once; the token after position p is 100 + p. Ends as the real one does."""
 
     def __init__(self) -> None:
         self.stream, self.logits = Stream(self), Logits(self)
@@ -61,10 +69,20 @@ class ScriptedKernel:
         self.entries: list[Entry] = []
         self.cancelled = self.aborted = False
         self.recovered = 0
+        self.begun: list[tuple[int, int]] = []  # length of the prompt, first position
         self.fault_at = self.silent_from = 10**9
 
-    def begin(self, prompt: tuple[int, ...], max_tokens: int, sampling: Sampling, stop_ids: tuple[int, ...] = ()) -> None:
-        self.prompt_left, self.max_tokens, self.stop_ids = len(prompt) - 1, max_tokens, stop_ids
+    def begin(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_ids: tuple[int, ...] = (),
+        *,
+        first_position: int = 0,
+    ) -> None:
+        self.prompt, self.max_tokens, self.stop_ids, self.position = tuple(prompt), max_tokens, stop_ids, first_position
+        self.begun.append((len(prompt), first_position))
         self.entries, self.launches, self.ended = [], [], False
 
     def launch(self, num_steps: int) -> None:
@@ -72,8 +90,8 @@ class ScriptedKernel:
         for _ in range(num_steps):
             if self.ended:
                 return
-            if self.prompt_left:
-                self.prompt_left -= 1
+            self.position += 1
+            if self.position < len(self.prompt):
                 continue
             index = len(self.entries)
             if index >= self.silent_from:
@@ -81,15 +99,18 @@ class ScriptedKernel:
             finish = Finish.NONE
             if self.cancelled:
                 finish = Finish.CANCELLED
-            elif index == self.fault_at:
+            elif self.position - 1 == self.fault_at:
                 finish = Finish.NUMERICAL_FAULT
-            elif 100 + index in self.stop_ids:
+            elif 99 + self.position in self.stop_ids:
                 finish = Finish.STOP
             elif index + 1 == self.max_tokens:
                 finish = Finish.LENGTH
             has_token = finish not in (Finish.CANCELLED, Finish.NUMERICAL_FAULT)
-            self.entries.append(Entry(100 + index if has_token else NO_TOKEN, finish))
+            self.entries.append(Entry(99 + self.position if has_token else NO_TOKEN, finish))
             self.ended = finish is not Finish.NONE
+
+    def state(self) -> Any:
+        return {"position": self.position}
 
     def token(self, index: int) -> Entry | None:
         return self.entries[index] if index < len(self.entries) else None
@@ -128,8 +149,7 @@ def engine(control: ControlPage, kernel: ScriptedKernel) -> CudaEngine:
 
 
 def request(num_prompt: int = 3, max_tokens: int = 200, **options: Any) -> DecodeRequest:
-    values = {"temperature": 0.0, "seed": 0, "stop_ids": (), "ignore_eos": False, "logit_digests": False, **options}
-    return DecodeRequest(prompt=tuple(range(num_prompt)), max_tokens=max_tokens, **values)
+    return DecodeRequest(prompt=tuple(range(num_prompt)), max_tokens=max_tokens, **options)
 
 
 def answer(control: ControlPage, seq: int = 1) -> list[Any]:
@@ -144,7 +164,7 @@ def answer(control: ControlPage, seq: int = 1) -> list[Any]:
 def test_tokens_go_to_the_ring_in_chunks(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
     assert engine.run(1, request()) is Finish.LENGTH
     entries = answer(control)
-    assert [entry.token_id for entry in entries] == list(range(100, 300))
+    assert [entry.token_id for entry in entries] == list(range(102, 302))
     assert [entry.finish for entry in entries] == [Finish.NONE] * 199 + [Finish.LENGTH]
     assert kernel.launches == [64, 64, 64, 10]  # two prompt steps and 200 tokens
 
@@ -156,15 +176,18 @@ def test_an_answer_ends_at_the_end_of_the_context(control: ControlPage, engine: 
 
 @pytest.mark.parametrize(("ignore_eos", "length"), [(False, 8), (True, 20)])
 def test_stop_ids(control: ControlPage, engine: CudaEngine, ignore_eos: bool, length: int) -> None:
-    finish = engine.run(1, request(max_tokens=20, stop_ids=(107,), ignore_eos=ignore_eos))
+    finish = engine.run(1, request(max_tokens=20, stop_ids=(109,), ignore_eos=ignore_eos))
     assert finish is (Finish.LENGTH if ignore_eos else Finish.STOP)
     assert len(answer(control)) == length
 
 
+def digest(token_id: int) -> bytes:
+    return hashlib.sha256(logits_of(token_id).astype("<f4").tobytes()).digest()
+
+
 def test_every_digest_is_of_its_own_token(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
     engine.run(1, request(num_prompt=70, max_tokens=9, logit_digests=True))
-    wanted = [hashlib.sha256(np.array([index], "<f4").tobytes()).digest() for index in range(9)]
-    assert [entry.digest for entry in answer(control)] == wanted
+    assert [entry.digest for entry in answer(control)] == [digest(169 + index) for index in range(9)]
     assert kernel.launches == [64, 5, *[1] * 9]
 
 
@@ -185,10 +208,73 @@ def test_cancel_ends_the_request(control: ControlPage, engine: CudaEngine, kerne
 def test_a_fault_is_no_token_and_the_kernel_forgets_its_state(
     control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine
 ) -> None:
-    kernel.fault_at = 4
+    kernel.fault_at = 6
     assert engine.run(1, request()) is Finish.NUMERICAL_FAULT
-    assert [entry.token_id for entry in answer(control)] == [100, 101, 102, 103, NO_TOKEN]
+    assert [entry.token_id for entry in answer(control)] == [102, 103, 104, 105, NO_TOKEN]
     assert kernel.recovered == 1
+    assert control.progress(1) == 0
+
+
+# ---- KV cache ----
+def test_a_cached_prefix_is_not_decoded_again(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    engine.run(1, request(num_prompt=100, max_tokens=10))
+    assert control.progress(1) == 109
+    engine.run(2, request(num_prompt=150, max_tokens=10, kv=KvUse(num_cached=109)))
+    assert kernel.begun == [(100, 0), (150, 109)]
+    assert kernel.launches == [50]  # 40 of the prompt, and the answer
+    assert (control.progress(2), kernel.position) == (159, 159)
+
+
+def test_progress_of_the_prefill_is_written(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    seen: list[int | None] = []
+    launch = kernel.launch
+
+    def watched(num_steps: int) -> None:
+        seen.append(control.progress(1))
+        launch(num_steps)
+
+    kernel.launch = watched  # type: ignore[method-assign]
+    engine.run(1, request(num_prompt=300, max_tokens=1, kv=KvUse(num_cached=20)))
+    assert seen == [20, 20, 20, 20, 148]  # two launches are queued at a time; these end at once
+
+
+def test_a_cancelled_request_says_how_far_it_came(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    kernel.cancelled = True
+    assert engine.run(1, request(num_prompt=70)) is Finish.CANCELLED
+    assert control.progress(1) == kernel.position == 70
+
+
+# ---- shaped requests ----
+def test_the_host_chooses_for_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    bias = ((105, 50.0), (107, -50.0))  # the best token of a few steps is another one than the kernel's
+    shaped = request(max_tokens=8, shaping=Shaping(logit_bias=bias), logit_digests=True)
+    assert engine.run(1, shaped) is Finish.LENGTH
+    found = [entry.token_id for entry in answer(control)]
+    wanted, tokens = [], [0, 1, 2]
+    shaper = Shaper(VOCAB, tokens, Sampling(), shaped.shaping, ())
+    for _ in range(8):
+        wanted.append(shaper.choose(logits_of(99 + len(tokens)), len(tokens) - 1).token_id)
+        shaper.accept(wanted[-1])
+        tokens.append(wanted[-1])
+    assert found == wanted
+    assert 107 not in found
+    assert kernel.begun == [(3, 0), *[(3 + i, 2 + i) for i in range(1, 8)]]
+    assert kernel.prompt == (0, 1, 2, *found[:-1])
+    assert answer(control)[4].digest == digest(106)
+    assert control.progress(1) == 10
+
+
+def test_log_probabilities_are_those_of_the_logits(control: ControlPage, engine: CudaEngine) -> None:
+    assert engine.run(1, request(max_tokens=3, logprobs=2, stop_ids=(103,))) is Finish.STOP
+    first, last = answer(control)
+    assert (first.token_id, last.token_id) == (102, 103)
+    assert first.logprobs == token_logprobs(logits_of(102), 102, 2)
+
+
+def test_a_cancel_ends_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    kernel.cancelled = True
+    assert engine.run(1, request(logprobs=0)) is Finish.CANCELLED
+    assert [entry.token_id for entry in answer(control)] == [NO_TOKEN]
 
 
 def test_an_abort_publishes_nothing(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from kog_dist.control import ControlPage, DecodeRequest, RankState
+from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.ring import Finish
+from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.heartbeat import Heartbeat
+from kog_dist.workers.engines.root_choice import RootChoice
 
 CHUNK_STEPS = 64
 CHUNKS_QUEUED = 2  # the next one starts without the host
@@ -44,8 +45,16 @@ class Kernel(Protocol):
     stream: Any
     logits: Any
 
-    def begin(self, prompt: tuple[int, ...], max_tokens: int, sampling: Sampling, stop_ids: tuple[int, ...] = ()) -> None:
-        """Set up a request."""
+    def begin(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_ids: tuple[int, ...] = (),
+        *,
+        first_position: int = 0,
+    ) -> None:
+        """Set up a request whose first tokens are in the KV cache already."""
 
     def launch(self, num_steps: int) -> None:
         """Queue steps; they do nothing once the request has ended."""
@@ -61,6 +70,9 @@ class Kernel(Protocol):
 
     def finish(self) -> None:
         """Wait for all launches; DeviceError if a wait ran out of time."""
+
+    def state(self) -> Any:
+        """What the last launch left; its `position` counts those in the KV cache."""
 
     def recover(self) -> None:
         """Forget caches and words, in which values that are not finite may stand."""
@@ -98,37 +110,87 @@ class CudaEngine:
         from kog_dist.workers.cuda.monokernel import Monokernel
 
         cupy.cuda.Device(device_index(self._args.device)).use()
-        lanes = checkpoint.spec.lanes_of_rank(0, 1)
-        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=self._args.kv_dtype)
+        spec = checkpoint.spec
+        shape = KernelShape(spec, spec.lanes_of_rank(0, 1), weight_dtype=checkpoint.dtype, kv_dtype=self._args.kv_dtype)
+        ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
+        self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
         kernel: Kernel = Monokernel(shape, load_weights(shape, checkpoint), rank=self._rank)
         return kernel
 
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """See `Engine.run`."""
-        kernel = self._kernel
-        assert kernel is not None
-        max_tokens = min(request.max_tokens, self._max_context - len(request.prompt))
-        stop_ids = () if request.ignore_eos else request.stop_ids
+        assert self._kernel is not None
+        self._control.set_progress(self._rank, seq, request.kv.num_cached)
         limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
         with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
-            kernel.begin(request.prompt, max_tokens, Sampling(request.temperature, request.seed), stop_ids)
-            launches = Launches(kernel, len(request.prompt) - 1, max_tokens, one_by_one=request.logit_digests)
-            for index in range(max_tokens):
-                token = self._next_token(seq, index, launches, heartbeat)
-                digest = self._digest(launches) if request.logit_digests else None
-                if self._control.aborted():
-                    self._leave(seq)
-                self._control.ring.put(seq, index, token.token_id, time.monotonic_ns(), digest, token.finish)
-                if token.finish is not Finish.NONE:
-                    kernel.finish()
-                    if token.finish is Finish.NUMERICAL_FAULT:
-                        kernel.recover()
-                    return token.finish
+            if request.is_shaped:
+                return self._run_shaped(seq, request, heartbeat)
+            return self._run_plain(seq, request, heartbeat)
+
+    def _run_plain(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> Finish:
+        """The kernel decodes many tokens in a launch and chooses them itself."""
+        kernel, num_prompt, num_cached = self._kernel, len(request.prompt), request.kv.num_cached
+        assert kernel is not None
+        max_tokens = min(request.max_tokens, self._max_context - num_prompt)
+        sampling = Sampling(request.temperature, request.seed)
+        kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached)
+        launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
+        for index in range(max_tokens):
+            token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
+            digest = self._digest(launches) if request.logit_digests else None
+            if self._control.aborted():
+                self._leave(seq)
+            if token.finish is Finish.NONE:
+                self._control.set_progress(self._rank, seq, num_prompt + index)
+            else:
+                self._settle(seq, token.finish)
+            self._control.ring.put(seq, index, token.token_id, time.monotonic_ns(), digest, token.finish)
+            if token.finish is not Finish.NONE:
+                return token.finish
         raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")
 
-    def _next_token(self, seq: int, index: int, launches: Launches, heartbeat: Heartbeat) -> Token:
-        """Wait for a token. The kernel bounds every wait of its own, so launches end; if they end without it, they say why."""
+    def _run_shaped(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> Finish:
+        """The kernel decodes one token at a time, and the host chooses from its logits, as rank 0 of CPU ranks does."""
+        kernel, held = self._kernel, request.kv.num_cached
+        assert kernel is not None
+        root = RootChoice(request, len(kernel.logits))
+        tokens, index = list(request.prompt), 0
+        while True:
+            position = len(tokens) - 1
+            kernel.begin(tokens, 1, Sampling(request.temperature, request.seed), first_position=held)
+            launches = Launches(kernel, position - held, 1, one_by_one=False)
+            entry = self._next_token(seq, 0, launches, heartbeat, held)
+            launches.wait()
+            if self._control.aborted():
+                self._leave(seq)
+            if entry.finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT):
+                self._settle(seq, entry.finish)
+                self._control.ring.put(seq, index, NO_TOKEN, time.monotonic_ns(), None, entry.finish)
+                return entry.finish
+            logits = kernel.logits.get(stream=kernel.stream)
+            choose = root.choose_at(position)
+            candidate = choose(logits) if choose is not None else None
+            token_id = entry.token_id if candidate is None else candidate.token_id
+            finish = Finish.NONE
+            if token_id in request.end_ids:
+                finish = Finish.STOP
+            elif index + 1 >= request.max_tokens or position + 2 >= self._max_context:
+                finish = Finish.LENGTH
+            held = position + 1
+            self._control.set_progress(self._rank, seq, held)
+            digest = _sha256(logits) if request.logit_digests else None
+            self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, root.took(token_id, logits))
+            if finish is not Finish.NONE:
+                return finish
+            tokens.append(token_id)
+            index += 1
+
+    def _next_token(self, seq: int, index: int, launches: Launches, heartbeat: Heartbeat, num_cached: int | None) -> Token:
+        """Wait for a token. The kernel bounds every wait of its own, so launches end; if they end without it, they say why.
+
+        `num_cached`: positions that the KV cache held before the launches, while they are prefilling; None afterwards.
+        """
         kernel = self._kernel
         assert kernel is not None
         asked_to_cancel = False
@@ -140,6 +202,8 @@ class CudaEngine:
                 asked_to_cancel = True
             if launches.refill(index):
                 heartbeat.progress()
+                if num_cached is not None:
+                    self._control.set_progress(self._rank, seq, num_cached + launches.num_prompt_steps_ended)
             elif launches.all_ended and kernel.token(index) is None:
                 kernel.finish()
                 raise RequestFailed("rank_failed", f"the kernel ended without token {index} of request {seq}")
@@ -147,11 +211,20 @@ class CudaEngine:
         heartbeat.progress()
         return token
 
+    def _settle(self, seq: int, finish: Finish) -> None:
+        """Wait until the kernel has left the request; say how many positions the KV cache holds."""
+        kernel = self._kernel
+        assert kernel is not None
+        kernel.finish()
+        if finish is Finish.NUMERICAL_FAULT:
+            kernel.recover()
+        self._control.set_progress(self._rank, seq, 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"]))
+
     def _digest(self, launches: Launches) -> bytes:
         """SHA-256 of the float32 logits of the token that was just decoded; the launch must have ended."""
         assert self._kernel is not None
         launches.wait()
-        return hashlib.sha256(self._kernel.logits.get(stream=self._kernel.stream).astype("<f4").tobytes()).digest()
+        return _sha256(self._kernel.logits.get(stream=self._kernel.stream))
 
     def _leave(self, seq: int) -> None:
         assert self._kernel is not None
@@ -172,7 +245,8 @@ class Launches:
 
     def __init__(self, kernel: Kernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool) -> None:
         self._kernel = kernel
-        self._queued: deque[Any] = deque()  # events, one for each launch under way
+        self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
+        self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
         plan = [(steps, 0) for steps in _chunks(num_prompt_steps + (0 if one_by_one else max_tokens))]
         plan += [(1, index) for index in range(max_tokens if one_by_one else 0)]
         self._waiting = deque(plan)  # steps of a launch, and tokens that must have been taken before it
@@ -183,15 +257,21 @@ class Launches:
         """Whether nothing is queued and nothing is left to queue."""
         return not self._queued and not self._waiting
 
+    @property
+    def num_prompt_steps_ended(self) -> int:
+        """Steps of the prompt whose launches have ended."""
+        return min(self._num_steps_ended, self._num_prompt_steps)
+
     def refill(self, num_taken: int) -> bool:
         """Forget launches that have ended and queue the next ones; whether any had ended."""
         ended = False
-        while self._queued and self._queued[0].done:
-            self._queued.popleft()
+        while self._queued and self._queued[0][0].done:
+            self._num_steps_ended += self._queued.popleft()[1]
             ended = True
         while self._waiting and len(self._queued) < CHUNKS_QUEUED and self._waiting[0][1] <= num_taken:
-            self._kernel.launch(self._waiting.popleft()[0])
-            self._queued.append(self._kernel.stream.record())
+            steps = self._waiting.popleft()[0]
+            self._kernel.launch(steps)
+            self._queued.append((self._kernel.stream.record(), steps))
         return ended
 
     def wait(self) -> None:
@@ -201,6 +281,10 @@ class Launches:
 
 def _chunks(num_steps: int) -> list[int]:
     return [min(CHUNK_STEPS, num_steps - start) for start in range(0, num_steps, CHUNK_STEPS)]
+
+
+def _sha256(logits: Any) -> bytes:
+    return hashlib.sha256(logits.astype("<f4").tobytes()).digest()
 
 
 def device_index(device: str) -> int:
