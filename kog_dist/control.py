@@ -156,8 +156,6 @@ def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
         finding = f"logprobs is {request.logprobs}, expected 0 to {MAX_TOP_LOGPROBS}"
     elif not all(0 <= token_id < _U32 for token_id, _ in request.shaping.logit_bias):
         finding = "an id of logit_bias does not fit into 32 bits"
-    elif request.shaping.min_tokens >= _U32:
-        finding = f"min_tokens is {request.shaping.min_tokens}, expected less than 2^32"
     if finding:
         raise RequestError("invalid_request", f"cannot submit the request: {finding}")
     return request

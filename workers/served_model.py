@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kog_dist.control import DecodeRequest
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
@@ -63,6 +63,23 @@ class ServedModel:
         return DecodeRequest(
             prompt=tuple(prompt_ids), max_tokens=max_tokens, temperature=message.temperature, seed=message.seed,
             stop_ids=self.eos_ids, ignore_eos=message.ignore_eos, logit_digests=message.logit_digests,
+            shaping=self._shaping(message, max_tokens), logprobs=message.logprobs,
+        )  # fmt: skip
+
+    def _shaping(self, message: Generate, max_tokens: int) -> Shaping:
+        for token_id in message.logit_bias_ids:
+            if not 0 <= token_id < self.spec.vocab_size:
+                raise RequestError(
+                    ErrorCode.TOKEN_ID_OUT_OF_RANGE,
+                    f"logit_bias names id {token_id}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
+                )
+        if message.min_tokens > max_tokens:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST, f"min_tokens is {message.min_tokens} and max_tokens {max_tokens}; ask for no more"
+            )
+        return Shaping(
+            message.top_k, message.top_p, message.min_p, message.repetition_penalty, message.presence_penalty,
+            message.frequency_penalty, message.logit_bias, message.min_tokens,
         )  # fmt: skip
 
     def _prompt_ids(self, message: Generate) -> Sequence[int]:

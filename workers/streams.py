@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Protocol
 
 from kog_dist.control import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.rpc.messages import Done, FinishReason, Generate, Tokens
 from kog_dist.workers.stop_strings import StopFilter
 from kog_dist.workers.timings import RequestTimings
@@ -53,6 +55,7 @@ class RequestStream:
         token_ids: list[int] = []
         digests: list[str] = []
         stamps_s: list[float] = []
+        logprobs: list[TokenLogprobs] = []
         text = ""
         reason = None
         for entry in entries:
@@ -63,6 +66,8 @@ class RequestStream:
                     stamps_s.append(stamp_s)
                 if entry.digest is not None:
                     digests.append(entry.digest.hex())
+                if entry.logprobs is not None:
+                    logprobs.append(entry.logprobs)
                 if self._decoder is not None and entry.finish is not Finish.STOP:  # an end token has no text
                     text += self._stop_filter.push(self._decoder.push(entry.token_id))
             reason = FinishReason.STOP if self._stop_filter.stopped else _REASONS.get(entry.finish)
@@ -73,7 +78,12 @@ class RequestStream:
         self.num_tokens += len(token_ids)
         if not token_ids and not text:
             return None, reason
-        event = Tokens(self.request_id, first, tuple(token_ids), text, tuple(stamps_s), tuple(digests))
+        event = Tokens(
+            self.request_id, first, tuple(token_ids), text, tuple(stamps_s), tuple(digests),
+            logprobs=tuple(token.chosen for token in logprobs),
+            top_ids=tuple(chain.from_iterable(token.top_ids for token in logprobs)),
+            top_logprobs=tuple(chain.from_iterable(token.top_logprobs for token in logprobs)),
+        )  # fmt: skip
         return event, reason
 
     def rest(self) -> str:

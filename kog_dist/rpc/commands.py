@@ -18,6 +18,7 @@ from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
 from kog_dist.rpc.messages import Done, StatusReport, Tokens
 from kog_dist.rpc.output import OutputError, check_stdout, write_error, write_out
 from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.rpc.shaping_options import ShapingOptions
 from kog_dist.rpc.transport import Access
 
 READY_TIMEOUT_S = 3600.0  # the launcher's own start-up limit comes first
@@ -70,6 +71,7 @@ class PromptFlags:
     deadline_s: float | None = None
     reuse_kv: bool = True
     conversation: str | None = None
+    shaping: ShapingOptions = field(default_factory=ShapingOptions)
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     stamps_s: list[float] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     done: Done | None = None
 
     def add(self, event: StreamEvent) -> None:
@@ -88,6 +91,7 @@ class _Answer:
             self.token_ids += event.token_ids
             self.stamps_s += event.stamps_s
             self.digests += event.digests
+            self.logprobs += _logprobs_of(event)
         elif isinstance(event, Done):
             self.done = event
 
@@ -102,13 +106,14 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
         signal.signal(signal.SIGINT, signal.default_int_handler)  # kog-launch starts this process with SIGINT ignored
         check_stdout()
         _check_timeout(timeout_s)
+        keywords = _keywords(flags)
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with _connect(target, timeout_s, wait_ready=wait_ready) as client:
             left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
             if wait_ready:
                 client.wait_ready(left_s if left_s is not None else READY_TIMEOUT_S)
             left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
-            events = client.generate(**_without_defaults(flags), timeout_s=left_s)
+            events = client.generate(**keywords, timeout_s=left_s)
             show = _ignore if as_json else _text_printer(client.welcome.has_tokenizer)
             _follow(events, answer, show)
     except KeyboardInterrupt:
@@ -131,6 +136,9 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
         write_error(_statistics(answer.done))
         if flags.logit_digests:
             write_error("\n".join(answer.digests))
+        for token in answer.logprobs:
+            top = " ".join(f"{other['token_id']}:{other['logprob']:.4f}" for other in token["top"])
+            write_error(f"{token['token_id']} logprob {token['logprob']:.4f}{', best ' if top else ''}{top}")
     return 0
 
 
@@ -169,8 +177,21 @@ def _connect(target: Target, timeout_s: float | None, *, wait_ready: bool) -> Cl
     return Client(target.access(), connect_timeout_s=min(limit_s, timeout_s or limit_s), patient=wait_ready)
 
 
-def _without_defaults(flags: PromptFlags) -> dict[str, Any]:
-    return {name: getattr(flags, name) for name in PromptFlags.__slots__}
+def _keywords(flags: PromptFlags) -> dict[str, Any]:
+    """As `Client.generate` takes them. Raises ConfigError."""
+    return {name: getattr(flags, name) for name in PromptFlags.__slots__ if name != "shaping"} | flags.shaping.keywords()
+
+
+def _logprobs_of(event: Tokens) -> list[dict[str, Any]]:
+    """Of each token: id and log-probability, its own and those of the alternatives."""
+    if not event.logprobs:
+        return []
+    top = [{"token_id": i, "logprob": value} for i, value in zip(event.top_ids, event.top_logprobs, strict=True)]
+    num_top = len(top) // len(event.token_ids)
+    return [
+        {"token_id": token_id, "logprob": value, "top": top[k * num_top : (k + 1) * num_top]}
+        for k, (token_id, value) in enumerate(zip(event.token_ids, event.logprobs, strict=True))
+    ]
 
 
 def _follow(events: Generator[StreamEvent, None, None], answer: _Answer, show: Callable[[Tokens], None]) -> None:
@@ -235,6 +256,8 @@ def _as_object(answer: _Answer, done: Done, flags: PromptFlags) -> dict[str, Any
         timings["stamps_s"] = answer.stamps_s
     if flags.logit_digests:
         whole["logit_digests"] = answer.digests
+    if flags.shaping.logprobs is not None:
+        whole["logprobs"] = answer.logprobs
     return whole
 
 

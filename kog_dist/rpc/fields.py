@@ -6,23 +6,25 @@ with the field's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
 from typing import Any, Final
 
 LOWEST_TEMPERATURE: Final = 0.001  # besides 0, which is greedy; the one definition for flags, messages and engines
 HIGHEST_TEMPERATURE: Final = 100.0
-SAMPLING_LIMITS: Final = {  # lowest and highest value of the other numbers that shape a choice
+MAX_TOP_LOGPROBS: Final = 20
+SHAPING_LIMITS: Final[Mapping[str, tuple[float, float]]] = {  # lowest and highest value of what else shapes a choice
+    "top_k": (0, 2**31 - 1),
     "top_p": (1e-6, 1.0),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
     "logit_bias": (-100.0, 100.0),
 }
-MAX_TOP_K: Final = 2**31 - 1
 MAX_LOGIT_BIAS: Final = 1024  # ids in one request
-MAX_TOP_LOGPROBS: Final = 20
 
 Check = Callable[[Any], Any]
 
@@ -74,11 +76,20 @@ def check_temperature(value: float) -> None:
         raise ValueError(f"temperature must be 0 or between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}, got {value}")
 
 
-def check_sampling_number(name: str, value: float) -> None:
-    """Raises ValueError, a whole sentence, unless `value` is within SAMPLING_LIMITS (NaN is not)."""
-    low, high = SAMPLING_LIMITS[name]
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
+def check_shaping(numbers: Mapping[str, Any], logit_bias: Collection[tuple[int, float]]) -> None:
+    """Raises ValueError, a sentence that begins with a name, unless all numbers and all biases are within SHAPING_LIMITS.
+
+    Of `numbers`, those that are None or have no limits there are not looked at.
+    """
+    limited = [(name, numbers[name]) for name in SHAPING_LIMITS if numbers.get(name) is not None and name != "logit_bias"]
+    for name, value in [*limited, *(("logit_bias", bias) for _, bias in logit_bias)]:
+        low, high = SHAPING_LIMITS[name]
+        if not low <= value <= high:  # false for NaN too
+            raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+    if len(logit_bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"logit_bias must have at most {MAX_LOGIT_BIAS} ids, got {len(logit_bias)}")
+    if len({token_id for token_id, _ in logit_bias}) < len(logit_bias):
+        raise ValueError("logit_bias names an id twice")
 
 
 def text(low_bytes: int, high_bytes: int) -> Check:

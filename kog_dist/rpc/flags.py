@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.rpc import shaping_flags
 from kog_dist.rpc.output import OutputError, silence, write_error
+from kog_dist.rpc.shaping_options import ShapingOptions
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
@@ -39,6 +41,15 @@ def generate(
     deadline: Annotated[float | None, typer.Option(help="Seconds after which the engine ends the request.")] = None,
     reuse_kv: Annotated[bool, typer.Option("--reuse-kv/--no-reuse-kv", help="Skip what earlier requests prefilled.")] = True,
     conversation: Annotated[str | None, typer.Option(help="Id that the requests of a conversation share, for a router.")] = None,
+    top_k: shaping_flags.TopK = None,
+    top_p: shaping_flags.TopP = None,
+    min_p: shaping_flags.MinP = None,
+    repetition_penalty: shaping_flags.RepetitionPenalty = None,
+    presence_penalty: shaping_flags.PresencePenalty = None,
+    frequency_penalty: shaping_flags.FrequencyPenalty = None,
+    logit_bias: shaping_flags.LogitBias = None,
+    min_tokens: shaping_flags.MinTokens = None,
+    logprobs: shaping_flags.Logprobs = None,
     json: Json = False,
     instance: Instance = None,
     endpoint: Endpoint = None,
@@ -51,9 +62,13 @@ def generate(
 
     if (prompt is None) == (prompt_ids is None):
         raise ConfigError("give either --prompt or --prompt-ids")
+    shaping = ShapingOptions(
+        top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, tuple(logit_bias or ()), min_tokens,
+        logprobs,
+    )  # fmt: skip
     request = commands.PromptFlags(
         prompt, None if prompt_ids is None else _parse_ids(prompt_ids), max_tokens, temperature, seed, tuple(stop or ()),
-        ignore_eos, logit_digests, stamps, deadline, reuse_kv, conversation,
+        ignore_eos, logit_digests, stamps, deadline, reuse_kv, conversation, shaping,
     )  # fmt: skip
     target = commands.Target(instance, endpoint, key_file)
     raise typer.Exit(commands.generate(target, request, as_json=json, timeout_s=timeout, wait_ready=wait_ready))

@@ -21,8 +21,10 @@ import msgpack  # type: ignore[import-untyped]
 from kog_dist import __version__
 from kog_dist.errors import ProtocolError
 from kog_dist.rpc.fields import (
+    MAX_LOGIT_BIAS,
     any_number,
     array,
+    check_shaping,
     check_temperature,
     checked,
     choice,
@@ -44,10 +46,13 @@ MAX_STOP_BYTES = 256
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**53  # counters and sizes: exact in every language's numbers
 MAX_SECONDS = 1e9
+MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
 LEAST_DEADLINE_S = 0.001
 
 _ID = identifier(64)
 _COUNT = integer(0, MAX_COUNT)
+_ANY_INTEGER = integer(-(2**63), 2**63 - 1)  # the message's own check, or the model, says which are allowed
+_LOGPROB = number(-MAX_FLOAT32, 0.0)
 _TOKEN_ID = integer(0, 2**31 - 1)
 _SECONDS = number(0.0, MAX_SECONDS)
 _NAME = text(0, 1024)
@@ -145,7 +150,7 @@ class Generate(_Checked):
 
     request_id: str = checked(_ID)
     prompt: str | None = checked(optional(_TEXT), default=None)
-    prompt_ids: tuple[int, ...] | None = checked(optional(array(integer(-(2**63), 2**63 - 1), MAX_ARRAY)), default=None)
+    prompt_ids: tuple[int, ...] | None = checked(optional(array(_ANY_INTEGER, MAX_ARRAY)), default=None)
     max_tokens: int | None = checked(optional(integer(1, 2**31 - 1)), default=None)  # None: what fits, at most 256
     temperature: float = checked(any_number, default=0.0)
     seed: int = checked(integer(0, MAX_SEED), default=0)
@@ -156,15 +161,34 @@ class Generate(_Checked):
     deadline_s: float | None = checked(optional(number(LEAST_DEADLINE_S, MAX_SECONDS)), default=None)
     reuse_kv: bool = checked(flag, default=True)
     conversation: str | None = checked(optional(_ID), default=None)  # shared by requests that extend one another
+    top_k: int = checked(_ANY_INTEGER, default=0)  # limits of what follows: fields.SHAPING_LIMITS; meaning: docs/sampling.md
+    top_p: float = checked(any_number, default=1.0)
+    min_p: float = checked(any_number, default=0.0)
+    repetition_penalty: float = checked(any_number, default=1.0)
+    presence_penalty: float = checked(any_number, default=0.0)
+    frequency_penalty: float = checked(any_number, default=0.0)
+    logit_bias_ids: tuple[int, ...] = checked(array(_ANY_INTEGER, MAX_LOGIT_BIAS), default=())
+    logit_biases: tuple[float, ...] = checked(array(any_number, MAX_LOGIT_BIAS), default=())
+    min_tokens: int = checked(_ANY_INTEGER, default=0)
+    logprobs: int | None = checked(optional(_ANY_INTEGER), default=None)  # alternatives of each token; None: not even its own
 
     def __post_init__(self) -> None:
         _Checked.__post_init__(self)
         if (self.prompt is None) == (self.prompt_ids is None):
             raise BadMessage("generate: give either prompt or prompt_ids", ErrorCode.INVALID_REQUEST)
+        if len(self.logit_bias_ids) != len(self.logit_biases):
+            found = f"{len(self.logit_bias_ids)} logit_bias_ids and {len(self.logit_biases)} logit_biases"
+            raise BadMessage(f"generate: there are {found}; they belong together", ErrorCode.INVALID_REQUEST)
         try:
             check_temperature(self.temperature)
+            check_shaping({item.name: getattr(self, item.name) for item in fields(self)}, self.logit_bias)
         except ValueError as error:
             raise BadMessage(f"generate: {error}", ErrorCode.INVALID_REQUEST) from None
+
+    @property
+    def logit_bias(self) -> tuple[tuple[int, float], ...]:
+        """(id, bias) pairs."""
+        return tuple(zip(self.logit_bias_ids, self.logit_biases, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +258,8 @@ class Tokens(_Checked):
     may have text and no tokens. `stamps_s`: when the engine produced each token, in seconds after the request's reception, if the
     request asked for `stamps`, else empty.
     `digests`: SHA-256 (hex) of each step's float32 logits when the request asked for them, else empty.
+    `logprobs`: the tokens' log-probabilities when the request asked for them, else empty. `top_ids` and `top_logprobs`: of the
+    most likely tokens in the place of each, best first, as many for each token.
     """
 
     request_id: str = checked(_ID)
@@ -242,6 +268,9 @@ class Tokens(_Checked):
     text: str = checked(_TEXT)
     stamps_s: tuple[float, ...] = checked(array(_SECONDS, MAX_ARRAY))
     digests: tuple[str, ...] = checked(array(_DIGEST, MAX_ARRAY), default=())
+    logprobs: tuple[float, ...] = checked(array(_LOGPROB, MAX_ARRAY), default=())
+    top_ids: tuple[int, ...] = checked(array(_TOKEN_ID, MAX_ARRAY), default=())
+    top_logprobs: tuple[float, ...] = checked(array(_LOGPROB, MAX_ARRAY), default=())
 
 
 @dataclass(frozen=True, slots=True)

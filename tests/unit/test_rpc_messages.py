@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ProtocolError
 from kog_dist.rpc import messages
+from kog_dist.rpc.fields import SHAPING_LIMITS
 from kog_dist.rpc.messages import (
     EVENTS,
     MAGIC,
+    MAX_FLOAT32,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     REQUESTS,
@@ -65,16 +67,30 @@ by_name: dict[str, st.SearchStrategy[Any]] = {
     "deadline_s": st.none() | st.floats(0.001, 1e9),
     "temperature": st.just(0.0) | st.floats(0.001, 100),
     "stop": st.lists(st.text("ab", min_size=1, max_size=9), max_size=16).map(tuple),
+    "logprobs": st.lists(st.floats(-MAX_FLOAT32, 0), max_size=5).map(tuple),
+    "top_logprobs": st.lists(st.floats(-MAX_FLOAT32, 0), max_size=5).map(tuple),
 }
+shaping: dict[str, st.SearchStrategy[Any]] = {
+    name: st.integers(int(low), int(high)) if isinstance(low, int) else st.floats(low, high)
+    for name, (low, high) in SHAPING_LIMITS.items()
+    if name != "logit_bias"
+} | {"logprobs": st.none() | st.integers(0, 20)}
 
 
 def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
-    kinds = {item.name: item.type for item in dataclasses.fields(cls) if item.name != "prompt_ids"}
+    left_out = ("prompt_ids", "logit_bias_ids", "logit_biases")
+    kinds = {item.name: item.type for item in dataclasses.fields(cls) if item.name not in left_out}
     strategies = {name: by_name[name] if name in by_name else by_type[kind] for name, kind in kinds.items()}
     if cls is Error:
         strategies |= {"message": texts.filter(bool), "request_id": st.none() | names}
     if cls is Generate:
-        strategies |= {"prompt": texts}
+        strategies |= {"prompt": texts, **shaping}
+        biases = st.dictionaries(st.integers(-(2**63), 2**63 - 1), st.floats(-100, 100), max_size=5)
+        return biases.flatmap(
+            lambda bias: st.builds(
+                cls, **strategies, logit_bias_ids=st.just(tuple(bias)), logit_biases=st.just(tuple(bias.values()))
+            )
+        )
     return st.builds(cls, **strategies)
 
 
@@ -105,6 +121,33 @@ def test_any_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
             decode(frame)
         except BadMessage:
             pass
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("top_k", -1), ("top_k", 2**31), ("top_p", 0.0), ("top_p", 1.5), ("top_p", float("nan")), ("min_p", -0.5), ("min_p", 2),
+        ("repetition_penalty", 0), ("repetition_penalty", float("inf")), ("presence_penalty", 2.5), ("frequency_penalty", -3),
+        ("min_tokens", -1), ("logprobs", -1), ("logprobs", 21),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_invalid_requests_that_name_them(name: str, bad: float) -> None:
+    with pytest.raises(BadMessage, match=f"^generate: {name} must be between") as caught:
+        Generate("a", "b", **{name: bad})  # type: ignore[arg-type]
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("ids", "biases", "finding"),
+    [
+        ((1, 2), (1.0,), "belong together"), ((1, 1), (1.0, 2.0), "names an id twice"), ((1,), (101.0,), "logit_bias must be"),
+        ((1,), (float("nan"),), "logit_bias must be"),
+    ],
+)  # fmt: skip
+def test_biases_that_make_no_sense_are_invalid_requests(ids: tuple[int, ...], biases: tuple[float, ...], finding: str) -> None:
+    with pytest.raises(BadMessage, match=finding) as caught:
+        Generate("a", "b", logit_bias_ids=ids, logit_biases=biases)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
 VALID = [

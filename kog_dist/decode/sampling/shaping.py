@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.sampling.bits import log32, masses
-from kog_dist.rpc.fields import MAX_LOGIT_BIAS, MAX_TOP_K, check_sampling_number
+from kog_dist.rpc.fields import check_shaping
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.intp]
@@ -54,18 +54,7 @@ class Shaping:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            check_sampling_number(name, getattr(self, name))
-        if not 0 <= self.top_k <= MAX_TOP_K:
-            raise ValueError(f"top_k must be between 0 (all) and {MAX_TOP_K}, got {self.top_k}")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias must have at most {MAX_LOGIT_BIAS} ids, got {len(self.logit_bias)}")
-        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
-            raise ValueError("logit_bias names an id twice")
-        for _, bias in self.logit_bias:
-            check_sampling_number("logit_bias", bias)
+        check_shaping({name: getattr(self, name) for name in self.__slots__}, self.logit_bias)
 
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p leave anything out."""
