@@ -92,6 +92,13 @@ def test_no_code_from_text(path: Path) -> None:
             assert name not in BANNED_CALLS, f"{path.relative_to(ROOT)}:{node.lineno} calls {name}"
 
 
+def test_router_knows_no_model_and_no_engine() -> None:
+    allowed = ("kog_dist.router", "kog_dist.rpc", "kog_dist.errors")
+    for path in sorted((ROOT / "kog_dist" / "router").glob("*.py")):
+        ours = {name for name in imports(ast.parse(path.read_text(encoding="utf-8"))) if name.startswith("kog_dist.")}
+        assert all(name.startswith(allowed) for name in ours), f"{path.name} imports {ours}"
+
+
 def test_client_needs_only_messages_and_transport() -> None:
     allowed = {"kog_dist", "kog_dist.errors", "kog_dist.rpc", "kog_dist.rpc.messages", "kog_dist.rpc.transport", "kog_dist.wait"}
     path = ROOT / "kog_dist" / "rpc" / "client.py"

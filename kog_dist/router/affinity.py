@@ -1,0 +1,72 @@
+"""Which replica has the beginning of a prompt cached, as far as the requests that went by tell."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+TEXT_BLOCK_BYTES: Final = 256
+IDS_BLOCK: Final = 64
+MAX_BLOCKS: Final = 1024  # of one prompt; what is longer is known by its beginning
+MAX_KEYS: Final = 1 << 16
+MAX_HOMES: Final = 4  # replicas that are remembered for one beginning, the last ones
+MATCH_SHARE: Final = 0.5  # of the prompt's blocks that must be known; a shared system prompt is no reason to queue up
+
+_ID_BYTES = 8
+_DIGEST_BYTES = 12
+
+
+def conversation_keys(conversation: str) -> tuple[bytes, ...]:
+    """The key of a conversation that names itself."""
+    return (b"conversation " + conversation.encode(),)
+
+
+def text_keys(text: str) -> tuple[bytes, ...]:
+    """One key per whole block from the beginning of a text; each stands for everything up to its end."""
+    return tuple(_chain(b"text", text.encode(), TEXT_BLOCK_BYTES))
+
+
+def ids_keys(token_ids: Sequence[int]) -> tuple[bytes, ...]:
+    """The same for token ids (each from -2^63 to 2^63 - 1)."""
+    return tuple(_chain(b"ids", array("q", token_ids[: IDS_BLOCK * MAX_BLOCKS]).tobytes(), IDS_BLOCK * _ID_BYTES))
+
+
+def _chain(kind: bytes, content: bytes, block_bytes: int) -> Iterator[bytes]:
+    digest = kind
+    for begin in range(0, min(len(content), MAX_BLOCKS * block_bytes) - block_bytes + 1, block_bytes):
+        digest = hashlib.blake2b(digest + content[begin : begin + block_bytes], digest_size=_DIGEST_BYTES).digest()
+        yield digest
+
+
+class Affinity:
+    """Keys of what replicas have seen, newest kept. It may be wrong: a wrong guess costs a prefill, never an answer."""
+
+    def __init__(self) -> None:
+        self._homes_of: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+
+    def find(self, keys: Sequence[bytes]) -> tuple[str, ...]:
+        """The replicas that saw the longest beginning, the last one first, if that is at least MATCH_SHARE of it."""
+        for num_blocks in range(len(keys), 0, -1):
+            if num_blocks < MATCH_SHARE * len(keys):
+                break
+            if homes := self._homes_of.get(keys[num_blocks - 1]):
+                return homes
+        return ()
+
+    def remember(self, keys: Sequence[bytes], name: str) -> None:
+        """From now on `name` has all that `keys` stand for."""
+        for key in keys:
+            others = [other for other in self._homes_of.get(key, ()) if other != name]
+            self._homes_of[key] = (name, *others[: MAX_HOMES - 1])
+            self._homes_of.move_to_end(key)
+        while len(self._homes_of) > MAX_KEYS:
+            self._homes_of.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """A replica is gone, and its caches with it."""
+        for key, homes in self._homes_of.items():
+            if name in homes:
+                self._homes_of[key] = tuple(home for home in homes if home != name)

@@ -1,0 +1,103 @@
+"""What a router says of itself: to clients as one engine with many ranks, to the launcher in full."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kog_dist.router.fleet import Fleet
+from kog_dist.router.link import LinkState, ReplicaLink
+from kog_dist.router.orders import FleetReport, ReplicaReport
+from kog_dist.router.requests import RoutedRequest
+from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
+
+_SHOWN = 4096  # items of an array in a status report
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the router's start."""
+
+    num_completed: int = 0
+    num_cancelled: int = 0
+    num_expired: int = 0
+    num_failed: int = 0
+    num_refused: int = 0
+    num_dropped_clients: int = 0
+    num_tokens: int = 0
+
+
+def engine_state(fleet: Fleet, *, is_draining: bool) -> EngineState:
+    """What clients may expect: ready as soon and as long as one replica is."""
+    states = {link.state for link in fleet.links()}
+    if is_draining:
+        return EngineState.DRAINING
+    return EngineState.READY if LinkState.READY in states else EngineState.LOADING
+
+
+def welcome(fleet: Fleet, instance: str, *, is_draining: bool) -> Welcome | None:
+    """Who serves here; None before the first replica has said it."""
+    served = fleet.served
+    if served is None:
+        return None
+    state = engine_state(fleet, is_draining=is_draining)
+    return Welcome(
+        build_hash(), instance, served.model, state, _world_size(fleet), served.max_context, served.vocab_size,
+        served.has_tokenizer,
+    )  # fmt: skip
+
+
+def status_report(
+    fleet: Fleet, instance: str, counters: Counters, attempts: Mapping[str, RoutedRequest], waiting: Sequence[str], *,
+    max_waiting: int, uptime_s: float, num_bad_messages: int, is_draining: bool,
+) -> StatusReport:  # fmt: skip
+    """Everything about the fleet; ranks are those of all replicas, one replica after the other."""
+    links = fleet.links()
+    running = {request.link: request.request_id for request in attempts.values()}
+    reports = [link.report for link in links if link.report is not None]
+    return StatusReport(
+        state=engine_state(fleet, is_draining=is_draining), instance=instance,
+        model=fleet.served.model if fleet.served is not None else "", build=build_hash(), pid=os.getpid(),
+        world_size=_world_size(fleet),
+        rank_states=tuple(state for report in reports for state in report.rank_states)[:_SHOWN],
+        beat_ages_s=tuple(age_s for report in reports for age_s in report.beat_ages_s)[:_SHOWN],
+        uptime_s=uptime_s, running=next(iter(running.values()), None), waiting=tuple(waiting)[:_SHOWN],
+        queue_limit=max_waiting, num_completed=counters.num_completed, num_cancelled=counters.num_cancelled,
+        num_failed=counters.num_failed, num_refused=counters.num_refused, num_dropped_clients=counters.num_dropped_clients,
+        num_bad_messages=num_bad_messages, num_tokens=counters.num_tokens,
+        num_expired=counters.num_expired, **_progress(running),
+        replica_names=tuple(link.name for link in links),
+        replica_states=tuple(_shown_state(link) for link in links),
+        replica_addresses=tuple(link.order.access.address for link in links),
+        replica_running=tuple(running.get(link, "") for link in links),
+    )  # fmt: skip
+
+
+def fleet_report(fleet: Fleet, num_waiting: int, is_draining: bool, address: str) -> FleetReport:
+    """What the launcher needs to know."""
+    replicas = tuple(
+        ReplicaReport(
+            link.name, link.order.generation, link.state.value, link.reason, len(link.attempt_ids), link.order.is_retiring,
+            link.welcome.model if link.welcome is not None else "", link.welcome.world_size if link.welcome is not None else 0,
+        )
+        for link in fleet.links()
+    )  # fmt: skip
+    return FleetReport(replicas, num_waiting, is_draining, address)
+
+
+def _progress(running: Mapping[ReplicaLink | None, str]) -> dict[str, int]:
+    """How far the request is that the report names as running."""
+    report = next((link.report for link in running if link is not None), None)
+    if report is None:
+        return {}
+    return {"running_position": report.running_position, "running_prompt_tokens": report.running_prompt_tokens}
+
+
+def _world_size(fleet: Fleet) -> int:
+    return sum(link.welcome.world_size for link in fleet.links() if link.welcome is not None)
+
+
+def _shown_state(link: ReplicaLink) -> str:
+    state = "retiring" if link.order.is_retiring and link.state is LinkState.READY else link.state.value
+    return f"{state}: {link.reason}"[:1000] if link.reason else state

@@ -1,0 +1,446 @@
+"""The router: clients on one side, replicas on the other. One thread, one loop that waits for nobody.
+
+Requests wait here and a replica gets the next one when it is free. Every accepted request ends in exactly one terminal event.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import zmq
+
+from kog_dist.router import frames, rules
+from kog_dist.router.affinity import Affinity
+from kog_dist.router.fleet import Fleet
+from kog_dist.router.link import LinkState, ReplicaLink
+from kog_dist.router.orders import FleetOrder, latest_packet
+from kog_dist.router.reports import Counters, fleet_report, status_report, welcome
+from kog_dist.router.requests import RequestBook, RoutedRequest
+from kog_dist.rpc.listener import Delivery, RpcListener, error_event
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    BadMessage,
+    Cancel,
+    Done,
+    Drain,
+    Error,
+    ErrorCode,
+    Event,
+    FinishReason,
+    Generate,
+    Hello,
+    Prefill,
+    Request,
+    Status,
+    StatusReport,
+    Welcome,
+    decode_event,
+    encode,
+)
+
+MAX_WAITING: Final = 1024
+MAX_WAITING_BYTES: Final = 64 << 20
+ALIVE_EVERY_S: Final = 0.25
+NO_REPLICA_S: Final = 30.0  # without any replica that serves or is about to: then waiting requests end
+FAREWELL_S: Final = 0.25
+EXIT_DRAIN_TIMEOUT: Final = 5
+_CHORES_S = 0.02
+_MESSAGES_PER_TURN = 32
+_FULL_S = 0.1  # how long a replica is left alone that says its queue is full
+
+# A replica says these of itself, not of the request: another one may do better.
+_ELSEWHERE = {ErrorCode.DRAINING, ErrorCode.QUEUE_FULL}
+_LOSSES = {
+    ErrorCode.RANK_FAILED, ErrorCode.STARTUP_FAILED, ErrorCode.ENGINE_LOST, ErrorCode.SHUTDOWN, ErrorCode.DRAIN_TIMEOUT,
+    ErrorCode.INTERNAL_ERROR,
+}  # fmt: skip
+
+
+class Farewell(NamedTuple):
+    """Why the router ends: what requests that are not finished are told, and the exit code."""
+
+    code: ErrorCode
+    message: str
+    exit_code: int
+
+
+class Router:
+    """All requests, and the fleet of replicas. `turn` does what there is to do; `run` repeats it."""
+
+    def __init__(
+        self, instance: str, listener: RpcListener, address: str, orders: socket.socket, *, drain_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """`orders` is this end of the launcher's socket pair; `address` is where clients connect, for reports."""
+        self.instance = instance
+        self.fleet = Fleet(f"kr{secrets.token_hex(4)}.")
+        self.counters = Counters()
+        self.num_stop_signals = 0
+        self._listener = listener
+        self._address = address
+        self._orders = orders
+        self._drain_s = drain_s
+        self._clock = clock
+        self._begin_s = clock()
+        self._book = RequestBook()
+        self._affinity = Affinity()
+        self._greetings: list[bytes] = []  # clients whose hello waits for the first replica
+        self._attempt_idx = itertools.count()
+        self._look_again_s = 0.0  # when waiting requests should be looked at again
+        self._next_chores_s = 0.0
+        self._drain_deadline_s: float | None = None
+        self._alone_since_s = self._begin_s  # since when no replica serves or is about to
+        self._last_report = b""
+        self._polled: list[zmq.Socket[bytes]] = []
+        self._poller: zmq.Poller | None = None
+        self.farewell: Farewell | None = None
+
+    # ---- the loop ----
+    def run(self) -> int:
+        """Serve until drained, stopped or orphaned. Returns the exit code."""
+        while self.farewell is None:
+            self.turn(_CHORES_S)
+        for request in list(self._book.unfinished.values()):
+            self._fail(request, self.farewell.code, self.farewell.message)
+        self.close(FAREWELL_S)
+        return self.farewell.exit_code
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close all sockets but the launcher's; clients that read get what is under way within `linger_s`."""
+        self.fleet.close()
+        self._listener.close(linger_s)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait until something happens, at most `timeout_s`, and act on it."""
+        now_s = self._clock()
+        next_s = min(self.fleet.next_look_s(), self._look_again_s if self._book.waiting else math.inf)
+        has_orders = self._sleep(min(timeout_s, max(0.0, next_s - now_s)))
+        now_s = self._clock()
+        if has_orders:
+            self._read_orders(now_s)
+        for link in self.fleet.links():
+            for frame in link.receive(_MESSAGES_PER_TURN, now_s):
+                self._take_frame(link, frame, now_s)
+        for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
+            self._answer(peer, message, now_s)
+        for link, reason in self.fleet.look(now_s):
+            self._lose_replica(link, reason)
+        if self._book.waiting and now_s >= self._look_again_s:
+            self._dispatch(now_s)
+        if now_s >= self._next_chores_s:
+            self._next_chores_s = now_s + _CHORES_S
+            self._do_chores(now_s)
+        if self._listener.has_backlog:
+            for gone in self._listener.flush():
+                self._forget_client(gone)
+
+    def _sleep(self, timeout_s: float) -> bool:
+        """Wait for input, at most `timeout_s`; whether some of it is the launcher's."""
+        if (sockets := self.fleet.sockets()) != self._polled or self._poller is None:
+            self._polled, self._poller = sockets, zmq.Poller()
+            for own in (*sockets, *self._listener.sockets(), self._orders.fileno()):
+                self._poller.register(own, zmq.POLLIN)
+        return any(ready == self._orders.fileno() for ready, _ in self._poller.poll(math.ceil(timeout_s * 1000)))
+
+    def _read_orders(self, now_s: float) -> None:
+        try:
+            packet = latest_packet(self._orders)
+        except EOFError:
+            self.farewell = Farewell(ErrorCode.ENGINE_LOST, "the launcher of the engines died; start them again", 4)
+            return
+        if packet is not None:
+            self._obey(FleetOrder.from_bytes(packet), now_s)
+
+    def _do_chores(self, now_s: float) -> None:
+        """What is not urgent: requests that have heard nothing, drains, time limits, the launcher's report."""
+        self._keep_alive(now_s)
+        self._expire(now_s)
+        self._look_after_drain(now_s)
+        report = fleet_report(self.fleet, len(self._book.waiting), self._drain_deadline_s is not None, self._address).to_bytes()
+        if report != self._last_report:
+            try:
+                self._orders.send(report)
+                self._last_report = report
+            except BlockingIOError:
+                pass  # the launcher is busy; it gets the next one
+            except OSError:
+                pass  # it is gone, which the next chores see
+
+    def _obey(self, order: FleetOrder, now_s: float) -> None:
+        for link in self.fleet.obey(order, now_s):
+            self._lose_replica(link, "it was stopped")
+        self._look_again_s = 0.0
+        if order.is_draining:
+            self._begin_drain(now_s)
+
+    # ---- messages of clients ----
+    def _answer(self, peer: bytes, message: Request, now_s: float) -> None:
+        match message:
+            case Generate():
+                self._take_request(peer, message, now_s)
+            case Cancel():
+                self._cancel(peer, message.request_id, now_s)
+            case Hello():
+                self._greetings.append(peer)
+                self._greet()
+            case Status():
+                self._listener.send(peer, self._report(now_s))
+            case Drain():
+                self._begin_drain(now_s)
+                self._listener.send(peer, self._report(now_s))
+
+    def _take_request(self, peer: bytes, message: Generate, now_s: float) -> None:
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self.counters.num_refused += 1
+            self._listener.send(peer, error_event(*refusal, message.request_id))
+            return
+        request = RoutedRequest.arrived(peer, message, self._affinity, now_s)
+        self._book.arrive(request)
+        self._look_again_s = 0.0
+
+    def _refusal(self, message: Generate) -> tuple[ErrorCode, str] | None:
+        if self._drain_deadline_s is not None:
+            return ErrorCode.DRAINING, "the engines are being stopped and take no new requests"
+        if message.request_id in self._book.unfinished:
+            again = f"a request {message.request_id!r} is not finished yet; choose another id"
+            return ErrorCode.DUPLICATE_REQUEST_ID, again
+        if len(self._book.waiting) >= MAX_WAITING or self._book.waiting_bytes() >= MAX_WAITING_BYTES:
+            return ErrorCode.QUEUE_FULL, f"{len(self._book.waiting)} requests are waiting already; try again later"
+        return None
+
+    def _cancel(self, peer: bytes, request_id: str, now_s: float) -> None:
+        request = self._book.unfinished.get(request_id)
+        if request is None:
+            message = f"no request {request_id!r} is waiting or running"
+            self._listener.send(peer, error_event(ErrorCode.UNKNOWN_REQUEST, message, request_id))
+            return
+        self._end_cancelled(request, now_s)
+        if peer != request.peer:
+            self._listener.send(peer, self._report(now_s))
+
+    def _greet(self) -> None:
+        """Answer to hellos, once a replica has said what it serves."""
+        if (answer := welcome(self.fleet, self.instance, is_draining=self._drain_deadline_s is not None)) is not None:
+            for peer in self._greetings:
+                self._listener.send(peer, answer)
+            self._greetings.clear()
+        del self._greetings[:-MAX_WAITING]
+
+    def _report(self, now_s: float) -> StatusReport:
+        return status_report(
+            self.fleet, self.instance, self.counters, self._book.attempts, list(self._book.waiting), max_waiting=MAX_WAITING,
+            uptime_s=now_s - self._begin_s, num_bad_messages=self._listener.num_bad_messages,
+            is_draining=self._drain_deadline_s is not None,
+        )  # fmt: skip
+
+    # ---- requests and replicas ----
+    def _dispatch(self, now_s: float) -> None:
+        waiting = (request.waiting() for request in self._book.waiting.values())
+        decided = rules.assign(waiting, self.fleet.seats(now_s), now_s)
+        self._look_again_s = min(decided.look_again_s, now_s + ALIVE_EVERY_S)
+        for request_id, name in decided.pairs:
+            self._hand_over(self._book.waiting[request_id], self.fleet.link(name), now_s)
+
+    def _hand_over(self, request: RoutedRequest, link: ReplicaLink, now_s: float) -> None:
+        attempt_id = f"{self.fleet.own_prefix}{next(self._attempt_idx)}"
+        changes: dict[str, object] = {"request_id": attempt_id}
+        if request.message.deadline_s is not None:
+            changes["deadline_s"] = max(0.001, request.deadline_s - now_s)
+        if not link.send_frame(frames.with_fields(encode(request.message), **changes)):
+            link.failed("it takes no more requests")
+            return
+        self._book.start(request, link, attempt_id, now_s)
+        self._affinity.remember(request.keys, link.name)
+
+    def _take_frame(self, link: ReplicaLink, frame: bytes, now_s: float) -> None:
+        try:
+            if frames.is_tokens(frame):
+                self._pass_tokens(frames.read_tokens(frame), now_s)
+            else:
+                self._take_event(link, decode_event(frame), now_s)
+        except BadMessage as error:
+            link.refuse(f"it sent what is not the protocol: {error}")
+
+    def _pass_tokens(self, body: dict[str, object], now_s: float) -> None:
+        request = self._book.attempts.get(str(body["request_id"]))
+        if request is None:
+            return
+        text, token_ids = body["text"], body["token_ids"]
+        assert isinstance(text, str), "frames.read_tokens has checked both"
+        assert isinstance(token_ids, list)
+        request.keep(text, token_ids)
+        self.counters.num_tokens += len(token_ids)
+        self._send_frame(request, frames.write_tokens(body, request.request_id, request.waited_s), now_s)
+
+    def _take_event(self, link: ReplicaLink, event: Event, now_s: float) -> None:
+        if isinstance(event, Welcome):
+            self.fleet.greeted(link, event)
+        elif isinstance(event, StatusReport):
+            link.reported(event)
+            self._greet()
+            self._look_again_s = 0.0
+        elif isinstance(event, Accepted | Prefill | Done | Error) and event.request_id is not None:
+            self._take_stream_event(link, event, now_s)
+
+    def _take_stream_event(self, link: ReplicaLink, event: Accepted | Prefill | Done | Error, now_s: float) -> None:
+        attempt_id = event.request_id
+        assert attempt_id is not None
+        if isinstance(event, Done | Error):
+            link.attempt_ids.discard(attempt_id)
+            link.idle_since_s, self._look_again_s = now_s, 0.0
+        request = self._book.attempts.get(attempt_id)
+        if request is None:
+            return  # its client is gone, or did not want it any more
+        if isinstance(event, Error):
+            self._take_error(request, link, event, now_s)
+        elif isinstance(event, Done):
+            self._affinity.remember(request.all_keys(), link.name)
+            self._finish(request, event, now_s)
+        elif isinstance(event, Prefill) or not request.is_accepted:
+            request.is_accepted = True
+            self._send_frame(request, frames.with_fields(encode(event), request_id=request.request_id), now_s)
+
+    def _take_error(self, request: RoutedRequest, link: ReplicaLink, event: Error, now_s: float) -> None:
+        if event.code in _ELSEWHERE and not request.is_streamed:
+            if event.code is ErrorCode.DRAINING:
+                link.failed("it is being stopped")
+            link.blocked_until_s = now_s + _FULL_S
+            self._book.wait_again(request)
+        elif event.code in _LOSSES:
+            link.failed(event.message)
+            self._lose_attempt(request, link, event.code, event.message)
+        else:
+            self.counters.num_refused += not request.is_accepted
+            self._fail(request, event.code, event.message, counts=request.is_accepted)
+
+    def _lose_replica(self, link: ReplicaLink, reason: str) -> None:
+        """Everything that was at a replica that is gone."""
+        self._affinity.forget(link.name)
+        for request in self._book.at(link):
+            self._lose_attempt(request, link, ErrorCode.ENGINE_LOST, reason)
+
+    def _lose_attempt(self, request: RoutedRequest, link: ReplicaLink, code: ErrorCode, reason: str) -> None:
+        """Try a request elsewhere if its client has not been sent any of the answer; else it ends here."""
+        self._look_again_s = 0.0
+        request.lost.append(link.name)
+        if request.is_streamed:
+            message = f"replica {link.name} was lost in the middle of the answer ({reason}); send the request again"
+            self._fail(request, code, message)
+        elif len(request.lost) > rules.MAX_LOSSES:
+            names = " and ".join(request.lost)
+            self._fail(request, code, f"replicas {names} were lost with this request, which is not tried again ({reason})")
+        else:
+            self._book.wait_again(request)
+
+    # ---- ends of a request ----
+    def _remove(self, request: RoutedRequest, *, is_over: bool) -> None:
+        """Take a request off the books; a replica that still has it is told that nobody wants it any more."""
+        self._book.remove(request)
+        if request.link is not None and not is_over:
+            request.link.send(Cancel(request.attempt_id))
+
+    def _finish(self, request: RoutedRequest, event: Done, now_s: float) -> None:
+        self._remove(request, is_over=True)
+        if event.finish_reason is FinishReason.CANCELLED:
+            self.counters.num_cancelled += 1
+        else:
+            self.counters.num_completed += 1
+        waited_s = request.waited_s
+        changes: dict[str, object] = {"request_id": request.request_id, "queue_s": event.queue_s + waited_s}
+        changes["total_s"] = event.total_s + waited_s
+        changes["ttft_s"] = None if event.ttft_s is None else event.ttft_s + waited_s
+        self._send_frame(request, frames.with_fields(encode(event), **changes), now_s)
+
+    def _end_cancelled(self, request: RoutedRequest, now_s: float) -> None:
+        self._remove(request, is_over=False)
+        self.counters.num_cancelled += 1
+        total_s = now_s - request.arrived_s
+        queue_s = total_s if request.link is None else request.waited_s
+        num_prompt_tokens = len(request.message.prompt_ids or ())  # of a text only its replica knows
+        done = Done(request.request_id, FinishReason.CANCELLED, num_prompt_tokens, request.num_tokens, queue_s, total_s)
+        self._send_frame(request, encode(done), now_s)
+
+    def _fail(self, request: RoutedRequest, code: ErrorCode, message: str, *, counts: bool = True) -> None:
+        self._remove(request, is_over=True)
+        self.counters.num_failed += counts
+        self._send_frame(request, encode(error_event(code, message, request.request_id)), self._clock())
+
+    # ---- clients ----
+    def _send_frame(self, request: RoutedRequest, frame: bytes, now_s: float) -> None:
+        """Send to a request's client, and act when it is gone or does not read."""
+        request.last_sent_s = now_s
+        delivery = self._listener.send_frame(request.peer, frame)
+        if delivery is Delivery.GONE:
+            self._forget_client(request.peer)
+        elif delivery is Delivery.FULL:
+            self._drop_client(request)
+
+    def _forget_client(self, peer: bytes) -> None:
+        """The client is no longer connected: nobody is left to be told how its requests end."""
+        theirs = self._book.of_peer(peer)
+        for request in theirs:
+            self._remove(request, is_over=False)
+        self.counters.num_cancelled += len(theirs)
+        self.counters.num_dropped_clients += bool(theirs)
+
+    def _drop_client(self, behind: RoutedRequest) -> None:
+        """The client does not read: its requests end, and all it will find is the reason."""
+        others = [request for request in self._book.of_peer(behind.peer) if request is not behind]
+        message = "the client did not read its events; more than the buffer of this router holds were waiting"
+        for request in [behind, *others]:
+            self._remove(request, is_over=False)
+            self.counters.num_failed += 1
+        self.counters.num_dropped_clients += 1
+        last = [error_event(ErrorCode.SLOW_READER, message, request.request_id) for request in [behind, *others]]
+        self._listener.drop(behind.peer, last)
+
+    def _keep_alive(self, now_s: float) -> None:
+        """Tell clients that have heard nothing for a while that they are not forgotten; finds out which are gone."""
+        positions = {request_id: position for position, request_id in enumerate(self._book.waiting)}
+        for request in list(self._book.unfinished.values()):
+            if now_s - request.last_sent_s >= ALIVE_EVERY_S and not self._listener.is_behind(request.peer):
+                alive = Alive(request.request_id, positions.get(request.request_id, -1) + 1)
+                self._send_frame(request, encode(alive), now_s)
+
+    # ---- time limits and the end ----
+    def _expire(self, now_s: float) -> None:
+        """End requests that have waited too long, by their own limit or because there is nothing to wait for."""
+        for request in [request for request in self._book.waiting.values() if now_s >= request.deadline_s]:
+            message = f"the request has waited for {now_s - request.arrived_s:.1f} s, as long as it was allowed to take"
+            self._fail(request, ErrorCode.DEADLINE_EXCEEDED, message, counts=False)
+            self.counters.num_expired += 1
+        states = {link.state for link in self.fleet.links()}
+        if states & {LinkState.READY, LinkState.LOADING, LinkState.DRAINING}:
+            self._alone_since_s = now_s
+        elif self._book.waiting and now_s - self._alone_since_s > NO_REPLICA_S:
+            message = f"no replica has been ready for {NO_REPLICA_S:g} s; see `kog-client status`"
+            for request in list(self._book.waiting.values()):
+                self._fail(request, ErrorCode.ENGINE_LOST, message)
+
+    def _begin_drain(self, now_s: float) -> None:
+        if self._drain_deadline_s is None:
+            self._drain_deadline_s = now_s + self._drain_s
+            self._dispatch(now_s)  # what a free replica can take at once counts as running
+            for request in list(self._book.waiting.values()):
+                message = "the engines are being stopped and do not start this request any more"
+                self._fail(request, ErrorCode.DRAINING, message)
+
+    def _look_after_drain(self, now_s: float) -> None:
+        if self.num_stop_signals > 1:
+            self.farewell = Farewell(ErrorCode.SHUTDOWN, "the engines were stopped before the answer was complete", 0)
+        elif self.num_stop_signals:
+            self._begin_drain(now_s)
+        if self._drain_deadline_s is None or self.farewell is not None:
+            return
+        is_idle = not self._book.unfinished and not self._listener.has_backlog
+        if is_idle or now_s >= self._drain_deadline_s:
+            message = f"the engines are being stopped and the answer was not complete within {self._drain_s:g} s"
+            self.farewell = Farewell(ErrorCode.DRAIN_TIMEOUT, message, EXIT_DRAIN_TIMEOUT if self._book.unfinished else 0)

@@ -1,0 +1,485 @@
+"""What clients get from a router whose replicas answer, refuse, fail, vanish and come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kog_dist.router import router as router_module
+from kog_dist.router.router import EXIT_DRAIN_TIMEOUT, NO_REPLICA_S
+from kog_dist.router.rules import STICKY_WAIT_S
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    Cancel,
+    Done,
+    Drain,
+    EngineState,
+    Error,
+    ErrorCode,
+    FinishReason,
+    Hello,
+    Status,
+    StatusReport,
+    Tokens,
+    Welcome,
+)
+
+from .conftest import FakeReplica, RawClient, World
+
+Pair = tuple[FakeReplica, FakeReplica]
+LONG = "the beginning of a long conversation " * 50
+
+
+def running(*replicas: FakeReplica) -> list[int]:
+    return [len(replica.running) for replica in replicas]
+
+
+def last(client: RawClient) -> object:
+    return client.read()[-1] if client.read() else None
+
+
+def only_error(client: RawClient) -> Error:
+    errors = [event for event in client.read() if isinstance(event, Error)]
+    assert len(errors) == 1
+    return errors[0]
+
+
+def ended(world: World) -> tuple[ErrorCode, int] | None:
+    farewell = world.router.farewell
+    return None if farewell is None else (farewell.code, farewell.exit_code)
+
+
+def test_answer_passes_with_the_clients_id(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    replica = next(replica for replica in pair if replica.running)
+    assert replica.running[0].request_id != "mine"
+    replica.accept()
+    replica.generate(0, 5, 6)
+    replica.generate(2, 7)
+    replica.finish()
+    world.until(lambda: client.of(Done))
+    accepted, first, second, done = client.read()
+    assert accepted == Accepted("mine", 0, 3, 100)
+    assert isinstance(first, Tokens)
+    assert isinstance(second, Tokens)
+    assert isinstance(done, Done)
+    assert (first.token_ids, first.text, second.index, done.request_id) == ((5, 6), "<5><6>", 2, "mine")
+    assert 0 <= done.queue_s - 0.5 == pytest.approx(done.total_s - 2.0) == pytest.approx((done.ttft_s or 0) - 1.0)
+
+
+def test_each_replica_has_one_request_and_the_rest_waits_here(world: World, pair: Pair) -> None:
+    client = world.client()
+    for i in range(5):
+        client.generate(f"q{i}")
+    world.until(lambda: running(*pair) == [1, 1])
+    world.settle()
+    assert running(*pair) == [1, 1]
+    client.send(Status())
+    world.until(lambda: client.of(StatusReport))
+    report = client.of(StatusReport)[0]
+    assert isinstance(report, StatusReport)
+    assert report.waiting == ("q2", "q3", "q4")
+    assert sorted(report.replica_running) == ["q0", "q1"]
+    assert (report.replica_names, report.replica_states) == (("r0", "r1"), ("ready", "ready"))
+    assert (report.world_size, report.state) == (4, EngineState.READY)
+    pair[1].accept()
+    pair[1].finish()
+    world.until(lambda: running(*pair) == [1, 1])
+    world.until(lambda: client.of(Done))
+
+
+def test_waiting_requests_hear_where_they_are(world: World, pair: Pair) -> None:
+    client = world.client()
+    for i in range(4):
+        client.generate(f"q{i}")
+    world.until(lambda: running(*pair) == [1, 1])
+    world.until(lambda: Alive("q3", 2) in client.read())
+    assert Alive("q2", 1) in client.read()
+    assert not client.of(Accepted)
+
+
+def test_conversation_returns_to_its_replica(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("q0", conversation="c")
+    world.until(lambda: sum(running(*pair)) == 1)
+    home, other = pair if pair[0].running else pair[::-1]
+    for i in range(1, 4):
+        home.accept()
+        home.finish()
+        client.generate(f"q{i}", conversation="c")
+        world.until(lambda: running(home, other) == [1, 0])
+
+
+def test_prompt_that_goes_on_returns_to_its_replica(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("q0", LONG)
+    world.until(lambda: sum(running(*pair)) == 1)
+    home, other = pair if pair[0].running else pair[::-1]
+    home.accept()
+    home.generate(0, *range(300))
+    home.finish()
+    world.until(lambda: client.of(Done))
+    answer = "".join(event.text for event in client.read() if isinstance(event, Tokens))
+    client.generate("q1", LONG + answer + "and a new question")
+    world.until(lambda: running(home, other) == [1, 0])
+
+
+def test_stickiness_yields_after_a_while(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("q0", conversation="c")
+    world.until(lambda: sum(running(*pair)) == 1)
+    home, other = pair if pair[0].running else pair[::-1]
+    client.generate("q1", conversation="c")
+    client.generate("q2")
+    world.until(lambda: running(home, other) == [1, 1])
+    other.accept()
+    other.finish()
+    world.until(lambda: other.running == [])
+    world.skipped_s += STICKY_WAIT_S
+    world.until(lambda: running(home, other) == [1, 1])
+
+
+def test_lost_before_the_first_token_goes_elsewhere_once(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    first.accept()
+    world.until(lambda: client.of(Accepted))
+    first.die()
+    world.until(lambda: second.running)
+    second.accept()
+    second.generate(0, 5)
+    second.finish()
+    world.until(lambda: client.of(Done))
+    assert [type(event) for event in client.read() if not isinstance(event, Alive)] == [Accepted, Tokens, Done]
+
+
+def test_request_that_kills_replicas_does_not_kill_them_all(world: World, pair: Pair) -> None:
+    third = world.add("r2")
+    world.until(lambda: world.states().get("r2") == "ready")
+    client = world.client()
+    client.generate("poison")
+    for _ in range(2):
+        world.until(lambda: sum(running(*pair, third)) == 1)
+        victim = next(replica for replica in (*pair, third) if replica.running)
+        victim.running.clear()
+        victim.die()
+    world.until(lambda: client.of(Error))
+    error = only_error(client)
+    assert error.code is ErrorCode.ENGINE_LOST
+    assert "were lost with this request, which is not tried again" in error.message
+    world.settle()
+    assert running(*pair, third) == [0, 0, 0]
+
+
+def test_lost_after_the_first_token_is_one_clear_error(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    first.accept()
+    first.generate(0, 5)
+    world.until(lambda: client.of(Tokens))
+    first.die()
+    world.until(lambda: client.of(Error))
+    error = only_error(client)
+    assert (error.request_id, error.code) == ("mine", ErrorCode.ENGINE_LOST)
+    assert error.message == (
+        f"replica {first.name} was lost in the middle of the answer (the connection closed); send the request again"
+    )
+    world.settle()
+    assert second.running == []
+
+
+def test_answer_that_was_complete_when_its_replica_died_is_complete(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    replica = next(replica for replica in pair if replica.running)
+    replica.accept()
+    replica.generate(0, *range(50))
+    replica.finish()
+    world.settle()
+    replica.die()
+    world.until(lambda: client.of(Done))
+    assert not client.of(Error)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.QUEUE_FULL])
+def test_refusals_of_a_replica_alone_are_not_the_clients(world: World, pair: Pair, code: ErrorCode) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    first.fail(code)
+    world.until(lambda: second.running)
+    assert not client.of(Error)
+
+
+def test_refusals_of_the_request_are_passed_on(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    replica = next(replica for replica in pair if replica.running)
+    replica.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long")
+    world.until(lambda: client.of(Error))
+    assert only_error(client) == Error(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long", "mine")
+
+
+def test_rank_that_fails_counts_as_a_loss_and_rests_until_the_next_report(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    first.state = EngineState.FAILED
+    first.fail(ErrorCode.RANK_FAILED)
+    world.until(lambda: second.running)
+    client.generate("next")
+    world.settle()
+    assert running(first, second) == [0, 1]
+
+
+def test_cancel_of_waiting_and_running_requests(world: World, pair: Pair) -> None:
+    client, other = world.client(), world.client()
+    for i in range(3):
+        client.generate(f"q{i}")
+    world.until(lambda: running(*pair) == [1, 1])
+    for request_id in ("q2", "q0", "nobody"):
+        other.send(Cancel(request_id))
+    world.until(lambda: len(client.of(Done)) == 2 and len(other.read()) == 3)
+    done = [event for event in client.read() if isinstance(event, Done)]
+    assert [(event.request_id, event.finish_reason) for event in done] == [
+        ("q2", FinishReason.CANCELLED), ("q0", FinishReason.CANCELLED),
+    ]  # fmt: skip
+    assert len(other.of(StatusReport)) == 2
+    assert only_error(other).code is ErrorCode.UNKNOWN_REQUEST
+    world.until(lambda: sum(len(replica.cancelled) for replica in pair) == 1)
+
+
+def test_requests_of_a_client_that_vanished_are_cancelled(world: World, pair: Pair) -> None:
+    client = RawClient(world.address)
+    client.generate("q0")
+    client.generate("q1")
+    client.generate("q2")
+    world.until(lambda: running(*pair) == [1, 1])
+    client.close()
+    world.until(lambda: sum(len(replica.cancelled) for replica in pair) == 2)
+    assert running(*pair) == [0, 0]
+    assert world.router.counters.num_dropped_clients == 1
+
+
+def test_slow_reader_is_dropped_and_slows_nobody(world: World, pair: Pair) -> None:
+    slow, quick = world.client(RCVHWM=1, RCVBUF=4096), world.client()
+    slow.generate("slow")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    quick.generate("quick")
+    world.until(lambda: second.running)
+    first.accept()
+    second.accept()
+    index = 0
+    while not first.cancelled:
+        assert index < 200_000
+        if first.running:
+            first.generate(index, *range(100))
+            second.generate(index, *range(100))
+        world.turn()
+        quick.read()
+        index += 100
+    second.finish()
+    world.until(lambda: quick.of(Done))
+    assert sum(len(event.token_ids) for event in quick.read() if isinstance(event, Tokens)) == index
+    assert not quick.of(Error)
+    world.until(lambda: slow.of(Error))
+    assert only_error(slow).code is ErrorCode.SLOW_READER
+
+
+def test_ids_are_unique_while_they_are_in_use(world: World, pair: Pair) -> None:
+    client, other = world.client(), world.client()
+    client.generate("same")
+    world.until(lambda: sum(running(*pair)) == 1)
+    other.generate("same")
+    world.until(lambda: other.of(Error))
+    assert only_error(other).code is ErrorCode.DUPLICATE_REQUEST_ID
+
+
+def test_queue_is_bounded(world: World, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "MAX_WAITING", 3)
+    client = world.client()
+    for i in range(6):
+        client.generate(f"q{i}")
+        world.settle()
+    assert only_error(client).request_id == "q5"
+    assert only_error(client).code is ErrorCode.QUEUE_FULL
+
+
+def test_memory_of_waiting_prompts_is_bounded(world: World, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "MAX_WAITING_BYTES", 1000)
+    client = world.client()
+    for i in range(4):
+        client.generate(f"q{i}", f"{i}" * 1000)
+        world.settle()
+    assert only_error(client).code is ErrorCode.QUEUE_FULL
+
+
+def test_hello_is_answered_when_it_is_known_what_is_served(world: World) -> None:
+    client = world.client()
+    client.send(Hello())
+    world.settle()
+    assert client.read() == []
+    world.add("r0")
+    world.until(lambda: client.of(Welcome))
+    event = client.of(Welcome)[0]
+    assert isinstance(event, Welcome)
+    assert (event.instance, event.model, event.max_context, event.world_size) == ("fleet", "fake", 256, 2)
+
+
+def test_replicas_that_differ_are_refused_by_name(world: World) -> None:
+    world.add("r0")
+    world.until(lambda: world.states() == {"r0": "ready"})
+    for name, attribute in (("r1", "model"), ("r2", "build")):
+        replica = FakeReplica(world.folder / name, name)
+        setattr(replica, attribute, "another")
+        world.replicas[name] = replica
+        world.add(name)
+    world.until(lambda: world.states() == {"r0": "ready", "r1": "refused", "r2": "refused"})
+    client = world.client()
+    client.send(Status())
+    world.until(lambda: client.of(StatusReport))
+    report = client.of(StatusReport)[0]
+    assert isinstance(report, StatusReport)
+    assert report.replica_states[1].startswith("refused: it serves another (context 256")
+    assert report.replica_states[2].startswith("refused: it is build another, this router is ")
+    for i in range(3):
+        client.generate(f"q{i}")
+    world.until(lambda: world.replicas["r0"].running)
+    world.settle()
+    assert running(*world.replicas.values()) == [1, 0, 0]
+
+
+def test_replica_that_comes_back_is_used_again(world: World, pair: Pair) -> None:
+    pair[0].die()
+    world.until(lambda: world.states() == {"r0": "lost", "r1": "ready"})
+    pair[0].come_back()
+    world.until(lambda: world.states() == {"r0": "ready", "r1": "ready"})
+    client = world.client()
+    client.generate("a")
+    client.generate("b")
+    world.until(lambda: running(*pair) == [1, 1])
+
+
+def test_replica_that_says_nothing_is_lost(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    first.is_silent = True
+    world.skip(4.0)
+    world.until(lambda: second.running)
+    assert world.states()[first.name] == "lost"
+
+
+def test_retiring_replica_finishes_what_it_has_and_gets_nothing_new(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("a")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    order = world.orders[first.name]
+    world.orders[first.name] = type(order)(order.name, order.generation, order.access, is_retiring=True)
+    world.order()
+    client.generate("b")
+    client.generate("c")
+    world.until(lambda: second.running)
+    first.accept()
+    first.finish()
+    world.until(lambda: client.of(Done))
+    world.settle()
+    assert running(first, second) == [0, 1]
+    report = world.report()
+    assert report is not None
+    assert [replica.num_running for replica in report.replicas if replica.name == first.name] == [0]
+    assert report.num_waiting == 1
+
+
+def test_new_generation_is_a_new_replica(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("a")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    world.add(first.name, generation=1)
+    world.until(lambda: second.running)
+    world.until(lambda: world.states()[first.name] == "ready")
+
+
+def test_requests_wait_for_the_first_replica(world: World) -> None:
+    client = world.client()
+    client.generate("early")
+    world.until(lambda: client.of(Alive))
+    replica = world.add("r0")
+    world.until(lambda: replica.running)
+
+
+def test_nobody_waits_for_ever_where_there_is_no_replica(world: World) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: client.of(Alive))
+    world.skipped_s += NO_REPLICA_S + 1
+    world.until(lambda: client.of(Error))
+    assert only_error(client).code is ErrorCode.ENGINE_LOST
+
+
+def test_deadline_counts_from_the_arrival_here(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("a")
+    client.generate("b")
+    client.generate("late", deadline_s=5.0)
+    client.generate("later", deadline_s=50.0)
+    world.until(lambda: running(*pair) == [1, 1])
+    world.settle()
+    world.skip(6.0)
+    world.until(lambda: client.of(Error))
+    assert (only_error(client).request_id, only_error(client).code) == ("late", ErrorCode.DEADLINE_EXCEEDED)
+    pair[0].finish()
+    world.until(lambda: pair[0].running)
+    assert pair[0].running[0].deadline_s == pytest.approx(43.5, abs=0.5)
+
+
+def test_drain_finishes_what_runs_and_ends_the_rest(world: World, pair: Pair) -> None:
+    client = world.client()
+    for i in range(3):
+        client.generate(f"q{i}")
+    world.until(lambda: running(*pair) == [1, 1])
+    client.send(Drain())
+    world.until(lambda: client.of(Error) and client.of(StatusReport))
+    assert (only_error(client).request_id, only_error(client).code) == ("q2", ErrorCode.DRAINING)
+    late = world.client()
+    late.generate("late")
+    world.until(lambda: late.of(Error))
+    assert only_error(late).code is ErrorCode.DRAINING
+    for replica in pair:
+        replica.accept()
+        replica.finish()
+    world.until(lambda: len(client.of(Done)) == 2)
+    world.until(lambda: ended(world))
+    assert ended(world) == (ErrorCode.DRAIN_TIMEOUT, 0), "nobody is left to be told the first"
+
+
+def test_drain_has_a_limit(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    world.order(is_draining=True)
+    world.settle()
+    assert ended(world) is None
+    world.skip(31.0)
+    world.until(lambda: ended(world))
+    assert ended(world) == (ErrorCode.DRAIN_TIMEOUT, EXIT_DRAIN_TIMEOUT)
+
+
+def test_router_ends_with_its_launcher(world: World, pair: Pair) -> None:
+    world.launcher.close()
+    world.until(lambda: ended(world))
+    assert ended(world) == (ErrorCode.ENGINE_LOST, 4)
