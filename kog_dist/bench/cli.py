@@ -50,6 +50,23 @@ def faults(
 
 
 @app.command()
+def load(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
+    spec: Annotated[str, typer.Option(help="Shape to write a checkpoint of, with random weights: 2b.")] = "2b",
+    folder: Annotated[
+        str | None, typer.Option(help="Where that checkpoint is put meanwhile. Default: memory, if it fits.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Loads of each kind; the median counts.")] = 3,
+) -> None:
+    """Seconds from a checkpoint in the page cache to weights packed on one GPU."""
+    from kog_dist.bench import load as benchmark
+
+    if repeats < 1:
+        raise ConfigError("--repeats must be at least 1")
+    benchmark.run(model, spec, folder, repeats)
+
+
+@app.command()
 def latency(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
     spec: Annotated[str, typer.Option(help="Shape with random weights: 2b.")] = "2b",
