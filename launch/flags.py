@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,9 @@ from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.launch.request import PromptRequest
+from kog_dist.rank_env import read_rank_variables
+from kog_dist.rpc import shaping_flags
+from kog_dist.rpc.shaping_options import ShapingOptions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -23,6 +27,8 @@ _ENGINE, _REQUEST, _INSTEAD = "Engine", "One prompt instead of serving", "Instea
 Supervise = Callable[[config.LaunchConfig, PromptRequest | None], int]  # returns the exit code
 _MODULES = {"local": "supervisor", "mpi": "mpi", "ray": "ray_launch", "replicas": "replicas"}  # each has a `supervise`
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
+
+_muted = ExitStack()  # what keeps a process silent that mpirun started and that is not rank 0
 
 
 @app.command(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -59,6 +65,15 @@ def launch(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     logit_digests: Annotated[bool, typer.Option("--logit-digests", help="SHA-256 of each step's float32 logits.")] = False,
+    top_k: shaping_flags.TopK = None,
+    top_p: shaping_flags.TopP = None,
+    min_p: shaping_flags.MinP = None,
+    repetition_penalty: shaping_flags.RepetitionPenalty = None,
+    presence_penalty: shaping_flags.PresencePenalty = None,
+    frequency_penalty: shaping_flags.FrequencyPenalty = None,
+    logit_bias: shaping_flags.LogitBias = None,
+    min_tokens: shaping_flags.MinTokens = None,
+    logprobs: shaping_flags.Logprobs = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show bytes per rank, plan and ceiling; start nothing.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Read the checkpoint's metadata only; exit 0 or 3.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show every setting and its source.")] = False,
@@ -70,9 +85,13 @@ def launch(
     """
     flags = {name: value for name, value in locals().items() if name in config.SETTINGS}
     resolved = config.resolve(flags, os.environ, config_file)
+    shaping = ShapingOptions(
+        top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, tuple(logit_bias or ()), min_tokens,
+        logprobs,
+    )  # fmt: skip
     request = PromptRequest.from_flags(
         prompt=prompt, prompt_ids=prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()),
-        ignore_eos=ignore_eos, json=json, logit_digests=logit_digests,
+        ignore_eos=ignore_eos, json=json, logit_digests=logit_digests, shaping=shaping,
     )  # fmt: skip
     if sum((dry_run, check, print_config)) > 1:
         raise ConfigError("--dry-run, --check and --print-config exclude each other")
@@ -92,6 +111,8 @@ def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_
         _print(inspection.dry_run(settings))
         return 0
     launcher = choose_launcher(settings, os.environ).launcher
+    if launcher != "mpi":
+        _muted.close()  # whoever runs an engine of its own speaks for itself
     module = _MODULES["replicas" if settings.has_router else launcher]
     supervise: Supervise = import_module(f"kog_dist.launch.{module}").supervise
     return supervise(settings, request)
@@ -122,7 +143,22 @@ def _open_standard_streams() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Parse and execute; every KogError, and what the system refuses, becomes one line on stderr and its exit code."""
+    """Parse and execute; returns the exit code. Of several processes that mpirun started, only rank 0 speaks."""
+    try:
+        found = read_rank_variables(os.environ)
+    except ConfigError:
+        found = None  # said when it matters
+    if found is None or found.rank == 0:
+        return _run(arguments)
+    with _muted, open(os.devnull, "w", encoding="utf-8") as nowhere:
+        _muted.enter_context(redirect_stdout(nowhere))
+        _muted.enter_context(redirect_stderr(nowhere))
+        code = _run(arguments)
+    return 0 if code == ConfigError.exit_code else code  # rank 0 ends with it; a second one might end rank 0 before it has spoken
+
+
+def _run(arguments: list[str]) -> int:
+    """Every KogError, and what the system refuses, becomes one line on stderr and its exit code."""
     try:
         _open_standard_streams()
         code = app(arguments, prog_name="kog-launch", standalone_mode=True)

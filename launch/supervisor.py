@@ -22,6 +22,7 @@ from kog_dist.launch.outcome import (
     signal_name,
 )
 from kog_dist.launch.process import EngineProcess
+from kog_dist.launch.progress import DOING, StartupProgress, waiting_for
 from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
@@ -30,16 +31,6 @@ from kog_dist.wait import Deadline
 TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests to abort are looked at every tick
 DRAIN_MARGIN_S = 1.0  # the coordinator ends a request that takes too long; this is for a coordinator that does not
 COORDINATOR_STALL_FACTOR = 5  # the coordinator may be busy with one large message; ranks never are
-
-_DOING = {
-    RankState.STARTING: "starting its interpreter",
-    RankState.LOADING: "loading weights",
-    RankState.LINKING: "waiting for the other ranks",
-    RankState.READY: "ready",
-    RankState.RUNNING: "running",
-    RankState.STOPPED: "stopped",
-    RankState.FAILED: "failed",
-}
 
 
 def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: RankSource | None = None) -> int:
@@ -84,6 +75,7 @@ class Supervisor:
         self._is_ready = False
         self._drain_deadline: Deadline | None = None
         self._lost_lifeline: str | None = None
+        self._progress = StartupProgress(under_starter=bool(engine.ranks.origin))
         self._last_tick_s = time.monotonic()
         self._begin_s = time.monotonic()
 
@@ -106,11 +98,14 @@ class Supervisor:
                     self._take(selector, key)
                 outcome = self._decide(deadline)
                 if outcome is not None:
-                    if outcome.sentence is not None and outcome.user_knows:
-                        self._events.note(outcome.sentence)
-                    elif outcome.sentence is not None:
-                        self._events.say(outcome.sentence, error=True)
+                    self._conclude(outcome)
                     return outcome
+
+    def _conclude(self, outcome: Outcome) -> None:
+        if outcome.sentence is not None and outcome.user_knows:
+            self._events.note(outcome.sentence)
+        elif outcome.sentence is not None:
+            self._events.say(outcome.sentence, error=True)
 
     def _take(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         child = key.data
@@ -128,6 +123,7 @@ class Supervisor:
             self._events.say(f"the process that cleans up (pid {gone}) was killed and has been started again", error=True)
         if not self._is_ready and self._engine.is_ready():
             self._is_ready = True
+            self._progress.clear()
             self._announce()
         outcome = self._orphaned() or self._killed() or self._abort_requested() or self._death()
         outcome = outcome or self._interrupted_or_draining()
@@ -231,12 +227,14 @@ class Supervisor:
     # ---- start-up ----
     def _startup(self, deadline: Deadline) -> Outcome | None:
         engine = self._engine
+        states = [engine.control.state(rank) for rank in range(engine.world_size)]
         if not deadline.expired():
+            self._progress.show(waiting_for(states))
             return None
-        waiting = [rank for rank in range(engine.world_size) if engine.control.state(rank) is not RankState.READY]
+        waiting = [rank for rank, state in enumerate(states) if state is not RankState.READY]
         engine.abort(AbortCause.STARTUP_FAILED, waiting[0] if waiting else COORDINATOR)
         if waiting:
-            doing = _DOING[engine.control.state(waiting[0])]
+            doing = DOING[states[waiting[0]]]
             names = f"rank {waiting[0]} is still {doing}" + (f", {len(waiting) - 1} more not ready" if len(waiting) > 1 else "")
         else:
             names = "the coordinator is not serving yet"
@@ -248,9 +246,10 @@ class Supervisor:
         if engine.request is not None:
             return
         ranks = f"{engine.world_size} rank{'s' if engine.world_size > 1 else ''}"
+        origin = f", started by {engine.ranks.origin}" if engine.ranks.origin else ""
         took_s = time.monotonic() - self._begin_s
         self._events.say(
-            f"{engine.model_name} on {ranks} ({engine.device}), instance {engine.instance}, "
+            f"{engine.model_name} on {ranks} ({engine.device}){origin}, instance {engine.instance}, "
             f"{engine.endpoint}, ready after {took_s:.1f} s"
         )
 
