@@ -1,8 +1,8 @@
 """The demo model on the GPU says what CPU ranks say: 512 greedy tokens after each of 20 prompts.
 
-The two add in another order, so where two logits are almost equal either may be the larger one. On CPU ranks no two best logits of
-these answers are closer than 0.027 with a bfloat16 cache and 0.013 with float16. An emulation of the kernel's rounding (16 bits for
-all that thread blocks exchange, on top of the cache's) changed such differences by 0.003 and 0.0006 in the median, so they decide.
+The two add in another order, so where two logits are almost equal either may be the larger one. On CPU ranks no two best logits
+of these answers are closer than 0.027 with a bfloat16 cache and 0.013 with float16. An emulation of the kernel's rounding (to 16
+bits in all that thread blocks exchange, on top of the cache's) changes such differences by 0.003 and 0.0006 in the median.
 """
 
 from __future__ import annotations
