@@ -64,3 +64,24 @@ def test_sampled_tokens_and_logits(session: EngineSession, demo_model: Path) -> 
         assert other == first, f"{ranks} ranks differ from one"
     other_seed = answer(session, demo_model, 1, "--max-tokens=64", "--temperature=0.8", "--seed=8")
     assert other_seed[0] != first[0]
+
+
+def test_shaped_tokens_and_logprobs(session: EngineSession, demo_model: Path) -> None:
+    ids = ",".join(map(str, PROMPT_IDS))
+    flags = ["--ignore-eos", "--json", "--max-tokens=32", "--temperature=1.2", "--seed=9", "--top-p=0.9", "--top-k=200"]
+    flags += ["--min-p=0.001", "--repetition-penalty=1.1", "--presence-penalty=0.2", "--logit-bias=300=-4", "--logprobs=3"]
+    answers = []
+    for ranks in (1, 4):
+        done = session.run(
+            "kog_dist.launch.cli", [str(demo_model), f"--ranks={ranks}", f"--prompt-ids={ids}", *flags], timeout_s=100.0
+        )
+        assert done.returncode == 0, done.stderr
+        whole = json.loads(done.stdout)
+        answers.append((whole["token_ids"], whole["logprobs"]))
+    assert answers[0] == answers[1]
+    token_ids, logprobs = answers[0]
+    assert [token["token_id"] for token in logprobs] == token_ids
+    assert 300 not in token_ids
+    for token in logprobs:
+        assert len(token["top"]) == 3
+        assert token["logprob"] <= token["top"][0]["logprob"] <= 0

@@ -7,10 +7,12 @@ processes with the communicator of CPU ranks.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from numpy.typing import NDArray
 from kog_dist.collectives.ranks import run_ranks as run_processes
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.sampling import Sampling
-from kog_dist.errors import AbortedError
+from kog_dist.decode.sampling import Candidate, Sampling, Shaper, Shaping, TokenLogprobs, token_logprobs
+from kog_dist.errors import AbortedError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import HeadType, ModelSpec, RopeScaling
 
@@ -183,6 +185,74 @@ def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: Samplin
     assert [o.token_id for o in several] == [o.token_id for o in alone]
     assert bits(several) == bits(alone)
     assert bits(alone) != bits(plain)
+
+
+def generate_shaped(folder: Path, world_size: int, sampling: Sampling, shaping: Shaping) -> list[tuple[int, TokenLogprobs]]:
+    """Tokens of rank 0 and their log-probabilities; all ranks must take its choice, which only rank 0 knows."""
+    checkpoint = open_checkpoint(folder)
+    plan = make_plan(checkpoint.spec, world_size, num_ctas=4)
+
+    def work(rank: int, exchange: ThreadExchange) -> list[tuple[int, TokenLogprobs | None]]:
+        engine = Interpreter(plan, rank, checkpoint.rank_weights(plan.ranks[rank].lanes), exchange)
+        shaper = Shaper(checkpoint.spec.vocab_size, PROMPT, sampling, shaping)
+        for position, token in enumerate(PROMPT[:-1]):
+            engine.step(token, position, None)
+        found: list[tuple[int, TokenLogprobs | None]] = []
+        token = PROMPT[-1]
+        for position in range(len(PROMPT) - 1, len(PROMPT) - 1 + NUM_GENERATED):
+            choose = partial(shaper.choose, position=position) if rank == 0 else None
+            output = engine.step(token, position, sampling, gather_logits=True, choose=choose)
+            assert output.finite
+            token = output.token_id
+            shaper.accept(token)
+            found.append((token, None if output.logits is None else token_logprobs(output.logits, token, 3)))
+        return found
+
+    first, *others = run_ranks(world_size, work)
+    for other in others:
+        assert [token for token, _ in other] == [token for token, _ in first]
+    return [(token, logprobs) for token, logprobs in first if logprobs is not None]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "shaping"),
+    [
+        (Sampling(1.5, seed=4), Shaping(top_k=30, top_p=0.8, min_p=0.05, presence_penalty=0.4)),
+        (Sampling(), Shaping(repetition_penalty=1.4, frequency_penalty=0.3, logit_bias=((50, 0.75), (7, -3.0)))),
+    ],
+)
+def test_shaped_choices_and_logprobs_do_not_depend_on_the_world_size(
+    sampling: Sampling, shaping: Shaping, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
+    alone = generate_shaped(tmp_path, 1, sampling, shaping)
+    assert len(alone) == NUM_GENERATED
+    plain = [output.token_id for output in generate(tmp_path, 1, sampling) if output.logits is not None]
+    assert [token for token, _ in alone] != plain[:NUM_GENERATED], "the shaping must matter for this test to mean anything"
+    for world_size in (2, 4, 8):
+        assert generate_shaped(tmp_path, world_size, sampling, shaping) == alone
+
+
+def test_rank_0_alone_chooses_and_only_from_all_logits(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
+    plan = make_plan(BASE, 2, num_ctas=4)
+
+    def work(rank: int, exchange: ThreadExchange) -> list[tuple[int, bool, bool]]:
+        engine = Interpreter(plan, rank, open_checkpoint(tmp_path).rank_weights(plan.ranks[rank].lanes), exchange)
+        with pytest.raises(PlanError, match="cannot choose by itself"):
+            engine.step(1, 0, Sampling(), gather_logits=rank == 1, choose=lambda _: None)
+        outputs = []
+        answers = [Candidate(-1e30, 33), Candidate(math.nan, 0), None]
+        for position, answer in enumerate(answers):
+            choose = partial(lambda found, _: found, answer) if rank == 0 else None
+            outputs.append(engine.step(1, position, Sampling(), gather_logits=True, choose=choose))
+        return [(o.token_id, o.finite, o.stopped) for o in outputs]
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert first[0] == (33, True, False), "the worst score wins when rank 0 says so"
+    assert first[1][1:] == (False, False)
+    assert first[2][1:] == (True, True), "nothing can be chosen: all ranks leave"
 
 
 def test_a_logit_that_is_not_finite_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
