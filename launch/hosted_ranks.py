@@ -43,7 +43,7 @@ from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 
 _MAX_BYTES = 1 << 16
-_CONNECT_S = 20.0  # for the hosts to connect: they are up already, and know the address
+_CONNECT_S = 20.0  # for the hosts to have knocked
 _ANSWER_S = 20.0  # for a host to start a process, on a busy machine
 _REPORT_S = 0.5  # for a host to report the end of its worker
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -174,29 +174,38 @@ class HostedWorker(EngineProcess):
 
 
 # ---- in a host ----
-def host_rank(address: str, rank: int, lifelines: Iterable[int]) -> None:
-    """Run the worker of a rank for the launcher behind `address`, until the engine or a process of `lifelines` has ended.
+def knock(address: str, rank: int) -> socket.socket:
+    """Come to the launcher's door as the host of a rank. Returns at once: a launcher that is busy finds it there later."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(f"\0{address}")
+        connection.send(json.dumps({"rank": rank}).encode())
+    except OSError as error:
+        connection.close()
+        raise LaunchError(f"rank {rank} cannot reach its launcher: {error.strerror}") from error
+    return connection
+
+
+def host_rank(connection: socket.socket, lifelines: Iterable[int]) -> None:
+    """Run the worker of a rank for the launcher at the other end, until the engine or a process of `lifelines` has ended.
 
     `lifelines` are pidfds. A launcher that is gone has said why, or mpirun does: that is an end like any other.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    ready, _, _ = select.select([connection.fileno(), *lifelines], [], [])
+    if connection.fileno() not in ready:
+        return
+    try:
+        raw, fds, _, _ = socket.recv_fds(connection, _MAX_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+        process = _start_worker(connection, raw, fds) if raw else None
+    except ConnectionError:
+        return
+    if process is not None:
         try:
-            connection.connect(f"\0{address}")
-            connection.send(json.dumps({"rank": rank}).encode())
-            ready, _, _ = select.select([connection.fileno(), *lifelines], [], [])
-            if connection.fileno() not in ready:
-                return
-            raw, fds, _, _ = socket.recv_fds(connection, _MAX_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
-            process = _start_worker(connection, raw, fds) if raw else None
-        except ConnectionError:
-            return
-        if process is not None:
-            try:
-                _watch(connection, process, lifelines)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _watch(connection, process, lifelines)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _start_worker(connection: socket.socket, raw: bytes, fds: list[int]) -> subprocess.Popen[bytes] | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.config import SETTINGS, LaunchConfig, flag_name
 from kog_dist.errors import ConfigError, KogError, LaunchError
-from kog_dist.launch.hosted_ranks import Door, host_rank
+from kog_dist.launch.hosted_ranks import Door, host_rank, knock
 from kog_dist.launch.local import spawn_rank
 from kog_dist.launch.mpi_pair import check_flavour, check_world_size, library_name
 from kog_dist.launch.mpi_starter import starter_lifelines
@@ -55,12 +55,12 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What a process knows after the exchange. `door` is the launcher's own, None of the other ranks."""
+    """What a process has after the exchange: the launcher its door, which everyone has come to, the others the way to it."""
 
-    rank: int
     library: str
     identities: list[Identity]
     door: Door | None
+    connection: socket.socket | None
 
 
 class MpiRanks:
@@ -92,9 +92,10 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             return 0  # rank 0 has found the same
         raise
     lifelines = starter_lifelines(found) if found is not None else {}
-    if meeting.door is None:
-        _host(str(meeting.identities[0].door), meeting.rank, lifelines)
+    if meeting.connection is not None:
+        _host(meeting.connection, lifelines)
         return 0
+    assert meeting.door is not None
     with contextlib.closing(meeting.door) as door:
         return supervise_engine(world_settings, request, MpiRanks(meeting.library, lifelines, door))
 
@@ -123,6 +124,10 @@ def check_gang(identities: Sequence[Identity], settings: LaunchConfig) -> Launch
     return replace(settings, ranks=world_size)
 
 
+def _is_one_machine(identities: Sequence[Identity]) -> bool:
+    return len({(identity.boot_id, identity.namespaces) for identity in identities}) == 1
+
+
 def _meet(settings: LaunchConfig, request: PromptRequest | None, found: RankVariables | None) -> Meeting:
     """The one exchange over MPI, from MPI_Init to MPI_Finalize. An exception inside ends the whole job: this is the abort hook.
 
@@ -140,15 +145,19 @@ def _meet(settings: LaunchConfig, request: PromptRequest | None, found: RankVari
         rank = comm.Get_rank()
         door = Door(_HOST) if rank == 0 else None
         payload = json.dumps(asdict(_identity(settings, request, door))).encode()
-        gathered = MpiRendezvous(comm, aborted=lambda: False).all_gather_bytes(payload, Deadline.after(limit_s))
-        meeting = Meeting(rank, library, [Identity(**json.loads(raw)) for raw in gathered], door)
+        rendezvous, deadline = MpiRendezvous(comm, aborted=lambda: False), Deadline.after(limit_s)
+        identities = [Identity(**json.loads(raw)) for raw in rendezvous.all_gather_bytes(payload, deadline)]
+        connection = None
+        if rank > 0 and _is_one_machine(identities):
+            connection = knock(str(identities[0].door), rank)
+        rendezvous.barrier(deadline)  # from here on a host that is gone is a connection that is closed
     except BaseException as error:
         _last_words(error, comm.Get_rank())
         comm.Abort(error.exit_code if isinstance(error, KogError) else 1)
         raise
     mpi.Finalize()
     watchdog.dismiss()
-    return meeting
+    return Meeting(library, identities, door, connection)
 
 
 def _identity(settings: LaunchConfig, request: PromptRequest | None, door: Door | None) -> Identity:
@@ -175,11 +184,12 @@ def _load_mpi() -> ModuleType:
     return MPI
 
 
-def _host(address: str, rank: int, lifelines: Mapping[int, str]) -> None:
+def _host(connection: socket.socket, lifelines: Mapping[int, str]) -> None:
     """The rest of the life of a process that is not the launcher. Stop signals, which mpirun sends to all, are the launcher's."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda _signum, _frame: None)  # not SIG_IGN, which the worker would inherit
-    host_rank(address, rank, lifelines)
+    with connection:
+        host_rank(connection, lifelines)
 
 
 def _last_words(error: BaseException, rank: int) -> None:

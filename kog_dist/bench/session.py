@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from kog_dist.env import PREFIX
 from kog_dist.errors import KogError, LaunchError
+from kog_dist.rank_env import read_rank_variables
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
@@ -36,6 +37,8 @@ class EngineSession:
     """One `kog-launch` and all that it starts. Processes are found by a variable that they inherit, whoever their parent is."""
 
     def __init__(self) -> None:
+        self.starter: tuple[str, ...] = ()  # put before each command: mpirun -n 4
+        self.variables: dict[str, str] = {}  # added to the environment of each command
         self.folder = Path(tempfile.mkdtemp(prefix="kog-e-"))
         self.mark = uuid.uuid4().hex
         self._started: list[subprocess.Popen[bytes]] = []
@@ -44,11 +47,11 @@ class EngineSession:
     def environment(self) -> dict[str, str]:
         """What commands of this session see: no settings of the caller, an own runtime folder, no colours."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-        return {**inherited, _MARK: self.mark, "XDG_RUNTIME_DIR": str(self.folder), "NO_COLOR": "1"}
+        return {**inherited, _MARK: self.mark, "XDG_RUNTIME_DIR": str(self.folder), "NO_COLOR": "1", **self.variables}
 
     def run(self, module: str, arguments: Sequence[str], timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run `python -m module arguments` to its end."""
-        command, none = [sys.executable, "-m", module, *arguments], subprocess.DEVNULL
+        command, none = [*self.starter, sys.executable, "-m", module, *arguments], subprocess.DEVNULL
         return subprocess.run(
             command, env=self.environment(), stdin=none, capture_output=True, text=True, timeout=timeout_s, check=False
         )  # fmt: skip
@@ -56,7 +59,7 @@ class EngineSession:
     def start(self, module: str, arguments: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         """Start `python -m module arguments`; its output goes to files, see `output`."""
         with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
-            command = [sys.executable, "-m", module, *arguments]
+            command = [*self.starter, sys.executable, "-m", module, *arguments]
             process = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err)
         self._started.append(process)
         return process
@@ -96,33 +99,37 @@ class EngineSession:
         return bool(self._started) and self._started[-1].poll() is not None
 
     def processes(self) -> dict[str, int]:
-        """Pids of the live processes by role: launcher, reaper, coordinator, client, rank 0, rank 1 ..."""
+        """Pids of the live processes by role: launcher, reaper, coordinator, client, rank 0 ...; with MPI host 1 ..., mpirun"""
         found: dict[str, int] = {}
-        for pid, command in sorted(self._marked()):
-            found.setdefault(_role(command, found), pid)
+        for pid, command, environ in sorted(self._marked()):
+            found.setdefault(_role(command, environ, found), pid)
         return found
 
     def survivors(self) -> list[str]:
         """Command lines of everything that still runs."""
-        return [f"{pid} {' '.join(command)[:160]}" for pid, command in self._marked()]
+        return [f"{pid} {' '.join(command)[:160]}" for pid, command, _ in self._marked()]
 
     def leftovers(self) -> list[str]:
         """Processes and files of engines that still exist."""
         root = self.folder / "kog"
         return self.survivors() + ([str(path) for path in root.rglob("*")] if root.exists() else [])
 
-    def _marked(self) -> Iterator[tuple[int, list[str]]]:
-        """Pid and command line of every live process of this session."""
+    def _marked(self) -> Iterator[tuple[int, list[str], dict[str, str]]]:
+        """Pid, command line and environment of every live process of this session."""
         mark = f"{_MARK}={self.mark}".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 with contextlib.suppress(OSError):  # it may end while it is looked at; a zombie has no environment
-                    if mark in (entry / "environ").read_bytes().split(b"\0"):
-                        yield int(entry.name), (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                    raw = (entry / "environ").read_bytes()
+                    if mark in raw.split(b"\0"):
+                        words = raw.decode(errors="replace").split("\0")
+                        environ = {name: value for name, _, value in (word.partition("=") for word in words)}
+                        command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                        yield int(entry.name), command, environ
 
     def close(self) -> None:
         """Kill what is left and remove the folder."""
-        for pid, _ in self._marked():
+        for pid, *_ in self._marked():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for started in self._started:
@@ -161,7 +168,10 @@ def until(condition: Callable[[], object], timeout_s: float, failure: Callable[[
     return time.monotonic() - begin_s
 
 
-def _role(command: Sequence[str], found: dict[str, int]) -> str:
+def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str, int]) -> str:
+    program = Path(command[0]).name if command else ""
+    if not program.startswith("python"):
+        return program  # mpirun and what belongs to it
     module = next((command[i + 1] for i, word in enumerate(command[:-1]) if word == "-m"), "")
     if module == "kog_dist.workers.worker":
         return f"rank {json.loads(command[-1])['info']['rank']}"
@@ -169,4 +179,7 @@ def _role(command: Sequence[str], found: dict[str, int]) -> str:
         return "coordinator"
     if module == "kog_dist.rpc.cli":
         return "client"
+    ranks = read_rank_variables(environ)
+    if ranks is not None and ranks.rank > 0:
+        return f"host {ranks.rank}"
     return "reaper" if "launcher" in found else "launcher"

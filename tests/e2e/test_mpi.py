@@ -1,0 +1,206 @@
+"""`mpirun -n N kog-launch`: the tokens of a plain engine, one banner, and an end of everything when anything dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kog_dist.bench.session import EngineSession, until
+from kog_dist.errors import RequestFailed
+from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
+
+RANKS = 2
+CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
+ENDED_S = 3.0  # the promise: three seconds after the death of any rank mpirun has ended
+LOADED_S = 20.0  # for what has no promise of its own; a loaded machine is slow
+SCREEN_LINES = 24
+PROMPT_IDS = "17,300,42,7,99,1024"
+
+
+@pytest.fixture(params=FLAVOURS)
+def flavour(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def under_mpirun(session: EngineSession, flavour: str, num_ranks: int) -> None:
+    session.starter = tuple(mpirun_or_skip(flavour, num_ranks))
+
+
+def assert_clean(session: EngineSession) -> None:
+    until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
+
+
+def answer(session: EngineSession, model: Path, *arguments: str) -> list[int]:
+    """Token ids of one prompt."""
+    done = session.run(
+        "kog_dist.launch.cli",
+        [str(model), f"--prompt-ids={PROMPT_IDS}", "--ignore-eos", "--json", "--max-tokens=256", *arguments],
+        timeout_s=100.0,
+    )
+    assert done.returncode == 0, done.stderr
+    ids: list[int] = json.loads(done.stdout)["token_ids"]
+    return ids
+
+
+def our_lines(session: EngineSession) -> list[str]:
+    """What kog-launch has said on stderr, less the progress of start-up."""
+    lines = [line for line in session.output().splitlines() if line.startswith("kog-")]
+    return [line for line in lines if not line.startswith("kog-launch: waiting for ")]
+
+
+def test_tokens_are_those_of_a_plain_engine(session: EngineSession, demo_model: Path, flavour: str) -> None:
+    mpirun_or_skip(flavour, 1)
+    plain = answer(session, demo_model, "--ranks=1")
+    assert len(plain) == 256
+    for num_ranks in (1, 2, 4):
+        under_mpirun(session, flavour, num_ranks)
+        assert answer(session, demo_model, "--launcher=mpi") == plain
+        assert session.leftovers() == []
+
+
+def test_serving_has_one_banner_and_logs_of_all_ranks(session: EngineSession, tiny_model: Path, flavour: str) -> None:
+    under_mpirun(session, flavour, RANKS)
+    logs = session.folder / "logs"
+    launcher = session.launch(str(tiny_model), f"--log-dir={logs}")
+    with session.connect() as client:
+        assert len(list(client.generate(prompt_ids=[1, 2], max_tokens=4, ignore_eos=True))) > 1
+        assert client.status().world_size == RANKS
+        until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
+        assert set(session.processes()) >= {"mpirun", "launcher", *(f"host {rank}" for rank in range(1, RANKS))}
+        client.drain()
+    assert launcher.wait(LOADED_S) == 0, session.output()
+    assert_clean(session)
+    banner, *others = [line for line in session.output(stream="out").splitlines() if line.startswith("kog-launch")]
+    assert banner.startswith(f"kog-launch: tiny on {RANKS} ranks (cpu), started by {flavour} "), banner
+    assert (others, our_lines(session)) == ([], [])
+    names = {path.name for path in logs.iterdir()}
+    assert names == {"launcher.log", "coordinator.log", "exit.json", *(f"rank-{rank}.log" for rank in range(RANKS))}
+    assert json.loads((logs / "exit.json").read_text(encoding="utf-8"))["reason"] == "drained"
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "coordinator", "launcher", "host 1", "mpirun"])
+def test_kill_during_a_stream(session: EngineSession, tiny_model: Path, flavour: str, victim: str) -> None:
+    under_mpirun(session, flavour, RANKS)
+    launcher = session.launch(str(tiny_model))
+    with session.connect() as client:
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+        next(events)
+        until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
+        pid = session.processes()[victim]
+        os.kill(pid, signal.SIGKILL)
+        code = launcher.wait(ENDED_S)
+        assert_clean(session)
+        with pytest.raises(RequestFailed):
+            list(events)
+    assert code != 0
+    assert len(session.output().splitlines()) <= SCREEN_LINES, session.output()
+    assert "Traceback" not in session.output()
+    if victim in ("rank 0", "rank 1", "coordinator"):
+        said = f"kog-launch: {victim} (pid {pid}) was killed by SIGKILL while serving; the engine was stopped"
+        assert our_lines(session) == [said]
+        assert flavour != "MPICH" or code == 4, "mpirun passes the launcher's exit code on"
+
+
+@pytest.mark.parametrize("victim", ["rank 1", "host 1"])
+def test_kill_during_startup(session: EngineSession, tiny_model: Path, flavour: str, victim: str) -> None:
+    under_mpirun(session, flavour, RANKS)
+    launcher = session.launch(str(tiny_model))
+    until(lambda: "rank 1" in session.processes(), LOADED_S, session.output)
+    pid = session.processes()[victim]
+    os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(ENDED_S) != 0
+    assert_clean(session)
+    if victim == "rank 1":
+        (said,) = our_lines(session)
+        assert said.startswith(f"kog-launch: rank 1 (pid {pid}) was killed by SIGKILL during start-up")
+
+
+def test_stopped_host_cannot_hold_up_the_end(session: EngineSession, tiny_model: Path, flavour: str) -> None:
+    under_mpirun(session, flavour, RANKS)
+    launcher = session.launch(str(tiny_model))
+    session.connect().close()
+    os.kill(session.processes()["host 1"], signal.SIGSTOP)
+    pid = session.processes()["rank 1"]
+    os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(ENDED_S) != 0
+    assert_clean(session)
+    assert our_lines(session) == [f"kog-launch: rank 1 (pid {pid}) was killed by SIGKILL while serving; the engine was stopped"]
+
+
+def test_sigterm_to_mpirun_drains(session: EngineSession, tiny_model: Path, flavour: str) -> None:
+    under_mpirun(session, flavour, RANKS)
+    launcher = session.launch(str(tiny_model))
+    session.connect().close()
+    until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
+    launcher.send_signal(signal.SIGTERM)
+    code = launcher.wait(ENDED_S)
+    assert_clean(session)
+    assert "kog-launch: SIGTERM: draining" in session.output(stream="out")
+    assert flavour != "MPICH" or code == 0
+    assert our_lines(session) == []
+
+
+@pytest.mark.parametrize("moment", ["_identity", "_host"])
+def test_exception_on_one_rank_ends_all(session: EngineSession, tiny_model: Path, flavour: str, moment: str) -> None:
+    """Before MPI_Finalize the abort hook ends the job, afterwards the launcher does, who hears from its host no more."""
+    under_mpirun(session, flavour, RANKS)
+    (session.folder / "sitecustomize.py").write_text(
+        "from os import environ\n"
+        "if '1' in (environ.get('PMI_RANK'), environ.get('OMPI_COMM_WORLD_RANK')):\n"
+        "    import sys\n"
+        "    from kog_dist.launch import mpi\n"
+        "    def broken(*arguments):\n"
+        "        raise ArithmeticError('planted')\n"
+        f"    if not any('worker' in word for word in sys.orig_argv):\n"
+        f"        mpi.{moment} = broken\n",
+        encoding="utf-8",
+    )
+    session.variables["PYTHONPATH"] = str(session.folder)
+    launcher = session.launch(str(tiny_model))
+    assert launcher.wait(LOADED_S) != 0
+    assert_clean(session)
+    said = session.output()
+    assert said.count("ArithmeticError: planted") == 1, said
+
+
+def test_start_that_makes_no_engine_is_one_sentence(session: EngineSession, tiny_model: Path, flavour: str) -> None:
+    for num_ranks, arguments, code, expected in (
+        (3, [str(tiny_model)], 2, "kog-launch: 4 lanes cannot be spread over 3 ranks"),
+        (2, [str(tiny_model), "--ranks=4"], 2, "kog-launch: --ranks 4 contradicts mpirun -n 2"),
+        (2, [str(session.folder / "nothing")], 3, "kog-launch: MODEL "),
+        (2, ["--nonsense"], 2, "Error: No such option: --nonsense"),
+    ):
+        under_mpirun(session, flavour, num_ranks)
+        done = session.run("kog_dist.launch.cli", arguments)
+        assert done.returncode == code
+        assert done.stderr.count(expected) == 1, done.stderr
+        assert len([line for line in done.stderr.splitlines() if line.startswith(("kog-", "Error"))]) == 1, done.stderr
+        assert_clean(session)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPICH started 2 processes, but mpi4py uses"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ""),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI started 2 processes, but mpi4py uses"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "start with srun --mpi=pmi2 or another entry of"),
+        ({}, "--launcher mpi: no mpirun has started this process"),
+    ],
+    ids=["pmi", "pmi-other-rank", "open-mpi", "slurm", "alone"],
+)
+def test_mpirun_of_another_mpi_is_explained_once(
+    session: EngineSession, tiny_model: Path, variables: dict[str, str], expected: str
+) -> None:
+    """Without what the variables stand for, mpi4py's library finds nobody else: N worlds of size 1."""
+    pytest.importorskip("mpi4py")
+    session.variables = variables
+    done = session.run("kog_dist.launch.cli", [str(tiny_model), "--launcher=mpi"])
+    assert done.returncode == (3 if expected else 0), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == bool(expected), done.stderr
+    assert all(line.startswith("kog-launch: ") and expected in line for line in lines), done.stderr
