@@ -181,6 +181,23 @@ def sweep_stale(root: Path | None = None) -> list[str]:
     return swept
 
 
+def is_stale(folder: Path) -> bool:
+    """Whether nobody holds the lease of an instance folder. Changes nothing; a folder that cannot be looked into is not stale."""
+    try:
+        fd = os.open(folder / LEASE_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return folder.is_dir()
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for as long as it takes to close it: a start would try again for seconds
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
 def _lock(folder: Path, *, create: bool) -> int | None:
     """A descriptor that holds the folder's lease, or None when somebody else does (or just deleted it)."""
     if create:
