@@ -14,15 +14,14 @@ import select
 import signal
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import AbortedError
 from kog_dist.hardware.visible import VARIABLE
 from kog_dist.launch import local
+from kog_dist.launch.hosted_ranks import host_rank, knock
 from kog_dist.launch.ray_devices import assigned_gpu
 from kog_dist.launch.ray_host import HostArgs
-from kog_dist.launch.ray_ranks import run_rank
 from kog_dist.launch.ray_rendezvous import Meeting, RayRendezvous
 from kog_dist.wait import Deadline
 
@@ -129,7 +128,9 @@ class RankActor:
         gpus = [raw.decode() for raw in RayRendezvous(rank, world_size, ask).all_gather_bytes(own.encode(), deadline)]
         if rank == 0:
             ray.get(host.start.remote(arguments, gpus if uses_gpu else []), timeout=_MARGIN_S)
-        run_rank(Path(ray.get(host.door.remote(), timeout=deadline.remaining_s() + _MARGIN_S)), rank)
+        door = ray.get(host.door.remote(), timeout=deadline.remaining_s() + _MARGIN_S)
+        with knock(door, rank) as connection:
+            host_rank(connection, ())
 
 
 def _exit_with_raylet() -> None:

@@ -47,6 +47,7 @@ class RayCluster:
         Raises ConfigError, LaunchError.
         """
         found = resolve_address(address, os.environ, say)
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # an actor that dies is the gang's to tell of
         os.environ.update(_private_environment() if found is None else _auth_environment(os.environ))
         try:
             import ray

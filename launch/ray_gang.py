@@ -30,6 +30,7 @@ from kog_dist.wait import Deadline
 
 REPORT_S = 3.0  # for the host process to say what happened to a rank whose actor is gone
 _PLACE_POLL_S = 0.2
+_SHORTFALL_AFTER_S = 1.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -67,6 +68,7 @@ class RayGang:
         self._cluster, self._settings, self._target, self._over_tcp = cluster, settings, target, over_tcp
         self._kind = "GPU" if target.device == "cuda" else "CPU"
         self._deadline = Deadline.after(settings.startup_timeout)
+        self._patience = Deadline.after(_SHORTFALL_AFTER_S)
         self._lost: tuple[Outcome, Deadline] | None = None
         self._num_reports = 0
         self._actors: list[Any] = []
@@ -92,14 +94,17 @@ class RayGang:
             self.poll(min(1.0, deadline.remaining_s()))
         return self.outcome
 
-    def begin_stop(self, *, drain: bool) -> None:
-        """Let the engine finish the running request and stop, or stop at once; `poll` until there is an outcome."""
+    def begin_stop(self, *, drain: bool, signum: int = signal.SIGTERM) -> None:
+        """Let the engine finish the running request and stop, or stop at once; `poll` until there is an outcome.
+
+        `signum` is what a plain engine's launcher would have got; it shows in what the engine says.
+        """
         if self._host is None:
             self._end(Outcome(0, "drained"))
             return
-        self._host.signal.remote(int(signal.SIGTERM))
-        if not drain:
-            self._host.signal.remote(int(signal.SIGINT))  # the second signal says: at once
+        self._host.signal.remote(int(signum))
+        if not drain:  # the second signal says: at once; the same one might be merged with the first
+            self._host.signal.remote(int(signal.SIGINT if signum != signal.SIGINT else signal.SIGTERM))
 
     def close(self) -> None:
         """Give the resources back. What still runs is killed."""
@@ -115,14 +120,16 @@ class RayGang:
 
     # ---- start ----
     def _place(self, timeout_s: float) -> list[Line]:
-        nodes, size = self._cluster.nodes(self._kind), self._target.world_size
-        why = shortfall(nodes, self._kind, size)
-        self.doing = "waiting for the placement group" if why is None else why
         if self._group.wait(min(timeout_s, _PLACE_POLL_S)):
             self._start_actors()
-        elif (never := self._cluster.is_private and all(node.total < size for node in nodes)) or self._deadline.expired():
+            return []
+        nodes, size = self._cluster.nodes(self._kind), self._target.world_size
+        if self._patience.expired():  # a new cluster knows its resources only after a moment
+            self.doing = shortfall(nodes, self._kind, size) or "waiting for Ray to place the engine"
+        never = self._cluster.is_private and all(node.total < size for node in nodes)
+        if never or self._deadline.expired():
             limit = "" if never else f" after {self._settings.startup_timeout:g} s"
-            reason = self.doing if why is not None else "Ray has not placed it"
+            reason = shortfall(nodes, self._kind, size) or "Ray has not placed it"
             self._end(Outcome(EXIT_CANNOT_START, "no_resources", f"no place for the engine{limit}: {reason}"))
         return []
 
@@ -204,8 +211,8 @@ class RayGang:
         match report["kind"]:
             case "said":
                 return [Line(report["text"], report["error"])]
-            case "open":
-                self.doing = "loading the model"
+            case "doing":
+                self.doing = report["text"]
             case "ready":
                 self.folder = Path(report["folder"])
                 keys = report["access"]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -20,15 +22,15 @@ from kog_dist.errors import KogError, LaunchError
 from kog_dist.instance import instances_root
 from kog_dist.launch.engine import EngineProcesses
 from kog_dist.launch.events import EventLog
+from kog_dist.launch.hosted_ranks import Door
 from kog_dist.launch.outcome import Outcome
-from kog_dist.launch.ray_ranks import ActorRanks
+from kog_dist.launch.process import EngineProcess
+from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.supervisor import Supervisor
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.paths import ACCESS_NAME
-from kog_dist.wait import Deadline
-
-ACTOR_S = 30.0  # for the rank actors to report: they are up already, and are told at once
+from kog_dist.workers.arguments import WorkerArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,20 @@ class HostArgs:
     def to_json(self) -> str:
         """One line for the command line."""
         return json.dumps(asdict(self))
+
+
+class ActorRanks:
+    """Ranks that are children of Ray actors; see `RankSource`. The kernel ties this process to its actor: no lifelines."""
+
+    lifelines: Mapping[int, str] = {}
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.door = Door("Ray actor")
+
+    def start(self, arguments: Sequence[WorkerArgs], log_dir: Path | None) -> Iterator[EngineProcess]:
+        """See `RankSource`."""
+        return self.door.start(arguments, log_dir)
 
 
 class Reports(EventLog):
@@ -62,19 +78,44 @@ class Reports(EventLog):
         self.report("said", text=text, error=error)
 
 
+class ReportedProgress(StartupProgress):
+    """Start-up as the driver shows it."""
+
+    def __init__(self, reports: Reports) -> None:
+        super().__init__(under_starter=True)
+        self._reports, self._text = reports, ""
+
+    def show(self, text: str) -> None:
+        """See `StartupProgress`."""
+        if text != self._text:
+            self._text = text
+            self._reports.report("doing", text=text)
+
+    def clear(self) -> None:
+        """See `StartupProgress`. The driver clears its own."""
+
+
 class HostSupervisor(Supervisor):
-    """Tells the driver how to reach the engine, where the plain one tells the user."""
+    """Tells the driver what the plain one tells the user: how to reach the engine, and with the last report how it ended."""
+
+    def __init__(self, settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals, reports: Reports) -> None:
+        super().__init__(settings, engine, signals, reports)
+        self._reports = reports
+        self._progress = ReportedProgress(reports)
+
+    def _conclude(self, outcome: Outcome) -> None:
+        pass
 
     def _announce(self) -> None:
         folder = instances_root() / self._engine.instance
         access = folder / ACCESS_NAME
         keys = json.loads(access.read_text(encoding="utf-8")) if access.exists() else None
-        assert isinstance(self._events, Reports)
-        self._events.report("ready", folder=str(folder), access=keys)
+        self._reports.report("ready", folder=str(folder), access=keys)
 
 
 def main() -> int:
     """Run the engine to its end, which is the last report."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread of the actor that starts this process blocks SIGINT
     args = HostArgs(**json.loads(sys.argv[1]))
     settings = LaunchConfig(**args.settings)
     with os.fdopen(args.report_fd, "w", encoding="utf-8") as stream, StopSignals() as signals:
@@ -87,15 +128,15 @@ def main() -> int:
 
 
 def _run(args: HostArgs, settings: LaunchConfig, signals: StopSignals, reports: Reports) -> Outcome:
-    ranks = ActorRanks(args.origin, Deadline.after(ACTOR_S), lambda: signals.count > 0)
+    ranks = ActorRanks(args.origin)
     engine = EngineProcesses(settings, choose_target(settings), None, _log_folder(settings), ranks)
     outcome: Outcome | None = None
     try:
-        reports.report("open", door=str(ranks.open(instances_root() / engine.instance)), pid=os.getpid())
+        reports.report("open", door=ranks.door.address)
         outcome = HostSupervisor(settings, engine, signals, reports).run()
     finally:
         engine.stop(outcome)
-        ranks.close()
+        ranks.door.close()
     return outcome
 
 

@@ -1,0 +1,242 @@
+"""`kog-launch --launcher ray`: one engine on one node of a Ray cluster, started again as a new generation when it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kog_dist import env
+from kog_dist.config import LaunchConfig
+from kog_dist.errors import KogError
+from kog_dist.instance import Instance, sweep_stale
+from kog_dist.launch import local
+from kog_dist.launch.events import EventLog
+from kog_dist.launch.outcome import EXIT_OK, INTERRUPTED, Outcome, client_outcome
+from kog_dist.launch.progress import StartupProgress
+from kog_dist.launch.ray_cluster import RayCluster
+from kog_dist.launch.ray_gang import RayGang, choose_ray_target
+from kog_dist.launch.reaper import Reaper
+from kog_dist.launch.request import PromptRequest
+from kog_dist.launch.signals import StopSignals
+from kog_dist.launch.target import Target
+from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.rpc.transport import Access
+from kog_dist.wait import Deadline
+
+MAX_RESTARTS, RESTART_WINDOW_S = 3, 600.0
+STOP_MARGIN_S = 5.0  # for an engine that was told to stop to say that it has
+_POLL_S = 0.1
+
+
+def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
+    """Run an engine on the cluster until it is told to stop, or until `request` is answered. Returns the exit code.
+
+    Raises KogError for what is wrong before the cluster was asked for anything.
+    """
+    with StopSignals() as signals, EventLog(settings.log_dir) as events:
+        try:
+            target = choose_ray_target(settings)
+            with driver_folder() as place:
+                outcome = RayLauncher(settings, target, request, place, signals, events).run()
+        except KogError as error:
+            outcome = Outcome(error.exit_code, "cannot_start", str(error))
+            events.note(str(error))
+            outcome.write(events.log_dir, settings.instance)
+            raise
+        if outcome.sentence is not None and outcome.user_knows:
+            events.note(outcome.sentence)
+        elif outcome.sentence is not None:
+            events.say(outcome.sentence, error=True)
+        events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
+        outcome.write(events.log_dir, settings.instance)
+    return outcome.exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFolder:
+    """A folder of this process, for a private cluster's files and a remote engine's key; `reaper` removes it if need be."""
+
+    path: Path
+    reaper: Reaper
+
+
+@contextlib.contextmanager
+def driver_folder() -> Iterator[DriverFolder]:
+    """Make the folder, and take it away. Call it before any thread exists, so before Ray is imported. Raises LaunchError."""
+    sweep_stale()
+    lease = Instance.acquire(f"ray-{os.getpid()}")
+    reaper = Reaper.start(lease)
+    try:
+        yield DriverFolder(lease.folder, reaper)
+    finally:
+        lease.remove()
+        reaper.dismiss()
+
+
+class RayLauncher:
+    """The driver of one engine: one gang after the other."""
+
+    def __init__(
+        self, settings: LaunchConfig, target: Target, request: PromptRequest | None, place: DriverFolder, signals: StopSignals,
+        events: EventLog,
+    ) -> None:  # fmt: skip
+        self._settings, self._target, self._request, self._place = settings, target, request, place
+        self._signals, self._events = signals, events
+        self._instance = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
+        self._begin_s = time.monotonic()
+        self._progress = StartupProgress(under_starter=True)
+        self._restarts: deque[float] = deque()
+        self._client: local.Child | None = None
+        self._client_outcome: Outcome | None = None
+        self._stop_deadline: Deadline | None = None
+        self._num_handled_signals = 0
+
+    def run(self) -> Outcome:
+        """Connect, run generations of the engine, and return how the last one ended."""
+        try:
+            cluster = RayCluster.connect(
+                self._settings.ray_address, self._target.world_size, self._place.path, self._progress.show
+            )  # fmt: skip
+        finally:
+            self._progress.clear()
+        generation = 1
+        try:
+            while True:
+                outcome, was_ready = self._run_generation(cluster, generation)
+                if not self._may_restart(outcome, was_ready or generation > 1):
+                    return outcome
+                generation += 1
+                self._events.say(
+                    f"{outcome.sentence}; starting it again as generation {generation} (restart {len(self._restarts)} of at most "
+                    f"{MAX_RESTARTS} in {RESTART_WINDOW_S / 60:g} min)",
+                    error=True,
+                )
+        finally:
+            self._end_client()
+            cluster.close()
+
+    def _may_restart(self, outcome: Outcome, has_served: bool) -> bool:
+        if outcome.exit_code == EXIT_OK or not has_served or self._request is not None or self._signals.count:
+            return False
+        now_s = time.monotonic()
+        while self._restarts and now_s - self._restarts[0] > RESTART_WINDOW_S:
+            self._restarts.popleft()
+        if len(self._restarts) == MAX_RESTARTS:
+            return False
+        self._restarts.append(now_s)
+        return True
+
+    # ---- one generation ----
+    def _run_generation(self, cluster: RayCluster, generation: int) -> tuple[Outcome, bool]:
+        """How it ended, and whether it had been ready."""
+        if self._signals.count:
+            return self._interrupted(), False
+        begin_s, was_ready = self._begin_s if generation == 1 else time.monotonic(), False
+        gang = RayGang(cluster, self._settings, self._target, instance=self._instance, generation=generation)
+        try:
+            while gang.outcome is None:
+                lines = gang.poll(_POLL_S)
+                if not was_ready:
+                    self._progress.show(gang.doing)
+                if gang.is_ready and not was_ready:
+                    was_ready = True
+                    self._progress.clear()
+                    self._announce(gang, cluster, time.monotonic() - begin_s)
+                for line in lines:
+                    if line.is_error or self._request is None:
+                        self._events.say(line.text, error=line.is_error)
+                self._look_at_client(gang)
+                if (ended := self._answer_signals(gang)) is not None:
+                    return ended, was_ready
+            return self._of_both(gang.outcome), was_ready
+        finally:
+            self._progress.clear()
+            gang.close()
+
+    def _of_both(self, ended: Outcome) -> Outcome:
+        """The client's end, unless the engine failed it."""
+        if self._client_outcome is None or (ended.exit_code != EXIT_OK and not ended.reason.startswith(INTERRUPTED)):
+            return ended
+        return self._client_outcome
+
+    def _announce(self, gang: RayGang, cluster: RayCluster, took_s: float) -> None:
+        assert gang.access is not None
+        if gang.access.server_public is not None:
+            self._write_key(gang.access)
+        if self._request is not None:
+            self._start_client(gang.access, self._request)
+            return
+        size = self._target.world_size
+        where = f"Ray {cluster.version}, {'private, ' if cluster.is_private else ''}node {gang.node}"
+        key = f", --key-file {self._place.path / ACCESS_NAME}" if gang.access.server_public is not None else ""
+        again = f", generation {gang.generation}" if gang.generation > 1 else ""
+        self._events.say(
+            f"{self._target.model_name} on {size} rank{'s' if size > 1 else ''} ({self._target.device}; {where}), instance "
+            f"{gang.instance}{again}, {gang.access.address}{key}, ready after {took_s:.1f} s"
+        )
+
+    def _write_key(self, access: Access) -> None:
+        """Keep a copy of the key here, for clients on this machine."""
+        path = self._place.path / ACCESS_NAME
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+            json.dump(asdict(access), stream)
+
+    # ---- the client of the one request ----
+    def _start_client(self, access: Access, request: PromptRequest) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
+        where = f"--endpoint={access.address}" if access.server_public is None else f"--key-file={self._place.path / ACCESS_NAME}"
+        arguments = ["generate", where, *request.client_arguments()]
+        self._client = local.spawn("client", "kog_dist.rpc.cli", arguments, environment=environment, on_terminal=True)
+        self._place.reaper.watch(self._client.pid)
+
+    def _look_at_client(self, gang: RayGang) -> None:
+        """Stop the engine when its one client has ended."""
+        if self._client is not None and self._client_outcome is None and (code := self._client.exit_code) is not None:
+            self._client_outcome = client_outcome(self._client.pid, code)
+            gang.begin_stop(drain=True)
+            self._stop_deadline = Deadline.after(STOP_MARGIN_S)
+
+    def _end_client(self) -> None:
+        """It has had its error from the engine, and prints it, or is killed."""
+        if self._client is not None:
+            end = Deadline.after(STOP_MARGIN_S)
+            while self._client.exit_code is None and not end.expired():
+                time.sleep(_POLL_S)
+            self._client.send(signal.SIGKILL)
+            self._client.process.wait()
+            self._client.close()
+
+    # ---- being asked to stop ----
+    def _answer_signals(self, gang: RayGang) -> Outcome | None:
+        """Pass on what the user wants; an outcome when there is nothing more to wait for."""
+        if self._signals.count > self._num_handled_signals:
+            self._num_handled_signals = self._signals.count
+            if not gang.is_ready or self._signals.count > 1:
+                gang.begin_stop(drain=False, signum=self._signal())
+                self._stop_deadline = Deadline.after(STOP_MARGIN_S)
+                return self._interrupted() if not gang.is_ready else None
+            limit_s = self._settings.shutdown_timeout
+            self._stop_deadline = Deadline.after(limit_s + STOP_MARGIN_S)
+            if self._client is None:
+                gang.begin_stop(drain=True, signum=self._signal())
+            elif self._signal() is signal.SIGINT:
+                self._client.send(signal.SIGINT)  # it cancels; SIGTERM lets its request finish
+        if self._stop_deadline is not None and self._stop_deadline.expired():
+            return self._client_outcome or self._interrupted()
+        return None
+
+    def _signal(self) -> signal.Signals:
+        assert self._signals.last is not None
+        return self._signals.last
+
+    def _interrupted(self) -> Outcome:
+        signum = self._signal()
+        return Outcome(128 + signum, f"{INTERRUPTED}{signum.name.lower()}", signal=signum.name)
