@@ -16,9 +16,7 @@ _OLDEST_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?[^;]*(?:;.*extra == ['\"](?P<extra>\w+))?"
 )
-_EXTRAS = {
-    "cuda": "engines on GPUs", "mpi": "starts by mpirun", "ray": "starts by Ray", "server": "HTTP", "bench": "plots",
-}  # fmt: skip
+_EXTRAS = {"cuda": "GPUs", "mpi": "mpirun", "ray": "Ray", "server": "HTTP", "bench": "plots"}  # what each is for
 
 
 def python() -> Iterator[Finding]:
@@ -48,15 +46,16 @@ def packages() -> Iterator[Finding]:
     matches = [match for match in map(_REQUIREMENT.match, wanted) if match]
     core = [(match["name"], match["least"] or "0") for match in matches if match["extra"] is None]
     found = {name: _version(name) for name, _ in core}
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        yield problem(f"packages are missing: {', '.join(missing)}; pip install {_DISTRIBUTION}", missing=missing)
     for name, least in core:
         version = found[name]
-        if version is None:
-            yield problem(f"the package {name} is missing; install it with pip install '{name}>={least}'", package=name)
-        elif _numbers(version) < _numbers(least):
+        if version is not None and _numbers(version) < _numbers(least):
             yield problem(f"{name} {version} is too old; pip install '{name}>={least}'", package=name, version=version)
     present = {name: version for name, version in found.items() if version is not None}
     shown = ", ".join(f"{name} {version}" for name, version in present.items())
-    yield ok(f"{_DISTRIBUTION} {own} with {shown}", version=own, packages=present)
+    yield ok(f"{_DISTRIBUTION} {own}{f' with {shown}' if shown else ''}", version=own, packages=present)
     for extra, purpose in _EXTRAS.items():
         yield _extra(extra, purpose, [(m["name"], m["least"] or "0") for m in matches if m["extra"] == extra])
 
@@ -82,12 +81,10 @@ def _extra(extra: str, purpose: str, wanted: list[tuple[str, str]]) -> Finding:
     old = [f"{name} {found[name]}" for name, least in wanted if found[name] and _numbers(str(found[name])) < _numbers(least)]
     install = f"pip install '{_DISTRIBUTION}[{extra}]'"
     if old:
-        return warning(f"{' and '.join(old)} {'is' if len(old) == 1 else 'are'} too old for {purpose}; {install}", extra=extra)
+        return warning(f"for {purpose}: {' and '.join(old)} {'is' if len(old) == 1 else 'are'} too old; {install}", extra=extra)
     if missing:
-        return ok(
-            f"{purpose}: {' and '.join(missing)} not installed; where it is wanted, {install}", extra=extra, missing=missing
-        )
-    return ok(f"{purpose}: {', '.join(f'{name} {version}' for name, version in found.items())}", extra=extra, packages=found)
+        return ok(f"for {purpose}, where it is wanted: {install} (not here: {', '.join(missing)})", extra=extra, missing=missing)
+    return ok(f"for {purpose}: {', '.join(f'{name} {version}' for name, version in found.items())}", extra=extra, packages=found)
 
 
 def _version(name: str) -> str | None:
