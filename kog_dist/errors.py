@@ -61,13 +61,17 @@ class ProtocolError(KogError):
 
 
 class RequestError(KogError):
-    """One request was refused before it reached a rank. `code` is stable and machine-readable."""
+    """One request was refused before it reached a rank. `code` is stable and machine-readable.
+
+    `retry_after_s`: when the same request may be taken, where that can be said.
+    """
 
     exit_code = 2
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class RequestFailed(KogError):

@@ -13,11 +13,11 @@ import select
 import signal
 import sys
 import time
-from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
-from kog_dist.control import COORDINATOR, AbortCause, ControlPage, RankState
+from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import KogError, LaunchError, RequestError
 from kog_dist.instance import Instance
@@ -34,6 +34,7 @@ from kog_dist.rpc.messages import (
     FinishReason,
     Generate,
     Hello,
+    Prefill,
     Request,
     Status,
     StatusReport,
@@ -41,15 +42,16 @@ from kog_dist.rpc.messages import (
     Welcome,
     build_hash,
 )
-from kog_dist.wait import Deadline
-from kog_dist.workers.abort_text import describe_abort
-from kog_dist.workers.coordinator_args import EXIT_DRAIN_TIMEOUT, CoordinatorArgs
-from kog_dist.workers.coordinator_watch import RankWatch
+from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.counters import Counters
 from kog_dist.workers.decode_slot import DecodeSlot
+from kog_dist.workers.engine_life import EngineLife, Farewell
+from kog_dist.workers.request_queue import RequestQueue
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
 
 ALIVE_EVERY_NS = 250_000_000
+PREFILL_EVERY_NS = 100_000_000
 FAREWELL_S = 0.25  # for the last events, once the loop has ended
 _TOKEN_WAIT_S = 0.01  # longest sleep while ranks decode (a token ends it at once): bounds the delay of a cancel or an abort
 _QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
@@ -58,38 +60,28 @@ _MESSAGES_PER_TURN = 16  # so that a flood of messages does not hold up tokens
 _PR_SET_PDEATHSIG = 1
 
 
-class Farewell(NamedTuple):
-    """Why the coordinator ends: what requests that are not finished are told, and the exit code."""
-
-    code: ErrorCode
-    message: str
-    exit_code: int
-
-
 class Coordinator:
     """Queue, running request and their clients. `turn` does what there is to do without blocking; `run` repeats it."""
 
     def __init__(
-        self, args: CoordinatorArgs, control: ControlPage, model: ServedModel, listener: RpcListener, *, supervisor_fd: int = -1
-    ) -> None:
-        """`supervisor_fd`: a pidfd that becomes readable when the supervisor is dead; -1 for none."""
+        self, args: CoordinatorArgs, control: ControlPage, model: ServedModel, listener: RpcListener, *, supervisor_fd: int = -1,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:  # fmt: skip
+        """`supervisor_fd`: a pidfd, readable when the supervisor is dead; -1: none. `clock`: nanoseconds, as ranks' stamps."""
         self._args = args
         self._control = control
         self._model = model
         self._listener = listener
-        self._supervisor_fd = supervisor_fd
-        self._slot = DecodeSlot(control)
-        self._watch = RankWatch(control, args.supervisor_pid)
+        self._clock = clock
+        self._life = EngineLife(args, control, supervisor_fd)
+        self._slot = DecodeSlot(control, model.spec.sliding_window if model.spec.window_layers else None)
         self._running: RequestStream | None = None
-        self._queue: deque[RequestStream] = deque()
-        self._has_been_ready = False
-        self._drain_deadline: Deadline | None = None
+        self._queue = RequestQueue(args.queue_limit, args.client_queue_limit)
         self._farewell: Farewell | None = None
-        self._begin_s = time.monotonic()
+        self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
         self.num_stop_signals = 0
-        self.num_completed = self.num_cancelled = self.num_failed = self.num_refused = 0
-        self.num_dropped_clients = self.num_tokens = 0
+        self.counters = Counters()
 
     # ---- the loop ----
     def run(self, wakeup_fd: int = -1) -> int:
@@ -106,9 +98,10 @@ class Coordinator:
         for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
             self._answer(peer, message)
         self._read_tokens()
+        self._end_expired()
         self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
         self._look_after_engine()
-        self._keep_alive()
+        self._tell_where_requests_are()
         for gone in self._listener.flush():
             self._forget_client(gone)
 
@@ -118,13 +111,13 @@ class Coordinator:
         if self._slot.busy:
             self._slot.wait(_TOKEN_WAIT_S)
             return
-        timeout_s = _QUEUE_WAIT_S if self._queue or self._listener.has_backlog else _IDLE_WAIT_S
+        timeout_s = _QUEUE_WAIT_S if len(self._queue) or self._listener.has_backlog else _IDLE_WAIT_S
         if wakeup_fd in select.select(wake_fds, [], [], timeout_s)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup_fd, 512)
 
     def _say_farewell(self, farewell: Farewell) -> int:
-        for stream in [*([self._running] if self._running else []), *self._queue]:
+        for stream in self._streams():
             self._fail(stream, farewell.code, farewell.message)
         self._listener.close(FAREWELL_S)
         return farewell.exit_code
@@ -145,29 +138,28 @@ class Coordinator:
                 self._send_to(peer, self._report())
 
     def _take_request(self, peer: bytes, message: Generate) -> None:
-        received_ns = time.monotonic_ns()
+        received_ns = self._clock()
         try:
-            self._check_room(message.request_id)
+            self._check_room(peer, message.request_id)
             request = self._model.admit(message)
         except RequestError as error:
-            self.num_refused += 1
+            self.counters.num_refused += 1
             code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
-            self._send_to(peer, error_event(code, str(error), message.request_id))
+            self._send_to(peer, error_event(code, str(error), message.request_id, error.retry_after_s))
             return
         tokenizer = self._model.tokenizer
         decoder = tokenizer.stream(after=request.prompt) if tokenizer is not None else None
         stream = RequestStream(peer, message, request, decoder, received_ns)
-        self._queue.append(stream)
-        position = len(self._queue) - 1 + (self._running is not None)
-        self._send(stream, Accepted(stream.request_id, position, len(request.prompt), request.max_tokens))
+        self._queue.add(stream)
+        stream.told_position = self._streams().index(stream)
+        self._send(stream, Accepted(stream.request_id, stream.told_position, len(request.prompt), request.max_tokens))
 
-    def _check_room(self, request_id: str) -> None:
-        if self._drain_deadline is not None:
+    def _check_room(self, peer: bytes, request_id: str) -> None:
+        if self._life.draining:
             raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
         if self._find(request_id) is not None:
             raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, f"a request {request_id!r} is not finished yet; choose another id")
-        if len(self._queue) >= self._args.queue_limit:
-            raise RequestError(ErrorCode.QUEUE_FULL, f"{len(self._queue)} requests are waiting already; try again later")
+        self._queue.check_room(peer)
 
     def _cancel(self, peer: bytes, request_id: str) -> None:
         stream = self._find(request_id)
@@ -186,28 +178,29 @@ class Coordinator:
         )  # fmt: skip
 
     def _report(self) -> StatusReport:
-        ranks = range(self._control.world_size)
+        ranks, running = range(self._control.world_size), self._running
         return StatusReport(
             state=self.state, instance=self._args.instance, model=self._model.name, build=build_hash(), pid=os.getpid(),
             world_size=self._control.world_size,
             rank_states=tuple(self._control.state(rank).name.lower() for rank in ranks),
             beat_ages_s=tuple(max(0.0, self._control.beat_age_s(rank)) for rank in ranks),
-            uptime_s=time.monotonic() - self._begin_s,
-            running=self._running.request_id if self._running is not None else None,
+            uptime_s=(self._clock() - self._begin_ns) / 1e9,
+            running=running.request_id if running is not None else None,
             waiting=tuple(stream.request_id for stream in self._queue),
-            queue_limit=self._args.queue_limit, num_completed=self.num_completed, num_cancelled=self.num_cancelled,
-            num_failed=self.num_failed, num_refused=self.num_refused, num_dropped_clients=self.num_dropped_clients,
-            num_bad_messages=self._listener.num_bad_messages, num_tokens=self.num_tokens,
+            queue_limit=self._args.queue_limit, client_queue_limit=self._args.client_queue_limit,
+            running_position=self._slot.position if running is not None else 0,
+            running_prompt_tokens=len(running.request.prompt) if running is not None else 0,
+            num_bad_messages=self._listener.num_bad_messages, **asdict(self.counters),
         )  # fmt: skip
 
     # ---- tokens ----
     def _start_next(self) -> None:
-        if self._running is not None or not self._queue or self._farewell is not None:
+        if self._running is not None or not len(self._queue) or self._farewell is not None:
             return
-        if self._is_ready() and self._slot.may_submit():
-            self._running = self._queue.popleft()
-            self._running.timings.submitted(time.monotonic_ns())
-            self._slot.submit(self._running.request)
+        if self._life.is_ready() and self._slot.may_submit():
+            stream = self._running = self._queue.pop()
+            stream.timings.submitted(self._clock())
+            stream.request = self._slot.submit(stream.request, reuse_kv=stream.reuses_kv)
 
     def _read_tokens(self) -> None:
         entries = self._slot.read()
@@ -217,7 +210,7 @@ class Coordinator:
         faulty = entries[-1].finish is Finish.NUMERICAL_FAULT
         event, reason = stream.take(entries[:-1] if faulty else entries)
         if event is not None:
-            self.num_tokens += len(event.token_ids)
+            self.counters.num_tokens += len(event.token_ids)
             if not self._send(stream, event):
                 return
         if reason is not None:
@@ -229,23 +222,41 @@ class Coordinator:
             )  # fmt: skip
 
     # ---- ends of a request ----
+    def _end_expired(self) -> None:
+        now_ns = self._clock()
+        for stream in self._streams():
+            if stream.deadline_ns is None or now_ns < stream.deadline_ns:
+                continue
+            if stream is self._running:
+                self._finish(stream, FinishReason.DEADLINE)
+            else:
+                waited_s = stream.timings.since_reception_s(now_ns)
+                message = f"the request's own time limit passed while it was waiting, {waited_s:.3f} s after its reception"
+                self._fail(stream, ErrorCode.DEADLINE_EXCEEDED, message)
+
     def _finish(self, stream: RequestStream, reason: FinishReason) -> None:
-        """End a request that went well, or was cancelled, with its one terminal event."""
+        """End a request that went well, was cancelled or ran out of its time, with its one terminal event."""
         self._remove(stream)
-        if reason is FinishReason.CANCELLED:
-            self.num_cancelled += 1
-        else:
-            self.num_completed += 1
+        match reason:
+            case FinishReason.CANCELLED:
+                self.counters.num_cancelled += 1
+            case FinishReason.DEADLINE:
+                self.counters.num_expired += 1
+            case _:
+                self.counters.num_completed += 1
         rest = stream.rest()
         events: list[Tokens | Done] = [Tokens(stream.request_id, stream.num_tokens, (), rest, ())] if rest else []
-        for event in [*events, stream.done(reason, time.monotonic_ns())]:
+        for event in [*events, stream.done(reason, self._clock())]:
             if not self._send(stream, event):
                 return
 
     def _fail(self, stream: RequestStream, code: ErrorCode, message: str) -> None:
         """End a request without its answer, with its one terminal event."""
         self._remove(stream)
-        self.num_failed += 1
+        if code is ErrorCode.DEADLINE_EXCEEDED:
+            self.counters.num_expired += 1
+        else:
+            self.counters.num_failed += 1
         self._send(stream, error_event(code, message, stream.request_id))
 
     def _remove(self, stream: RequestStream) -> None:
@@ -253,21 +264,24 @@ class Coordinator:
         if stream is self._running:
             self._running = None
             self._slot.cancel()
-        with contextlib.suppress(ValueError):
+            self._queue.turn_over(stream.timings.running_s(self._clock()))
+        else:
             self._queue.remove(stream)
 
+    def _streams(self) -> list[RequestStream]:
+        """All requests that are not finished, in the order in which they run."""
+        return [*([self._running] if self._running is not None else []), *self._queue]
+
     def _streams_of(self, peer: bytes) -> list[RequestStream]:
-        running = [self._running] if self._running is not None else []
-        return [stream for stream in [*running, *self._queue] if stream.peer == peer]
+        return [stream for stream in self._streams() if stream.peer == peer]
 
     def _find(self, request_id: str) -> RequestStream | None:
-        running = [self._running] if self._running is not None else []
-        return next((stream for stream in [*running, *self._queue] if stream.request_id == request_id), None)
+        return next((stream for stream in self._streams() if stream.request_id == request_id), None)
 
     # ---- clients ----
-    def _send(self, stream: RequestStream, event: Accepted | Alive | Tokens | Done | Error) -> bool:
+    def _send(self, stream: RequestStream, event: Accepted | Alive | Prefill | Tokens | Done | Error) -> bool:
         """Send to a request's client; False if that ended the client's requests."""
-        stream.last_sent_ns = time.monotonic_ns()
+        stream.last_sent_ns = self._clock()
         delivery = self._listener.send(stream.peer, event)
         if delivery is Delivery.GONE:
             self._forget_client(stream.peer)
@@ -284,8 +298,8 @@ class Coordinator:
         streams = self._streams_of(peer)
         for stream in streams:
             self._remove(stream)
-        self.num_cancelled += len(streams)
-        self.num_dropped_clients += bool(streams)
+        self.counters.num_cancelled += len(streams)
+        self.counters.num_dropped_clients += bool(streams)
 
     def _drop_client(self, behind: RequestStream) -> None:
         """The client does not read: its requests end, and all it will find is the reason."""
@@ -293,69 +307,48 @@ class Coordinator:
         message = "the client did not read its events; more than the buffer of this engine holds were waiting"
         for stream in streams:
             self._remove(stream)
-            self.num_failed += 1
-        self.num_dropped_clients += 1
+            self.counters.num_failed += 1
+        self.counters.num_dropped_clients += 1
         last = [error_event(ErrorCode.SLOW_READER, message, stream.request_id) for stream in streams]
         self._listener.drop(behind.peer, last)
 
-    def _keep_alive(self) -> None:
-        """Tell clients that have heard nothing for a while that they are not forgotten; finds out which are gone."""
-        now_ns = time.monotonic_ns()
-        running = [self._running] if self._running is not None else []
-        for position, stream in enumerate([*running, *self._queue]):
-            if now_ns - stream.last_sent_ns >= ALIVE_EVERY_NS and not self._listener.is_behind(stream.peer):
+    def _tell_where_requests_are(self) -> None:
+        """Changed places in the queue, progress of the prefill, a word after a silence; finds out which clients are gone."""
+        now_ns = self._clock()
+        for position, stream in enumerate(self._streams()):
+            silent_ns = now_ns - stream.last_sent_ns
+            if self._listener.is_behind(stream.peer):
+                continue
+            if stream is self._running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
+                self._send(stream, Prefill(stream.request_id, self._slot.position, len(stream.request.prompt)))
+            elif position != stream.told_position or silent_ns >= ALIVE_EVERY_NS:
+                stream.told_position = position
                 self._send(stream, Alive(stream.request_id, position))
 
     # ---- the engine ----
     @property
     def state(self) -> EngineState:
         """What the engine can do now."""
-        if self._farewell is not None or self._control.aborted() or (self._has_been_ready and self._watch.has_failed_rank()):
-            return EngineState.FAILED
-        if self._watch.look() is not None:
-            return EngineState.FAILED
-        if self._drain_deadline is not None:
-            return EngineState.DRAINING
-        return EngineState.READY if self._is_ready() else EngineState.LOADING
-
-    def _is_ready(self) -> bool:
-        if not self._has_been_ready:
-            ranks = range(self._control.world_size)
-            self._has_been_ready = all(self._control.state(rank) in (RankState.READY, RankState.RUNNING) for rank in ranks)
-        return self._has_been_ready
+        return EngineState.FAILED if self._farewell is not None else self._life.state
 
     def _look_after_engine(self) -> None:
-        if (abort := self._control.abort()) is not None:
-            self._farewell = self._after_abort(*abort)
-        elif self._supervisor_fd >= 0 and select.select([self._supervisor_fd], [], [], 0)[0]:
-            self._farewell = Farewell(ErrorCode.ENGINE_LOST, "the launcher of the engine died; start the engine again", 4)
-        elif self.num_stop_signals > 1:
-            self._farewell = Farewell(ErrorCode.SHUTDOWN, "the engine was stopped before the answer was complete", 0)
-        elif self._drain_deadline is None and (self.num_stop_signals or self._control.draining()):
+        self._farewell = self._why_end()
+        if self._farewell is None and not self._life.draining and (self.num_stop_signals or self._control.draining()):
             self._begin_drain()
-        elif (fault := self._watch.look()) is not None:
-            for stream in [*([self._running] if self._running else []), *self._queue]:
+            self._farewell = self._why_end()
+        if self._farewell is None and (fault := self._life.fault()) is not None:
+            for stream in self._streams():
                 self._fail(stream, ErrorCode.RANK_FAILED, fault)
-        if self._drain_deadline is not None and self._farewell is None:
-            is_idle = self._running is None and not self._listener.has_backlog
-            if is_idle or self._drain_deadline.expired():
-                self._farewell = self._drained()
+
+    def _why_end(self) -> Farewell | None:
+        is_running = self._running is not None
+        is_idle = not is_running and not self._listener.has_backlog
+        return self._life.farewell(self.num_stop_signals, is_running=is_running, is_idle=is_idle)
 
     def _begin_drain(self) -> None:
-        if self._drain_deadline is None:
-            self._drain_deadline = Deadline.after(self._args.drain_s)
-            for stream in list(self._queue):
-                self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")
-
-    def _drained(self) -> Farewell:
-        message = f"the engine is being stopped and the answer was not complete within {self._args.drain_s:g} s"
-        return Farewell(ErrorCode.DRAIN_TIMEOUT, message, 0 if self._running is None else EXIT_DRAIN_TIMEOUT)
-
-    def _after_abort(self, cause: AbortCause, rank: int) -> Farewell:
-        if cause is AbortCause.SHUTDOWN and self._drain_deadline is not None and self._drain_deadline.expired():
-            return self._drained()
-        code, message, exit_code = describe_abort(cause, rank, self._control.abort_requests())
-        return Farewell(code, message, exit_code)
+        self._life.drain()
+        for stream in list(self._queue):
+            self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")
 
 
 def run_coordinator(args: CoordinatorArgs) -> int:

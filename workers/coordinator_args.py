@@ -31,7 +31,8 @@ class CoordinatorArgs:
     supervisor_pid: int
     drain_s: float  # time for the running request after a stop was asked for
     rpc_port: int | None = None  # TCP port besides the socket file; 0: a free one
-    queue_limit: int = 16  # requests that may wait
+    queue_limit: int = 64  # requests that may wait
+    client_queue_limit: int = 16  # of them those of one connection
     rpc_host: str = "127.0.0.1"  # address of the TCP port
 
     def to_json(self) -> str:

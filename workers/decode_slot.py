@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kog_dist.control import ControlPage, DecodeRequest
-from kog_dist.decode.ring import Finish, TokenEntry
+from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.wait import Deadline
+from kog_dist.workers.kept_caches import KeptCaches
 
 MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
 
 
 class DecodeSlot:
-    """Occupied from `submit` until the ranks' last entry, also when nobody wants the tokens any more."""
+    """Occupied from `submit` until the ranks' last entry, also when nobody wants the tokens any more.
 
-    def __init__(self, control: ControlPage) -> None:
-        self._control = control
+    `window`: of the model's windowed layers, None if it has none.
+    """
+
+    def __init__(self, control: ControlPage, window: int | None) -> None:
+        self._control, self._window = control, window
+        self._caches: KeptCaches | None = None  # known once the ranks are ready
         self._seq: int | None = None
         self._next_index = 0
+        self._num_cached = 0
+        self._sequence: list[int] = []  # prompt and answer of the current request
 
     @property
     def busy(self) -> bool:
         """Whether ranks may still write entries of the current request."""
         return self._seq is not None
 
+    @property
+    def position(self) -> int:
+        """Tokens of the current request, prompt and answer, that are in the KV cache; 0 without one."""
+        if self._seq is None:
+            return 0
+        progress = self._control.progress(self._seq)
+        return self._num_cached if progress is None else progress
+
     def may_submit(self) -> bool:
         """Whether the next request may be handed over: request blocks are two, used in turn."""
         newest = self._control.doorbell()
         return not self.busy and (newest < 2 or self._control.all_done(newest - 1))
 
-    def submit(self, request: DecodeRequest) -> None:
-        """Hand a request to the ranks. The slot must be free."""
+    def submit(self, request: DecodeRequest, *, reuse_kv: bool) -> DecodeRequest:
+        """Hand a request to the ranks, which are ready; the slot must be free. Returns it with the KV cache that it runs in.
+
+        `reuse_kv`: positions that an earlier request left there may count.
+        """
         assert not self.busy, "the ranks decode one request at a time"
+        if self._caches is None:
+            self._caches = KeptCaches(self._control.kv_layout(), self._window)
+        request = replace(request, kv=self._caches.take(request.prompt, reuse=reuse_kv))
         self._seq = self._control.submit(request)
-        self._next_index = 0
+        self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, list(request.prompt)
+        return request
 
     def cancel(self) -> None:
         """Ask the ranks to end the current request early; the slot stays busy until they have."""
@@ -52,6 +76,17 @@ class DecodeSlot:
                 break
             entries.append(entry)
             self._next_index += 1
+            if entry.token_id != NO_TOKEN:
+                self._sequence.append(entry.token_id)
             if entry.finish is not Finish.NONE:
-                self._seq = None
+                self._end(entry.finish)
         return entries
+
+    def _end(self, finish: Finish) -> None:
+        assert self._caches is not None
+        if finish is Finish.NUMERICAL_FAULT:
+            self._caches.forget()
+        else:
+            self._caches.give_back(self._sequence, self.position, num_written=self.position)
+        self._seq = None
+        self._sequence = []

@@ -57,6 +57,10 @@ class RequestTimings:
         """Seconds from the reception to a moment, never negative."""
         return max(0, moment_ns - self.received_ns) / 1e9
 
+    def running_s(self, now_ns: int) -> float:
+        """Seconds since the ranks have it."""
+        return 0.0 if self.submitted_ns is None else max(0, now_ns - self.submitted_ns) / 1e9
+
     def figures(self, end_ns: int) -> Figures:
         """The figures of a request that ends now."""
         stamps_ns = self._stamps_ns

@@ -262,9 +262,10 @@ class RpcListener:
                     path.unlink()
 
 
-def error_event(code: ErrorCode, message: str, request_id: str | None = None) -> Error:
+def error_event(code: ErrorCode, message: str, request_id: str | None = None, retry_after_s: float | None = None) -> Error:
     """An `Error`, its message cut to what the protocol carries."""
-    return Error(code, message.encode("utf-8", "replace")[:4096].decode("utf-8", "ignore") or code.value, request_id)
+    short = message.encode("utf-8", "replace")[:4096].decode("utf-8", "ignore") or code.value
+    return Error(code, short, request_id, retry_after_s)
 
 
 def _holder_of_file(path: Path) -> str | None:

@@ -27,7 +27,7 @@ from kog_dist.workers.served_model import ServedModel
 CONTEXT = 24
 ALPHABET = 2  # token ids 1 and 2 are the letters a and b; 0 ends an answer
 WORLD_SIZE = 2
-QUEUE_LIMIT = 3
+QUEUE_LIMIT, CLIENT_QUEUE_LIMIT = 4, 3
 OUTBOX = 12
 RARELY = st.integers(0, 40).map(lambda number: number == 23)
 PEERS = [b"p0", b"p1", b"p2"]
@@ -114,7 +114,18 @@ class Lifecycle(RuleBasedStateMachine):
         self.control = ControlPage.create(WORLD_SIZE, CONTEXT)
         self.wire = Wire()
         model = ServedModel("letters", Path("letters"), spec, cast(Tokenizer, Letters()), (0,))
-        args = CoordinatorArgs("unit", "unit", -1, -1, "unit", "unit", -1, drain_s=1e6, queue_limit=QUEUE_LIMIT)
+        args = CoordinatorArgs(
+            "unit",
+            "unit",
+            -1,
+            -1,
+            "unit",
+            "unit",
+            -1,
+            drain_s=1e6,
+            queue_limit=QUEUE_LIMIT,
+            client_queue_limit=CLIENT_QUEUE_LIMIT,
+        )
         self.coordinator = Coordinator(args, self.control, model, cast(RpcListener, self.wire))
         self.sent: dict[str, tuple[bytes, Generate]] = {}
         self.seq, self.decoding, self.index = 0, cast("DecodeRequest | None", None), 0

@@ -60,7 +60,7 @@ class FakeEngine:
     def __init__(
         self, folder: Path, answer: Callable[[DecodeRequest], Sequence[int]], *, world_size: int = 2, max_context: int = 256,
         with_tokenizer: bool = True, ready: bool = True, paced: bool = False, queue_limit: int = 4, drain_s: float = PATIENCE_S,
-        tcp_port: int | None = None, own_process: bool = False,
+        tcp_port: int | None = None, own_process: bool = False, client_queue_limit: int = 4,
     ) -> None:  # fmt: skip
         self.folder = folder / "instance"
         self.folder.mkdir(mode=0o700)
@@ -81,7 +81,7 @@ class FakeEngine:
             self.become_ready()
         self.args = CoordinatorArgs(
             "test", str(self.folder), -1, self.control.fd, str(self.model), "tiny", self._supervisor.pid, drain_s, tcp_port,
-            queue_limit,
+            queue_limit, client_queue_limit,
         )  # fmt: skip
         if own_process:
             self._process = subprocess.Popen(
