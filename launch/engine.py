@@ -66,7 +66,7 @@ class EngineProcesses:
         self.instance = self._lease.name
         self._reaper = Reaper.start(self._lease)
         try:
-            self.control = ControlPage.create(target.world_size, target.checkpoint.spec.max_context)
+            self.control = ControlPage.create(target.world_size, spec.max_context, vocab_size=spec.vocab_size)
             self._rendezvous = LocalRendezvous.create(target.world_size)
         except BaseException:
             self._lease.remove()
@@ -164,6 +164,7 @@ class EngineProcesses:
             info=RankInfo(rank, self.world_size, rank, self.instance, 1, self.control.fd, self._rendezvous.fd),
             model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
+            placement=self._target.placement(rank),
         )  # fmt: skip
 
     def _spawn_coordinator(self) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from kog_dist.hardware.cpus import CpuMap, cpu_map, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Inventory, inventory_from
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch import gpu_choice
+from kog_dist.launch.engine import EngineProcesses
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
-from kog_dist.launch.target import model_folder, place_on_gpus
+from kog_dist.launch.target import choose_target, model_folder, place_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.topology import RankInfo
+from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from tests.unit.fake_nvml import FakeGpu, node
 
@@ -209,3 +212,21 @@ def test_a_process_takes_its_place() -> None:
 
 def test_an_empty_map_pins_nobody() -> None:
     assert share_cpus([NODE_0], CpuMap(())) == (frozenset(),)
+
+
+def test_an_engine_pins_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    cpu = max(os.sched_getaffinity(0))
+    settings = LaunchConfig(device="cpu", ranks=2)
+    target = replace(choose_target(settings), placements=(ANYWHERE, Placement(str(cpu))))
+    engine = EngineProcesses(settings, target, None, None)
+    try:
+        engine.start()
+        pid, deadline = engine.rank_pid(1), Deadline.after(30)
+        assert pid is not None
+        while os.sched_getaffinity(pid) != {cpu}:
+            assert not deadline.expired(), "the rank did not pin itself"
+            time.sleep(0.01)
+        assert os.sched_getaffinity(engine.rank_pid(0) or 0) == os.sched_getaffinity(0)
+    finally:
+        engine.stop(None)
