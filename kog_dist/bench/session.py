@@ -99,7 +99,10 @@ class EngineSession:
         return bool(self._started) and self._started[-1].poll() is not None
 
     def processes(self) -> dict[str, int]:
-        """Pids of the live processes by role: launcher, reaper, coordinator, client, rank 0 ...; with MPI host 1 ..., mpirun"""
+        """Pids of the live processes by role: launcher, reaper, coordinator, client, rank 0 ...
+
+        With MPI host 1 ..., mpirun; with replicas router, and what belongs to one is `rank 0 of r1`.
+        """
         found: dict[str, int] = {}
         for pid, command, environ in sorted(self._marked()):
             found.setdefault(_role(command, environ, found), pid)
@@ -174,12 +177,23 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
         return program  # mpirun and what belongs to it
     module = next((command[i + 1] for i, word in enumerate(command[:-1]) if word == "-m"), "")
     if module == "kog_dist.workers.worker":
-        return f"rank {json.loads(command[-1])['info']['rank']}"
+        info = json.loads(command[-1])["info"]
+        return f"rank {info['rank']}{_of_replica(info['instance'])}"
     if module == "kog_dist.workers.coordinator":
-        return "coordinator"
+        return f"coordinator{_of_replica(json.loads(command[-1])['instance'])}"
+    if module == "kog_dist.router.process":
+        return "router"
     if module == "kog_dist.rpc.cli":
         return "client"
     ranks = read_rank_variables(environ)
     if ranks is not None and ranks.rank > 0:
         return f"host {ranks.rank}"
-    return "reaper" if "launcher" in found else "launcher"
+    instance = next((word.partition("=")[2] for word in command if word.startswith("--instance=")), "")
+    launcher = f"launcher{_of_replica(instance)}"
+    return launcher.replace("launcher", "reaper") if launcher in found else launcher
+
+
+def _of_replica(instance: str) -> str:
+    """` of r0` for the instance name of a replica."""
+    _, dot, name = instance.rpartition(".")
+    return f" of {name}" if dot else ""

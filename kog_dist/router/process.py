@@ -28,7 +28,7 @@ def run_router(args: RouterArgs) -> int:
     router = Router(args.instance, listener, address, orders, drain_s=args.drain_s)
 
     def stop(_signum: int, _frame: object) -> None:
-        router.num_stop_signals += 1
+        router.is_stopped = True
 
     signal.signal(signal.SIGTERM, stop)
     return router.run()

@@ -82,7 +82,7 @@ class Router:
         self.instance = instance
         self.fleet = Fleet(f"kr{secrets.token_hex(4)}.")
         self.counters = Counters()
-        self.num_stop_signals = 0
+        self.is_stopped = False  # set from outside: end at once
         self._listener = listener
         self._address = address
         self._orders = orders
@@ -123,11 +123,11 @@ class Router:
         next_s = min(self.fleet.next_look_s(), self._look_again_s if self._book.waiting else math.inf)
         has_orders = self._sleep(min(timeout_s, max(0.0, next_s - now_s)))
         now_s = self._clock()
-        if has_orders:
-            self._read_orders(now_s)
         for link in self.fleet.links():
             for frame in link.receive(_MESSAGES_PER_TURN, now_s):
                 self._take_frame(link, frame, now_s)
+        if has_orders:
+            self._read_orders(now_s)
         for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
             self._answer(peer, message, now_s)
         for link, reason in self.fleet.look(now_s):
@@ -434,10 +434,8 @@ class Router:
                 self._fail(request, ErrorCode.DRAINING, message)
 
     def _look_after_drain(self, now_s: float) -> None:
-        if self.num_stop_signals > 1:
+        if self.is_stopped:
             self.farewell = Farewell(ErrorCode.SHUTDOWN, "the engines were stopped before the answer was complete", 0)
-        elif self.num_stop_signals:
-            self._begin_drain(now_s)
         if self._drain_deadline_s is None or self.farewell is not None:
             return
         is_idle = not self._book.unfinished and not self._listener.has_backlog

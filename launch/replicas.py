@@ -1,0 +1,331 @@
+"""`kog-launch --replicas N`: keeps N engines alive and a router in front of them. docs/launchers.md says who does what.
+
+Local replicas are child launchers; on a cluster Ray places them (`launch/replica_ray.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from types import FrameType
+
+from kog_dist import env
+from kog_dist.config import LaunchConfig
+from kog_dist.errors import ConfigError, KogError
+from kog_dist.launch import local
+from kog_dist.launch.choice import choose_launcher
+from kog_dist.launch.events import EventLog
+from kog_dist.launch.fleet_folder import FleetFolder
+from kog_dist.launch.local import Child
+from kog_dist.launch.outcome import (
+    EXIT_CANNOT_START,
+    EXIT_OK,
+    EXIT_RANK_DIED,
+    EXIT_TIMEOUT,
+    INTERRUPTED,
+    Outcome,
+    how_it_ended,
+    signal_name,
+)
+from kog_dist.launch.progress import StartupProgress
+from kog_dist.launch.replica_places import LocalReplica, Replica, StartReplica, gpus_of_replica
+from kog_dist.launch.replica_remote import RemoteReplicas
+from kog_dist.launch.replica_scaling import Scaler
+from kog_dist.launch.replica_set import MAX_RESTARTS, RESTART_WINDOW_S, ReplicaSet
+from kog_dist.launch.request import PromptRequest
+from kog_dist.launch.signals import StopSignals
+from kog_dist.router.args import RouterArgs
+from kog_dist.router.orders import FleetOrder, FleetReport, latest_packet, socket_pair
+from kog_dist.wait import Deadline
+
+TICK_S = 0.05
+STARTUP_MARGIN_S = 2.0  # a replica knows best why it is not ready, and says so after its own limit
+DRAIN_MARGIN_S = 1.0  # the router ends requests that take too long; this is for a router that does not
+STOP_S = 5.0  # for all replicas to stop, once nothing runs on them
+_MAX_INSTANCE = 36  # characters: `.r255` follows
+
+
+def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
+    """Run the fleet until it is told to stop. Returns the exit code.
+
+    Raises KogError only for what is wrong before any process exists.
+    """
+    with StopSignals() as signals, EventLog(settings.log_dir) as events:
+        try:
+            _check(settings, request)
+            remotes = RemoteReplicas(settings.remote_replicas)
+            with FleetFolder(settings.instance or "default") as folder, _starter(settings, folder, events) as start:
+                outcome = FleetLauncher(settings, folder, start, remotes, signals, events).run()
+        except KogError as error:
+            events.note(str(error))
+            Outcome(error.exit_code, "cannot_start", str(error)).write(events.log_dir, settings.instance)
+            raise
+        if outcome.sentence is not None:
+            events.say(outcome.sentence, error=True)
+        events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
+        outcome.write(events.log_dir, settings.instance)
+    return outcome.exit_code
+
+
+def _check(settings: LaunchConfig, request: PromptRequest | None) -> None:
+    if request is not None:
+        raise ConfigError("--prompt goes with one engine; start the replicas without it and use kog-client generate")
+    if settings.instance is not None and len(settings.instance) > _MAX_INSTANCE:
+        raise ConfigError(f"--instance {settings.instance!r} must have at most {_MAX_INSTANCE} characters with replicas")
+    for replica_idx in range(settings.max_replicas or settings.replicas):
+        gpus_of_replica(settings, replica_idx)
+
+
+@contextlib.contextmanager
+def _starter(settings: LaunchConfig, folder: FleetFolder, events: EventLog) -> Iterator[StartReplica]:
+    """What starts a replica where this run wants them."""
+    if settings.replicas and choose_launcher(settings, os.environ).launcher == "ray":
+        from kog_dist.launch.replica_ray import ray_replicas
+
+        with ray_replicas(settings, folder.name, folder.path, events.note) as start:
+            yield start
+        return
+
+    def start_local(name: str, _generation: int) -> Replica:
+        return LocalReplica(settings, folder.name, name, watch=folder.watch)
+
+    yield start_local
+
+
+class FleetLauncher:
+    """One fleet: its router, its replicas, and what their user wants."""
+
+    def __init__(
+        self, settings: LaunchConfig, folder: FleetFolder, start: StartReplica, remotes: RemoteReplicas, signals: StopSignals,
+        events: EventLog,
+    ) -> None:  # fmt: skip
+        self._settings, self._folder = settings, folder
+        self._signals, self._events, self._remotes = signals, events, remotes
+        self._replicas = ReplicaSet(start, events.say, time.monotonic)
+        self._low = settings.min_replicas if settings.min_replicas is not None else settings.replicas
+        self._high = settings.max_replicas if settings.max_replicas is not None else settings.replicas
+        self._num_first = min(max(settings.replicas, self._low), self._high)
+        self._begin_s = time.monotonic()
+        self._scaler = Scaler(self._low, self._high, settings.scale_down_after, self._begin_s)
+        self._router: Child | None = None
+        self._router_restarts: deque[float] = deque()
+        self._orders: socket.socket | None = None
+        self._last_order = b""
+        self._report: FleetReport | None = None
+        self._is_announced = False
+        self._num_rolls = 0
+        self._drain_deadline: Deadline | None = None
+        self._progress = StartupProgress(under_starter=False)
+
+    def run(self) -> Outcome:
+        """Start everything, keep it alive, and take it down again. Returns how it ended."""
+        previous = signal.signal(signal.SIGUSR1, self._ask_for_roll)
+        outcome: Outcome | None = None
+        try:
+            self._start_router()
+            self._replicas.grow(self._num_first)
+            while outcome is None:
+                self._wait()
+                self._look()
+                outcome = self._decide()
+            return outcome
+        except KogError as error:
+            outcome = Outcome(error.exit_code, "cannot_start", str(error))
+            return outcome
+        finally:
+            self._progress.clear()
+            self._stop(outcome)
+            signal.signal(signal.SIGUSR1, previous)
+
+    def _ask_for_roll(self, _signum: int, _frame: FrameType | None) -> None:
+        self._num_rolls += 1
+
+    # ---- the router ----
+    def _start_router(self) -> None:
+        ours, theirs = socket_pair()
+        arguments = RouterArgs(
+            self._folder.name, str(self._folder.path), self._folder.lease_fd, theirs.fileno(), self._settings.shutdown_timeout,
+            self._settings.rpc_port, self._settings.rpc_host,
+        )  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
+        with theirs:
+            self._router = local.spawn(
+                "router", "kog_dist.router.process", [arguments.to_json()], environment=environment,
+                pass_fds=(theirs.fileno(), self._folder.lease_fd), log_dir=self._events.log_dir,
+            )  # fmt: skip
+        self._folder.watch(self._router.pid)
+        self._orders, self._last_order = ours, b""
+
+    def _talk(self) -> None:
+        """Send the router what it shall do, if that has changed, and read what it has seen."""
+        if self._orders is None:
+            return
+        replicas = (*self._replicas.orders(), *self._remotes.orders())
+        order = FleetOrder(replicas, self._drain_deadline is not None).to_bytes()
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # it is busy, or gone, which is seen elsewhere
+            if order != self._last_order:
+                self._orders.send(order)
+                self._last_order = order
+        with contextlib.suppress(EOFError):
+            if (packet := latest_packet(self._orders)) is not None:
+                self._report = FleetReport.from_bytes(packet)
+
+    def _router_ended(self) -> Outcome | None:
+        """Start a router that was killed again; an outcome when it was drained, or dies too often."""
+        assert self._router is not None
+        code = self._router.exit_code
+        if code is None:
+            return None
+        self._router.read_output()
+        if code == EXIT_OK:
+            return Outcome(EXIT_OK, "drained")
+        if code == EXIT_TIMEOUT:
+            sentence = f"running requests did not finish within {self._settings.shutdown_timeout:g} s and were ended"
+            return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
+        said = self._router.last_line().removeprefix("router: ")
+        why = said if said and code > 0 else f"the router (pid {self._router.pid}) {how_it_ended(code)}"
+        now_s = time.monotonic()
+        while self._router_restarts and now_s - self._router_restarts[0] > RESTART_WINDOW_S:
+            self._router_restarts.popleft()
+        if not self._is_announced or len(self._router_restarts) == MAX_RESTARTS:
+            exit_code = EXIT_RANK_DIED if self._is_announced else EXIT_CANNOT_START
+            return Outcome(exit_code, "router_died", why, pid=self._router.pid, signal=signal_name(code))
+        self._router_restarts.append(now_s)
+        self._events.say(f"{why}; its clients have lost their requests, and it is started again", error=True)
+        self._close_router()
+        self._start_router()
+        return None
+
+    def _close_router(self) -> None:
+        if self._router is not None:
+            self._router.send(signal.SIGKILL)
+            self._router.process.wait()
+            self._router.close()
+        if self._orders is not None:
+            self._orders.close()
+        self._router = self._orders = None
+
+    # ---- the loop ----
+    def _wait(self) -> None:
+        """Until something happens, at most a tick."""
+        with selectors.DefaultSelector() as selector:
+            fds = {self._signals.wakeup_fd}
+            if self._orders is not None:
+                fds.add(self._orders.fileno())
+            if self._router is not None:
+                fds |= {fd for fd in (self._router.ended_fd, self._router.stderr_fd) if fd >= 0}
+            for slot in self._replicas.slots.values():
+                fds |= set(slot.replica.wake_fds() if slot.replica is not None else [])
+            for fd in fds:
+                selector.register(fd, selectors.EVENT_READ)
+            selector.select(TICK_S)
+
+    def _look(self) -> None:
+        self._signals.clear_wakeup()
+        if self._router is not None:
+            self._router.read_output()
+        self._talk()
+        self._replicas.look(self._report)
+        self._remotes.look(self._report, time.monotonic())
+        if (gone := self._folder.mend()) is not None:
+            self._events.say(f"the process that cleans up (pid {gone}) was killed and has been started again", error=True)
+        if self._num_rolls and self._drain_deadline is None:
+            self._num_rolls = 0
+            if self._replicas.begin_roll():
+                self._events.say("SIGUSR1: restarting the replicas one by one")
+        self._announce()
+        self._scale()
+        self._talk()
+
+    def _scale(self) -> None:
+        if self._report is None or self._high == self._low or self._drain_deadline is not None or not self._is_announced:
+            return
+        change = self._scaler.decide(
+            time.monotonic(), num_replicas=len(self._replicas.slots), num_waiting=self._report.num_waiting,
+            num_running=sum(replica.num_running for replica in self._report.replicas), is_settled=self._replicas.is_settled,
+        )  # fmt: skip
+        if change > 0:
+            self._events.say(f"{self._report.num_waiting} requests wait: starting one replica more")
+            self._replicas.grow()
+        elif change < 0:
+            self._events.say(f"one replica is not needed since {self._settings.scale_down_after:g} s: stopping it")
+            self._replicas.shrink()
+
+    def _announce(self) -> None:
+        if self._is_announced or self._report is None:
+            return
+        ready = [replica for replica in self._report.replicas if replica.state == "ready"]
+        if not ready or self._replicas.num_serving < self._num_first:
+            self._progress.show(f"waiting for {self._still()}")
+            return
+        self._progress.clear()
+        self._is_announced = self._replicas.is_announced = True
+        ranks = ready[0].world_size
+        what = f"{len(ready)} replica{'s' if len(ready) > 1 else ''} of {ranks} rank{'s' if ranks > 1 else ''}"
+        self._events.say(
+            f"{ready[0].model} on {what}, instance {self._folder.name}, {self._report.address}, "
+            f"ready after {time.monotonic() - self._begin_s:.1f} s"
+        )
+
+    # ---- decisions ----
+    def _decide(self) -> Outcome | None:
+        if self._replicas.failure is not None:
+            return self._replicas.failure
+        outcome = self._router_ended() or self._answer_signals()
+        if outcome is not None:
+            return outcome
+        if self._replicas.is_lost() and not len(self._remotes):
+            return Outcome(EXIT_RANK_DIED, "no_replica_left", "no replica is left; see what ended them above")
+        limit_s = self._settings.startup_timeout + STARTUP_MARGIN_S
+        if not self._is_announced and time.monotonic() - self._begin_s > limit_s:
+            sentence = f"the replicas were not ready after {self._settings.startup_timeout:g} s: {self._still()}"
+            return Outcome(EXIT_TIMEOUT, "startup_timeout", sentence)
+        return None
+
+    def _still(self) -> str:
+        """What start-up waits for: `replica r1: loading`."""
+        reported = {replica.name: replica for replica in self._report.replicas} if self._report is not None else {}
+        doing = {name: slot.replica.doing for name, slot in self._replicas.slots.items() if slot.replica is not None}
+        doing |= {name: f"{replica.state} {replica.reason}".strip() for name, replica in reported.items()}
+        late = [f"replica {name}: {what}" for name, what in doing.items() if what != "ready"]
+        return f"{late[0]}, and {len(late) - 1} more" if len(late) > 1 else "".join(late) or "the router"
+
+    def _answer_signals(self) -> Outcome | None:
+        signals = self._signals
+        if self._drain_deadline is not None:
+            if signals.count > 1:
+                return self._interrupted()
+            if self._drain_deadline.expired():
+                return Outcome(EXIT_TIMEOUT, "drain_timeout", "the router did not end in time and was killed")
+            return None
+        if signals.count > 1 or (signals.count and not self._is_announced):
+            return self._interrupted()
+        if signals.count or (self._report is not None and self._report.is_draining):
+            limit_s = self._settings.shutdown_timeout
+            self._drain_deadline = Deadline.after(limit_s + DRAIN_MARGIN_S)
+            who = signals.last.name if signals.last is not None else "a client asked"
+            self._events.say(f"{who}: draining, at most {limit_s:g} s")
+        return None
+
+    def _interrupted(self) -> Outcome:
+        signum = self._signals.last
+        assert signum is not None
+        return Outcome(128 + signum, f"{INTERRUPTED}{signum.name.lower()}", signal=signum.name)
+
+    def _stop(self, outcome: Outcome | None) -> None:
+        """End every process; replicas whose requests are finished, or given up, do not take long."""
+        if self._router is not None and self._router.exit_code is None:
+            self._router.send(signal.SIGTERM)  # it tells its clients
+        is_orderly = outcome is not None and outcome.exit_code == EXIT_OK
+        self._replicas.begin_stop(drain=is_orderly)
+        deadline = Deadline.after(STOP_S)
+        while not self._replicas.ended() and not deadline.expired():
+            self._wait()
+        self._replicas.close()
+        self._close_router()
