@@ -50,12 +50,13 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
         ended: Outcome | None = None
         try:
             ended = outcome = Supervisor(settings, engine, signals, events).run()
+            _record(outcome, events, engine.instance)  # at once: where a host of a rank died, mpirun kills this process, too
         except KogError as error:
             ended = outcome = Outcome(error.exit_code, "cannot_start", str(error))
             events.say(str(error), error=True)
+            _record(outcome, events, engine.instance)
         finally:
             engine.stop(ended)
-        _record(outcome, events, engine.instance)
     return outcome.exit_code
 
 

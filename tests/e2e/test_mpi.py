@@ -160,9 +160,11 @@ def test_exception_on_one_rank_ends_all(session: EngineSession, tiny_model: Path
         encoding="utf-8",
     )
     session.variables["PYTHONPATH"] = str(session.folder)
+    before = set(Path("/dev/shm").iterdir())
     launcher = session.launch(str(tiny_model))
     assert launcher.wait(LOADED_S) != 0
     assert_clean(session)
+    assert not [path for path in Path("/dev/shm").iterdir() if "mpi" in path.name and path not in before]
     said = session.output()
     assert said.count("ArithmeticError: planted") == 1, said
 
