@@ -66,7 +66,7 @@ class EngineProcesses:
         self.instance = self._lease.name
         self._reaper = Reaper.start(self._lease)
         try:
-            self.control = ControlPage.create(target.world_size, spec.max_context, vocab_size=spec.vocab_size)
+            self.control = ControlPage.create(target.world_size, target.checkpoint.spec.max_context)
             self._rendezvous = LocalRendezvous.create(target.world_size)
         except BaseException:
             self._lease.remove()
