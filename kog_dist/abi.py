@@ -116,6 +116,8 @@ CONTROL_HEADER = Struct(
         Field("request_offset", "u64", "byte offset of two request blocks, used in turn"),
         Field("request_stride", "u64", "bytes from one request block, with all that follows it, to the next"),
         Field("ring_offset", "u64", "byte offset of RingHeader, then TokenEntry[max_context], then LogprobEntry[max_context]"),
+        Field("mask_offset", "u64", "byte offset of two slots of MaskWord[(vocab_size + 31) / 32], used in turn"),
+        Field("vocab_size", "u64", "ids that a mask has a bit for"),
         Field("abort", "u64", "0, or generation << 32 | cause << 16 | rank; writer: supervisor, once", align=LINE_BYTES),
         Field("drain", "u64", "1: take no new requests, finish what runs; writer: supervisor"),
         Field("doorbell", "u64", "seq of the newest complete request block; writer: coordinator", align=LINE_BYTES),
@@ -185,6 +187,7 @@ REQUEST_BLOCK = Struct(
         Field("min_tokens", "u32", "tokens before the first that may end the answer"),
         Field("num_logit_bias", "u32", "used entries of the LogitBias array behind the prompt's room"),
         Field("logprobs", "u32", "0: none wanted; n + 1: of every token, and of the n best"),
+        Field("mask_epoch", "u64", "epoch of the mask for the first token of the answer; 0: no masks"),
     ),
     size_multiple=LINE_BYTES,
 )
@@ -192,6 +195,11 @@ LOGIT_BIAS = Struct(
     "LogitBias",
     "Added to the logit of one id.",
     (Field("token_id", "u32", "each id once"), Field("bias", "f32", "from -100 to 100")),
+)
+MASK_WORD = Struct(
+    "MaskWord",
+    "32 bits of a mask of the vocabulary, lowest id first, and its epoch; writer: the grammar process.",
+    (Field("bits_and_epoch", "u64", "bits | epoch << 32"),),
 )
 RING_HEADER = Struct(
     "RingHeader",
@@ -228,7 +236,7 @@ LOGPROB_ENTRY = Struct(
 )
 
 STRUCTS = (
-    CONTROL_HEADER, WAIT_RECORD, RANK_CONTROL, REQUEST_BLOCK, LOGIT_BIAS, RING_HEADER, TOKEN_ENTRY, LOGPROB_ENTRY,
+    CONTROL_HEADER, WAIT_RECORD, RANK_CONTROL, REQUEST_BLOCK, LOGIT_BIAS, MASK_WORD, RING_HEADER, TOKEN_ENTRY, LOGPROB_ENTRY,
 )  # fmt: skip
 CONTROL_MAGIC = int.from_bytes(b"KOGCTRL\0", "little")
 

@@ -29,6 +29,7 @@ from kog_dist.abi import (
     WaitRecord,
     abi_digest,
 )
+from kog_dist.decode.masks import MaskSlots, mask_bytes
 from kog_dist.decode.ring import TokenRing, ring_bytes
 from kog_dist.decode.sampling import UNSHAPED, Shaping
 from kog_dist.errors import LaunchError, ProtocolError, RequestError
@@ -108,7 +109,8 @@ class KvUse:
 class DecodeRequest:
     """What ranks know of a request. `seed` is an unsigned 64-bit number; at most 16 `stop_ids` (the model's end tokens).
 
-    `logprobs`: log-probabilities of every token and of so many alternatives; None = none.
+    `logprobs`: log-probabilities of every token and of so many alternatives; None = none. `mask_epoch`: 0, or a grammar
+    constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see decode/masks.py).
     """
 
     prompt: tuple[int, ...]
@@ -121,6 +123,7 @@ class DecodeRequest:
     kv: KvUse = KvUse()
     shaping: Shaping = UNSHAPED
     logprobs: int | None = None
+    mask_epoch: int = 0
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -130,7 +133,7 @@ class DecodeRequest:
     @property
     def is_shaped(self) -> bool:
         """Whether rank 0 needs all logits: for anything but greedy and temperature sampling without log-probabilities."""
-        return self.logprobs is not None or self.shaping.is_needed(self.temperature)
+        return self.logprobs is not None or self.mask_epoch != 0 or self.shaping.is_needed(self.temperature)
 
 
 def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
@@ -154,6 +157,8 @@ def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
         finding = f"the KV caches {request.kv.cache} and {request.kv.source} do not exist"
     elif request.logprobs is not None and not 0 <= request.logprobs <= MAX_TOP_LOGPROBS:
         finding = f"logprobs is {request.logprobs}, expected 0 to {MAX_TOP_LOGPROBS}"
+    elif not 0 <= request.mask_epoch < _U64:
+        finding = f"mask_epoch is {request.mask_epoch}, expected 0 to 2^64 - 1"
     elif not all(0 <= token_id < _U32 for token_id, _ in request.shaping.logit_bias):
         finding = "an id of logit_bias does not fit into 32 bits"
     if finding:
@@ -187,15 +192,20 @@ class ControlPage:
         self._request_offset, self._request_stride = int(header["request_offset"]), int(header["request_stride"])
         self._doorbell_futex = FutexWord(segment.buffer, 8 * _DOORBELL)
         self.ring = TokenRing(segment, int(header["ring_offset"]), self.max_context)
+        self.masks = MaskSlots(segment, int(header["mask_offset"]), int(header["vocab_size"]))
 
     @classmethod
-    def create(cls, world_size: int, max_context: int, generation: int = 1) -> ControlPage:
-        """A new page for `world_size` ranks; heartbeats start now. `generation` counts the starts of an engine, from 1."""
+    def create(cls, world_size: int, max_context: int, generation: int = 1, *, vocab_size: int = 0) -> ControlPage:
+        """A new page for `world_size` ranks; heartbeats start now. `generation` counts the starts of an engine, from 1.
+
+        Without a `vocab_size` there is no room for masks.
+        """
         rank_offset = CONTROL_HEADER.size_bytes
         request_offset = rank_offset + round_up(world_size * RANK_CONTROL.size_bytes)
         request_stride = round_up(_bias_offset(max_context) + MAX_LOGIT_BIAS * LOGIT_BIAS.size_bytes)
         ring_offset = request_offset + _NUM_BLOCKS * request_stride
-        segment = Segment.create("kog-control", ring_offset + ring_bytes(max_context))
+        mask_offset = ring_offset + ring_bytes(max_context)
+        segment = Segment.create("kog-control", mask_offset + mask_bytes(vocab_size))
         header = segment.array(CONTROL_HEADER.dtype, 1)
         header["abi_digest"] = abi_digest()
         header["generation"] = generation
@@ -203,6 +213,7 @@ class ControlPage:
         header["total_bytes"], header["rank_offset"] = segment.size_bytes, rank_offset
         header["request_offset"], header["request_stride"] = request_offset, request_stride
         header["ring_offset"] = ring_offset
+        header["mask_offset"], header["vocab_size"] = mask_offset, vocab_size
         header["magic"] = CONTROL_MAGIC
         del header
         page = cls(segment)
@@ -271,6 +282,7 @@ class ControlPage:
         for name in _SHAPING_FIELDS:
             block[name] = getattr(shaping, name)
         block["num_logit_bias"] = len(shaping.logit_bias)
+        block["mask_epoch"] = request.mask_epoch
         block["logprobs"] = 0 if request.logprobs is None else request.logprobs + 1
         prompt = np.asarray(request.prompt, "<u4").tobytes()
         biases = np.array(list(shaping.logit_bias), LOGIT_BIAS.dtype).tobytes()
@@ -340,6 +352,7 @@ class ControlPage:
             kv=KvUse(int(row["kv_cache"]), int(row["kv_source"]), int(row["num_cached"])),
             shaping=Shaping(**shaping, logit_bias=logit_bias),
             logprobs=int(row["logprobs"]) - 1 if int(row["logprobs"]) else None,
+            mask_epoch=int(row["mask_epoch"]),
         )
 
     def beat(self, rank: int) -> None:
@@ -418,6 +431,7 @@ class ControlPage:
     def close(self) -> None:
         """Unmap the page in this process. Nothing may be called afterwards."""
         self.ring.close()
+        self.masks.close()
         self._doorbell_futex.close()
         self._words.release()
         self._segment.close()

@@ -66,7 +66,8 @@ class EngineProcesses:
         self.instance = self._lease.name
         self._reaper = Reaper.start(self._lease)
         try:
-            self.control = ControlPage.create(target.world_size, target.checkpoint.spec.max_context)
+            spec = target.checkpoint.spec
+            self.control = ControlPage.create(target.world_size, spec.max_context, vocab_size=spec.vocab_size)
             self._rendezvous = LocalRendezvous.create(target.world_size)
         except BaseException:
             self._lease.remove()
@@ -164,6 +165,7 @@ class EngineProcesses:
             info=RankInfo(rank, self.world_size, rank, self.instance, 1, self.control.fd, self._rendezvous.fd),
             model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
+            num_kv_caches=self._target.num_kv_caches,
             placement=self._target.placement(rank),
         )  # fmt: skip
 
@@ -173,6 +175,8 @@ class EngineProcesses:
             instance=self.instance, folder=str(self._lease.folder), lease_fd=self._lease.lease_fd, control_fd=self.control.fd,
             model=str(self._target.folder), model_name=self.model_name, supervisor_pid=os.getpid(),
             drain_s=settings.shutdown_timeout, rpc_port=settings.rpc_port, rpc_host=settings.rpc_host,
+            rank_places="\n".join(self._target.place(rank) for rank in range(self.world_size)),
+            queue_limit=settings.queue_limit, client_queue_limit=settings.client_queue_limit,
         )  # fmt: skip
         child = local.spawn(
             "coordinator", "kog_dist.workers.coordinator", [arguments.to_json()], environment=env.child_environment(os.environ),

@@ -41,6 +41,7 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     CANCELLED = 3
     NUMERICAL_FAULT = 4
+    NO_MASK = 5  # the grammar allowed nothing, or its mask did not come
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ requests = st.builds(
         min_tokens=st.integers(0, 2**31 - 1),
     ),
     logprobs=st.none() | st.integers(0, 20),
+    mask_epoch=st.integers(0, 2**64 - 1),
 )
 
 
@@ -113,6 +114,7 @@ def test_no_byte_of_a_request_can_change_unseen(page: ControlPage) -> None:
         {"prompt": ()}, {"prompt": (1,) * (MAX_CONTEXT + 1)}, {"prompt": (-1,)}, {"prompt": (2**32,)}, {"max_tokens": 0},
         {"max_tokens": 2**32}, {"seed": -1}, {"seed": 2**64}, {"stop_ids": (1,) * 17}, {"stop_ids": (-1,)},
         {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"logprobs": 21}, {"logprobs": -1},
+        {"mask_epoch": -1}, {"mask_epoch": 2**64},
         {"shaping": Shaping(logit_bias=((2**32, 1.0),))},
     ],
 )  # fmt: skip

@@ -22,7 +22,8 @@ class Engine(Protocol):
         """
 
     def run(self, seq: int, request: DecodeRequest) -> Finish:
-        """Prefill and decode one request; rank 0 writes the token ring. Returns why the answer ended, the same on all ranks.
+        """Prefill and decode one request; rank 0 writes the token ring. Returns why the answer ended, the same on all ranks
+        (but what is NO_MASK on rank 0 is CANCELLED elsewhere).
 
         Keys and values go to the KV cache that `request.kv` names, behind the positions that it says are there already; they stay
         there until another request is told to overwrite them. How far they are is written to the control page as it goes

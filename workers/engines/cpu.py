@@ -109,7 +109,7 @@ class CpuEngine:
 
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
         sampling = Sampling(request.temperature, request.seed)
-        root = RootChoice(request, self._spec.vocab_size) if self._rank == 0 and request.is_shaped else None
+        root = self._root_choice(seq, request)
         stop_ids = frozenset(request.end_ids)
         token_id, first_position = request.prompt[-1], len(request.prompt) - 1
         index = 0
@@ -121,15 +121,15 @@ class CpuEngine:
             )  # fmt: skip
             token_id = output.token_id
             finish = Finish.NONE
-            if output.stopped:
-                finish = Finish.CANCELLED
+            if output.stopped:  # why rank 0 found nothing to choose, it alone knows
+                finish = root.failure if root is not None and root.failure is not Finish.NONE else Finish.CANCELLED
             elif not output.finite:
                 finish = Finish.NUMERICAL_FAULT
             elif token_id in stop_ids:
                 finish = Finish.STOP
             elif index + 1 >= request.max_tokens or position + 2 >= self._spec.max_context:
                 finish = Finish.LENGTH
-            if finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT):
+            if finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT, Finish.NO_MASK):
                 self._put(seq, index, NO_TOKEN, None, None, finish)
             else:
                 logprobs = root.took(token_id, output.logits) if root is not None and output.logits is not None else None
@@ -137,6 +137,12 @@ class CpuEngine:
             if finish is not Finish.NONE:
                 return finish
             index += 1
+
+    def _root_choice(self, seq: int, request: DecodeRequest) -> RootChoice | None:
+        if self._rank != 0 or not request.is_shaped:
+            return None
+        limit_s = self._args.step_timeout_s
+        return RootChoice(seq, request, self._control, self._spec.vocab_size, step_timeout_s=limit_s)
 
     def _step(
         self, seq: int, token_id: int, position: int, sampling: Sampling | None, *, gather_logits: bool = False,

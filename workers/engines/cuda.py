@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Candidate, Sampling
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
@@ -154,7 +155,7 @@ class CudaEngine:
         """The kernel decodes one token at a time, and the host chooses from its logits, as rank 0 of CPU ranks does."""
         kernel, held = self._kernel, request.kv.num_cached
         assert kernel is not None
-        root = RootChoice(request, len(kernel.logits))
+        root = RootChoice(seq, request, self._control, len(kernel.logits), step_timeout_s=self._args.step_timeout_s)
         tokens, index = list(request.prompt), 0
         while True:
             position = len(tokens) - 1
@@ -170,9 +171,13 @@ class CudaEngine:
                 return entry.finish
             logits = kernel.logits.get(stream=kernel.stream)
             choose = root.choose_at(position)
-            candidate = choose(logits) if choose is not None else None
-            token_id = entry.token_id if candidate is None else candidate.token_id
-            finish = Finish.NONE
+            chosen = Candidate(0.0, entry.token_id) if choose is None else choose(logits)
+            if chosen is None or math.isnan(chosen.value):
+                finish = root.failure if chosen is None else Finish.NUMERICAL_FAULT
+                self._settle(seq, finish)
+                self._control.ring.put(seq, index, NO_TOKEN, time.monotonic_ns(), None, finish)
+                return finish
+            token_id, finish = chosen.token_id, Finish.NONE
             if token_id in request.end_ids:
                 finish = Finish.STOP
             elif index + 1 >= request.max_tokens or position + 2 >= self._max_context:

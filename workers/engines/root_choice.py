@@ -6,18 +6,31 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kog_dist.control import DecodeRequest
+from kog_dist.control import ControlPage, DecodeRequest
 from kog_dist.decode.cursor import Choose
-from kog_dist.decode.sampling import Candidate, Sampling, Shaper, TokenLogprobs, token_logprobs
+from kog_dist.decode.masks import MaskWords
+from kog_dist.decode.ring import Finish
+from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampling, Shaper, TokenLogprobs, token_logprobs
+from kog_dist.errors import AbortedError
+from kog_dist.wait import Deadline, WaitResult, wait
+
+MASK_TIMEOUT_S = 5.0  # a mask takes well below a millisecond, and the grammar process has a whole step for it
 
 
 class RootChoice:
-    """Of one request. Ask for `choose_at` before each sampled token, and tell `took` what all ranks agreed on."""
+    """Of one request. Ask for `choose_at` before each sampled token, and tell `took` what all ranks agreed on.
 
-    def __init__(self, request: DecodeRequest, vocab_size: int) -> None:
-        self._num_top = request.logprobs
+    `failure`: why the choice was None, which ends the request.
+    """
+
+    def __init__(self, seq: int, request: DecodeRequest, control: ControlPage, vocab_size: int, *, step_timeout_s: float) -> None:
+        """`step_timeout_s`: how long the other ranks wait for this one; a mask may take at most half of it."""
+        self._seq, self._request, self._control = seq, request, control
+        self._mask_timeout_s = min(MASK_TIMEOUT_S, step_timeout_s / 2)
+        self._num_taken = 0
+        self.failure = Finish.NONE
         self._shaper: Shaper | None = None
-        if request.shaping.is_needed(request.temperature):
+        if request.mask_epoch or request.shaping.is_needed(request.temperature):
             sampling = Sampling(request.temperature, request.seed)
             self._shaper = Shaper(vocab_size, request.prompt, sampling, request.shaping, request.end_ids)
 
@@ -27,13 +40,45 @@ class RootChoice:
         if shaper is None:
             return None
 
-        def choose(logits: NDArray[Any]) -> Candidate:
-            return shaper.choose(logits, position)
+        def choose(logits: NDArray[Any]) -> Candidate | None:
+            mask = None
+            if self._request.mask_epoch:
+                mask = self._wait_mask()
+                if mask is None:
+                    return None
+            best = shaper.choose(logits, position, mask)
+            if best == NO_CANDIDATE:
+                self.failure = Finish.NO_MASK
+                return None
+            return best
 
         return choose
 
     def took(self, token_id: int, logits: NDArray[Any]) -> TokenLogprobs | None:
         """Remember a token of the answer; its log-probabilities, if they are wanted."""
+        self._num_taken += 1
         if self._shaper is not None:
             self._shaper.accept(token_id)
-        return None if self._num_top is None else token_logprobs(logits, token_id, self._num_top)
+        num_top = self._request.logprobs
+        return None if num_top is None else token_logprobs(logits, token_id, num_top)
+
+    def _wait_mask(self) -> MaskWords | None:
+        """The mask of the next token. None, with the reason in `failure`, if the request must end without it."""
+        control, epoch = self._control, self._request.mask_epoch + self._num_taken
+        found: MaskWords | None = None
+
+        def ready() -> bool:
+            nonlocal found
+            found = control.masks.get(epoch)
+            return found is not None
+
+        result = wait(
+            ready,
+            aborted=lambda: control.aborted() or control.cancelled(self._seq),
+            deadline=Deadline.after(self._mask_timeout_s),
+        )
+        if result is WaitResult.ABORT and control.aborted():
+            raise AbortedError(f"rank 0 left request {self._seq} because the engine is being stopped")
+        if result is not WaitResult.OK:
+            self.failure = Finish.CANCELLED if result is WaitResult.ABORT else Finish.NO_MASK
+        return found

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.sampling.bits import gumbel_of
 from kog_dist.decode.sampling.choice import NO_CANDIDATE, Candidate, Sampling
 from kog_dist.decode.sampling.shaping import Shaping, adjust, select
-
-MaskWords = NDArray[np.uint32]
 
 
 class Shaper:

@@ -1,0 +1,144 @@
+"""Masks in shared memory: whole or not there, and rank 0's wait for them ends well or says why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kog_dist.control import AbortCause, ControlPage, DecodeRequest
+from kog_dist.decode.masks import MaskSlots, mask_bytes, num_words
+from kog_dist.decode.ring import Finish
+from kog_dist.decode.sampling import Candidate, Shaping
+from kog_dist.errors import AbortedError
+from kog_dist.memfd import Segment
+from kog_dist.workers.engines.root_choice import RootChoice
+
+VOCAB_SIZE = 70
+LOGITS = np.arange(VOCAB_SIZE, dtype=np.float32)
+REQUEST = DecodeRequest((1,), 10, stop_ids=(69,), mask_epoch=8)
+
+
+def only(*ids: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    mask = np.zeros(num_words(VOCAB_SIZE), np.uint32)
+    for token_id in ids:
+        mask[token_id // 32] |= np.uint32(1 << (token_id % 32))
+    return mask
+
+
+@pytest.fixture
+def page() -> Iterator[ControlPage]:
+    page = ControlPage.create(1, 16, vocab_size=VOCAB_SIZE)
+    yield page
+    page.close()
+
+
+def root_choice(page: ControlPage, request: DecodeRequest = REQUEST, *, step_timeout_s: float = 30.0) -> RootChoice:
+    return RootChoice(page.submit(request), request, page, VOCAB_SIZE, step_timeout_s=step_timeout_s)
+
+
+def choose(root: RootChoice) -> Candidate | None:
+    found = root.choose_at(0)
+    assert found is not None
+    return found(LOGITS)
+
+
+@given(st.integers(1, 2**40), st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3))
+def test_a_mask_comes_out_as_it_was_put(epoch: int, words: list[int]) -> None:
+    segment = Segment.create("masks", 4096 + mask_bytes(VOCAB_SIZE))
+    slots = MaskSlots(segment, 4096, VOCAB_SIZE)
+    slots.put(epoch, np.array(words, np.uint32))
+    found = slots.get(epoch)
+    assert found is not None
+    assert found.tolist() == words
+    assert slots.get(epoch + 1) is None
+    assert slots.get(epoch + 2) is None
+    slots.put(epoch + 1, np.zeros(3, np.uint32))
+    assert slots.get(epoch) is not None, "two slots are used in turn"
+    slots.put(epoch + 2, np.zeros(3, np.uint32))
+    assert slots.get(epoch) is None
+    slots.close()
+    segment.close()
+
+
+def test_a_mask_that_is_half_written_is_not_there() -> None:
+    """Replace the words of the slot one by one, in many orders: neither epoch is there before the last one is."""
+    segment = Segment.create("masks", mask_bytes(VOCAB_SIZE))
+    slots = MaskSlots(segment, 0, VOCAB_SIZE)
+    words = segment.array(np.uint64, 3)
+    slots.put(4, only(1, 40, 66))
+    old = words.copy()
+    slots.put(6, only(2, 41, 67))
+    new = words.copy()
+    random = np.random.default_rng(1)
+    for _ in range(20):
+        words[:] = old
+        assert slots.get(4) is not None
+        order = random.permutation(3)
+        for word in order[:-1]:
+            words[word] = new[word]
+            assert slots.get(4) is None
+            assert slots.get(6) is None
+        words[order[-1]] = new[order[-1]]
+        assert slots.get(6) is not None
+    del words
+    slots.close()
+    segment.close()
+
+
+def test_each_token_has_its_own_mask(page: ControlPage) -> None:
+    root = root_choice(page)
+    for index, allowed in enumerate([(3, 40), (7,), (69,)]):
+        page.masks.put(REQUEST.mask_epoch + index, only(*allowed))
+        found = choose(root)
+        assert found is not None
+        assert found.token_id == max(allowed)
+        root.took(found.token_id, LOGITS)
+    assert root.failure is Finish.NONE
+
+
+def test_a_late_mask_is_waited_for(page: ControlPage) -> None:
+    root = root_choice(page)
+    writer = threading.Timer(0.05, lambda: page.masks.put(REQUEST.mask_epoch, only(5)))
+    writer.start()
+    found = choose(root)
+    writer.join(10.0)
+    assert found is not None
+    assert found.token_id == 5
+
+
+def test_a_mask_that_never_comes_ends_the_request(page: ControlPage) -> None:
+    page.masks.put(REQUEST.mask_epoch - 2, only(5))
+    root = root_choice(page, step_timeout_s=0.04)
+    assert choose(root) is None
+    assert root.failure is Finish.NO_MASK
+
+
+def test_a_mask_that_allows_nothing_ends_the_request(page: ControlPage) -> None:
+    page.masks.put(REQUEST.mask_epoch, only())
+    root = root_choice(page)
+    assert choose(root) is None
+    assert root.failure is Finish.NO_MASK
+
+
+def test_a_cancel_or_an_abort_ends_the_wait(page: ControlPage) -> None:
+    root = root_choice(page)
+    page.cancel(1)
+    assert choose(root) is None
+    assert root.failure is Finish.CANCELLED
+    page.set_abort(AbortCause.SHUTDOWN)
+    with pytest.raises(AbortedError):
+        choose(root)
+
+
+def test_masks_go_with_all_other_processors(page: ControlPage) -> None:
+    request = replace(REQUEST, shaping=Shaping(logit_bias=((3, 100.0), (4, 100.0)), min_tokens=1))
+    page.masks.put(request.mask_epoch, only(3, 5, 69))
+    found = choose(root_choice(page, request))
+    assert found is not None
+    assert found.token_id == 3
