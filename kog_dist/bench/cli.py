@@ -75,17 +75,24 @@ def latency(
     contexts: Annotated[str, typer.Option(help="Context lengths.")] = "64,512,2048,4000",
     tokens: Annotated[int, typer.Option(help="Tokens at each context.")] = 200,
     trace: Annotated[
-        str | None, typer.Option(help="Folder for a Chrome trace (Perfetto) of one token for each lane count.")
+        str | None, typer.Option(help="Folder for a Chrome trace (Perfetto) and a picture of one token for each lane count.")
     ] = None,
+    baseline: Annotated[
+        str, typer.Option(help="Measure compiled torch in a CUDA graph, too: lanes, dense (one wide lane), or lanes,dense.")
+    ] = "",
 ) -> None:
     """Microseconds per token of the monokernel on one GPU, beside the time that reading the weights alone takes."""
     from kog_dist.bench import latency as benchmark
+    from kog_dist.bench.torch_baseline import FORMS
 
     if (model is None) == (not random):
         raise ConfigError("give MODEL or --random, one of the two")
     if tokens < 2:
         raise ConfigError("--tokens must be at least 2")
-    benchmark.run(model, spec, _counts(lanes, "--lanes"), _counts(contexts, "--contexts"), tokens, trace)
+    baselines = tuple(part for part in baseline.split(",") if part)
+    if not set(baselines) <= set(FORMS):
+        raise ConfigError(f"--baseline must be one or more of {', '.join(FORMS)}, got {baseline!r}")
+    benchmark.run(model, spec, _counts(lanes, "--lanes"), _counts(contexts, "--contexts"), tokens, trace, baselines)
 
 
 def _counts(text: str, option: str = "--ranks") -> tuple[int, ...]:

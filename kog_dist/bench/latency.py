@@ -8,60 +8,107 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
-from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.monokernel import STAMP_KINDS, Monokernel
+from kog_dist.workers.cuda.monokernel import Monokernel
 
 _STREAMED_TOKENS = 50
 _TRACED_STEP = 8
+_BASELINE_BUDGET_S = 60.0  # after which no further context is compiled
 
 
 def run(
-    model: str | None, spec_name: str, lane_counts: tuple[int, ...], contexts: tuple[int, ...], tokens: int, trace: str | None
+    model: str | None,
+    spec_name: str,
+    lane_counts: tuple[int, ...],
+    contexts: tuple[int, ...],
+    tokens: int,
+    trace: str | None,
+    baselines: tuple[str, ...],
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
     before = machine()
-    figures = []
+    figures: list[dict[str, Any]] = []
+    traces: dict[str, Any] = {}
     for lanes in lane_counts:
         kernel = _kernel(model, spec_name, lanes)
-        shape = kernel.shape
-        ceiling_us = kernel.stream_us(_STREAMED_TOKENS)
-        tape_bytes = 2 * shape.tape_values * shape.num_ctas
-        print(
-            f"{lanes} lanes hosted: {tape_bytes / 1e6:.1f} MB per token, read alone in {ceiling_us:.1f} us "
-            f"({tape_bytes / ceiling_us / 1e6:.3f} TB/s)"
-        )
-        for context in contexts:
-            times_us = token_times_us(kernel, context, tokens)
-            median = percentile(times_us, 0.5)
-            figure = {
-                "lanes": lanes,
-                "context": context,
-                "us_per_token": round(median, 1),
-                "p99_us": round(percentile(times_us, 0.99), 1),
-                "tokens_per_s": round(1e6 / median, 1),
-                "tape_bytes": tape_bytes,
-                "kv_bytes": kv_bytes_read(shape, context),
-                "ceiling_us": round(ceiling_us, 1),
-                "percent_of_ceiling": round(100 * ceiling_us / median, 1),
-            }
-            figures.append(figure)
-            print(
-                f"  context {context:5}: {median:8.1f} us median, {figure['p99_us']:8.1f} p99, {figure['tokens_per_s']:8.1f} "
-                f"tokens/s, {figure['percent_of_ceiling']:5.1f} % of the ceiling",
-                flush=True,
-            )
+        figures += _measure(kernel, contexts, tokens)
         if trace is not None:
-            write_trace(kernel, contexts[0], Path(trace) / f"token-{lanes}-lanes.json")
+            traces[str(lanes)] = write_trace(kernel, _nearest(contexts, 512), Path(trace) / f"token-{lanes}-lanes")
+        spec = kernel.shape.spec
         del kernel
         _free_memory()
     configuration = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": _gpu_name()}
+    if traces:
+        configuration["traces_us"] = traces
+    for form in baselines:
+        figures += _measure_baseline(spec, form, contexts, tokens)
     finish("latency", configuration, before, figures)
+
+
+def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int) -> list[dict[str, Any]]:
+    shape = kernel.shape
+    ceiling_us = kernel.stream_us(_STREAMED_TOKENS)
+    tape_bytes = 2 * shape.tape_values * shape.num_ctas
+    print(
+        f"{shape.num_lanes} lanes hosted: {tape_bytes / 1e6:.1f} MB per token, read alone in {ceiling_us:.1f} us "
+        f"({tape_bytes / ceiling_us / 1e6:.3f} TB/s)"
+    )
+    figures = []
+    for context in contexts:
+        times_us = token_times_us(kernel, context, tokens)
+        median, kv_bytes = percentile(times_us, 0.5), kv_bytes_read(shape, context)
+        figure = {
+            "lanes": shape.num_lanes,
+            "context": context,
+            "num_steps": len(times_us),
+            "us_per_token": round(median, 1),
+            "p99_us": round(percentile(times_us, 0.99), 1),
+            "tokens_per_s": round(1e6 / median, 1),
+            "tape_bytes": tape_bytes,
+            "kv_bytes": kv_bytes,
+            "bytes_per_token": tape_bytes + kv_bytes,
+            "tb_per_s": round((tape_bytes + kv_bytes) / median / 1e6, 3),
+            "ceiling_us": round(ceiling_us, 1),
+            "percent_of_ceiling": round(100 * ceiling_us / median, 1),
+        }
+        figures.append(figure)
+        print(
+            f"  context {context:5}: {median:8.1f} us median, {figure['p99_us']:8.1f} p99, "
+            f"{figure['tokens_per_s']:8.1f} tokens/s, {figure['bytes_per_token'] / 1e6:.1f} MB per token, "
+            f"{figure['percent_of_ceiling']:5.1f} % of the ceiling",
+            flush=True,
+        )
+    return figures
+
+
+def _measure_baseline(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int) -> list[dict[str, Any]]:
+    """The compiled torch decoder on the same shape, at the most telling context first."""
+    from kog_dist.bench import torch_baseline
+
+    first = _nearest(contexts, 512)
+    ordered = (first, *(context for context in sorted(contexts, reverse=True) if context != first))
+    try:
+        figures = torch_baseline.measure(spec, form, ordered, tokens, _BASELINE_BUDGET_S)
+    except Exception as error:  # torch's compiler is not ours: what the kernel measured must not be lost with it
+        print(f"compiled torch, {form}: {type(error).__name__}: {error}", flush=True)
+        return [{"baseline": "compiled torch in a CUDA graph", "form": form, "error": f"{type(error).__name__}: {error}"}]
+    for figure in figures:
+        print(
+            f"compiled torch, {form}, {figure['product']}, context {figure['context']:5}: {figure['us_per_token']:8.1f} us "
+            f"median, {figure['p99_us']:8.1f} p99, compiled in {figure['compile_s']:.0f} s",
+            flush=True,
+        )
+    return [{"baseline": "compiled torch in a CUDA graph", **figure} for figure in figures]
+
+
+def _nearest(contexts: tuple[int, ...], wanted: int) -> int:
+    return min(contexts, key=lambda context: abs(context - wanted))
 
 
 def _kernel(model: str | None, spec_name: str, lanes: int, **options: Any) -> Monokernel:
@@ -69,11 +116,9 @@ def _kernel(model: str | None, spec_name: str, lanes: int, **options: Any) -> Mo
     from kog_dist.workers.cuda.load import load_weights
 
     if model is None:
-        specs = {"2b": laneformer_2b}
-        if spec_name not in specs:
-            raise ConfigError(f"--spec {spec_name!r} is not known; known: {', '.join(specs)}")
-        shape = KernelShape(specs[spec_name](), _hosted(specs[spec_name](), lanes), **options)
-        return Monokernel(shape, random_weights(shape, seed=1))
+        spec = named_spec(spec_name)
+        shape = KernelShape(spec, _hosted(spec, lanes), **options)
+        return Monokernel(shape, random_weights(shape, SEED))
     from kog_dist.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(Path(model), verify=False)
@@ -112,9 +157,11 @@ def kv_bytes_read(shape: KernelShape, context: int) -> int:
     return positions * shape.num_lanes * spec.lane_kv_heads * 2 * spec.head_dim * 2
 
 
-def write_trace(kernel: Monokernel, context: int, path: Path) -> None:
-    """Write one token's time stamps of all thread blocks as a Chrome trace, which Perfetto opens; times in us."""
+def write_trace(kernel: Monokernel, context: int, path: Path) -> dict[str, Any]:
+    """Trace one token: a Chrome trace (`path`.json), a picture (`path`.png) and a table on stdout. Returns the summary."""
     import cupy
+
+    from kog_dist.bench.trace import Trace
 
     shape = replace(kernel.shape, traced_step=_TRACED_STEP)
     traced = Monokernel(shape, kernel.weights)
@@ -124,24 +171,17 @@ def write_trace(kernel: Monokernel, context: int, path: Path) -> None:
     traced.launch(_TRACED_STEP + 2, stamps)
     traced.finish()
     assert traced.trace is not None
+    trace = Trace(traced.trace.get(), shape)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": trace_events(traced.trace.get(), shape)}), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps({"traceEvents": trace.chrome_events()}), encoding="utf-8")
+    print(trace.text(), flush=True)
+    try:
+        from kog_dist.bench.trace_picture import draw
 
-
-def trace_events(stamps: NDArray[np.uint64], shape: KernelShape) -> list[dict[str, Any]]:
-    """Chrome trace events of stamps (thread blocks, kinds, products): one process per thread block, one track per kind."""
-    names = ("qkv", "out", "gate_up", "down")
-    first = int(stamps[stamps > 0].min())
-    events = []
-    for cta, kinds in enumerate(stamps):
-        for kind, products in enumerate(kinds):
-            for product in np.nonzero(products)[0].tolist():
-                layer, rest = divmod(product, 4 * shape.num_lanes)
-                phase, lane = divmod(rest, shape.num_lanes)
-                label = "head" if layer == shape.spec.num_layers else f"{names[phase]} layer {layer} lane {lane}"
-                event = {"name": f"{label} {STAMP_KINDS[kind]}", "ph": "X", "pid": cta, "tid": kind, "dur": 0.3}
-                events.append({**event, "ts": (int(products[product]) - first) / 1000})
-    return events
+        draw(trace, path.with_suffix(".png"))
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install 'kog-dist[bench]')")
+    return trace.summary()
 
 
 def _free_memory() -> None:

@@ -1,0 +1,142 @@
+"""The time stamps of one traced token: what they say per phase, and the same as a Chrome trace, which Perfetto opens.
+
+A product is a matrix-vector product of one phase, layer and lane; the LM head is the last one. For every product each thread
+block notes when its vector was there, when the sums were, and when its rows were published; attention notes its stages at qkv's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.bench.report import percentile
+from kog_dist.model.spec import Block, ReduceMode
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.monokernel import STAMP_KINDS
+
+PHASES = ("qkv", "out", "gate_up", "down", "head")  # those with weights, in the order of a lane's products
+ATTENTION = ("query_seen", "scored", "mixed", "merged", "attended")  # stages of an item, in order
+Stamps = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix-vector product of the traced token."""
+
+    index: int
+    phase: str
+    layer: int
+    lane: int
+
+
+class Trace:
+    """Stamps in us from the first one on; NaN where there is none.
+
+    `raw`: what the kernel wrote, uint64 ns (thread blocks, kinds, products), 0 where it wrote nothing.
+    """
+
+    def __init__(self, raw: NDArray[np.uint64], shape: KernelShape) -> None:
+        self.shape, self.num_ctas = shape, len(raw)
+        stamped = raw > 0
+        first = raw[stamped].min()
+        self.stamps: Stamps = np.where(stamped, (raw - np.where(stamped, first, raw)) / 1000.0, np.nan)
+        lanes, layers = shape.num_lanes, shape.spec.num_layers
+        self.products = [
+            Product(index, PHASES[index // lanes % 4], index // (4 * lanes), index % lanes) for index in range(4 * lanes * layers)
+        ]
+        self.products.append(Product(4 * lanes * layers, "head", layers, 0))
+
+    def of(self, kind: str, product: int) -> Stamps:
+        """Stamps (thread blocks,) of one kind."""
+        return self.stamps[:, STAMP_KINDS.index(kind), product]
+
+    def last_published(self, product: Product) -> float:
+        """When the whole input of a product was published; NaN for the first ones, which read the embedding."""
+        return max((self._last(kind, index) for kind, index in self._inputs(product)), default=float("nan"))
+
+    def _last(self, kind: str, index: int) -> float:
+        return float(np.nanmax(self.of(kind, index)))
+
+    def _inputs(self, product: Product) -> list[tuple[str, int]]:
+        lanes, spec, index = self.shape.num_lanes, self.shape.spec, product.index
+        if product.phase == "out":
+            return [("attended", index - lanes)]
+        if product.phase == "down":
+            return [("published", index - lanes)]
+        if product.phase == "head":
+            return [("published", index - lanes + lane) for lane in range(lanes)]
+        layer, block = (product.layer, Block.ATTENTION) if product.phase == "gate_up" else (product.layer - 1, Block.MLP)
+        if layer < 0:
+            return []
+        last_lane = index - 1 - product.lane  # a blocking sum goes to all lanes when the last lane has its partial
+        return [("published", last_lane if spec.reduce_mode(layer, block) is ReduceMode.BLOCKING else index - lanes)]
+
+    # ---- what they say ----
+    def durations(self) -> dict[str, dict[str, list[float]]]:
+        """By phase and stage, the durations in us of all thread blocks, layers and lanes.
+
+        hop: the whole input published -> vector there; multiply; publish; spread: from the first thread block that published to
+        the last; step: the whole input published -> everything published. Attention: hop is q published -> q seen.
+        With several lanes a hop contains the other lanes' turns.
+        """
+        found: dict[str, dict[str, list[float]]] = {}
+
+        def add(phase: str, stage: str, values: Any) -> None:
+            kept = np.atleast_1d(values)
+            found.setdefault(phase, {}).setdefault(stage, []).extend(kept[np.isfinite(kept)].tolist())
+
+        for product in self.products:
+            fetched, multiplied, published = (self.of(kind, product.index) for kind in ("fetched", "multiplied", "published"))
+            begin = self.last_published(product)
+            add(product.phase, "hop", fetched - begin)
+            add(product.phase, "multiply", multiplied - fetched)
+            if np.isfinite(published).any():  # the LM head publishes candidates, which have no stamp
+                add(product.phase, "publish", published - multiplied)
+                add(product.phase, "spread", np.nanmax(published) - np.nanmin(published))
+                add(product.phase, "step", np.nanmax(published) - begin)
+            if product.phase == "qkv" and np.isfinite(self.of("attended", product.index)).any():
+                begin = self._last("published", product.index)
+                stages = [self.of(kind, product.index) for kind in ATTENTION]
+                add("attend", "hop", stages[0] - begin)
+                for name, early, late in zip(ATTENTION[1:], stages, stages[1:], strict=False):
+                    add("attend", name, late - early)
+                add("attend", "spread", np.nanmax(stages[-1]) - np.nanmin(stages[-1]))
+                add("attend", "step", np.nanmax(stages[-1]) - begin)
+        return found
+
+    def summary(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Mean, median and p99 in us, by phase and stage."""
+        return {
+            phase: {
+                stage: {
+                    "mean": round(float(np.mean(values)), 3),
+                    "median": round(percentile(values, 0.5), 3),
+                    "p99": round(percentile(values, 0.99), 3),
+                }
+                for stage, values in stages.items()
+                if values
+            }
+            for phase, stages in self.durations().items()
+        }
+
+    def text(self) -> str:
+        """The summary as a table: `mean (p99)` in us."""
+        token_us = float(np.nanmax(self.stamps))
+        lines = [f"{self.shape.num_lanes} lanes, token of {token_us:.1f} us; mean (p99) in us over blocks, layers and lanes"]
+        for phase, stages in self.summary().items():
+            cells = [f"{stage} {values['mean']:.2f} ({values['p99']:.2f})" for stage, values in stages.items()]
+            lines.append(f"  {phase:8} {'  '.join(cells)}")
+        return "\n".join(lines)
+
+    def chrome_events(self) -> list[dict[str, Any]]:
+        """Chrome trace events: one process per thread block, one track per kind."""
+        events = []
+        for cta, kind, index in np.argwhere(np.isfinite(self.stamps)).tolist():
+            product = self.products[index]
+            label = "head" if product.phase == "head" else f"{product.phase} layer {product.layer} lane {product.lane}"
+            event = {"name": f"{label} {STAMP_KINDS[kind]}", "ph": "X", "pid": cta, "tid": kind, "dur": 0.3}
+            events.append({**event, "ts": round(float(self.stamps[cta, kind, index]), 3)})
+        return events
