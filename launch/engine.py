@@ -175,6 +175,7 @@ class EngineProcesses:
             instance=self.instance, folder=str(self._lease.folder), lease_fd=self._lease.lease_fd, control_fd=self.control.fd,
             model=str(self._target.folder), model_name=self.model_name, supervisor_pid=os.getpid(),
             drain_s=settings.shutdown_timeout, rpc_port=settings.rpc_port, rpc_host=settings.rpc_host,
+            rank_places="\n".join(self._target.place(rank) for rank in range(self.world_size) if self.device == "cuda"),
             rank_places="\n".join(self._target.place(rank) for rank in range(self.world_size)),
             queue_limit=settings.queue_limit, client_queue_limit=settings.client_queue_limit,
         )  # fmt: skip

@@ -87,12 +87,8 @@ def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
 def _place(target: Target, rank: int) -> str:
     lanes = target.checkpoint.spec.lanes_of_rank(rank, target.world_size)
     hosted = f"lane {lanes[0]}" if len(lanes) == 1 else f"lanes {lanes[0]}-{lanes[-1]}"
-    device = str(target.gpus[rank]) if target.gpus else "a GPU that is not here" if target.device == "cuda" else "cpu"
-    cpus = target.placement(rank).cpus
-    if not cpus:
-        return f"{hosted} on {device}, not pinned"
-    nodes = ", ".join(map(str, read_cpu_map().nodes_of(parse_cpu_list(cpus))))
-    return f"{hosted} on {device}, pinned to CPUs {cpus}{f' of node {nodes}' if nodes else ''}"
+    nodes = ", ".join(map(str, read_cpu_map().nodes_of(parse_cpu_list(target.placement(rank).cpus))))
+    return f"{hosted} on {target.place(rank)}{f' of node {nodes}' if nodes else ''}"
 
 
 def _memory(target: Target, rank: int) -> str:

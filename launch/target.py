@@ -41,6 +41,12 @@ class Target:
         """Where the rank's process runs."""
         return self.placements[rank] if self.placements else ANYWHERE
 
+    def place(self, rank: int) -> str:
+        """The same for people: device and CPUs."""
+        device = str(self.gpus[rank]) if self.gpus else "a GPU that is not here" if self.device == "cuda" else "cpu"
+        cpus = self.placement(rank).cpus
+        return f"{device}, pinned to CPUs {cpus}" if cpus else f"{device}, not pinned"
+
 
 def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
     """Folder and display name of the configured model. Raises CheckpointError when there is no such folder."""

@@ -184,6 +184,7 @@ class Coordinator:
             world_size=self._control.world_size,
             rank_states=tuple(self._control.state(rank).name.lower() for rank in ranks),
             beat_ages_s=tuple(max(0.0, self._control.beat_age_s(rank)) for rank in ranks),
+            rank_places=tuple(self._args.rank_places.splitlines()),
             uptime_s=(self._clock() - self._begin_ns) / 1e9,
             running=running.request_id if running is not None else None,
             waiting=tuple(stream.request_id for stream in self._queue),

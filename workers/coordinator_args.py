@@ -34,6 +34,7 @@ class CoordinatorArgs:
     queue_limit: int = 64  # requests that may wait
     client_queue_limit: int = 16  # of them those of one connection
     rpc_host: str = "127.0.0.1"  # address of the TCP port
+    rank_places: str = ""  # device and CPUs of each rank for `status`, a line each
 
     def to_json(self) -> str:
         """One line for the command line."""

@@ -338,6 +338,7 @@ class StatusReport(_Checked):
     num_expired: int = checked(_COUNT, default=0)  # requests that their own deadline ended; not counted elsewhere
     running_position: int = checked(_COUNT, default=0)
     running_prompt_tokens: int = checked(_COUNT, default=0)
+    rank_places: tuple[str, ...] = checked(array(_NAME, 4096), default=())  # device and CPUs of each rank
 
 
 Request: TypeAlias = Hello | Generate | Cancel | Status | Drain
