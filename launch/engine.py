@@ -176,7 +176,6 @@ class EngineProcesses:
             model=str(self._target.folder), model_name=self.model_name, supervisor_pid=os.getpid(),
             drain_s=settings.shutdown_timeout, rpc_port=settings.rpc_port, rpc_host=settings.rpc_host,
             rank_places="\n".join(self._target.place(rank) for rank in range(self.world_size) if self.device == "cuda"),
-            rank_places="\n".join(self._target.place(rank) for rank in range(self.world_size)),
             queue_limit=settings.queue_limit, client_queue_limit=settings.client_queue_limit,
         )  # fmt: skip
         child = local.spawn(
