@@ -38,6 +38,9 @@ class LaunchConfig:
     scale_down_after: float = 60.0  # s in which one replica fewer would have been enough
     remote_replicas: str | None = None  # access files of engines that others started: a.json,b.json
     kv_dtype: str = "auto"  # float32 on CPU ranks, the 16-bit type of the weights on GPUs
+    kv_caches: int = 0  # requests whose keys and values are kept for those that extend them; 0 = 4 on CPU ranks, 1 on GPUs
+    queue_limit: int = 64  # requests that may wait while another runs
+    client_queue_limit: int = 16  # of them those of one connection
     verify: bool = True  # compare the checkpoint with its hash manifest, if it has one
     instance: str | None = None  # None = "default" when serving, a name of its own for one prompt
     rpc_port: int | None = None  # TCP besides the socket file in the instance folder; None = no TCP, 0 = any free port
@@ -55,6 +58,9 @@ class LaunchConfig:
         if self.ranks < 0 or self.ranks > 1024:
             raise ConfigError(f"ranks must be between 1 and 1024 (0 = automatic), got {self.ranks}")
         self._check_replicas()
+        for name, least, most in (("kv_caches", 0, 1024), ("queue_limit", 1, 4096), ("client_queue_limit", 1, 4096)):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be between {least} and {most}, got {getattr(self, name)}")
         if self.rpc_port is not None and not 0 <= self.rpc_port <= 65535:
             raise ConfigError(f"rpc_port must be between 0 and 65535, got {self.rpc_port}")
         if self.instance is not None and not _INSTANCE_NAME.fullmatch(self.instance):

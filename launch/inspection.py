@@ -97,7 +97,8 @@ def _memory(target: Target, rank: int) -> str:
         shown = {"tape": "weights tape", "tables": "tables and norms", "cache": f"{target.kv_dtype} KV cache", "words": "words"}
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items())
     uses = cpu_rank_bytes(target, rank)
-    return f"{_size(uses['weights'])} weights as float32 ({_size(uses['read'])} read per token), {_size(uses['cache'])} KV cache"
+    weights = f"{_size(uses['weights'])} weights as float32 ({_size(uses['read'])} read per token)"
+    return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache"
 
 
 def _gpu_ceiling(target: Target) -> list[str]:

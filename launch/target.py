@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
-from kog_dist.errors import CheckpointError, KogError
+from kog_dist.errors import CheckpointError, ConfigError, KogError
 from kog_dist.hardware.cpu_lists import format_cpu_list
 from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
+
+CPU_KV_CACHES = 4  # unless told otherwise
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -32,6 +34,7 @@ class Target:
     kv_dtype: str
     gpus: tuple[Gpu, ...] = ()  # GPU of every rank; empty on CPU ranks, and in a plan for GPUs that are not here
     placements: tuple[Placement, ...] = ()  # of every rank; empty: the default
+    num_kv_caches: int = 1  # of every rank
 
     def rank_device(self, rank: int) -> str:
         """Device of a rank as its worker is told, which sees exactly the GPUs of its placement: `cpu` or `cuda:INDEX`."""
@@ -84,7 +87,11 @@ def plan_target(settings: LaunchConfig) -> tuple[Target, tuple[KogError, ...]]:
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-        return Target(folder, name, checkpoint, world_size, "cpu", kv_dtype), ()
+        return Target(
+            folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES
+        ), ()
+    if settings.kv_caches > 1:
+        raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
     target = Target(folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus)
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
