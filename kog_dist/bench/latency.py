@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kog_dist.bench.gpu import free_memory, gpu_name
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.decode.sampling import Sampling
@@ -32,6 +33,7 @@ def run(
     baselines: tuple[str, ...],
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
+    configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
     before = machine()
     figures: list[dict[str, Any]] = []
     traces: dict[str, Any] = {}
@@ -42,8 +44,7 @@ def run(
             traces[str(lanes)] = write_trace(kernel, _nearest(contexts, 512), Path(trace) / f"token-{lanes}-lanes")
         spec = kernel.shape.spec
         del kernel
-        _free_memory()
-    configuration = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": _gpu_name()}
+        free_memory()
     if traces:
         configuration["traces_us"] = traces
     for form in baselines:
@@ -182,15 +183,3 @@ def write_trace(kernel: Monokernel, context: int, path: Path) -> dict[str, Any]:
     except ImportError:
         print("no picture: matplotlib is not installed (pip install 'kog-dist[bench]')")
     return trace.summary()
-
-
-def _free_memory() -> None:
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
-
-
-def _gpu_name() -> str:
-    import cupy
-
-    return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kog_dist.bench.gpu import gpu_name
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shapes import named_spec, random_checkpoint
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
@@ -17,6 +18,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 def run(model: str | None, spec_name: str, folder: str | None, repeats: int) -> None:
     """Measure and print the report; its last line is one JSON object."""
+    configuration = {"model": model or f"{spec_name}, random weights", "repeats": repeats, "gpu": gpu_name()}
     before = machine()
     figures: dict[str, Any] = {"context_s": _timed(_make_context)}
     begin_s = time.monotonic()
@@ -32,7 +34,7 @@ def run(model: str | None, spec_name: str, folder: str | None, repeats: int) -> 
         figures["host_rss_after_mb"] = _peak_rss_mb()
         figures["kernel_s"] = _timed(lambda: _make_kernel(checkpoint))
         print(f"from the checkpoint to a kernel that has decoded a token: {figures['kernel_s']:.2f} s", flush=True)
-    finish("load", {"model": model or f"{spec_name}, random weights", "repeats": repeats}, before, figures)
+    finish("load", configuration, before, figures)
 
 
 def _variants(checkpoint: Checkpoint) -> dict[str, Checkpoint]:

@@ -1,0 +1,23 @@
+"""The GPU that a benchmark runs on."""
+
+from __future__ import annotations
+
+from kog_dist.errors import LaunchError
+from kog_dist.workers.engines.cuda import translated_errors
+
+
+def gpu_name() -> str:
+    """Name of the current GPU. Raises LaunchError when there is none or cupy is missing."""
+    try:
+        import cupy
+    except ImportError:
+        raise LaunchError("this benchmark needs a GPU and cupy, which is not installed: pip install 'kog-dist[cuda]'") from None
+    with translated_errors("cuda"):
+        return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
+
+
+def free_memory() -> None:
+    """Give unused memory of cupy's pool back."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
