@@ -23,6 +23,8 @@ from kog_dist.launch.engine import EngineProcesses
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
 from kog_dist.launch.target import choose_target, model_folder, place_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.transport import Access
 from kog_dist.topology import RankInfo
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
@@ -228,5 +230,22 @@ def test_an_engine_pins_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             assert not deadline.expired(), "the rank did not pin itself"
             time.sleep(0.01)
         assert os.sched_getaffinity(engine.rank_pid(0) or 0) == os.sched_getaffinity(0)
+    finally:
+        engine.stop(None)
+
+
+def test_status_says_where_ranks_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rank cannot start here; the coordinator answers all the same."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    settings = LaunchConfig(device="cpu", ranks=1)
+    gpu = inventory_from(node(1)).gpus[0]
+    target = replace(choose_target(settings), device="cuda", gpus=(gpu,), placements=(Placement("0", (gpu.uuid,)),))
+    engine = EngineProcesses(settings, target, None, None)
+    try:
+        engine.start()
+        with Client(Access(engine.endpoint), connect_timeout_s=30, patient=True) as client:
+            report = client.status()
+        assert report.rank_places == ("GPU 0 (NVIDIA H200, GPU-00000000), pinned to CPUs 0",)
+
     finally:
         engine.stop(None)
