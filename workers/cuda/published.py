@@ -1,0 +1,105 @@
+"""What thread blocks have published last, decoded on the host: after a token, words hold every phase's output of the last layer.
+
+For debugging; the formats are those of collectives/device/words.cuh, the places those of the generated header.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+Words = NDArray[np.uint64]
+Values = NDArray[np.float32]
+_CONSTANT = re.compile(r"\b(k\w+) = (\d+)[,;]")
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A published vector: its values, how many of its words carry another tag, and whether all replicas are equal bit by bit."""
+
+    values: Values
+    num_wrong_tags: int
+    replicas_agree: bool = True
+
+
+def pair_values(words: Words) -> tuple[Values, NDArray[np.uint32]]:
+    """The values (2n,) and tags (n,) of pair words (n,)."""
+    halves = words.view(np.uint32).reshape(-1, 2)
+    low_byte = halves & np.uint32(0xFF)
+    return (halves & np.uint32(0xFFFFFF00)).view(np.float32).reshape(-1), low_byte[:, 0] | low_byte[:, 1] << np.uint32(8)
+
+
+def value_payloads(words: Words) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """The payloads (n,) and tags (n,) of value words (n,)."""
+    halves = words.view(np.uint32).reshape(-1, 2)
+    return halves[:, 0].copy(), halves[:, 1].copy()
+
+
+class Published:
+    """The words of a kernel after the token with number `epoch`: steps since they were zeroed, from 0."""
+
+    def __init__(self, shape: KernelShape, words: Words, epoch: int) -> None:
+        self.shape, self.epoch = shape, epoch
+        self._words = words
+        self._constants = {name: int(value) for name, value in _CONSTANT.findall(shape.header())}
+        layers = shape.spec.num_layers
+        self._tag = (epoch * (layers + 1) + layers) & 0xFFFF  # `layer_tag` of the last layer, in layout.cuh
+
+    def qkv(self, lane: int) -> Vector:
+        """Query, key and value rows of a hosted lane; queries and keys are turned, not scaled."""
+        spec = self.shape.spec
+        return self._pairs("Qkv", [lane], (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim)
+
+    def attended(self, lane: int) -> Vector:
+        """The merged output (heads * head_dim,) of the lane's attention items."""
+        spec, splits, replicas = self.shape.spec, self.shape.splits, self.shape.replicas
+        outputs = self._pairs("Attended", self._copies(lane), spec.lane_heads * splits * spec.head_dim)
+        payloads, tags = value_payloads(
+            np.concatenate([self._slice("LogSum", c, spec.lane_heads * splits) for c in self._copies(lane)])
+        )
+        log_sums = payloads.view(np.float32).reshape(replicas, spec.lane_heads, splits, 1).astype(np.float64)
+        parts = outputs.values.reshape(spec.lane_heads, splits, spec.head_dim)
+        with np.errstate(all="ignore"):  # words that were never written give anything
+            weights = np.exp2(log_sums[0] - log_sums[0].max(axis=1, keepdims=True))
+            merged = (weights * parts).sum(axis=1) / weights.sum(axis=1)
+        agree = outputs.replicas_agree and bool((payloads.reshape(replicas, -1) == payloads[: spec.lane_heads * splits]).all())
+        wrong = outputs.num_wrong_tags + int((tags != self._tag).sum())
+        return Vector(merged.astype(np.float32).reshape(-1), wrong, agree)
+
+    def middle(self, lane: int) -> Vector:
+        """The lane's residual stream after attention."""
+        return self._pairs("Middle", self._copies(lane), self.shape.spec.hidden_size)
+
+    def activation(self, lane: int) -> Vector:
+        """silu(gate) * up of the lane's FFN columns."""
+        return self._pairs("Activation", self._copies(lane), self.shape.spec.lane_ffn)
+
+    def stream(self, lane: int) -> Vector:
+        """The lane's residual stream after the layer."""
+        return self._pairs("Stream", self._copies(lane), self.shape.spec.hidden_size)
+
+    def best_candidate(self) -> tuple[float, int, int]:
+        """Score and token id of the best candidate, ties to the lower id, and how many words carry another tag."""
+        payloads, tags = value_payloads(self._slice("Candidate", 0, 2 * self.shape.num_ctas))
+        scores, ids = payloads[0::2].view(np.float32), payloads[1::2]
+        best = min(range(len(ids)), key=lambda cta: (-float(scores[cta]), int(ids[cta])))
+        return float(scores[best]), int(ids[best]), int((tags != np.uint32(self.epoch + 1)).sum())
+
+    def _copies(self, lane: int) -> list[int]:
+        return [lane * self.shape.replicas + replica for replica in range(self.shape.replicas)]
+
+    def _slice(self, name: str, copy: int, num_words: int) -> Words:
+        first = self._constants[f"k{name}Offset"] + copy * self._constants[f"k{name}Stride"]
+        return self._words[first : first + num_words]
+
+    def _pairs(self, name: str, copies: list[int], num_values: int) -> Vector:
+        all_words = [self._slice(name, copy, num_values // 2) for copy in copies]
+        decoded: list[tuple[Any, Any]] = [pair_values(words) for words in all_words]
+        wrong = sum(int((tags != self._tag).sum()) for _, tags in decoded)
+        return Vector(decoded[0][0], wrong, all(np.array_equal(words, all_words[0]) for words in all_words))
