@@ -13,7 +13,7 @@ from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
-from kog_dist.launch.target import Target, choose_target, plan_target
+from kog_dist.launch.target import Target, plan_target
 
 _PROBE_BYTES = 128 << 20
 _H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
@@ -22,7 +22,7 @@ _MIB = 2**20
 
 def check(settings: LaunchConfig) -> str:
     """One line about a checkpoint whose metadata is in order. Reads no values. Raises CheckpointError or ConfigError."""
-    target = choose_target(settings)
+    target = plan_target(settings)[0]
     opened = target.checkpoint
     tokenizer = "with" if (target.folder / "tokenizer.json").is_file() else "without"
     hashes = "with hash manifest" if opened.manifest is not None else "without hash manifest"

@@ -54,6 +54,7 @@ def test_a_config_file_can_be_planned(name: str, capsys: pytest.CaptureFixture[s
     assert ("this version decodes on 1 GPU" in text) == (device == "cuda" and num_ranks > 1)
     written = tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))
     assert written["instance"] == name
+    assert run(["--config", str(CONFIGS / f"{name}.toml"), "--check"]) == 0, "no GPU is needed to look at a checkpoint"
 
 
 def test_a_dry_run_shows_the_gpus_that_are_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
