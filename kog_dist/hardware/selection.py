@@ -9,6 +9,7 @@ from kog_dist.hardware.gpus import Gpu, Inventory
 from kog_dist.hardware.visible import VARIABLE, Visible
 
 _UUID, _MIG = "GPU-", "MIG-"
+_MOST_DIGITS = 6  # of an index or a count
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class GpuRequest:
         words, shown = text.strip(), f"--gpus {text}"
         if words == "all":
             return cls(shown)
-        if words.isascii() and words.isdecimal():
+        if _is_index(words):
             if int(words) < 1:
                 raise ConfigError(f"{shown}: at least one; use --device cpu for CPU ranks")
             return cls(shown, count=int(words))
@@ -98,4 +99,4 @@ def found(visible: Visible, inventory: Inventory) -> str:
 
 
 def _is_index(name: str) -> bool:
-    return name.isascii() and name.isdecimal()
+    return name.isascii() and name.isdecimal() and len(name) <= _MOST_DIGITS

@@ -15,6 +15,7 @@ from kog_dist.hardware.gpus import Gpu
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+_MOST_DIGITS = 20  # what does not fit into 64 bits names nothing either
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -68,7 +69,7 @@ def _by_number(mask: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
     numbers: list[int] = []
     for part in mask.split(","):
         found = _NUMBER.match(part.strip())
-        number = int(found[0]) if found else -1
+        number = int(found[0][:_MOST_DIGITS]) if found else -1
         if number in numbers:
             return ()
         if number < 0:

@@ -110,6 +110,7 @@ def shown(mask: str | None, gpus: Sequence[Gpu] = GPUS, **environ: str) -> list[
         ("gpu-77", []),
         ("0,GPU-77", [0]),
         ("MIG-0000", []),
+        ("1," + "9" * 5000, [1]),
     ],
 )
 def test_the_mask_is_read_as_the_driver_reads_it(mask: str | None, expected: list[int]) -> None:
@@ -176,7 +177,9 @@ def test_what_is_picked(text: str, mask: str | None, expected: list[int]) -> Non
         assert picked(text, mask) == expected
 
 
-@pytest.mark.parametrize("text", ["", "  ", ",", "two", "1.5", "-1", "0", "1,-1", "GPU-", "0,0", "GPU-1,GPU-1", "MIG-1", "²"])
+@pytest.mark.parametrize(
+    "text", ["", "  ", ",", "two", "1.5", "-1", "0", "1,-1", "GPU-", "0,0", "GPU-1,GPU-1", "MIG-1", "²", "9" * 5000]
+)
 def test_what_is_no_request(text: str) -> None:
     with pytest.raises(ConfigError, match="--gpus"):
         GpuRequest.parse(text)
