@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import signal
 import socket
+import struct
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 from kog_dist.errors import ConfigError, LaunchError
 
 PROBE_S = 2.0
+CLOSE_S = 5.0
 OBJECT_STORE_BYTES = 80_000_000  # close to the least that Ray takes; nothing of ours goes through it
 _CLUSTER_FILE = "ray_current_cluster"
 Say = Callable[[str], None]
@@ -38,6 +42,7 @@ class RayCluster:
 
     is_private: bool
     version: str
+    raylet_fd: int  # pidfd of this machine's raylet, through which everything goes
 
     @classmethod
     def connect(cls, address: str | None, num_ranks: int, folder: Path, say: Say) -> RayCluster:
@@ -70,7 +75,12 @@ class RayCluster:
             raise LaunchError(_cannot_connect(found, error)) from error
         finally:
             signal.signal(signal.SIGTERM, previous)
-        return cls(found is None, ray.__version__)
+        ray._private.worker._worker_logs_enabled = False  # it prints deaths of actors to stdout, where answers go
+        return cls(found is None, ray.__version__, _open_raylet())
+
+    def is_lost(self) -> bool:
+        """Whether the raylet of this machine has died, without which this process cannot talk to the cluster any more."""
+        return bool(select.select([self.raylet_fd], [], [], 0)[0])
 
     def nodes(self, kind: str) -> list[NodeResources]:
         """What every living node has of CPU or GPU."""
@@ -87,10 +97,34 @@ class RayCluster:
         ]
 
     def close(self) -> None:
-        """Disconnect; a private cluster ends with that."""
+        """Disconnect; a private cluster ends with that. Does not wait long for daemons that do not answer any more."""
         import ray
 
+        os.close(self.raylet_fd)
+        run_bounded(ray.shutdown, CLOSE_S)
+
+
+def run_bounded(call: Callable[[], object], limit_s: float) -> None:
+    """Make a call that tells Ray something and may wait for the dead; leave it to a thread after the limit."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def _open_raylet() -> int:
+    """A pidfd of the raylet that this process is connected to. Raises LaunchError."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    path = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(path)
+            pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return os.pidfd_open(pid)
+    except OSError as error:
         ray.shutdown()
+        raise LaunchError(f"the raylet of this machine cannot be reached at {path}: {error.strerror}") from error
 
 
 def resolve_address(given: str | None, environ: Mapping[str, str], say: Say) -> str | None:

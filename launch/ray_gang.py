@@ -22,12 +22,13 @@ from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, how_it_ended, signal_name
 from kog_dist.launch.ray_actors import EngineHost, RankActor
-from kog_dist.launch.ray_cluster import RayCluster, shortfall
+from kog_dist.launch.ray_cluster import RayCluster, run_bounded, shortfall
 from kog_dist.launch.ray_host import HostArgs
 from kog_dist.launch.target import Target, plan_target
 from kog_dist.rpc.transport import Access
 from kog_dist.wait import Deadline
 
+RELEASE_S = 2.0
 REPORT_S = 3.0  # for the host process to say what happened to a rank whose actor is gone
 _PLACE_POLL_S = 0.2
 _SHORTFALL_AFTER_S = 1.0
@@ -108,19 +109,21 @@ class RayGang:
 
     def close(self) -> None:
         """Give the resources back. What still runs is killed."""
+        run_bounded(self._release, RELEASE_S)
+        if self.outcome is None:
+            self._end(Outcome(EXIT_RANK_DIED, "killed", "the engine did not stop in time and was killed"))
+
+    def _release(self) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:
             ray.kill(actor)
-        self._actors.clear()
-        remove_placement_group(self._group)
-        if self.outcome is None:
-            self._end(Outcome(EXIT_RANK_DIED, "killed", "the engine did not stop in time and was killed"))
+        remove_placement_group(self._group)  # asks the node, which may have died a moment ago
 
     # ---- start ----
     def _place(self, timeout_s: float) -> list[Line]:
-        if self._group.wait(min(timeout_s, _PLACE_POLL_S)):
+        if self._group.wait(min(max(timeout_s, 0.01), _PLACE_POLL_S)):
             self._start_actors()
             return []
         nodes, size = self._cluster.nodes(self._kind), self._target.world_size
@@ -253,4 +256,4 @@ def _cause(error: Exception) -> str:
     """What Ray says in one line; for an error of our own code, that."""
     cause = getattr(error, "cause", None)
     text = str(cause if isinstance(cause, Exception) else error).strip()
-    return " ".join(text.splitlines()[0].split()) if text else type(error).__name__
+    return " ".join(text.splitlines()[0].split()).rstrip(".") if text else type(error).__name__

@@ -7,9 +7,8 @@ import json
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kog_dist import env
@@ -18,21 +17,22 @@ from kog_dist.errors import KogError
 from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
-from kog_dist.launch.outcome import EXIT_OK, INTERRUPTED, Outcome, client_outcome
+from kog_dist.launch.outcome import EXIT_OK, EXIT_RANK_DIED, INTERRUPTED, Outcome, client_outcome
 from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.ray_cluster import RayCluster
 from kog_dist.launch.ray_gang import RayGang, choose_ray_target
 from kog_dist.launch.reaper import Reaper
 from kog_dist.launch.request import PromptRequest
+from kog_dist.launch.restarts import RestartBudget
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.transport import Access
 from kog_dist.wait import Deadline
 
-MAX_RESTARTS, RESTART_WINDOW_S = 3, 600.0
 STOP_MARGIN_S = 5.0  # for an engine that was told to stop to say that it has
 _POLL_S = 0.1
+_RAYLET_LOST = "the raylet of the launcher's machine died, and with it the way to the engine; the engine was stopped"
 
 
 def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
@@ -92,7 +92,7 @@ class RayLauncher:
         self._instance = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
         self._begin_s = time.monotonic()
         self._progress = StartupProgress(under_starter=True)
-        self._restarts: deque[float] = deque()
+        self._restarts = RestartBudget()
         self._client: local.Child | None = None
         self._client_outcome: Outcome | None = None
         self._stop_deadline: Deadline | None = None
@@ -110,28 +110,16 @@ class RayLauncher:
         try:
             while True:
                 outcome, was_ready = self._run_generation(cluster, generation)
-                if not self._may_restart(outcome, was_ready or generation > 1):
+                is_ours = outcome.exit_code != EXIT_OK and self._request is None and not self._signals.count
+                if not is_ours or cluster.is_lost() or not (was_ready or generation > 1):
                     return outcome
+                if not self._restarts.take():
+                    return replace(outcome, sentence=f"{outcome.sentence}; it is not started again after {self._restarts}")
                 generation += 1
-                self._events.say(
-                    f"{outcome.sentence}; starting it again as generation {generation} (restart {len(self._restarts)} of at most "
-                    f"{MAX_RESTARTS} in {RESTART_WINDOW_S / 60:g} min)",
-                    error=True,
-                )
+                self._events.say(f"{outcome.sentence}; starting it again as generation {generation}", error=True)
         finally:
             self._end_client()
             cluster.close()
-
-    def _may_restart(self, outcome: Outcome, has_served: bool) -> bool:
-        if outcome.exit_code == EXIT_OK or not has_served or self._request is not None or self._signals.count:
-            return False
-        now_s = time.monotonic()
-        while self._restarts and now_s - self._restarts[0] > RESTART_WINDOW_S:
-            self._restarts.popleft()
-        if len(self._restarts) == MAX_RESTARTS:
-            return False
-        self._restarts.append(now_s)
-        return True
 
     # ---- one generation ----
     def _run_generation(self, cluster: RayCluster, generation: int) -> tuple[Outcome, bool]:
@@ -153,6 +141,8 @@ class RayLauncher:
                     if line.is_error or self._request is None:
                         self._events.say(line.text, error=line.is_error)
                 self._look_at_client(gang)
+                if cluster.is_lost():
+                    return self._of_both(Outcome(EXIT_RANK_DIED, "raylet_lost", _RAYLET_LOST)), was_ready
                 if (ended := self._answer_signals(gang)) is not None:
                     return ended, was_ready
             return self._of_both(gang.outcome), was_ready
@@ -176,10 +166,14 @@ class RayLauncher:
         size = self._target.world_size
         where = f"Ray {cluster.version}, {'private, ' if cluster.is_private else ''}node {gang.node}"
         key = f", --key-file {self._place.path / ACCESS_NAME}" if gang.access.server_public is not None else ""
-        again = f", generation {gang.generation}" if gang.generation > 1 else ""
+        if gang.generation > 1:
+            self._events.say(
+                f"generation {gang.generation} on node {gang.node}, {gang.access.address}, ready after {took_s:.1f} s"
+            )
+            return
         self._events.say(
             f"{self._target.model_name} on {size} rank{'s' if size > 1 else ''} ({self._target.device}; {where}), instance "
-            f"{gang.instance}{again}, {gang.access.address}{key}, ready after {took_s:.1f} s"
+            f"{gang.instance}, {gang.access.address}{key}, ready after {took_s:.1f} s"
         )
 
     def _write_key(self, access: Access) -> None:
