@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TensorSource = Callable[[str], "Tensor"]  # a tensor of a checkpoint by its published name, on the device, in its final type
 FORMS = ("lanes", "dense")
 # How a matrix meets its vector: through the library's product, or as multiplications and a sum that the compiler fuses.
-PRODUCTS = ("matmul", "fused")
+PRODUCTS: tuple[str, ...] = ("matmul", "fused")
 WARM_UP_STEPS = 3
 
 
@@ -147,7 +147,7 @@ class TorchDecoder:
 
 
 def measure(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int, budget_s: float) -> list[dict[str, Any]]:
-    """Median and p99 us per token at each context, the better of PRODUCTS; contexts that the time does not reach are left out."""
+    """Median and p99 us per token at each context, with the better of PRODUCTS; what `budget_s` does not reach is left out."""
     import torch
 
     spec = spec if form == "lanes" else replace(spec, num_lanes=1, delay=0)
@@ -160,14 +160,17 @@ def measure(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int, 
 
     weights = {name: random(name) for name in layouts}
     end_s = time.monotonic() + budget_s
-    products: tuple[str, ...] = PRODUCTS
-    figures: list[dict[str, Any]] = []
+    products, figures = PRODUCTS, list[dict[str, Any]]()
     for context in contexts:
-        if figures and time.monotonic() > end_s:
+        measured: list[dict[str, Any]] = []
+        for product in products:
+            if (figures or measured) and time.monotonic() > end_s:
+                break
+            measured.append(_measure_one(spec, weights.__getitem__, product, context, tokens))
+        if not measured:
             break
-        measured = [_measure_one(spec, weights.__getitem__, product, context, tokens) for product in products]
         best = min(measured, key=lambda figure: float(figure["us_per_token"]))
-        products = (best["product"],)  # compiling takes long: the other contexts are measured with the better one
+        products = (str(best["product"]),)  # compiling takes long: the other contexts are measured with the better one
         figures.append({"form": form, **best})
     return figures
 
@@ -180,7 +183,7 @@ def _measure_one(spec: ModelSpec, tensors: TensorSource, product: str, context: 
     decoder = TorchDecoder(spec, tensors, length, product)
     token, position = (torch.full((1,), value, device="cuda") for value in (1, context - 1))
     begin_s = time.monotonic()
-    step = torch.compile(lambda: decoder(token, position).argmax(keepdim=True), fullgraph=True, dynamic=False)
+    step = torch.compile(lambda: decoder(token, position).argmax().view(1), fullgraph=True, dynamic=False)
     with torch.no_grad():
         replay = _captured(step, token, position)
     compile_s = time.monotonic() - begin_s

@@ -30,7 +30,6 @@ SHAPES = {
     "one lane, sum before norm, local sums": KernelShape(
         replace(ODD, num_lanes=1, pre_norm_lane_agg=True, attention_comm=False), range(1)
     ),
-    "two fetch groups": KernelShape(SMALL, range(8), fetch_groups=2),
     "traced": KernelShape(SMALL, range(8), traced_step=2),
 }
 
