@@ -77,6 +77,8 @@ def launch(
     logit_bias: shaping_flags.LogitBias = None,
     min_tokens: shaping_flags.MinTokens = None,
     logprobs: shaping_flags.Logprobs = None,
+    json_schema: shaping_flags.JsonSchema = None,
+    regex: shaping_flags.Regex = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show bytes per rank, plan and ceiling; start nothing.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Read the checkpoint's metadata only; exit 0 or 3.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show every setting and its source.")] = False,
@@ -90,7 +92,7 @@ def launch(
     resolved = config.resolve(flags, os.environ, config_file)
     shaping = ShapingOptions(
         top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, tuple(logit_bias or ()), min_tokens,
-        logprobs,
+        logprobs, json_schema, regex,
     )  # fmt: skip
     request = PromptRequest.from_flags(
         prompt=prompt, prompt_ids=prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()),

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from kog_dist.control import COORDINATOR, ControlPage
@@ -46,6 +46,7 @@ from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.counters import Counters
 from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.engine_life import EngineLife, Farewell
+from kog_dist.workers.grammar.service import GrammarService
 from kog_dist.workers.request_queue import RequestQueue
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
@@ -77,6 +78,7 @@ class Coordinator:
         self._slot = DecodeSlot(control, model.spec.sliding_window if model.spec.window_layers else None)
         self._running: RequestStream | None = None
         self._queue = RequestQueue(args.queue_limit, args.client_queue_limit)
+        self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control.fd)
         self._farewell: Farewell | None = None
         self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
@@ -97,6 +99,7 @@ class Coordinator:
         self._control.beat(COORDINATOR)
         for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
             self._answer(peer, message)
+        self._read_verdicts()
         self._read_tokens()
         self._end_expired()
         self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
@@ -112,13 +115,14 @@ class Coordinator:
             self._slot.wait(_TOKEN_WAIT_S)
             return
         timeout_s = _QUEUE_WAIT_S if len(self._queue) or self._listener.has_backlog else _IDLE_WAIT_S
-        if wakeup_fd in select.select(wake_fds, [], [], timeout_s)[0]:
+        if wakeup_fd in select.select([*wake_fds, *self._grammars.fds], [], [], timeout_s)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup_fd, 512)
 
     def _say_farewell(self, farewell: Farewell) -> int:
         for stream in self._streams():
             self._fail(stream, farewell.code, farewell.message)
+        self._grammars.close()
         self._listener.close(FAREWELL_S)
         return farewell.exit_code
 
@@ -142,17 +146,46 @@ class Coordinator:
         try:
             self._check_room(peer, message.request_id)
             request = self._model.admit(message)
+            tokenizer = self._model.tokenizer
+            decoder = tokenizer.stream(after=request.prompt) if tokenizer is not None else None
+            stream = RequestStream(peer, message, request, decoder, received_ns)
+            if stream.constraint is not None:
+                self._grammars.ask(stream, stream.constraint)
         except RequestError as error:
-            self.counters.num_refused += 1
-            code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
-            self._send_to(peer, error_event(code, str(error), message.request_id, error.retry_after_s))
+            self._refuse(peer, message.request_id, error)
             return
-        tokenizer = self._model.tokenizer
-        decoder = tokenizer.stream(after=request.prompt) if tokenizer is not None else None
-        stream = RequestStream(peer, message, request, decoder, received_ns)
+        if stream.constraint is None:
+            self._accept(stream)
+
+    def _accept(self, stream: RequestStream) -> None:
         self._queue.add(stream)
         stream.told_position = self._streams().index(stream)
-        self._send(stream, Accepted(stream.request_id, stream.told_position, len(request.prompt), request.max_tokens))
+        self._send(
+            stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
+        )
+
+    def _refuse(self, peer: bytes, request_id: str, error: RequestError) -> None:
+        self.counters.num_refused += 1
+        code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
+        self._send_to(peer, error_event(code, str(error), request_id, error.retry_after_s))
+
+    def _read_verdicts(self) -> None:
+        """Requests with a grammar are accepted, or refused, once it is known whether it can be used."""
+        num_runners_lost = self._grammars.num_runners_lost
+        for stream, refusal in self._grammars.verdicts():
+            try:
+                if refusal is not None:
+                    raise RequestError(ErrorCode.INVALID_CONSTRAINT, refusal)
+                self._check_room(stream.peer, stream.request_id)
+            except RequestError as error:
+                self._refuse(stream.peer, stream.request_id, error)
+            else:
+                self._accept(stream)
+        running = self._running
+        if num_runners_lost != self._grammars.num_runners_lost and running is not None and running.constraint is not None:
+            self._fail(
+                running, ErrorCode.CONSTRAINT_FAILED, f"the process that followed {running.constraint.kind} ended; try again"
+            )
 
     def _check_room(self, peer: bytes, request_id: str) -> None:
         if self._life.draining:
@@ -201,14 +234,19 @@ class Coordinator:
         if self._life.is_ready() and self._slot.may_submit():
             stream = self._running = self._queue.pop()
             stream.timings.submitted(self._clock())
-            stream.request = self._slot.submit(stream.request, reuse_kv=stream.reuses_kv)
+            request, constraint = stream.request, stream.constraint
+            if constraint is not None:
+                request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
+            stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv)
+            if constraint is not None and self._slot.seq is not None:
+                self._grammars.run(self._slot.seq, request.mask_epoch, constraint)
 
     def _read_tokens(self) -> None:
         entries = self._slot.read()
         stream = self._running
         if stream is None or not entries:
             return
-        faulty = entries[-1].finish is Finish.NUMERICAL_FAULT
+        faulty = entries[-1].finish in (Finish.NUMERICAL_FAULT, Finish.NO_MASK)
         event, reason = stream.take(entries[:-1] if faulty else entries)
         if event is not None:
             self.counters.num_tokens += len(event.token_ids)
@@ -216,6 +254,10 @@ class Coordinator:
                 return
         if reason is not None:
             self._finish(stream, reason)
+        elif entries[-1].finish is Finish.NO_MASK:
+            kind = stream.constraint.kind if stream.constraint is not None else "grammar"
+            message = f"{kind} is too complex: nothing could be said of what may follow token {stream.num_tokens}; simplify it"
+            self._fail(stream, ErrorCode.CONSTRAINT_FAILED, message)
         elif faulty:
             self._fail(
                 stream, ErrorCode.NUMERICAL_FAULT,
@@ -266,12 +308,14 @@ class Coordinator:
             self._running = None
             self._slot.cancel()
             self._queue.turn_over(stream.timings.running_s(self._clock()))
+        elif stream in self._grammars.askers:
+            self._grammars.forget(stream)
         else:
             self._queue.remove(stream)
 
     def _streams(self) -> list[RequestStream]:
-        """All requests that are not finished, in the order in which they run."""
-        return [*([self._running] if self._running is not None else []), *self._queue]
+        """All requests that are not finished, in the order in which they run; last those whose grammar is being checked."""
+        return [*([self._running] if self._running is not None else []), *self._queue, *self._grammars.askers]
 
     def _streams_of(self, peer: bytes) -> list[RequestStream]:
         return [stream for stream in self._streams() if stream.peer == peer]
@@ -318,7 +362,7 @@ class Coordinator:
         now_ns = self._clock()
         for position, stream in enumerate(self._streams()):
             silent_ns = now_ns - stream.last_sent_ns
-            if self._listener.is_behind(stream.peer):
+            if self._listener.is_behind(stream.peer) or stream in self._grammars.askers:
                 continue
             if stream is self._running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
                 self._send(stream, Prefill(stream.request_id, self._slot.position, len(stream.request.prompt)))
@@ -348,7 +392,7 @@ class Coordinator:
 
     def _begin_drain(self) -> None:
         self._life.drain()
-        for stream in list(self._queue):
+        for stream in [*self._queue, *self._grammars.askers]:
             self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")
 
 

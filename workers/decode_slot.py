@@ -39,6 +39,11 @@ class DecodeSlot:
         progress = self._control.progress(self._seq)
         return self._num_cached if progress is None else progress
 
+    @property
+    def seq(self) -> int | None:
+        """Number of the current request."""
+        return self._seq
+
     def may_submit(self) -> bool:
         """Whether the next request may be handed over: request blocks are two, used in turn."""
         newest = self._control.doorbell()

@@ -12,6 +12,7 @@ from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
 from kog_dist.rpc.messages import ErrorCode, Generate
+from kog_dist.workers.grammar.compiler import constraint_of
 
 DEFAULT_MAX_TOKENS = 256
 MAX_BYTES_PER_TOKEN = 64  # a text with more bytes per token of context than this is refused before it is tokenized
@@ -43,6 +44,7 @@ class ServedModel:
             raise RequestError(
                 ErrorCode.NO_TOKENIZER, f"{self.name} has no tokenizer, so no stop string can ever occur; omit stop"
             )
+        self._check_constraint(message)
         prompt_ids = self._prompt_ids(message)
         context = self.spec.max_context
         if not prompt_ids:
@@ -65,6 +67,23 @@ class ServedModel:
             stop_ids=self.eos_ids, ignore_eos=message.ignore_eos, logit_digests=message.logit_digests,
             shaping=self._shaping(message, max_tokens), logprobs=message.logprobs,
         )  # fmt: skip
+
+    def _check_constraint(self, message: Generate) -> None:
+        """Refuse what no grammar could help; the grammar itself is checked elsewhere (workers/grammar)."""
+        constraint = constraint_of(message)
+        if constraint is None:
+            return
+        if self.tokenizer is None:
+            raise RequestError(ErrorCode.NO_TOKENIZER, f"{self.name} has no tokenizer, so {constraint.kind} means nothing to it")
+        if message.ignore_eos:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST, f"ignore_eos and {constraint.kind} exclude each other: the end of a grammar is the end"
+            )
+        if not self.eos_ids:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST,
+                f"{self.name} has no end-of-sequence token, with which an answer of {constraint.kind} ends",
+            )
 
     def _shaping(self, message: Generate, max_tokens: int) -> Shaping:
         for token_id in message.logit_bias_ids:

@@ -11,6 +11,7 @@ from kog_dist.control import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.rpc.messages import Done, FinishReason, Generate, Tokens
+from kog_dist.workers.grammar.compiler import constraint_of
 from kog_dist.workers.stop_strings import StopFilter
 from kog_dist.workers.timings import RequestTimings
 
@@ -37,6 +38,7 @@ class RequestStream:
         self.peer = peer
         self.request_id = message.request_id
         self.request = request
+        self.constraint = constraint_of(message)
         self.reuses_kv = message.reuse_kv
         self.deadline_ns = None if message.deadline_s is None else received_ns + round(message.deadline_s * 1e9)
         self.timings = RequestTimings(received_ns)

@@ -97,7 +97,8 @@ class Client:
         stamps: bool = False, deadline_s: float | None = None, reuse_kv: bool = True, conversation: str | None = None,
         top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None, min_tokens: int = 0,
-        logprobs: int | None = None, request_id: str | None = None, timeout_s: float | None = None,
+        logprobs: int | None = None, json_schema: str | None = None, regex: str | None = None, request_id: str | None = None,
+        timeout_s: float | None = None,
     ) -> Generator[StreamEvent, None, None]:  # fmt: skip
         """Decode one prompt: yields `Accepted`, then `Alive`, `Prefill` and `Tokens` as they come, last `Done`.
 
@@ -106,14 +107,15 @@ class Client:
         DeadlineExceeded after `timeout_s` in this client. `deadline_s` is the engine's to keep: `deadline_exceeded` while the
         request waits, a `Done` with finish reason `deadline` once it runs. `conversation` is an id that its requests share: a
         router sends them where their beginning is cached. `logprobs` is the number of alternatives that come with each token's
-        own log-probability. What shapes the choice is explained in docs/sampling.md.
+        own log-probability. What shapes the choice is explained in docs/sampling.md; the whole
+        answer satisfies `json_schema` (a text) or matches `regex` unless it ends early, for its length for instance.
         """
         try:
             message = Generate(
                 request_id or secrets.token_hex(8), prompt, None if prompt_ids is None else tuple(prompt_ids), max_tokens,
                 temperature, seed, tuple(stop), ignore_eos, logit_digests, stamps, deadline_s, reuse_kv, conversation,
                 top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-                tuple(logit_bias or {}), tuple((logit_bias or {}).values()), min_tokens, logprobs,
+                tuple(logit_bias or {}), tuple((logit_bias or {}).values()), min_tokens, logprobs, json_schema, regex,
             )  # fmt: skip
             self._connection.send(message)
         except BadMessage as error:
@@ -160,7 +162,9 @@ class Client:
                     raise self._overdue(deadline_s)
                 if isinstance(event, Error) and event.request_id in (request_id, None):
                     finished = True
-                    raise (RequestFailed if accepted else RequestError)(event.code, event.message)
+                    if accepted:
+                        raise RequestFailed(event.code, event.message)
+                    raise RequestError(event.code, event.message, event.retry_after_s)
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise self._overdue(deadline_s)
                 if isinstance(event, StreamEvent) and event.request_id == request_id:

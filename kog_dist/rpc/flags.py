@@ -50,6 +50,8 @@ def generate(
     logit_bias: shaping_flags.LogitBias = None,
     min_tokens: shaping_flags.MinTokens = None,
     logprobs: shaping_flags.Logprobs = None,
+    json_schema: shaping_flags.JsonSchema = None,
+    regex: shaping_flags.Regex = None,
     json: Json = False,
     instance: Instance = None,
     endpoint: Endpoint = None,
@@ -64,7 +66,7 @@ def generate(
         raise ConfigError("give either --prompt or --prompt-ids")
     shaping = ShapingOptions(
         top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, tuple(logit_bias or ()), min_tokens,
-        logprobs,
+        logprobs, json_schema, regex,
     )  # fmt: skip
     request = commands.PromptFlags(
         prompt, None if prompt_ids is None else _parse_ids(prompt_ids), max_tokens, temperature, seed, tuple(stop or ()),

@@ -43,6 +43,8 @@ MAX_ARRAY = 1 << 16  # longest array: token ids of one prompt
 MAX_CONTAINERS = 64  # lists and maps in one message; stops a small message from growing into a large heap
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
+MAX_SCHEMA_BYTES = 1 << 16
+MAX_REGEX_BYTES = 1 << 12
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**53  # counters and sizes: exact in every language's numbers
 MAX_SECONDS = 1e9
@@ -74,10 +76,12 @@ class ErrorCode(enum.StrEnum):
     DRAINING = "draining"
     DUPLICATE_REQUEST_ID = "duplicate_request_id"
     UNKNOWN_REQUEST = "unknown_request"
+    INVALID_CONSTRAINT = "invalid_constraint"
 
     RANK_FAILED = "rank_failed"
     STARTUP_FAILED = "startup_failed"
     NUMERICAL_FAULT = "numerical_fault"
+    CONSTRAINT_FAILED = "constraint_failed"
     ENGINE_LOST = "engine_lost"
     DRAIN_TIMEOUT = "drain_timeout"
     SHUTDOWN = "shutdown"
@@ -171,6 +175,8 @@ class Generate(_Checked):
     logit_biases: tuple[float, ...] = checked(array(any_number, MAX_LOGIT_BIAS), default=())
     min_tokens: int = checked(_ANY_INTEGER, default=0)
     logprobs: int | None = checked(optional(_ANY_INTEGER), default=None)  # alternatives of each token; None: not even its own
+    json_schema: str | None = checked(optional(text(1, MAX_SCHEMA_BYTES)), default=None)  # the answer is JSON that satisfies it
+    regex: str | None = checked(optional(text(1, MAX_REGEX_BYTES)), default=None)  # the answer, as a whole, matches it
 
     def __post_init__(self) -> None:
         _Checked.__post_init__(self)
@@ -179,6 +185,8 @@ class Generate(_Checked):
         if len(self.logit_bias_ids) != len(self.logit_biases):
             found = f"{len(self.logit_bias_ids)} logit_bias_ids and {len(self.logit_biases)} logit_biases"
             raise BadMessage(f"generate: there are {found}; they belong together", ErrorCode.INVALID_REQUEST)
+        if self.json_schema is not None and self.regex is not None:
+            raise BadMessage("generate: json_schema and regex exclude each other", ErrorCode.INVALID_REQUEST)
         try:
             check_temperature(self.temperature)
             check_shaping({item.name: getattr(self, item.name) for item in fields(self)}, self.logit_bias)

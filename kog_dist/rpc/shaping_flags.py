@@ -17,3 +17,5 @@ LogitBias = Annotated[
 ]
 MinTokens = Annotated[int | None, typer.Option(help="Tokens before the answer may end by itself.")]
 Logprobs = Annotated[int | None, typer.Option(help="Log-probabilities of the tokens and of so many alternatives, up to 20.")]
+JsonSchema = Annotated[str | None, typer.Option(metavar="TEXT|@FILE", help="The answer is JSON that satisfies this schema.")]
+Regex = Annotated[str | None, typer.Option(help="The answer, as a whole, matches this regular expression.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
@@ -22,14 +23,20 @@ class ShapingOptions:
     logit_bias: tuple[str, ...] = ()
     min_tokens: int | None = None
     logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
 
     def keywords(self) -> dict[str, Any]:
         """What was given, as keywords of `Client.generate`. Raises ConfigError naming the flag that is wrong."""
+        if self.json_schema is not None and self.regex is not None:
+            raise ConfigError("--json-schema and --regex exclude each other")
         given: dict[str, Any] = dict(self._given())
         if self.logit_bias:
             given["logit_bias"] = dict(map(_parse_bias, self.logit_bias))
             if len(given["logit_bias"]) < len(self.logit_bias):
                 raise ConfigError("--logit-bias names a token twice")
+        if self.json_schema is not None and self.json_schema.startswith("@"):
+            given["json_schema"] = _read_schema(Path(self.json_schema[1:]))
         try:
             check_shaping(given, given.get("logit_bias", {}).items())
         except ValueError as error:
@@ -56,3 +63,10 @@ def _parse_bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise ConfigError(f"--logit-bias must be ID=BIAS, such as 17=-2.5; got {text[:80]!r}") from None
+
+
+def _read_schema(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--json-schema @{path} cannot be read: {error}") from None

@@ -74,7 +74,7 @@ shaping: dict[str, st.SearchStrategy[Any]] = {
     name: st.integers(int(low), int(high)) if isinstance(low, int) else st.floats(low, high)
     for name, (low, high) in SHAPING_LIMITS.items()
     if name != "logit_bias"
-} | {"logprobs": st.none() | st.integers(0, 20)}
+} | {"logprobs": st.none() | st.integers(0, 20), "json_schema": st.none() | texts.filter(bool), "regex": st.none()}
 
 
 def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
@@ -135,6 +135,16 @@ def test_values_out_of_range_are_invalid_requests_that_name_them(name: str, bad:
     with pytest.raises(BadMessage, match=f"^generate: {name} must be between") as caught:
         Generate("a", "b", **{name: bad})  # type: ignore[arg-type]
     assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_one_grammar_at_a_time() -> None:
+    assert decode_request(encode(Generate("a", "b", regex="[a-z]+"))) == Generate("a", "b", regex="[a-z]+")
+    with pytest.raises(BadMessage, match="json_schema and regex exclude each other") as caught:
+        Generate("a", "b", json_schema="{}", regex="a")
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    for name, size in (("json_schema", 65_537), ("regex", 4_097), ("regex", 0)):
+        with pytest.raises(BadMessage, match=f"{name} must have 1 to"):
+            Generate("a", "b", **{name: "x" * size})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""A grammar process: `python -m kog_dist.workers.grammar.process JSON`, a child of the coordinator.
+
+Grammars come from strangers, and compiling them is the work of a library: it happens in a process that may run out of memory,
+hang or crash without harm to anybody else. There are two, of one program. The checker compiles what is asked for and says whether
+it can be used. The runner compiles what was found good once more, and writes a mask for every token that rank 0 is about to
+choose. Neither learns anything but a grammar and token ids; the coordinator needs no answer from the runner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from kog_dist.control import ControlPage
+from kog_dist.decode.ring import Finish
+from kog_dist.errors import KogError, LaunchError
+from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.wait import Deadline
+from kog_dist.workers.grammar.compiler import Constraint, ConstraintError, GrammarCompiler, Kind
+
+MAX_PACKET_BYTES = 1 << 17  # a schema of the longest kind, and the rest of its message
+_MEMORY_BYTES = 2 << 30  # private memory of this process; beyond it allocations fail
+_RING_WAIT_S = 0.05  # an abort is seen this late
+_RING_POLL_S = 0.001  # tokens of writers that wake nobody
+_PR_SET_PDEATHSIG = 1
+READY = {"ready": True}
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarArgs:
+    """What the process is told on its command line. The descriptors are inherited."""
+
+    model: str  # folder of the checkpoint
+    control_fd: int
+    socket_fd: int  # one end of a SOCK_SEQPACKET pair
+    parent_pid: int
+    memory_bytes: int = _MEMORY_BYTES
+
+    def to_json(self) -> str:
+        """One line for the command line."""
+        return json.dumps(asdict(self))
+
+
+def check_message(number: int, constraint: Constraint) -> dict[str, Any]:
+    """Asks the checker; it answers `{"checked": number, "error": text or None}`."""
+    return {"check": number, "kind": constraint.kind.value, "text": constraint.text}
+
+
+def run_message(seq: int, mask_epoch: int, constraint: Constraint) -> dict[str, Any]:
+    """Tells the runner to follow request `seq` through the ring."""
+    return {"run": seq, "mask_epoch": mask_epoch, "kind": constraint.kind.value, "text": constraint.text}
+
+
+def main() -> int:
+    """Serve until the coordinator is gone. Returns the exit code."""
+    args = GrammarArgs(**json.loads(sys.argv[1]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != args.parent_pid:
+        return 0  # the coordinator was gone before it could be watched
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
+    resource.setrlimit(resource.RLIMIT_DATA, (args.memory_bytes, args.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        control = ControlPage.from_fd(args.control_fd)
+        tokenizer = Tokenizer.from_folder(Path(args.model))
+        if tokenizer is None:
+            raise LaunchError(f"{args.model} has no tokenizer, so no grammar can be followed")
+        compiler = GrammarCompiler(tokenizer, control.masks.vocab_size)
+    except KogError as error:
+        print(f"grammar process: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    with socket.socket(fileno=args.socket_fd) as channel:
+        channel.send(msgpack.packb(READY))
+        serve(channel, control, compiler)
+    return 0
+
+
+def serve(channel: socket.socket, control: ControlPage, compiler: GrammarCompiler) -> None:
+    """Do what the coordinator asks for, one thing after the other, until it closes its end."""
+    while packet := channel.recv(MAX_PACKET_BYTES):
+        message = msgpack.unpackb(packet)
+        constraint = Constraint(Kind(message["kind"]), message["text"])
+        if "check" in message:
+            channel.send(msgpack.packb({"checked": message["check"], "error": why_not(compiler, constraint)}))
+        else:
+            follow(control, compiler, constraint, message["run"], message["mask_epoch"])
+
+
+def why_not(compiler: GrammarCompiler, constraint: Constraint) -> str | None:
+    """Why a constraint cannot be used; None if it can."""
+    try:
+        compiler.compile(constraint)
+    except ConstraintError as error:
+        return str(error)
+    return None
+
+
+def follow(control: ControlPage, compiler: GrammarCompiler, constraint: Constraint, seq: int, mask_epoch: int) -> None:
+    """Write the mask of each token of request `seq` as soon as the token before it is in the ring, until its last entry.
+
+    Returns early when the engine is being stopped, or when the coordinator has handed out a newer request.
+    """
+    matcher = compiler.compile(constraint)
+    index = 0
+    while True:
+        control.masks.put(mask_epoch + index, matcher.mask())
+        if matcher.error:
+            print(f"grammar of request {seq}, token {index}: {matcher.error}", file=sys.stderr, flush=True)
+        while (entry := control.ring.wait(seq, index, Deadline.after(_RING_WAIT_S), poll_s=_RING_POLL_S)) is None:
+            if control.aborted() or control.doorbell() > seq:
+                return
+        if entry.finish is not Finish.NONE:
+            return
+        matcher.accept(entry.token_id)
+        index += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""The coordinator's end of structured output: asks whether a grammar can be used, and has masks made for the request that runs.
+
+Nothing here waits. A check that takes too long costs the client a refusal and the checker its life; the runner, which works for
+the request that decodes, is not touched by it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgpack  # type: ignore[import-untyped]
+
+from kog_dist.errors import RequestError
+from kog_dist.rpc.messages import ErrorCode
+from kog_dist.workers.grammar.compiler import Constraint
+from kog_dist.workers.grammar.process import MAX_PACKET_BYTES, GrammarArgs, check_message, run_message
+
+CHECK_TIMEOUT_S = 3.0  # of one grammar; hard ones take about 1 s
+START_TIMEOUT_S = 30.0  # of a process: reading a large vocabulary takes seconds
+END_TIMEOUT_S = 1.0
+MAX_ASKERS = 16
+
+Asker = TypeVar("Asker")
+
+
+class Verdict(NamedTuple, Generic[Asker]):
+    """Whether the grammar that `asker` waits for can be used: `refusal` says why not, None that it can."""
+
+    asker: Asker
+    refusal: str | None
+
+
+class GrammarProcess:
+    """One child process and the socket to it. Never blocks but to end it."""
+
+    def __init__(self, model: Path, control_fd: int) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        arguments = GrammarArgs(str(model), control_fd, theirs.fileno(), os.getpid())
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "kog_dist.workers.grammar.process", arguments.to_json()],
+            pass_fds=(control_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        theirs.close()
+        self.channel = ours
+        self.is_ready = False
+        self._begin_s = time.monotonic()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Ask for something; the process takes one thing at a time. What a dead process is asked, nobody hears."""
+        try:
+            self.channel.send(msgpack.packb(message))
+        except (BlockingIOError, ConnectionError):
+            self._child.kill()  # it is dead, or does not read: `receive` says so next
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What it has answered; None if it has ended, or was not ready in time."""
+        messages: list[dict[str, Any]] = []
+        try:
+            while packet := self.channel.recv(MAX_PACKET_BYTES):
+                messages.append(msgpack.unpackb(packet))
+                self.is_ready = True  # its first word
+            return messages or None
+        except BlockingIOError:
+            late = not self.is_ready and time.monotonic() - self._begin_s > START_TIMEOUT_S
+            return None if late else messages
+        except ConnectionError:
+            return None
+
+    def end(self) -> None:
+        """Kill it and let go of it."""
+        self._child.kill()
+        self._child.wait(END_TIMEOUT_S)
+        self.channel.close()
+
+
+@dataclass
+class _Pending(Generic[Asker]):
+    asker: Asker
+    constraint: Constraint
+
+
+class GrammarService(Generic[Asker]):
+    """Two grammar processes, started when they are first needed. An asker is whatever wants to know (a request's stream).
+
+    `num_runners_lost`: a request that had its masks from a runner that is lost cannot go on; the next one finds a new runner.
+    """
+
+    def __init__(self, model: Path, control_fd: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._model, self._control_fd, self._clock = model, control_fd, clock
+        self._checker: GrammarProcess | None = None
+        self._runner: GrammarProcess | None = None
+        self._pending: deque[_Pending[Asker]] = deque()
+        self._asked_s: float | None = None  # when the first of them was put to the checker
+        self._number = 0  # of that question
+        self._next_epoch = 1
+        self.num_runners_lost = 0
+
+    @property
+    def askers(self) -> list[Asker]:
+        """Those who wait for a verdict, in their order."""
+        return [pending.asker for pending in self._pending]
+
+    @property
+    def fds(self) -> list[int]:
+        """What becomes readable when a process has something to say."""
+        return [process.channel.fileno() for process in (self._checker, self._runner) if process is not None]
+
+    def ask(self, asker: Asker, constraint: Constraint) -> None:
+        """Have a grammar checked; `verdicts` will name the asker. Raises RequestError when too many wait for that."""
+        if len(self._pending) >= MAX_ASKERS:
+            raise RequestError(ErrorCode.QUEUE_FULL, f"{MAX_ASKERS} grammars are waiting to be checked already; try again later")
+        self._pending.append(_Pending(asker, constraint))
+
+    def forget(self, asker: Asker) -> None:
+        """The asker does not want to know any more. A question that was put already is answered into the void."""
+        for place, pending in enumerate(self._pending):
+            if pending.asker is asker:
+                if place == 0:
+                    self._asked_s = None
+                del self._pending[place]
+                return
+
+    def verdicts(self) -> list[Verdict[Asker]]:
+        """What was found out since the last call; also keeps the processes going while they are needed."""
+        if self._runner is not None and self._runner.receive() is None:
+            self._runner.end()
+            self._runner = None
+            self.num_runners_lost += 1
+        found = self._hear_checker()
+        if self._pending and not found:
+            self._runner = self._runner or self._start()
+            self._checker = self._checker or self._start()
+            if self._asked_s is None and self._checker.is_ready and self._runner.is_ready:
+                self._number += 1
+                self._asked_s = self._clock()
+                self._checker.send(check_message(self._number, self._pending[0].constraint))
+        return found
+
+    def _hear_checker(self) -> list[Verdict[Asker]]:
+        if self._checker is None:
+            return []
+        answers = self._checker.receive()
+        if answers is None:
+            return self._lost("its process ended")
+        if self._asked_s is not None and self._clock() - self._asked_s > CHECK_TIMEOUT_S:
+            return self._lost(f"it was not compiled within {CHECK_TIMEOUT_S:g} s")
+        is_wanted = self._asked_s is not None
+        return [self._answered(answer["error"]) for answer in answers if is_wanted and answer.get("checked") == self._number]
+
+    def reserve_epochs(self, max_tokens: int) -> int:
+        """Epoch of the first of `max_tokens` masks that no other request uses."""
+        first = self._next_epoch
+        self._next_epoch += max_tokens
+        return first
+
+    def run(self, seq: int, mask_epoch: int, constraint: Constraint) -> None:
+        """Have the masks of request `seq` made, which the ranks have been given."""
+        self._runner = self._runner or self._start()
+        self._runner.send(run_message(seq, mask_epoch, constraint))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in (self._checker, self._runner):
+            if process is not None:
+                process.end()
+        self._checker = self._runner = None
+
+    def _start(self) -> GrammarProcess:
+        return GrammarProcess(self._model, self._control_fd)
+
+    def _answered(self, error: str | None) -> Verdict[Asker]:
+        self._asked_s = None
+        return Verdict(self._pending.popleft().asker, error)
+
+    def _lost(self, reason: str) -> list[Verdict[Asker]]:
+        """The checker is of no use any more: the grammar that it had is refused, or the first one if it never started."""
+        assert self._checker is not None
+        was_ready = self._checker.is_ready
+        self._checker.end()
+        self._checker = None
+        if self._asked_s is None and was_ready:
+            return []
+        kind = self._pending[0].constraint.kind
+        return [self._answered(f"{kind} cannot be used: {reason}")]
