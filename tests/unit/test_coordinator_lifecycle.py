@@ -5,101 +5,18 @@ The coordinator's loop is turned by hand; ranks and clients act between turns, s
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kog_dist.control import AbortCause, ControlPage, DecodeRequest, RankState
-from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.model.spec import ModelSpec
-from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.rpc.listener import Delivery, RpcListener
-from kog_dist.rpc.messages import Accepted, Alive, Cancel, Done, Drain, Error, Event, FinishReason, Generate, Request, Tokens
-from kog_dist.workers.coordinator import Coordinator
-from kog_dist.workers.coordinator_args import CoordinatorArgs
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.control import AbortCause
+from kog_dist.rpc.messages import Accepted, Alive, Cancel, Done, Drain, Error, Event, FinishReason, Generate, Prefill, Tokens
+from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
 
-CONTEXT = 24
-ALPHABET = 2  # token ids 1 and 2 are the letters a and b; 0 ends an answer
-WORLD_SIZE = 2
-QUEUE_LIMIT, CLIENT_QUEUE_LIMIT = 4, 3
 OUTBOX = 12
 RARELY = st.integers(0, 40).map(lambda number: number == 23)
-PEERS = [b"p0", b"p1", b"p2"]
-
-
-def answer_of(prompt: Sequence[int]) -> list[int]:
-    """What the model says: any fixed function of the prompt will do."""
-    state = sum((i + 1) * token_id for i, token_id in enumerate(prompt)) + 1
-    answer = []
-    for _ in range(CONTEXT):
-        state = state * 75 % 65_537
-        answer.append(0 if state % 11 == 0 else 1 + state % ALPHABET)
-    return answer
-
-
-class Letters:
-    """A tokenizer of two letters."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") + 1 for letter in text]
-
-    def stream(self, after: Sequence[int]) -> Letters:
-        return self
-
-    def push(self, token_id: int) -> str:
-        return chr(token_id - 1 + ord("a")) if token_id else ""
-
-    def flush(self) -> str:
-        return ""
-
-
-class Wire:
-    """Stands in for RpcListener: what clients sent, and what reached each of them."""
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self.num_bad_messages = 0
-        self.inbox: list[tuple[bytes, Request]] = []
-        self.delivered: dict[bytes, list[Event]] = defaultdict(list)
-        self.room = dict.fromkeys(PEERS, 10**9)
-        self.gone: set[bytes] = set()
-
-    def receive(self, max_messages: int) -> list[tuple[bytes, Request]]:
-        taken, self.inbox = self.inbox[:max_messages], self.inbox[max_messages:]
-        return taken
-
-    def send(self, peer: bytes, event: Event) -> Delivery:
-        if peer in self.gone:
-            return Delivery.GONE
-        if self.room[peer] <= 0:
-            return Delivery.FULL
-        self.room[peer] -= 1
-        self.delivered[peer].append(event)
-        return Delivery.TAKEN
-
-    def drop(self, peer: bytes, last: Sequence[Event]) -> None:
-        self.delivered[peer] += last
-        self.room[peer] = -(10**9)
-
-    def is_behind(self, peer: bytes) -> bool:
-        return self.room[peer] < 10**6
-
-    def flush(self) -> list[bytes]:
-        return []
-
-    def has_input(self) -> bool:
-        return bool(self.inbox)
-
-    has_backlog = False
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Nothing to close."""
 
 
 class Lifecycle(RuleBasedStateMachine):
@@ -107,28 +24,9 @@ class Lifecycle(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        spec = ModelSpec(
-            hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=8, vocab_size=ALPHABET + 1,
-            max_context=CONTEXT,
-        )  # fmt: skip
-        self.control = ControlPage.create(WORLD_SIZE, CONTEXT)
-        self.wire = Wire()
-        model = ServedModel("letters", Path("letters"), spec, cast(Tokenizer, Letters()), (0,))
-        args = CoordinatorArgs(
-            "unit",
-            "unit",
-            -1,
-            -1,
-            "unit",
-            "unit",
-            -1,
-            drain_s=1e6,
-            queue_limit=QUEUE_LIMIT,
-            client_queue_limit=CLIENT_QUEUE_LIMIT,
-        )
-        self.coordinator = Coordinator(args, self.control, model, cast(RpcListener, self.wire))
+        self.engine = HandTurned(queue_limit=4, client_queue_limit=3)
+        self.wire, self.control, self.coordinator = self.engine.wire, self.engine.control, self.engine.coordinator
         self.sent: dict[str, tuple[bytes, Generate]] = {}
-        self.seq, self.decoding, self.index = 0, cast("DecodeRequest | None", None), 0
         self.is_over = False
 
     @initialize(is_ready=st.sampled_from([True, True, False]))
@@ -139,49 +37,30 @@ class Lifecycle(RuleBasedStateMachine):
     # ---- ranks ----
     @rule()
     def ranks_become_ready(self) -> None:
-        for rank in range(WORLD_SIZE):
-            self.control.set_state(rank, RankState.READY)
+        self.engine.ranks.become_ready()
 
     @rule(num_tokens=st.integers(1, 8), is_faulty=RARELY)
     def rank_0_decodes(self, num_tokens: int, is_faulty: bool) -> None:
-        for _ in range(num_tokens):
-            if self.decoding is None:
-                if self.control.doorbell() == self.seq or self.control.aborted():
-                    return
-                self.seq, self.index = self.seq + 1, 0
-                self.decoding = self.control.read_request(self.seq)
-            self._decode_one_token(is_faulty=is_faulty)
+        self.engine.ranks.decode(num_tokens, is_faulty=is_faulty)
 
-    def _decode_one_token(self, *, is_faulty: bool) -> None:
-        request = self.decoding
-        assert request is not None
-        token_id, finish = answer_of(request.prompt)[self.index], Finish.NONE
-        if self.control.cancelled(self.seq):
-            token_id, finish = NO_TOKEN, Finish.CANCELLED
-        elif is_faulty:
-            token_id, finish = NO_TOKEN, Finish.NUMERICAL_FAULT
-        elif token_id in request.stop_ids and not request.ignore_eos:
-            finish = Finish.STOP
-        elif self.index == request.max_tokens - 1:
-            finish = Finish.LENGTH
-        self.control.ring.put(self.seq, self.index, token_id, 10**9, None, finish)
-        self.index += 1
-        if finish is not Finish.NONE:
-            self.decoding = None
-            for rank in range(WORLD_SIZE):
-                self.control.set_done(rank, self.seq)
+    @rule(milliseconds=st.sampled_from([1, 60, 300]))
+    def time_passes(self, milliseconds: int) -> None:
+        self.engine.pass_ms(milliseconds)
 
     # ---- clients ----
     @rule(
         peer=st.sampled_from(PEERS), prompt=st.text("ab", max_size=6), max_tokens=st.none() | st.integers(1, 20),
         stop=st.lists(st.text("ab", min_size=2, max_size=5), max_size=2), ignore_eos=st.booleans(),
+        deadline_s=st.none() | st.sampled_from([0.05, 0.5]),
     )  # fmt: skip
     def client_asks(
-        self, peer: bytes, prompt: str, max_tokens: int | None, stop: list[str], ignore_eos: bool
-    ) -> None:  # fmt: skip
+        self, peer: bytes, prompt: str, max_tokens: int | None, stop: list[str], ignore_eos: bool, deadline_s: float | None
+    ) -> None:
         if peer not in self.wire.gone:
             request_id = f"r{len(self.sent)}"
-            message = Generate(request_id, prompt, None, max_tokens, stop=tuple(stop), ignore_eos=ignore_eos)
+            message = Generate(
+                request_id, prompt, None, max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, deadline_s=deadline_s
+            )
             self.sent[request_id] = (peer, message)
             self.wire.inbox.append((peer, message))
 
@@ -244,7 +123,7 @@ class Lifecycle(RuleBasedStateMachine):
     @invariant()
     def every_stream_is_an_exact_prefix_with_at_most_one_end(self) -> None:
         for request_id, (_, message) in self.sent.items():
-            events = [e for e in self._events_of(request_id) if not isinstance(e, Alive) and not _is_cancel_refusal(e)]
+            events = [e for e in self._events_of(request_id) if not isinstance(e, Alive | Prefill) and not _is_cancel_refusal(e)]
             if not events:
                 continue
             ends = [event for event in events if isinstance(event, Done | Error)]
@@ -279,7 +158,7 @@ class Lifecycle(RuleBasedStateMachine):
                 continue  # never read by the coordinator, or nobody is there to be told
             ends = [e for e in self._events_of(request_id) if isinstance(e, Done | Error) and not _is_cancel_refusal(e)]
             assert len(ends) == 1, f"request {request_id} has {len(ends)} terminal events"
-        self.control.close()
+        self.engine.close()
 
 
 def _is_cancel_refusal(event: Event) -> bool:

@@ -1,0 +1,239 @@
+"""What clients are told of the queue, of time limits, of the prefill, and of what was cached. The clock is moved by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kog_dist.control import KvUse
+from kog_dist.rpc.messages import Accepted, Alive, Done, Drain, Error, ErrorCode, FinishReason, Prefill, StatusReport, Tokens
+from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
+
+A, B, C = PEERS
+WORD = "aab"  # an answer of nine tokens follows
+
+
+@pytest.fixture
+def engine() -> Iterator[HandTurned]:
+    engine = HandTurned()
+    engine.ranks.become_ready()
+    yield engine
+    engine.close()
+
+
+def positions(engine: HandTurned, request_id: str) -> list[int]:
+    return [event.queue_position for event in engine.events(request_id) if isinstance(event, Accepted | Alive)]
+
+
+def last(engine: HandTurned, request_id: str) -> Any:
+    return engine.events(request_id)[-1]
+
+
+def status(engine: HandTurned) -> StatusReport:
+    return engine.coordinator._report()
+
+
+# ---- the queue ----
+def test_positions_are_told_when_they_change(engine: HandTurned) -> None:
+    for peer, name in ((A, "a1"), (A, "a2"), (A, "a3"), (B, "b1")):
+        engine.ask(peer, name, max_tokens=1)
+    assert [positions(engine, name) for name in ("a1", "a2", "a3", "b1")] == [[0], [1, 2], [2, 3], [1]]
+    assert status(engine).waiting == ("b1", "a2", "a3"), "connections take turns"
+    before = [len(engine.events(name)) for name in ("a2", "b1")]
+    engine.coordinator.turn()
+    assert [len(engine.events(name)) for name in ("a2", "b1")] == before, "nothing changed, nothing is said"
+    engine.decode(1)
+    assert [positions(engine, name) for name in ("a2", "a3", "b1")] == [[1, 2, 1], [2, 3, 2], [1, 0]]
+    engine.decode(3)
+    assert [type(last(engine, name)) for name in ("a1", "a2", "a3", "b1")] == [Done] * 4
+    assert [request.prompt for request in engine.ranks.uses] == [(1, 2)] * 4
+
+
+def test_a_client_that_says_nothing_hears_that_it_is_not_forgotten(engine: HandTurned) -> None:
+    engine.ask(A, "a1")
+    engine.ask(B, "b1")
+    heard = len(engine.events("b1"))
+    engine.pass_ms(249)
+    engine.coordinator.turn()
+    assert len(engine.events("b1")) == heard
+    engine.pass_ms(1)
+    engine.coordinator.turn()
+    assert last(engine, "b1") == Alive("b1", 1)
+
+
+def test_who_is_refused_learns_when_to_try_again() -> None:
+    engine = HandTurned(queue_limit=2, client_queue_limit=1)
+    engine.ranks.become_ready()
+    for peer, name in ((A, "a1"), (A, "a2"), (A, "a3"), (B, "b1"), (C, "c1")):
+        engine.ask(peer, name, max_tokens=1)
+    assert [getattr(last(engine, name), "code", None) for name in ("a2", "a3", "b1", "c1")] == [
+        None, ErrorCode.QUEUE_FULL, None, ErrorCode.QUEUE_FULL,
+    ]  # fmt: skip
+    assert "--client-queue-limit" in last(engine, "a3").message
+    assert last(engine, "c1").retry_after_s == 1.0, "nothing has run yet"
+    engine.pass_ms(300)
+    engine.decode(1)
+    engine.ask(C, "c2", max_tokens=1)
+    assert isinstance(last(engine, "c2"), Accepted)
+    engine.ask(C, "c3", max_tokens=1)
+    assert last(engine, "c3").retry_after_s == pytest.approx(0.3), "as long as the one that has run"
+    assert status(engine).num_refused == 3
+    engine.close()
+
+
+def test_a_drain_lets_only_what_runs_go_on(engine: HandTurned) -> None:
+    engine.ask(A, "a1", max_tokens=3)
+    engine.ask(B, "b1")
+    engine.wire.inbox.append((C, Drain()))
+    engine.coordinator.turn()
+    assert (last(engine, "b1").code, status(engine).waiting) == (ErrorCode.DRAINING, ())
+    engine.ask(C, "c1")
+    assert last(engine, "c1").code is ErrorCode.DRAINING
+    engine.decode(3)
+    assert last(engine, "a1").finish_reason is FinishReason.LENGTH
+    assert engine.coordinator.run() == 0
+
+
+# ---- deadlines ----
+def test_a_deadline_in_the_queue_is_an_error(engine: HandTurned) -> None:
+    engine.ask(A, "a1")
+    engine.ask(B, "b1", deadline_s=0.2)
+    engine.pass_ms(199.9)
+    engine.coordinator.turn()
+    assert status(engine).waiting == ("b1",)
+    engine.pass_ms(0.1)
+    engine.coordinator.turn()
+    error = last(engine, "b1")
+    assert isinstance(error, Error)
+    assert (error.code, status(engine).waiting) == (ErrorCode.DEADLINE_EXCEEDED, ())
+    assert "0.200 s after its reception" in error.message
+    engine.decode()
+    assert len(engine.ranks.uses) == 1, "no rank has seen it"
+    assert (status(engine).num_expired, status(engine).num_failed, status(engine).num_completed) == (1, 0, 1)
+
+
+def test_a_deadline_while_it_runs_leaves_what_was_generated(engine: HandTurned) -> None:
+    engine.ask(A, "a1", WORD, deadline_s=0.5)
+    engine.ask(B, "b1", max_tokens=1)
+    engine.decode(2)
+    engine.pass_ms(500)
+    engine.coordinator.turn()
+    done = last(engine, "a1")
+    assert isinstance(done, Done)
+    assert (done.finish_reason, done.num_generated_tokens, done.total_s) == (FinishReason.DEADLINE, 2, 0.5)
+    assert [event.token_ids for event in engine.events("a1") if isinstance(event, Tokens)] == [(1,), (1,)]
+    assert engine.control.cancelled(1), "ranks are told"
+    engine.decode(2)
+    assert last(engine, "b1").finish_reason is FinishReason.LENGTH, "the ranks are free"
+    assert (status(engine).num_expired, status(engine).num_completed) == (1, 1)
+
+
+def test_a_deadline_covers_the_prefill_and_the_time_in_the_queue(engine: HandTurned) -> None:
+    engine.ask(A, "a1", max_tokens=1)
+    engine.ask(B, "b1", WORD, deadline_s=0.5)
+    engine.pass_ms(400)
+    engine.decode(1)
+    engine.ranks.begin()
+    engine.pass_ms(100)
+    engine.coordinator.turn()
+    assert (last(engine, "b1").finish_reason, last(engine, "b1").num_generated_tokens) == (FinishReason.DEADLINE, 0)
+    assert last(engine, "b1").queue_s == 0.4
+
+
+def test_tokens_that_came_in_time_are_not_lost_to_the_deadline(engine: HandTurned) -> None:
+    engine.ask(A, "a1", WORD, deadline_s=0.5, max_tokens=2)
+    engine.ranks.decode(2)
+    engine.pass_ms(600)
+    engine.coordinator.turn()
+    assert last(engine, "a1").finish_reason is FinishReason.LENGTH
+
+
+# ---- progress and timings ----
+def test_prefill_is_visible_at_most_every_100_ms(engine: HandTurned) -> None:
+    engine.ask(A, "a1", "ab" * 8, ignore_eos=True)
+    engine.ranks.begin()
+    for position in range(1, 11):
+        engine.ranks.prefill(position)
+        engine.pass_ms(30)
+        engine.coordinator.turn()
+    told = [(event.position, event.num_prompt_tokens) for event in engine.events("a1") if isinstance(event, Prefill)]
+    assert told == [(4, 16), (8, 16)]
+    assert (status(engine).running_position, status(engine).running_prompt_tokens) == (10, 16)
+    engine.decode(1)
+    engine.pass_ms(1000)
+    engine.coordinator.turn()
+    assert isinstance(last(engine, "a1"), Alive), "no prefill after the first token"
+
+
+def test_timings_of_a_request(engine: HandTurned) -> None:
+    engine.ask(A, "a1", max_tokens=1)
+    engine.ask(B, "b1", WORD, max_tokens=4, stamps=True)
+    engine.pass_ms(50)
+    engine.decode(1)
+    for gap_ms in (20, 5, 5, 15):
+        engine.pass_ms(gap_ms)
+        engine.decode(1)
+    done = last(engine, "b1")
+    assert (done.queue_s, done.ttft_s, done.total_s) == (0.05, 0.07, 0.095)
+    assert done.prefill_s == pytest.approx(0.02)
+    assert (done.itl_p50_s, done.itl_p99_s) == (0.005, 0.015)
+    assert done.tokens_per_s == pytest.approx(3 / 0.025)
+    stamps_s = [stamp_s for event in engine.events("b1") if isinstance(event, Tokens) for stamp_s in event.stamps_s]
+    assert stamps_s == [0.07, 0.075, 0.08, 0.095]
+    engine.ask(C, "c1", max_tokens=1)
+    engine.decode(1)
+    assert [event.stamps_s for event in engine.events("c1") if isinstance(event, Tokens)] == [()], "only on request"
+
+
+# ---- conversations ----
+def test_a_conversation_prefills_only_what_is_new(engine: HandTurned) -> None:
+    engine.ask(A, "a1", WORD, max_tokens=4, ignore_eos=True)
+    engine.decode()
+    answer = answer_of(Letters().encode(WORD))[:4]
+    prompt = (*Letters().encode(WORD), *answer, 2)
+    engine.ask(A, "a2", None, prompt_ids=prompt, max_tokens=1)
+    engine.decode()
+    assert engine.ranks.uses[1].kv == KvUse(0, 0, 6), "the answer's last token was never decoded itself"
+    assert [last(engine, name).num_cached_tokens for name in ("a1", "a2")] == [0, 6]
+    engine.ask(A, "a3", None, prompt_ids=prompt, max_tokens=1, reuse_kv=False)
+    engine.decode()
+    assert (last(engine, "a3").num_cached_tokens, engine.ranks.uses[2].kv) == (0, KvUse(1, 1, 0))
+
+
+def test_a_cancelled_request_leaves_what_it_had_prefilled(engine: HandTurned) -> None:
+    engine.ask(A, "a1", "ab" * 8, deadline_s=0.1)
+    engine.ranks.begin()
+    engine.ranks.prefill(9)
+    engine.pass_ms(100)
+    engine.coordinator.turn()
+    engine.decode(1)
+    engine.ask(A, "a2", "ab" * 8, max_tokens=1)
+    engine.decode()
+    assert last(engine, "a2").num_cached_tokens == 9
+
+
+def test_tokens_behind_a_stop_string_are_kept_too(engine: HandTurned) -> None:
+    """Ranks go on for a moment after a stop string; the cache holds more than the client was told, all of it true."""
+    expected = answer_of(Letters().encode(WORD))
+    stop = "".join(map(Letters().push, expected[:2]))
+    engine.ask(A, "a1", WORD, stop=(stop,), ignore_eos=True)
+    engine.ranks.decode(5)
+    engine.coordinator.turn()
+    assert (last(engine, "a1").finish_reason, last(engine, "a1").num_generated_tokens) == (FinishReason.STOP, 2)
+    engine.decode(1)
+    engine.ask(A, "a2", None, prompt_ids=(*Letters().encode(WORD), *expected[:5], 1), max_tokens=1)
+    engine.decode()
+    assert last(engine, "a2").num_cached_tokens == 8
+
+
+def test_after_a_numerical_fault_nothing_is_reused(engine: HandTurned) -> None:
+    engine.ask(A, "a1", WORD)
+    engine.ranks.decode(2)
+    engine.ranks.decode(1, is_faulty=True)
+    engine.coordinator.turn()
+    assert last(engine, "a1").code is ErrorCode.NUMERICAL_FAULT
+    engine.ask(A, "a2", WORD, max_tokens=1)
+    engine.decode()
+    assert last(engine, "a2").num_cached_tokens == 0
