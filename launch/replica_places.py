@@ -66,7 +66,7 @@ class LocalReplica:
     def __init__(self, settings: LaunchConfig, fleet: str, name: str, *, watch: Callable[[int], None]) -> None:
         """Start it. `watch` is told its pid. Raises LaunchError, ConfigError."""
         instance = replica_instance(fleet, name)
-        arguments = _arguments(settings, instance, gpus_of_replica(settings, int(name.removeprefix("r"))))
+        arguments = replica_arguments(settings, instance, gpus_of_replica(settings, int(name.removeprefix("r"))))
         log_dir = None
         if settings.log_dir is not None:
             log_dir = Path(settings.log_dir)
@@ -111,7 +111,7 @@ class LocalReplica:
         self._child.close()
 
 
-def _arguments(settings: LaunchConfig, instance: str, gpus: str | None) -> list[str]:
+def replica_arguments(settings: LaunchConfig, instance: str, gpus: str | None) -> list[str]:
     """The command line of a plain engine with these settings."""
     arguments = [] if settings.model is None else [str(Path(settings.model).absolute())]
     arguments += ["--launcher=local", f"--instance={instance}"]

@@ -123,6 +123,20 @@ def inspect(
         raise typer.Exit(1)
 
 
+@app.command()
+def router(
+    rates: Annotated[str, typer.Option(help="Tokens per second of each stream: 230,2000.")] = "230,2000",
+    tokens: Annotated[int, typer.Option(help="Tokens per stream.")] = 2000,
+    streams: Annotated[int, typer.Option(help="Streams at once, each from a source of its own, beside one alone.")] = 2,
+) -> None:
+    """Microseconds that the router in front of replicas adds to each token. Needs no model."""
+    from kog_dist.bench import router as benchmark
+
+    if tokens < 2 or streams < 1:
+        raise ConfigError("--tokens must be at least 2, --streams at least 1")
+    benchmark.run(_counts(rates, "--rates"), num_tokens=tokens, num_streams=streams)
+
+
 def _counts(text: str, option: str = "--ranks") -> tuple[int, ...]:
     try:
         counts = tuple(int(part) for part in text.split(","))

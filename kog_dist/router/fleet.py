@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import zmq
 
@@ -63,10 +63,11 @@ class Fleet:
         if self.served is None and not link.is_refused():
             self.served = Served.of(welcome)
 
-    def look(self, now_s: float) -> Iterator[tuple[ReplicaLink, str]]:
-        """Look after every link; yields those that have just been lost, and why."""
+    def look(self, now_s: float, ready: Set[zmq.Socket[bytes] | int]) -> Iterator[tuple[ReplicaLink, str]]:
+        """Look after the links that are in `ready` or due; yields those that have just been lost, and why."""
         for link in self.links():
-            if (reason := link.look(now_s)) is not None:
+            is_due = now_s >= link.next_look_s() or not ready.isdisjoint(link.sockets())
+            if is_due and (reason := link.look(now_s)) is not None:
                 yield link, reason
 
     def next_look_s(self) -> float:

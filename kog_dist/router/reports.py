@@ -55,6 +55,7 @@ def status_report(
     """Everything about the fleet; ranks are those of all replicas, one replica after the other."""
     links = fleet.links()
     running = {request.link: request.request_id for request in attempts.values()}
+    position, num_prompt_tokens = _progress(running)
     reports = [link.report for link in links if link.report is not None]
     return StatusReport(
         state=engine_state(fleet, is_draining=is_draining), instance=instance,
@@ -66,7 +67,7 @@ def status_report(
         queue_limit=max_waiting, num_completed=counters.num_completed, num_cancelled=counters.num_cancelled,
         num_failed=counters.num_failed, num_refused=counters.num_refused, num_dropped_clients=counters.num_dropped_clients,
         num_bad_messages=num_bad_messages, num_tokens=counters.num_tokens,
-        num_expired=counters.num_expired, **_progress(running),
+        num_expired=counters.num_expired, running_position=position, running_prompt_tokens=num_prompt_tokens,
         replica_names=tuple(link.name for link in links),
         replica_states=tuple(_shown_state(link) for link in links),
         replica_addresses=tuple(link.order.access.address for link in links),
@@ -86,12 +87,10 @@ def fleet_report(fleet: Fleet, num_waiting: int, is_draining: bool, address: str
     return FleetReport(replicas, num_waiting, is_draining, address)
 
 
-def _progress(running: Mapping[ReplicaLink | None, str]) -> dict[str, int]:
-    """How far the request is that the report names as running."""
+def _progress(running: Mapping[ReplicaLink | None, str]) -> tuple[int, int]:
+    """How far the request is that the report names as running, and how long its prompt is, as of its replica's last report."""
     report = next((link.report for link in running if link is not None), None)
-    if report is None:
-        return {}
-    return {"running_position": report.running_position, "running_prompt_tokens": report.running_prompt_tokens}
+    return (report.running_position, report.running_prompt_tokens) if report is not None else (0, 0)
 
 
 def _world_size(fleet: Fleet) -> int:

@@ -121,16 +121,18 @@ class Router:
         """Wait until something happens, at most `timeout_s`, and act on it."""
         now_s = self._clock()
         next_s = min(self.fleet.next_look_s(), self._look_again_s if self._book.waiting else math.inf)
-        has_orders = self._sleep(min(timeout_s, max(0.0, next_s - now_s)))
+        ready = self._sleep(min(timeout_s, max(0.0, next_s - now_s)))
         now_s = self._clock()
         for link in self.fleet.links():
-            for frame in link.receive(_MESSAGES_PER_TURN, now_s):
-                self._take_frame(link, frame, now_s)
-        if has_orders:
+            if not ready.isdisjoint(link.sockets()):
+                for frame in link.receive(_MESSAGES_PER_TURN, now_s):
+                    self._take_frame(link, frame, now_s)
+        if self._orders.fileno() in ready:
             self._read_orders(now_s)
-        for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
-            self._answer(peer, message, now_s)
-        for link, reason in self.fleet.look(now_s):
+        if not ready.isdisjoint(self._listener.sockets()):
+            for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
+                self._answer(peer, message, now_s)
+        for link, reason in self.fleet.look(now_s, ready):
             self._lose_replica(link, reason)
         if self._book.waiting and now_s >= self._look_again_s:
             self._dispatch(now_s)
@@ -141,13 +143,13 @@ class Router:
             for gone in self._listener.flush():
                 self._forget_client(gone)
 
-    def _sleep(self, timeout_s: float) -> bool:
-        """Wait for input, at most `timeout_s`; whether some of it is the launcher's."""
+    def _sleep(self, timeout_s: float) -> set[zmq.Socket[bytes] | int]:
+        """Wait for input, at most `timeout_s`; sockets that have some, and the descriptor of the orders if these have."""
         if (sockets := self.fleet.sockets()) != self._polled or self._poller is None:
             self._polled, self._poller = sockets, zmq.Poller()
             for own in (*sockets, *self._listener.sockets(), self._orders.fileno()):
                 self._poller.register(own, zmq.POLLIN)
-        return any(ready == self._orders.fileno() for ready, _ in self._poller.poll(math.ceil(timeout_s * 1000)))
+        return {socket for socket, _ in self._poller.poll(math.ceil(timeout_s * 1000))}
 
     def _read_orders(self, now_s: float) -> None:
         try:

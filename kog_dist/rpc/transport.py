@@ -23,7 +23,7 @@ from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path that the kernel takes
 PEER_HWM = 64  # messages that zmq itself queues per peer, in each direction
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 200, 1000  # TCP only: a dead link is seen after at most the sum of both
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 200, 800  # TCP only: a dead link is seen after at most the sum of both
 RECONNECT_MS = 20
 
 
