@@ -40,7 +40,7 @@ class EngineHost:
         self._news = asyncio.Condition()
         self._door: asyncio.Future[str] | None = None
 
-    async def gather(self, round_number: int, rank: int, payload: bytes, timeout_s: float | None) -> list[bytes | None] | None:
+    async def gather(self, round_number: int, rank: int, payload: bytes, timeout_s: float) -> list[bytes | None] | None:
         """See `Meeting`."""
         return await self._meeting.gather(round_number, rank, payload, timeout_s)
 
@@ -119,9 +119,9 @@ class RankActor:
 
         deadline = Deadline.after(timeout_s)
 
-        def ask(round_number: int, rank: int, payload: bytes, limit_s: float | None) -> list[bytes | None] | None:
+        def ask(round_number: int, rank: int, payload: bytes, limit_s: float) -> list[bytes | None] | None:
             answer = host.gather.remote(round_number, rank, payload, limit_s)
-            found: list[bytes | None] | None = ray.get(answer, timeout=None if limit_s is None else limit_s + _MARGIN_S)
+            found: list[bytes | None] | None = ray.get(answer, timeout=limit_s + _MARGIN_S)
             return found
 
         own = assigned_gpu(ray.get_runtime_context().get_accelerator_ids()["GPU"], os.environ) if uses_gpu else ""

@@ -53,7 +53,7 @@ class RayCluster:
         """
         found = resolve_address(address, os.environ, say)
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # an actor that dies is the gang's to tell of
-        os.environ.update(_private_environment() if found is None else _auth_environment(os.environ))
+        os.environ.update(_private_environment() if found is None else auth_environment(os.environ))
         try:
             import ray
         except ImportError:
@@ -170,8 +170,8 @@ def shortfall(nodes: list[NodeResources], kind: str, count: int) -> str | None:
     what = f"needs {count} {kind}{'s' if count != 1 else ''} on one node"
     if not any(node.total for node in nodes):
         return f"{what}, and no node has any"
-    of_total = f" of {best.total:g}" if best.total >= count else ""
-    return f"{what}, best node has {best.free:g}{of_total} free ({best.address})"
+    in_all = f", {best.total:g} in all" if best.total > best.free else ""
+    return f"{what}, best node has {best.free:g} free ({best.address}{in_all})"
 
 
 def _private_environment() -> dict[str, str]:
@@ -183,7 +183,7 @@ def _private_environment() -> dict[str, str]:
     }
 
 
-def _auth_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def auth_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Token authentication where there is a token. A cluster without it takes such a client too, the other way round fails."""
     has_token = (
         environ.get("RAY_AUTH_TOKEN") or environ.get("RAY_AUTH_TOKEN_PATH") or Path("~/.ray/auth_token").expanduser().exists()

@@ -7,15 +7,16 @@ Rank actors use it before there is any memory or socket to share, to learn of ea
 from __future__ import annotations
 
 import asyncio
-import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kog_dist.errors import AbortedError, ConfigError, RendezvousTimeout
 from kog_dist.wait import Deadline
 
-# Round, rank, payload and seconds left (None: no limit) of one `Meeting.gather`; blocks for the answer.
-Ask = Callable[[int, int, bytes, float | None], list[bytes | None] | None]
+_ASK_S = 0.25  # a question may be repeated; `aborted` is looked at in between
+# Round, rank, payload and seconds of one `Meeting.gather`; blocks for the answer.
+Ask = Callable[[int, int, bytes, float], list[bytes | None] | None]
 
 
 @dataclass(slots=True)
@@ -33,8 +34,11 @@ class Meeting:
         self._rounds: dict[int, _Round] = {}
         self._stopped = False
 
-    async def gather(self, round_number: int, rank: int, payload: bytes, timeout_s: float | None) -> list[bytes | None] | None:
-        """Leave `rank`'s payload and return everyone's; None in place of ranks that did not come, None at all once stopped."""
+    async def gather(self, round_number: int, rank: int, payload: bytes, timeout_s: float) -> list[bytes | None] | None:
+        """Leave `rank`'s payload and return everyone's; None in place of ranks that did not come, None at all once stopped.
+
+        A rank that got no complete answer may ask again.
+        """
         if not 0 <= rank < self._world_size:
             raise ConfigError(f"rank {rank} cannot join a rendezvous of {self._world_size} ranks")
         if self._stopped:
@@ -62,7 +66,9 @@ class Meeting:
 class RayRendezvous:
     """A rank's side; see `Rendezvous`."""
 
-    def __init__(self, rank: int, world_size: int, ask: Ask) -> None:
+    def __init__(self, rank: int, world_size: int, ask: Ask, *, aborted: Callable[[], bool] | None = None) -> None:
+        """`aborted` ends waits, besides the host's own `Meeting.stop`."""
+        self._aborted = aborted
         self.rank = rank
         self.world_size = world_size
         self._ask = ask
@@ -71,19 +77,21 @@ class RayRendezvous:
     def all_gather_bytes(self, payload: bytes, deadline: Deadline) -> list[bytes]:
         """See `Rendezvous`."""
         self._round += 1
-        limit_s = deadline.remaining_s()
-        found = self._ask(self._round, self.rank, payload, None if math.isinf(limit_s) else limit_s)
-        if found is None:
-            raise AbortedError(f"rank {self.rank} left rendezvous {self._round} because the engine is being stopped")
-        missing = [peer for peer, theirs in enumerate(found) if theirs is None]
-        if missing:
-            names = ", ".join(map(str, missing))
-            raise RendezvousTimeout(
-                missing,
-                f"rank {self.rank} waited {limit_s:.1f} s in rendezvous {self._round} and rank {names} did not come; "
-                "look at the log of its Ray actor, or raise the start-up timeout",
-            )
-        return [theirs for theirs in found if theirs is not None]
+        started_s = time.monotonic()
+        while True:
+            found = self._ask(self._round, self.rank, payload, min(_ASK_S, deadline.remaining_s()))
+            if found is None or (self._aborted is not None and self._aborted()):
+                raise AbortedError(f"rank {self.rank} left rendezvous {self._round} because the engine is being stopped")
+            missing = [peer for peer, theirs in enumerate(found) if theirs is None]
+            if not missing:
+                return [theirs for theirs in found if theirs is not None]
+            if deadline.expired():
+                names = ", ".join(map(str, missing))
+                raise RendezvousTimeout(
+                    missing,
+                    f"rank {self.rank} waited {time.monotonic() - started_s:.1f} s in rendezvous {self._round} and rank {names} "
+                    "did not come; look at the log of its Ray actor, or raise the start-up timeout",
+                )
 
     def barrier(self, deadline: Deadline) -> None:
         """See `Rendezvous`."""
