@@ -51,7 +51,7 @@ def _watch(read_fd: int, parent_pid: int, limit_s: float, speaks: bool) -> None:
     if is_over(limit_s - _PATIENCE_S):
         return
     if speaks:
-        _say(f"the MPI processes have not met within {limit_s:g} s: one of them hangs or has not come; see --startup-timeout")
+        _say("the MPI processes did not meet in time: one of them hangs or has not come; see --startup-timeout")
     with contextlib.suppress(ProcessLookupError):
         os.kill(parent_pid, signal.SIGKILL)
 

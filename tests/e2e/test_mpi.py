@@ -70,7 +70,7 @@ def test_serving_has_one_banner_and_logs_of_all_ranks(session: EngineSession, ti
         assert len(list(client.generate(prompt_ids=[1, 2], max_tokens=4, ignore_eos=True))) > 1
         assert client.status().world_size == RANKS
         until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
-        assert set(session.processes()) >= {"mpirun", "launcher", *(f"host {rank}" for rank in range(1, RANKS))}
+        assert set(session.processes()) >= {"launcher", *(f"host {rank}" for rank in range(1, RANKS))}
         client.drain()
     assert launcher.wait(LOADED_S) == 0, session.output()
     assert_clean(session)
@@ -90,7 +90,7 @@ def test_kill_during_a_stream(session: EngineSession, tiny_model: Path, flavour:
         events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
         next(events)
         until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
-        pid = session.processes()[victim]
+        pid = launcher.pid if victim == "mpirun" else session.processes()[victim]
         os.kill(pid, signal.SIGKILL)
         code = launcher.wait(ENDED_S)
         assert_clean(session)
@@ -139,9 +139,10 @@ def test_sigterm_to_mpirun_drains(session: EngineSession, tiny_model: Path, flav
     launcher.send_signal(signal.SIGTERM)
     code = launcher.wait(ENDED_S)
     assert_clean(session)
-    assert "kog-launch: SIGTERM: draining" in session.output(stream="out")
-    assert flavour != "MPICH" or code == 0
     assert our_lines(session) == []
+    if flavour == "MPICH":  # Open MPI kills soon after it has passed the signal on
+        assert "kog-launch: SIGTERM: draining" in session.output(stream="out")
+        assert code == 0
 
 
 @pytest.mark.parametrize("moment", ["_identity", "_host"])
@@ -182,6 +183,16 @@ def test_start_that_makes_no_engine_is_one_sentence(session: EngineSession, tiny
         assert done.stderr.count(expected) == 1, done.stderr
         assert len([line for line in done.stderr.splitlines() if line.startswith(("kog-", "Error"))]) == 1, done.stderr
         assert_clean(session)
+
+
+def test_process_that_never_calls_mpi_is_not_waited_for_for_ever(session: EngineSession, tiny_model: Path, flavour: str) -> None:
+    under_mpirun(session, flavour, 1)
+    launcher = session.start(
+        "kog_dist.launch.cli", [str(tiny_model), "--startup-timeout=0.5", ":", "-n", "1", "sleep", "60"], "launch"
+    )
+    assert launcher.wait(LOADED_S) != 0
+    assert_clean(session)
+    assert "kog-launch: the MPI processes did not meet in time" in session.output()
 
 
 @pytest.mark.parametrize(
