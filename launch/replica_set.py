@@ -6,18 +6,16 @@ Whether a replica is ready, and whether it has finished, is the router's to say;
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kog_dist.errors import KogError
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome
 from kog_dist.launch.replica_places import Replica, StartReplica
+from kog_dist.launch.restarts import RestartBudget
 from kog_dist.router.orders import FleetReport, ReplicaOrder, ReplicaReport
 
-MAX_RESTARTS: Final = 3
-RESTART_WINDOW_S: Final = 600.0
 STOP_S: Final = 5.0  # for a replica with nothing to do to stop; then it is killed
 
 
@@ -43,12 +41,12 @@ class Slot:
     """A replica's place: its name, and the generation that has it now."""
 
     name: str
+    restarts: RestartBudget
     generation: int = 0
     phase: Phase = Phase.STARTING
     replica: Replica | None = None
     since_s: float = 0.0  # of the phase
     is_restarting: bool = False  # while retiring or stopping: a new generation follows
-    restarts_s: deque[float] = field(default_factory=deque)
 
 
 class ReplicaSet:
@@ -67,7 +65,7 @@ class ReplicaSet:
         """Start more replicas, under the lowest free names r0, r1, ..."""
         for _ in range(count):
             name = next(f"r{i}" for i in range(len(self.slots) + 1) if f"r{i}" not in self.slots)
-            self.slots[name] = Slot(name)
+            self.slots[name] = Slot(name, RestartBudget(self._clock))
             self._begin(self.slots[name])
 
     def shrink(self) -> None:
@@ -160,19 +158,12 @@ class ReplicaSet:
                 outcome.rank, outcome.pid, outcome.signal,
             )  # fmt: skip
             return
-        now_s = self._clock()
-        while slot.restarts_s and now_s - slot.restarts_s[0] > RESTART_WINDOW_S:
-            slot.restarts_s.popleft()
-        limit = f"{MAX_RESTARTS} in {RESTART_WINDOW_S / 60:g} min"
-        if len(slot.restarts_s) == MAX_RESTARTS:
+        if not slot.restarts.take():
             self._enter(slot, Phase.DOWN)
             self._to_roll.clear()
-            self._say(f"replica {slot.name}: {why}; it stays down after {limit}", error=True)
+            self._say(f"replica {slot.name}: {why}; it stays down after {slot.restarts}", error=True)
             return
-        slot.restarts_s.append(now_s)
-        number = len(slot.restarts_s)
-        again = f"starting generation {slot.generation + 1} (restart {number} of at most {limit})"
-        self._say(f"replica {slot.name}: {why}; {again}", error=True)
+        self._say(f"replica {slot.name}: {why}; starting generation {slot.generation + 1}", error=True)
         self._begin(slot)
 
     def _begin(self, slot: Slot) -> None:

@@ -11,7 +11,6 @@ import selectors
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Iterator
 from types import FrameType
 
@@ -37,8 +36,9 @@ from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.replica_places import LocalReplica, Replica, StartReplica, gpus_of_replica
 from kog_dist.launch.replica_remote import RemoteReplicas
 from kog_dist.launch.replica_scaling import Scaler
-from kog_dist.launch.replica_set import MAX_RESTARTS, RESTART_WINDOW_S, ReplicaSet
+from kog_dist.launch.replica_set import ReplicaSet
 from kog_dist.launch.request import PromptRequest
+from kog_dist.launch.restarts import RestartBudget
 from kog_dist.launch.signals import StopSignals
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.orders import FleetOrder, FleetReport, latest_packet, socket_pair
@@ -114,7 +114,7 @@ class FleetLauncher:
         self._begin_s = time.monotonic()
         self._scaler = Scaler(self._low, self._high, settings.scale_down_after, self._begin_s)
         self._router: Child | None = None
-        self._router_restarts: deque[float] = deque()
+        self._router_restarts = RestartBudget()
         self._orders: socket.socket | None = None
         self._last_order = b""
         self._report: FleetReport | None = None
@@ -190,13 +190,9 @@ class FleetLauncher:
             return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
         said = self._router.last_line().removeprefix("router: ")
         why = said if said and code > 0 else f"the router (pid {self._router.pid}) {how_it_ended(code)}"
-        now_s = time.monotonic()
-        while self._router_restarts and now_s - self._router_restarts[0] > RESTART_WINDOW_S:
-            self._router_restarts.popleft()
-        if not self._is_announced or len(self._router_restarts) == MAX_RESTARTS:
+        if not self._is_announced or not self._router_restarts.take():
             exit_code = EXIT_RANK_DIED if self._is_announced else EXIT_CANNOT_START
             return Outcome(exit_code, "router_died", why, pid=self._router.pid, signal=signal_name(code))
-        self._router_restarts.append(now_s)
         self._events.say(f"{why}; its clients have lost their requests, and it is started again", error=True)
         self._close_router()
         self._start_router()

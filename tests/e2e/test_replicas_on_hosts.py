@@ -123,7 +123,7 @@ def test_cable_between_engine_and_client_is_pulled(session: EngineSession, tiny_
             session, "a", "kog_dist.rpc.cli", "again", "generate", f"--key-file={key_file}", "--prompt-ids=1", "--max-tokens=3"
         )
         assert again.wait(READY_S) == 0, session.output("again")
-    print(f"\nlink down between engine and client: engine {engine_s:.2f} s, client (ended) {client_s:.2f} s")
+    print(f"\nlink down: engine {engine_s:.2f} s, client (ended) {client_s:.2f} s")
 
 
 def test_cable_between_router_and_engine_is_pulled(session: EngineSession, tiny_model: Path, hosts: Hosts) -> None:
@@ -158,6 +158,4 @@ def test_cable_between_router_and_engine_is_pulled(session: EngineSession, tiny_
         assert streams[1 - lost].poll() is None, "the other stream goes on"
         hosts.plug_in()
         until(lambda: router.status().replica_states == ("ready", "ready"), READY_S, lambda: f"{router.status()}")
-    print(
-        f"\nlink down between router and engine: engine {engine_s:.2f} s, router {router_s:.2f} s, client (ended) {client_s:.2f} s"
-    )
+    print(f"\nlink down: engine {engine_s:.2f} s, router {router_s:.2f} s, client (ended) {client_s:.2f} s")

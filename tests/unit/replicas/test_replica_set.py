@@ -9,7 +9,8 @@ import pytest
 from kog_dist.errors import LaunchError
 from kog_dist.launch.outcome import Outcome
 from kog_dist.launch.replica_places import Replica
-from kog_dist.launch.replica_set import MAX_RESTARTS, RESTART_WINDOW_S, STOP_S, Phase, ReplicaSet
+from kog_dist.launch.replica_set import STOP_S, Phase, ReplicaSet
+from kog_dist.launch.restarts import MAX_RESTARTS, WINDOW_S
 from kog_dist.router.orders import FleetReport, ReplicaReport
 from kog_dist.rpc.transport import Access
 
@@ -106,7 +107,7 @@ def test_dead_replica_is_started_again_as_a_new_generation(world: World) -> None
     world.look()
     assert world.phases()["r1"] == (Phase.STARTING, 2)
     assert world.started[1].is_closed
-    assert world.said == ["replica r1: rank 0 was killed; starting generation 2 (restart 1 of at most 3 in 10 min)"]
+    assert world.said == ["replica r1: rank 0 was killed; starting generation 2"]
     world.now_s = 2.0
     world.look()
     assert world.phases() == {"r0": (Phase.SERVING, 1), "r1": (Phase.SERVING, 2)}
@@ -118,7 +119,7 @@ def test_replica_that_dies_too_often_stays_down(world: World) -> None:
         world.of("r1").die()
         world.look(2)
     assert world.phases()["r1"] == (Phase.DOWN, MAX_RESTARTS + 1)
-    assert world.said[-1] == "replica r1: rank 0 was killed; it stays down after 3 in 10 min"
+    assert world.said[-1] == "replica r1: rank 0 was killed; it stays down after 3 restarts in 10 min"
     assert [order.name for order in world.set.orders()] == ["r0"]
     assert not world.set.is_lost()
     for _ in range(MAX_RESTARTS + 1):
@@ -129,7 +130,7 @@ def test_replica_that_dies_too_often_stays_down(world: World) -> None:
 
 def test_restarts_long_ago_do_not_count(world: World) -> None:
     for _ in range(3 * MAX_RESTARTS):
-        world.now_s += RESTART_WINDOW_S / MAX_RESTARTS + 1
+        world.now_s += WINDOW_S / MAX_RESTARTS + 1
         world.of("r1").die()
         world.look(2)
     assert world.phases()["r1"] == (Phase.SERVING, 3 * MAX_RESTARTS + 1)
@@ -140,7 +141,7 @@ def test_start_that_fails_counts_as_a_death(world: World) -> None:
     world.of("r1").die()
     world.look()
     assert world.phases()["r1"][0] is Phase.DOWN
-    assert world.said[-1] == "replica r1: no memory; it stays down after 3 in 10 min"
+    assert world.said[-1] == "replica r1: no memory; it stays down after 3 restarts in 10 min"
 
 
 def test_first_start_that_fails_is_a_failure_of_the_run() -> None:
