@@ -102,6 +102,8 @@ def launch(
         raise ConfigError("--dry-run, --check and --print-config exclude each other")
     if print_config:
         _print(resolved.describe())
+        choice = choose_launcher(resolved.config, os.environ)
+        _print(f"\nlauncher {choice.launcher}: {choice.reason}")
         raise typer.Exit(0)
     raise typer.Exit(_start(resolved.config, request, dry_run=dry_run, check=check))
 
