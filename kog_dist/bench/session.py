@@ -176,6 +176,8 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
     if not program.startswith("python"):
         return program  # mpirun and what belongs to it
     module = next((command[i + 1] for i, word in enumerate(command[:-1]) if word == "-m"), "")
+    if not module:
+        return program  # Ray's daemons
     if module == "kog_dist.workers.worker":
         info = json.loads(command[-1])["info"]
         return f"rank {info['rank']}{_of_replica(info['instance'])}"
@@ -185,6 +187,8 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
         return "reaper of the engine host" if "engine host" in found else "engine host"
     if module == "kog_dist.router.process":
         return "router"
+    if module == "kog_dist.workers.grammar.process":
+        return "grammar process"
     if module == "kog_dist.rpc.cli":
         return "client"
     ranks = read_rank_variables(environ)

@@ -66,7 +66,7 @@ class FakeEngine:
         self.folder.mkdir(mode=0o700)
         self.model = folder / "model"
         write_model(self.model, max_context=max_context, with_tokenizer=with_tokenizer)
-        self.control = ControlPage.create(world_size, max_context)
+        self.control = ControlPage.create(world_size, max_context, vocab_size=VOCAB_SIZE)
         self.access = Access.from_folder(self.folder)
         self.exit_code: int | None = None
         self.faulty_index: int | None = None

@@ -1,0 +1,168 @@
+"""The coordinator's end of structured output, with real grammar processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from kog_dist.control import ControlPage, DecodeRequest
+from kog_dist.decode.ring import Finish
+from kog_dist.errors import RequestError
+from kog_dist.wait import Deadline
+from kog_dist.workers.grammar import service as service_module
+from kog_dist.workers.grammar.compiler import Constraint, Kind
+from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, MAX_ASKERS, GrammarService, Verdict
+
+from .conftest import EOS_ID, PATIENCE_S, VOCAB_SIZE, write_model
+
+GOOD, BAD = Constraint(Kind.REGEX, "[ab]{3}"), Constraint(Kind.REGEX, "(a")
+
+
+class Clock:
+    """Time as the service sees it; `skip` jumps ahead."""
+
+    def __init__(self) -> None:
+        self.skipped_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+
+@pytest.fixture
+def control() -> Iterator[ControlPage]:
+    page = ControlPage.create(1, 64, vocab_size=VOCAB_SIZE)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def service(tmp_path: Path, control: ControlPage, clock: Clock) -> Iterator[GrammarService[str]]:
+    write_model(tmp_path / "model", max_context=64, with_tokenizer=True)
+    made: GrammarService[str] = GrammarService(tmp_path / "model", control.fd, clock=clock)
+    yield made
+    made.close()
+    assert children() == []
+
+
+def children() -> list[psutil.Process]:
+    """Grammar processes of this test, the checker last started last."""
+    found = [child for child in psutil.Process().children() if "kog_dist.workers.grammar.process" in child.cmdline()]
+    return sorted(found, key=lambda child: child.pid)
+
+
+def verdicts(service: GrammarService[str], count: int) -> list[Verdict[str]]:
+    deadline = Deadline.after(PATIENCE_S)
+    found: list[Verdict[str]] = []
+    while len(found) < count:
+        assert not deadline.expired(), f"only {found} came"
+        found += service.verdicts()
+        time.sleep(0.002)
+    return found
+
+
+def mask_of(control: ControlPage, epoch: int) -> set[int]:
+    deadline = Deadline.after(PATIENCE_S)
+    while (mask := control.masks.get(epoch)) is None:
+        assert not deadline.expired(), f"mask {epoch} did not come"
+        time.sleep(0.001)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=VOCAB_SIZE, bitorder="little")).tolist())
+
+
+def test_grammars_are_checked_and_followed(service: GrammarService[str], control: ControlPage) -> None:
+    """Verdicts in the order of asking; then a mask for each token, from the processes' own reading of the ring."""
+    service.ask("one", GOOD)
+    service.ask("two", BAD)
+    service.ask("three", Constraint(Kind.JSON_SCHEMA, '{"type": "boolean"}'))
+    assert service.askers == ["one", "two", "three"]
+    found = verdicts(service, 3)
+    assert [verdict.asker for verdict in found] == ["one", "two", "three"]
+    assert (found[0].refusal, found[2].refusal) == (None, None)
+    assert found[1].refusal is not None
+    assert "unclosed group" in found[1].refusal
+    assert service.askers == []
+    for text in (b"aba", b"bb"):  # to its end, and one that ends early
+        epoch = service.reserve_epochs(10)
+        seq = control.submit(DecodeRequest((1,), 10, mask_epoch=epoch))
+        service.run(seq, epoch, GOOD)
+        for index, token_id in enumerate(text):
+            assert mask_of(control, epoch + index) == {ord("a"), ord("b")}
+            is_last = text == b"bb" and index == 1
+            control.ring.put(seq, index, token_id, 1, None, Finish.LENGTH if is_last else Finish.NONE)
+        if text == b"aba":
+            assert mask_of(control, epoch + 3) == {EOS_ID}
+            control.ring.put(seq, 3, EOS_ID, 1, None, Finish.STOP)
+    assert service.reserve_epochs(1) > 20, "no epoch is used twice"
+
+
+def test_a_checker_that_dies_costs_one_refusal(service: GrammarService[str]) -> None:
+    service.ask("one", GOOD)
+    verdicts(service, 1)
+    runner, checker = children()
+    checker.send_signal(signal.SIGSTOP)
+    service.ask("two", GOOD)
+    service.verdicts()  # puts the question
+    service.ask("three", GOOD)
+    checker.kill()
+    found = verdicts(service, 2)
+    assert found[0] == Verdict("two", "regex cannot be used: its process ended")
+    assert found[1] == Verdict("three", None)
+    assert runner.is_running(), "the runner has nothing to do with it"
+    assert service.num_runners_lost == 0
+
+
+def test_a_grammar_that_takes_too_long_is_refused(service: GrammarService[str], clock: Clock) -> None:
+    service.ask("one", GOOD)
+    verdicts(service, 1)
+    children()[1].send_signal(signal.SIGSTOP)
+    service.ask("two", GOOD)
+    assert service.verdicts() == []
+    clock.skipped_s += CHECK_TIMEOUT_S + 0.1
+    assert verdicts(service, 1) == [Verdict("two", f"regex cannot be used: it was not compiled within {CHECK_TIMEOUT_S:g} s")]
+    service.ask("three", GOOD)
+    assert verdicts(service, 1) == [Verdict("three", None)]
+
+
+def test_those_who_do_not_want_to_know_are_not_told(service: GrammarService[str]) -> None:
+    service.ask("one", GOOD)
+    service.ask("two", BAD)
+    verdicts(service, 1)
+    service.verdicts()  # the second question is put
+    service.forget("two")
+    service.ask("three", GOOD)
+    assert verdicts(service, 1) == [Verdict("three", None)]
+
+
+def test_a_runner_that_dies_is_counted_and_replaced(service: GrammarService[str], control: ControlPage) -> None:
+    service.ask("one", GOOD)
+    verdicts(service, 1)
+    children()[0].kill()
+    deadline = Deadline.after(PATIENCE_S)
+    while service.num_runners_lost == 0:
+        assert not deadline.expired()
+        service.verdicts()
+        time.sleep(0.002)
+    epoch = service.reserve_epochs(5)
+    seq = control.submit(DecodeRequest((1,), 5, mask_epoch=epoch))
+    service.run(seq, epoch, GOOD)
+    assert mask_of(control, epoch) == {ord("a"), ord("b")}
+
+
+def test_askers_are_bounded(service: GrammarService[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_ASKERS", 2)
+    assert MAX_ASKERS > 2
+    service.ask("one", GOOD)
+    service.ask("two", GOOD)
+    with pytest.raises(RequestError, match="2 grammars are waiting") as caught:
+        service.ask("three", GOOD)
+    assert caught.value.code == "queue_full"
