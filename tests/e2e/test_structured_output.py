@@ -25,6 +25,7 @@ from kog_dist.rpc.messages import Done, Tokens
 from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler, Kind
 
 PROMPT = "config = "
+ROW = {"type": "array", "maxItems": 2, "items": {"type": "boolean"}}
 SCHEMAS = {
     "person": {
         "type": "object",
@@ -34,7 +35,7 @@ SCHEMAS = {
     "list": {"type": "array", "items": {"enum": ["red", "green", 3]}, "minItems": 2, "maxItems": 4},
     "nested": {
         "type": "object", "required": ["a"], "additionalProperties": False,
-        "properties": {"a": {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "maxItems": 3}},
+        "properties": {"a": {"type": "array", "maxItems": 3, "items": ROW}},
     },
 }  # fmt: skip
 REGEXES = ["[a-z]{3,8}@[a-z]{2,9}\\.(com|org)", "(GET|POST) /[a-z/]{1,20}", "v[0-9]+\\.[0-9]{1,2}"]
