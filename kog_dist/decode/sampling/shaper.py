@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.masks import MaskWords
-from kog_dist.decode.sampling.bits import gumbel_of
+from kog_dist.decode.sampling.bits import gumbel, gumbel_of
 from kog_dist.decode.sampling.choice import NO_CANDIDATE, Candidate, Sampling
 from kog_dist.decode.sampling.shaping import Shaping, adjust, select
 
@@ -60,9 +60,14 @@ class Shaper:
         if temperature > 0:
             kept = np.sort(select(x, self._shaping))
             ids = ids[kept]
-            x = x[kept] + gumbel_of(self._sampling.seed, position, ids)
+            x = x[kept] + self._noise(position, ids)
         best = int(x.argmax())  # the first of equal ones, which is the lower id
         return Candidate(float(x[best]), int(ids[best]))
+
+    def _noise(self, position: int, ids: NDArray[np.intp]) -> NDArray[np.float32]:
+        """That of few ids by themselves, of many by way of the whole vocabulary, where four ids share one call of Philox."""
+        seed, vocab_size = self._sampling.seed, len(self._ids)
+        return gumbel_of(seed, position, ids) if 4 * len(ids) < vocab_size else gumbel(seed, position, 0, vocab_size)[ids]
 
     def _allowed(self, mask: MaskWords | None) -> NDArray[np.intp]:
         """Step 5: the allowed ids, ascending."""
