@@ -151,6 +151,7 @@ class Coordinator:
             stream = RequestStream(peer, message, request, decoder, received_ns)
             if stream.constraint is not None:
                 self._grammars.ask(stream, stream.constraint)
+                stream.told_position = len(self._streams()) - 1
         except RequestError as error:
             self._refuse(peer, message.request_id, error)
             return
@@ -362,7 +363,7 @@ class Coordinator:
         now_ns = self._clock()
         for position, stream in enumerate(self._streams()):
             silent_ns = now_ns - stream.last_sent_ns
-            if self._listener.is_behind(stream.peer) or stream in self._grammars.askers:
+            if self._listener.is_behind(stream.peer):
                 continue
             if stream is self._running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
                 self._send(stream, Prefill(stream.request_id, self._slot.position, len(stream.request.prompt)))
