@@ -176,7 +176,7 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
     if not program.startswith("python"):
         return program  # mpirun and what belongs to it
     module = next((command[i + 1] for i, word in enumerate(command[:-1]) if word == "-m"), "")
-    if not module:
+    if not module.startswith("kog_dist."):
         return program  # Ray's daemons
     if module == "kog_dist.workers.worker":
         info = json.loads(command[-1])["info"]

@@ -1,0 +1,198 @@
+"""`kog-launch --launcher ray`: the tokens of a plain engine, jobs, and a new generation after every loss.
+
+The cluster is a head without resources and nodes that join it, so the engine is never on the launcher's own node and clients
+reach it over TCP; the private cluster of the last test is the opposite.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from kog_dist.bench.session import EngineSession, engine_session, until
+from kog_dist.errors import RequestFailed
+from kog_dist.rpc.client import Client, StreamEvent
+from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens
+from kog_dist.rpc.transport import Access
+from tests.e2e.ray_daemons import BIN, RayDaemons, ray_daemons
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'kog-dist[ray]'"
+)
+RANKS = 2
+NUM_CPUS = 4  # of each node
+CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
+LOADED_S = 60.0  # for what has no promise of its own; a loaded machine is slow
+PROMPT = ("--prompt-ids=17,300,42,7,99,1024", "--ignore-eos", "--json", "--max-tokens=256")
+
+
+@pytest.fixture(scope="module")
+def daemons() -> Iterator[RayDaemons]:
+    with engine_session() as session, ray_daemons(session) as cluster:
+        cluster.add_node(NUM_CPUS)
+        yield cluster
+
+
+@pytest.fixture
+def plain_tokens(session: EngineSession) -> list[int]:
+    done = session.run("kog_dist.launch.cli", ["--ranks=1", "--launcher=local", *PROMPT])
+    assert done.returncode == 0, done.stderr
+    return tokens_in(done.stdout)
+
+
+def tokens_in(output: str) -> list[int]:
+    """Token ids of the answer that some command printed among other lines."""
+    line = next(line for line in output.splitlines() if line.startswith("{"))
+    ids: list[int] = json.loads(line)["token_ids"]
+    assert len(ids) == 256
+    return ids
+
+
+def ray_job(daemons: RayDaemons, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command, environ = [str(BIN / "ray"), "job", *arguments], daemons.session.environment()
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+def engines_are_gone(daemons: RayDaemons, timeout_s: float) -> None:
+    until(lambda: not daemons.engine_processes(), timeout_s, lambda: f"left behind: {daemons.engine_processes()}")
+    root = daemons.session.folder / "kog"
+    until(lambda: not list(root.iterdir()), timeout_s, lambda: f"left behind: {list(root.rglob('*'))}")
+
+
+def has_ended(daemons: RayDaemons, generation: dict[str, int]) -> None:
+    until(
+        lambda: not set(generation.values()) & set(daemons.engine_processes().values()), CLEAN_S + 1.0,
+        lambda: f"of {generation} are left {daemons.engine_processes()}",
+    )  # fmt: skip
+
+
+def raylet_of(engine: dict[str, int]) -> int:
+    """Pid of the raylet of the node that an engine runs on."""
+    return int(psutil.Process(engine["ray::RankActor.run"]).ppid())
+
+
+def banners(session: EngineSession, name: str) -> list[str]:
+    return [line for line in session.output(name, "out").splitlines() if "ready after" in line]
+
+
+def connect(session: EngineSession, name: str, generation: int) -> Client:
+    """A client of a generation, by the key file that the launcher has announced."""
+    until(lambda: len(banners(session, name)) == generation, LOADED_S, lambda: session.output(name))
+    found = re.search(r"tcp://\S+, --key-file (\S+),", banners(session, name)[0])
+    assert found is not None, banners(session, name)
+    return Client(Access.from_file(Path(found[1])))
+
+
+def stream(client: Client) -> Iterator[StreamEvent]:
+    return client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+
+
+@pytest.mark.timeout(240)
+def test_tokens_from_actors_and_from_a_job(daemons: RayDaemons, plain_tokens: list[int]) -> None:
+    session = daemons.session
+    job = ["job", "submit", "--", "kog-launch", "--launcher", "ray", "--ranks", str(RANKS), *PROMPT]
+    with subprocess.Popen([BIN / "ray", *job], env=session.environment(), stdout=subprocess.PIPE, text=True) as submitted:
+        done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=auto", *PROMPT], timeout_s=100.0)
+        job_output, _ = submitted.communicate(timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert tokens_in(done.stdout) == plain_tokens
+    assert submitted.returncode == 0, job_output
+    assert tokens_in(job_output) == plain_tokens
+    engines_are_gone(daemons, CLEAN_S + 1.0)
+
+
+def test_too_few_resources_are_named(daemons: RayDaemons) -> None:
+    done = daemons.session.run("kog_dist.launch.cli", ["--ranks=8", "--startup-timeout=1.5", *PROMPT])
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"kog-launch: no place for the engine after 1\.5 s: needs 8 CPUs on one node, best node has 4 free \([\d.]+\)", last
+    ), done.stderr
+    engines_are_gone(daemons, CLEAN_S)
+
+
+@pytest.mark.timeout(240)
+def test_a_cancelled_job_finishes_the_running_request(daemons: RayDaemons) -> None:
+    submitted = ray_job(
+        daemons, "submit", "--no-wait", "--submission-id=serving", "--", "kog-launch", "--launcher", "ray", "--ranks", str(RANKS)
+    )  # fmt: skip
+    assert submitted.returncode == 0, submitted.stdout
+    folder = daemons.session.folder / "kog" / "default"
+    until((folder / "rpc.sock").exists, LOADED_S, lambda: ray_job(daemons, "logs", "serving").stdout)
+    with Client(Access.from_folder(folder), patient=True, connect_timeout_s=LOADED_S) as client:
+        client.wait_ready(LOADED_S)
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=200, ignore_eos=True)
+        next(events)
+        with subprocess.Popen([BIN / "ray", "job", "stop", "serving"], env=daemons.session.environment()) as stopping:
+            *_, last = events
+            stopping.wait(LOADED_S)
+    assert isinstance(last, Done)
+    assert last.finish_reason is FinishReason.LENGTH
+    assert "kog-launch: SIGTERM: draining, at most 10 s" in ray_job(daemons, "logs", "serving").stdout
+    engines_are_gone(daemons, CLEAN_S + 1.0)
+
+
+def test_killed_launcher_leaves_nothing(daemons: RayDaemons, tiny_model: Path) -> None:
+    launcher = daemons.session.launch(str(tiny_model), f"--ranks={RANKS}", name="killed")
+    with connect(daemons.session, "killed", 1) as client:
+        events = stream(client)
+        next(events)
+        os.kill(launcher.pid, signal.SIGKILL)
+        with pytest.raises(RequestFailed) as caught:
+            list(events)
+    assert caught.value.code == ErrorCode.ENGINE_LOST
+    engines_are_gone(daemons, CLEAN_S + 1.0)
+
+
+@pytest.mark.timeout(400)
+def test_every_loss_leads_to_a_new_generation(daemons: RayDaemons, tiny_model: Path) -> None:
+    """Three times in ten minutes; the last of them is the loss of the node, and the engine goes to another one."""
+    session = daemons.session
+    second_node = daemons.begin_node(NUM_CPUS)
+    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", name="generations")
+    whole: list[int] = []
+    for generation, victim in enumerate(("rank 1", "ray::RankActor.run", "node", "engine host"), start=1):
+        with connect(session, "generations", generation) as client:
+            if not whole:
+                answer = client.generate(prompt_ids=[1, 2, 3], max_tokens=40, ignore_eos=True)
+                whole = [token for event in answer if isinstance(event, Tokens) for token in event.token_ids]
+            before = daemons.engine_processes()
+            if victim == "node":
+                second_node()
+            events, received = stream(client), list[int]()
+            while len(received) < 5:
+                event = next(events)
+                received += event.token_ids if isinstance(event, Tokens) else ()
+            os.kill(raylet_of(before) if victim == "node" else before[victim], signal.SIGKILL)
+            with pytest.raises(RequestFailed) as caught:
+                received += [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+        assert caught.value.code in (ErrorCode.RANK_FAILED, ErrorCode.ENGINE_LOST)
+        assert received[:40] == whole[: len(received)], "what was acknowledged is a prefix of the right answer"
+        has_ended(daemons, {role: pid for role, pid in before.items() if role not in ("launcher", "reaper")})
+    assert launcher.wait(LOADED_S) == 4
+    engines_are_gone(daemons, CLEAN_S + 1.0)
+    said = [line for line in session.output("generations").splitlines() if "starting it again" in line or "not started" in line]
+    assert [re.sub(r"\d+\)", "N)", line.removeprefix("kog-launch: ")) for line in (said[0], said[3])] == [
+        "rank 1 (pid N) was killed by SIGKILL while serving; the engine was stopped; starting it again as generation 2",
+        "the engine's host process (pid N) was killed by SIGKILL; it is not started again after 3 restarts in 10 min",
+    ]
+    assert "with its Ray actor (pid " in said[1]
+    assert len(said) == 4
+    assert session.output("generations", "out").count("tiny on 2 ranks (cpu; Ray ") == 1, "one banner"
+
+
+@pytest.mark.timeout(240)
+def test_private_cluster(session: EngineSession, plain_tokens: list[int]) -> None:
+    done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=ray", *PROMPT], timeout_s=100.0)
+    assert done.returncode == 0, done.stderr
+    assert tokens_in(done.stdout) == plain_tokens
+    until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
