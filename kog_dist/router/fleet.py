@@ -36,6 +36,10 @@ class Fleet:
             Seat(link.name, link.is_usable(), link.is_free(now_s), link.idle_since_s) for link in self._links.values()
         ]  # fmt: skip
 
+    def num_usable(self) -> int:
+        """Replicas that take requests, now or later."""
+        return sum(link.is_usable() for link in self._links.values())
+
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """What a poller should watch; changes whenever a link opens or closes."""
         return [socket for link in self._links.values() for socket in link.sockets()]

@@ -17,15 +17,15 @@ import zmq
 
 from kog_dist.router import frames, rules
 from kog_dist.router.affinity import Affinity
+from kog_dist.router.clients import ClientSide
 from kog_dist.router.fleet import Fleet
 from kog_dist.router.link import LinkState, ReplicaLink
 from kog_dist.router.orders import FleetOrder, latest_packet
 from kog_dist.router.reports import Counters, fleet_report, status_report, welcome
 from kog_dist.router.requests import RequestBook, RoutedRequest
-from kog_dist.rpc.listener import Delivery, RpcListener, error_event
+from kog_dist.rpc.listener import RpcListener, error_event
 from kog_dist.rpc.messages import (
     Accepted,
-    Alive,
     BadMessage,
     Cancel,
     Done,
@@ -33,7 +33,6 @@ from kog_dist.rpc.messages import (
     Error,
     ErrorCode,
     Event,
-    FinishReason,
     Generate,
     Hello,
     Prefill,
@@ -47,11 +46,12 @@ from kog_dist.rpc.messages import (
 
 MAX_WAITING: Final = 1024
 MAX_WAITING_BYTES: Final = 64 << 20
-ALIVE_EVERY_S: Final = 0.25
 NO_REPLICA_S: Final = 30.0  # without any replica that serves or is about to: then waiting requests end
 FAREWELL_S: Final = 0.25
 EXIT_DRAIN_TIMEOUT: Final = 5
 _CHORES_S = 0.02
+_NEW_SHARE = 0.2  # of the latest request in a mean
+_LOOK_AGAIN_S = 0.25  # replicas that were avoided may be free again
 _MESSAGES_PER_TURN = 32
 _FULL_S = 0.1  # how long a replica is left alone that says its queue is full
 
@@ -90,9 +90,11 @@ class Router:
         self._clock = clock
         self._begin_s = clock()
         self._book = RequestBook()
+        self._clients = ClientSide(listener, self._book, self.counters, clock)
         self._affinity = Affinity()
         self._greetings: list[bytes] = []  # clients whose hello waits for the first replica
         self._attempt_idx = itertools.count()
+        self._turn_s = 1.0  # how long requests have a replica, lately
         self._look_again_s = 0.0  # when waiting requests should be looked at again
         self._next_chores_s = 0.0
         self._drain_deadline_s: float | None = None
@@ -108,7 +110,7 @@ class Router:
         while self.farewell is None:
             self.turn(_CHORES_S)
         for request in list(self._book.unfinished.values()):
-            self._fail(request, self.farewell.code, self.farewell.message)
+            self._clients.fail(request, self.farewell.code, self.farewell.message)
         self.close(FAREWELL_S)
         return self.farewell.exit_code
 
@@ -139,9 +141,7 @@ class Router:
         if now_s >= self._next_chores_s:
             self._next_chores_s = now_s + _CHORES_S
             self._do_chores(now_s)
-        if self._listener.has_backlog:
-            for gone in self._listener.flush():
-                self._forget_client(gone)
+        self._clients.flush()
 
     def _sleep(self, timeout_s: float) -> set[zmq.Socket[bytes] | int]:
         """Wait for input, at most `timeout_s`; sockets that have some, and the descriptor of the orders if these have."""
@@ -162,7 +162,7 @@ class Router:
 
     def _do_chores(self, now_s: float) -> None:
         """What is not urgent: requests that have heard nothing, drains, time limits, the launcher's report."""
-        self._keep_alive(now_s)
+        self._clients.keep_alive(now_s)
         self._expire(now_s)
         self._look_after_drain(now_s)
         report = fleet_report(self.fleet, len(self._book.waiting), self._drain_deadline_s is not None, self._address).to_bytes()
@@ -202,7 +202,9 @@ class Router:
         refusal = self._refusal(message)
         if refusal is not None:
             self.counters.num_refused += 1
-            self._listener.send(peer, error_event(*refusal, message.request_id))
+            code, why = refusal
+            retry_after_s = self._turn_s / max(1, self.fleet.num_usable()) if code is ErrorCode.QUEUE_FULL else None
+            self._listener.send(peer, error_event(code, why, message.request_id, retry_after_s))
             return
         request = RoutedRequest.arrived(peer, message, self._affinity, now_s)
         self._book.arrive(request)
@@ -224,7 +226,7 @@ class Router:
             message = f"no request {request_id!r} is waiting or running"
             self._listener.send(peer, error_event(ErrorCode.UNKNOWN_REQUEST, message, request_id))
             return
-        self._end_cancelled(request, now_s)
+        self._clients.cancel(request)
         if peer != request.peer:
             self._listener.send(peer, self._report(now_s))
 
@@ -247,7 +249,7 @@ class Router:
     def _dispatch(self, now_s: float) -> None:
         waiting = (request.waiting() for request in self._book.waiting.values())
         decided = rules.assign(waiting, self.fleet.seats(now_s), now_s)
-        self._look_again_s = min(decided.look_again_s, now_s + ALIVE_EVERY_S)
+        self._look_again_s = min(decided.look_again_s, now_s + _LOOK_AGAIN_S)
         for request_id, name in decided.pairs:
             self._hand_over(self._book.waiting[request_id], self.fleet.link(name), now_s)
 
@@ -270,6 +272,7 @@ class Router:
                 self._take_event(link, decode_event(frame), now_s)
         except BadMessage as error:
             link.refuse(f"it sent what is not the protocol: {error}")
+            self._lose_replica(link, link.reason)
 
     def _pass_tokens(self, body: dict[str, object], now_s: float) -> None:
         request = self._book.attempts.get(str(body["request_id"]))
@@ -280,7 +283,7 @@ class Router:
         assert isinstance(token_ids, list)
         request.keep(text, token_ids)
         self.counters.num_tokens += len(token_ids)
-        self._send_frame(request, frames.write_tokens(body, request.request_id, request.waited_s), now_s)
+        self._clients.send_frame(request, frames.write_tokens(body, request.request_id, request.waited_s))
 
     def _take_event(self, link: ReplicaLink, event: Event, now_s: float) -> None:
         if isinstance(event, Welcome):
@@ -305,10 +308,11 @@ class Router:
             self._take_error(request, link, event, now_s)
         elif isinstance(event, Done):
             self._affinity.remember(request.all_keys(), link.name)
-            self._finish(request, event, now_s)
+            self._turn_s += _NEW_SHARE * (event.total_s - self._turn_s)
+            self._clients.finish(request, event)
         elif isinstance(event, Prefill) or not request.is_accepted:
             request.is_accepted = True
-            self._send_frame(request, frames.with_fields(encode(event), request_id=request.request_id), now_s)
+            self._clients.send(request, event)
 
     def _take_error(self, request: RoutedRequest, link: ReplicaLink, event: Error, now_s: float) -> None:
         if event.code in _ELSEWHERE and not request.is_streamed:
@@ -320,8 +324,8 @@ class Router:
             link.failed(event.message)
             self._lose_attempt(request, link, event.code, event.message)
         else:
-            self.counters.num_refused += not request.is_accepted
-            self._fail(request, event.code, event.message, counts=request.is_accepted)
+            end = self._clients.fail if request.is_accepted else self._clients.refuse
+            end(request, event.code, event.message)
 
     def _lose_replica(self, link: ReplicaLink, reason: str) -> None:
         """Everything that was at a replica that is gone."""
@@ -335,97 +339,27 @@ class Router:
         request.lost.append(link.name)
         if request.is_streamed:
             message = f"replica {link.name} was lost in the middle of the answer ({reason}); send the request again"
-            self._fail(request, code, message)
+            self._clients.fail(request, code, message)
         elif len(request.lost) > rules.MAX_LOSSES:
             names = " and ".join(request.lost)
-            self._fail(request, code, f"replicas {names} were lost with this request, which is not tried again ({reason})")
+            message = f"replicas {names} were lost with this request, which is not tried again ({reason})"
+            self._clients.fail(request, code, message)
         else:
             self._book.wait_again(request)
-
-    # ---- ends of a request ----
-    def _remove(self, request: RoutedRequest, *, is_over: bool) -> None:
-        """Take a request off the books; a replica that still has it is told that nobody wants it any more."""
-        self._book.remove(request)
-        if request.link is not None and not is_over:
-            request.link.send(Cancel(request.attempt_id))
-
-    def _finish(self, request: RoutedRequest, event: Done, now_s: float) -> None:
-        self._remove(request, is_over=True)
-        if event.finish_reason is FinishReason.CANCELLED:
-            self.counters.num_cancelled += 1
-        else:
-            self.counters.num_completed += 1
-        waited_s = request.waited_s
-        changes: dict[str, object] = {"request_id": request.request_id, "queue_s": event.queue_s + waited_s}
-        changes["total_s"] = event.total_s + waited_s
-        changes["ttft_s"] = None if event.ttft_s is None else event.ttft_s + waited_s
-        self._send_frame(request, frames.with_fields(encode(event), **changes), now_s)
-
-    def _end_cancelled(self, request: RoutedRequest, now_s: float) -> None:
-        self._remove(request, is_over=False)
-        self.counters.num_cancelled += 1
-        total_s = now_s - request.arrived_s
-        queue_s = total_s if request.link is None else request.waited_s
-        num_prompt_tokens = len(request.message.prompt_ids or ())  # of a text only its replica knows
-        done = Done(request.request_id, FinishReason.CANCELLED, num_prompt_tokens, request.num_tokens, queue_s, total_s)
-        self._send_frame(request, encode(done), now_s)
-
-    def _fail(self, request: RoutedRequest, code: ErrorCode, message: str, *, counts: bool = True) -> None:
-        self._remove(request, is_over=True)
-        self.counters.num_failed += counts
-        self._send_frame(request, encode(error_event(code, message, request.request_id)), self._clock())
-
-    # ---- clients ----
-    def _send_frame(self, request: RoutedRequest, frame: bytes, now_s: float) -> None:
-        """Send to a request's client, and act when it is gone or does not read."""
-        request.last_sent_s = now_s
-        delivery = self._listener.send_frame(request.peer, frame)
-        if delivery is Delivery.GONE:
-            self._forget_client(request.peer)
-        elif delivery is Delivery.FULL:
-            self._drop_client(request)
-
-    def _forget_client(self, peer: bytes) -> None:
-        """The client is no longer connected: nobody is left to be told how its requests end."""
-        theirs = self._book.of_peer(peer)
-        for request in theirs:
-            self._remove(request, is_over=False)
-        self.counters.num_cancelled += len(theirs)
-        self.counters.num_dropped_clients += bool(theirs)
-
-    def _drop_client(self, behind: RoutedRequest) -> None:
-        """The client does not read: its requests end, and all it will find is the reason."""
-        others = [request for request in self._book.of_peer(behind.peer) if request is not behind]
-        message = "the client did not read its events; more than the buffer of this router holds were waiting"
-        for request in [behind, *others]:
-            self._remove(request, is_over=False)
-            self.counters.num_failed += 1
-        self.counters.num_dropped_clients += 1
-        last = [error_event(ErrorCode.SLOW_READER, message, request.request_id) for request in [behind, *others]]
-        self._listener.drop(behind.peer, last)
-
-    def _keep_alive(self, now_s: float) -> None:
-        """Tell clients that have heard nothing for a while that they are not forgotten; finds out which are gone."""
-        positions = {request_id: position for position, request_id in enumerate(self._book.waiting)}
-        for request in list(self._book.unfinished.values()):
-            if now_s - request.last_sent_s >= ALIVE_EVERY_S and not self._listener.is_behind(request.peer):
-                alive = Alive(request.request_id, positions.get(request.request_id, -1) + 1)
-                self._send_frame(request, encode(alive), now_s)
 
     # ---- time limits and the end ----
     def _expire(self, now_s: float) -> None:
         """End requests that have waited too long, by their own limit or because there is nothing to wait for."""
         for request in [request for request in self._book.waiting.values() if now_s >= request.deadline_s]:
             message = f"the request has waited for {now_s - request.arrived_s:.1f} s, as long as it was allowed to take"
-            self._fail(request, ErrorCode.DEADLINE_EXCEEDED, message, counts=False)
-            self.counters.num_expired += 1
+            self._clients.refuse(request, ErrorCode.DEADLINE_EXCEEDED, message)
         states = {link.state for link in self.fleet.links()}
         if states & {LinkState.READY, LinkState.LOADING, LinkState.DRAINING}:
             self._alone_since_s = now_s
         elif self._book.waiting and now_s - self._alone_since_s > NO_REPLICA_S:
             message = f"no replica has been ready for {NO_REPLICA_S:g} s; see `kog-client status`"
             for request in list(self._book.waiting.values()):
-                self._fail(request, ErrorCode.ENGINE_LOST, message)
+                self._clients.fail(request, ErrorCode.ENGINE_LOST, message)
 
     def _begin_drain(self, now_s: float) -> None:
         if self._drain_deadline_s is None:
@@ -433,7 +367,7 @@ class Router:
             self._dispatch(now_s)  # what a free replica can take at once counts as running
             for request in list(self._book.waiting.values()):
                 message = "the engines are being stopped and do not start this request any more"
-                self._fail(request, ErrorCode.DRAINING, message)
+                self._clients.fail(request, ErrorCode.DRAINING, message)
 
     def _look_after_drain(self, now_s: float) -> None:
         if self.is_stopped:

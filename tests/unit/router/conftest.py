@@ -95,6 +95,10 @@ class FakeReplica:
         assert self._listener is not None
         assert self._listener.send(self._peers[request.request_id], event) is Delivery.TAKEN
 
+    def send_frame(self, frame: bytes) -> None:
+        assert self._listener is not None
+        self._listener.send_frame(self._peers[self.running[0].request_id], frame)
+
     def accept(self) -> None:
         self.send(Accepted(self.running[0].request_id, 0, 3, 100))
 
