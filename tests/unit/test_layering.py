@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("launch", "workers", "collectives", "core")
 FOLDERS = {"launch": "launch", "workers": "workers", "collectives": "collectives"}
 # Never imported by a rank process or the client when it starts, so never at the top of a module there.
-HEAVY = {"torch", "ray", "cupy", "mpi4py", "matplotlib", "transformers"}
+HEAVY = {"torch", "ray", "cupy", "mpi4py", "matplotlib", "transformers", "llguidance"}
 TORCH_MODULES = {"kog_dist/model/laneformer.py"}
 BANNED = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 BANNED_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj"}

@@ -102,13 +102,13 @@ def test_a_shaper_remembers_what_was_said() -> None:
 
 
 def test_end_ids_wait_for_min_tokens() -> None:
-    logits = np.array([9.0, 8.0, 1.0], F32)
-    shaper = Shaper(3, [1], Sampling(), Shaping(min_tokens=2), stop_ids=[0, 1])
-    only_ends = np.array([0b011], np.uint32)
-    for wanted in (2, 2, 0, 0):
+    logits = np.array([1.0, 8.0, 9.0], F32)
+    shaper = Shaper(3, [1], Sampling(), Shaping(min_tokens=2), stop_ids=[1, 2])
+    only_ends = np.array([0b110], np.uint32)
+    for wanted in (0, 0, 2, 2):
         found = shaper.choose(logits, 0).token_id
         assert found == wanted
-        assert shaper.choose(logits, 0, only_ends).token_id == 0, "a grammar that ends is not held up"
+        assert shaper.choose(logits, 0, only_ends) == (9.0, 2), "a grammar that ends is not held up"
         shaper.accept(found)
 
 
@@ -138,6 +138,8 @@ def test_ties_are_cut_by_id() -> None:
     equal = np.zeros(10, F32)
     assert sorted(select(equal, Shaping(top_p=0.3)).tolist()) == [0, 1, 2]  # 3/10 is reached exactly, with integers
     assert sorted(select(equal, Shaping(top_p=0.31)).tolist()) == [0, 1, 2, 3]
+    assert sorted(select(equal[:3], Shaping(top_p=1 / 3)).tolist()) == [0]
+    assert sorted(select(equal[:3], Shaping(top_p=math.nextafter(1 / 3, 1))).tolist()) == [0, 1]
     assert sorted(select(x, Shaping(min_p=1.0)).tolist()) == [1, 2, 3]
     assert sorted(select(x, Shaping(top_p=1e-6)).tolist()) == [1]
 
