@@ -137,6 +137,22 @@ def router(
     benchmark.run(_counts(rates, "--rates"), num_tokens=tokens, num_streams=streams)
 
 
+@app.command()
+def soak(
+    requests: Annotated[int, typer.Option(help="Requests in all.")] = 10_000,
+    ranks: Annotated[int, typer.Option(help="Rank processes: 1, 2 or 4.")] = 2,
+    clients: Annotated[int, typer.Option(help="Clients that ask at the same time.")] = 6,
+    seed: Annotated[int, typer.Option(help="Another seed: other requests.")] = 1,
+) -> None:
+    """Mixed requests, cancels, disconnects, deadlines on CPU ranks; each stream against a replay. Code 1: something was wrong."""
+    from kog_dist.bench import soak as benchmark
+
+    if requests < 2 or clients < 1:
+        raise ConfigError("--requests must be at least 2, --clients at least 1")
+    if not benchmark.run(requests, ranks, clients, seed):
+        raise typer.Exit(1)
+
+
 def _counts(text: str, option: str = "--ranks") -> tuple[int, ...]:
     try:
         counts = tuple(int(part) for part in text.split(","))

@@ -1,0 +1,185 @@
+"""`kog-bench soak`: thousands of mixed requests in a row; each stream is compared with a replay, and nothing may stay behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kog_dist.bench.report import finish, machine
+from kog_dist.bench.session import TimedOut, engine_session, until
+from kog_dist.bench.soak_client import Record, SoakClient, compare
+from kog_dist.bench.soak_requests import Fate, Planned, RequestMix
+from kog_dist.bench.tiny_model import write_tiny_model
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import Done, StatusReport
+from kog_dist.rpc.transport import Access
+
+MORE_RSS_KB = 5 * 1024  # that a process may have grown by; in file descriptors: nothing
+MORE_MAPPINGS = 4
+QUEUE_LIMIT, CLIENT_QUEUE_LIMIT = 13, 3  # small, so that requests are refused as well
+_WARM_UP = 0.2  # of all requests, before processes are measured the first time
+_MOST_AT_ONCE = 3
+_UNCHECKED = 64  # records that may wait for their replay
+_IDLE_S = 5.0
+_SHOWN = 20
+
+
+def run(num_requests: int, ranks: int, num_clients: int, seed: int) -> bool:
+    """Soak an engine of the tiny model; prints findings, then the JSON object. True: nothing was wrong."""
+    before = machine()
+    figures = soak(num_requests, ranks, num_clients, seed)
+    for finding in figures["findings"][:_SHOWN]:
+        print(finding, flush=True)
+    configuration = {"model": "tiny", "requests": num_requests, "ranks": ranks, "clients": num_clients, "seed": seed}
+    finish("soak", configuration, before, figures)
+    return not figures["findings"]
+
+
+def soak(num_requests: int, ranks: int, num_clients: int, seed: int) -> dict[str, Any]:
+    """The figures of a soak; `findings` are sentences about what was wrong."""
+    with engine_session() as session, engine_session() as replaying:
+        model, begin_s = session.folder / "model", time.monotonic()
+        mix = RequestMix(write_tiny_model(model), seed)
+        session.launch(
+            str(model), f"--ranks={ranks}", f"--queue-limit={QUEUE_LIMIT}", f"--client-queue-limit={CLIENT_QUEUE_LIMIT}"
+        )
+        replaying.launch(str(model), "--ranks=1")
+        with session.connect() as client, replaying.connect():
+            checker = Checker(mix, SoakClient(Access.from_folder(replaying.instance_folder)))
+            num_warm = max(1, round(_WARM_UP * num_requests))
+            sizes: list[dict[str, dict[str, int]]] = []
+            for num_in_phase in (num_warm, num_requests - num_warm):
+                _ask_all(Access.from_folder(session.instance_folder), checker, num_in_phase, num_clients)
+                report = _wait_idle(client, checker)
+                sizes.append({role: _size(pid) for role, pid in session.processes().items()})
+                print(f"{checker.num_records} requests, {len(checker.findings)} findings", flush=True)
+            checker.close()
+        counters = {name: getattr(report, name) for name in StatusReport.__slots__ if name.startswith("num_")}
+        growth = {role: {name: sizes[1][role][name] - was for name, was in sizes[0][role].items()} for role in sizes[0]}
+        checker.check_engine(counters, growth)
+        seconds = round(time.monotonic() - begin_s, 1)
+        return {**checker.figures(), "seconds": seconds, "engine": counters, "growth": growth, "sizes": sizes[1]}
+
+
+class Checker:
+    """Replays what clients have recorded, on an engine of one rank that keeps no prefix; adds up what there is to report."""
+
+    def __init__(self, mix: RequestMix, replayer: SoakClient) -> None:
+        self.mix, self._replayer = mix, replayer
+        self.findings: list[str] = []
+        self.num_records = 0
+        self._ends: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
+
+    def check(self, record: Record) -> None:
+        """Take one record."""
+        self.num_records += 1
+        self.findings += record.findings
+        self._ends[_end_of(record)] += 1
+        self._sums["tokens"] += len(record.token_ids)
+        self._sums["waited_visibly"] += record.num_places > 1
+        if isinstance(record.end, Done):
+            self._sums["prompt_tokens"] += record.end.num_prompt_tokens
+            self._sums["cached_tokens"] += record.end.num_cached_tokens
+        if record.token_ids or record.is_whole:
+            message = replace(record.planned.message, deadline_s=None, reuse_kv=False)
+            (replay,) = self._replayer.ask([Planned(message, Fate.COMPLETE)])
+            self.findings += [*replay.findings, *compare(record, replay)]
+            self._sums["replayed"] += 1
+            self._sums["replayed_tokens"] += len(replay.token_ids)
+        if record.is_whole and record.planned.message.prompt_ids is not None:
+            self.mix.remember((*record.planned.message.prompt_ids, *record.token_ids))
+
+    def check_engine(self, counters: dict[str, int], growth: dict[str, dict[str, int]]) -> None:
+        """Whether the engine's own books agree, and whether a process has grown."""
+        ends = ("num_completed", "num_cancelled", "num_expired", "num_failed", "num_refused")
+        num_ended, num_vanished = sum(counters[name] for name in ends), self._ends["vanished"]
+        if not self.num_records - num_vanished <= num_ended <= self.num_records:
+            self.findings.append(f"the engine ended {num_ended} requests of {self.num_records}, of which {num_vanished} vanished")
+        if counters["num_failed"]:
+            self.findings.append(f"{counters['num_failed']} requests failed")
+        limits = {"fds": 0, "mappings": MORE_MAPPINGS, "rss_kb": MORE_RSS_KB}
+        for role, more in growth.items():
+            self.findings += [f"{role} has {more[name]} more {name}" for name, limit in limits.items() if more[name] > limit]
+
+    def figures(self) -> dict[str, Any]:
+        """What is reported."""
+        return {"findings": self.findings, "ends": dict(sorted(self._ends.items())), **self._sums}
+
+    def close(self) -> None:
+        """Disconnect from the replaying engine."""
+        self._replayer.close()
+
+
+def _end_of(record: Record) -> str:
+    if record.end is None:
+        return "vanished"
+    return record.end.finish_reason.value if isinstance(record.end, Done) else record.end.code.value
+
+
+def _ask_all(access: Access, checker: Checker, num_requests: int, num_clients: int) -> None:
+    """Let clients ask until so many requests have ended; all are checked when this returns."""
+    records: queue.Queue[Record | None] = queue.Queue(_UNCHECKED)
+    lock, num_left = threading.Lock(), num_requests
+
+    def take() -> list[Planned]:
+        nonlocal num_left
+        with lock:
+            count = min(num_left, 1 + num_left % _MOST_AT_ONCE)
+            num_left -= count
+            return [checker.mix.next() for _ in range(count)]
+
+    def ask() -> None:
+        try:
+            client = SoakClient(access)
+            while requests := take():
+                for record in client.ask(requests):
+                    records.put(record)
+            client.close()
+        except Exception as error:  # of whatever kind: without its end the soak would wait for ever
+            checker.findings.append(f"a client ended with {type(error).__name__}: {error}")
+        records.put(None)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    num_asking = num_clients
+    while num_asking:
+        record = records.get()
+        if record is None:
+            num_asking -= 1
+        else:
+            checker.check(record)
+    for thread in threads:
+        thread.join()
+
+
+def _wait_idle(client: Client, checker: Checker) -> StatusReport:
+    """The engine's report once nothing runs or waits, or when that did not come about."""
+
+    def is_idle() -> bool:
+        report = client.status()
+        return report.running is None and not report.waiting
+
+    try:
+        until(is_idle, _IDLE_S, lambda: "requests still run or wait although no client is left")
+    except TimedOut as error:
+        checker.findings.append(str(error))
+    return client.status()
+
+
+def _size(pid: int) -> dict[str, int]:
+    """File descriptors, mappings and resident memory of a process."""
+    proc = Path(f"/proc/{pid}")
+    pages = int((proc / "statm").read_text().split()[1])
+    return {
+        "fds": len(os.listdir(proc / "fd")),
+        "mappings": len((proc / "maps").read_text().splitlines()),
+        "rss_kb": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+    }

@@ -1,0 +1,83 @@
+"""A few hundred mixed requests on two ranks, each stream compared with its replay; and that the comparison can find something."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kog_dist.bench.soak import soak
+from kog_dist.bench.soak_client import Record, compare
+from kog_dist.bench.soak_requests import Fate, Planned, RequestMix
+from kog_dist.bench.tiny_model import write_tiny_model
+from kog_dist.rpc.messages import Accepted, Alive, Done, Error, ErrorCode, FinishReason, Generate, Tokens
+
+DONE = Done("r", FinishReason.LENGTH, 1, 3, 0.0, 1.0)
+
+
+def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
+    figures = soak(200, ranks=2, num_clients=4, seed=5)
+    assert figures["findings"] == []
+    assert figures["replayed"] > 50
+    assert figures["cached_tokens"] > 100
+    for end in ("length", "stop", "cancelled", "deadline_exceeded", "vanished", "token_id_out_of_range"):
+        assert figures["ends"].get(end, 0) > 0, f"no request ended with {end}: {figures['ends']}"
+    assert {"coordinator", "rank 0", "rank 1", "launcher"} <= set(figures["growth"])
+
+
+def record(fate: Fate = Fate.COMPLETE, end: Done | Error | None = DONE, ids: tuple[int, ...] = (5, 6, 7)) -> Record:
+    found = Record(Planned(Generate("r", prompt_ids=(1,)), fate))
+    found.take(Accepted("r", 0, 1, 3))
+    found.take(Tokens("r", 0, ids, "text", (), logprobs=(-0.5,) * len(ids)))
+    if end is not None:
+        found.take(end)
+    return found
+
+
+def test_what_differs_from_the_replay_is_found() -> None:
+    assert compare(record(), record()) == []
+    assert compare(record(Fate.DISCONNECT, None, (5, 6)), record()) == []
+    assert "token_ids" in compare(record(Fate.DISCONNECT, None, (5, 7)), record())[0]
+    assert "token_ids" in compare(record(ids=(5, 6)), record())[0], "a whole answer is not a beginning"
+    other = record()
+    other.text = "other"
+    assert "text" in compare(record(), other)[0]
+    assert "finished with" in compare(record(end=replace(DONE, finish_reason=FinishReason.STOP)), record())[0]
+    assert "the replay ended with" in compare(record(), record(Fate.DISCONNECT, None))[0]
+
+
+@pytest.mark.parametrize(
+    ("fate", "events", "words"),
+    [
+        (Fate.COMPLETE, [Tokens("r", 0, (5,), "", ())], "before it was accepted"),
+        (Fate.COMPLETE, [Accepted("r", 0, 1, 3), Accepted("r", 0, 1, 3)], "accepted twice"),
+        (Fate.COMPLETE, [Accepted("r", 0, 1, 3), Tokens("r", 1, (5,), "", ())], "tokens begin at 1, 0 had come"),
+        (Fate.COMPLETE, [Accepted("r", 0, 1, 3), DONE], "done says 3 tokens, 0 came"),
+        (
+            Fate.COMPLETE,
+            [Accepted("r", 0, 1, 3), replace(DONE, num_generated_tokens=0), Alive("r", 0)],
+            "after the terminal event",
+        ),
+        (Fate.COMPLETE, [Error(ErrorCode.RANK_FAILED, "gone", "r")], "ended with rank_failed"),
+        (Fate.COMPLETE, [Error(ErrorCode.QUEUE_FULL, "full", "r")], "with retry_after_s None"),
+        (Fate.COMPLETE, [Accepted("r", 0, 1, 3), replace(DONE, finish_reason=FinishReason.CANCELLED)], "ended with cancelled"),
+        (Fate.REFUSED, [Accepted("r", 0, 1, 3), DONE], "a request to refused"),
+    ],
+)
+def test_events_that_must_not_be_are_found(
+    fate: Fate, events: list[Accepted | Alive | Tokens | Done | Error], words: str
+) -> None:
+    found = Record(Planned(Generate("r", prompt_ids=(1,)), fate, code=ErrorCode.INVALID_REQUEST))
+    for event in events:
+        found.take(event)
+    assert any(words in finding for finding in found.findings), found.findings
+
+
+def test_the_mix_is_repeatable(tmp_path: Path) -> None:
+    spec = write_tiny_model(tmp_path / "model")
+    first, second, other = (RequestMix(spec, seed) for seed in (1, 1, 2))
+    planned = [first.next() for _ in range(300)]
+    assert planned == [second.next() for _ in range(300)]
+    assert planned != [other.next() for _ in range(300)]
+    assert {one.fate for one in planned} == set(Fate)
