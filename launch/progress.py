@@ -22,7 +22,7 @@ DOING: Final = {
     RankState.FAILED: "failed",
 }
 _ON_TERMINAL_AFTER_S = 0.3  # shorter start-ups show nothing
-_LINES_AFTER_S = 5.0  # a log wants no line for an ordinary start-up
+_LINES_AFTER_S = 10.0  # a log wants no line for an ordinary start-up
 _LINES_UNDER_STARTER_AFTER_S = 1.0  # mpirun and Ray hide the terminal at which somebody waits
 _LINES_EVERY_S = 2.0
 _ERASE = "\r\x1b[2K"
