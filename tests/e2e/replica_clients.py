@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,11 +23,15 @@ class Stream:
     done: Done | None = None
     error: RequestError | RequestFailed | None = None
     has_begun: threading.Event = field(default_factory=threading.Event)
+    request_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def run(self, access: Access) -> None:
         try:
             with Client(access, connect_timeout_s=20.0) as client:
-                for event in client.generate(prompt_ids=self.prompt_ids, max_tokens=self.max_tokens, ignore_eos=True):
+                events = client.generate(
+                    prompt_ids=self.prompt_ids, max_tokens=self.max_tokens, ignore_eos=True, request_id=self.request_id
+                )  # fmt: skip
+                for event in events:
                     if isinstance(event, Tokens):
                         assert event.index == len(self.token_ids), "no token is lost or sent twice"
                         self.token_ids += event.token_ids
