@@ -16,27 +16,28 @@ struct WaitNote {
     const u64* volatile words;
 };
 
+// The waits below take shared-memory addresses; `stopped` is that of WaitNote::stopped.
+
 // Wait for a barrier's phase. Called by a full warp; the answer is the same in all its threads.
-__device__ __forceinline__ bool mbar_wait(const WaitNote& note, u32 bar, u32 parity) {
+__device__ __forceinline__ bool mbar_wait(u32 stopped, u32 bar, u32 parity) {
     while (!__all_sync(kFullWarp, mbar_try(bar, parity)))
-        if (note.stopped) return false;
+        if (load_shared_u32(stopped)) return false;
     return true;
 }
 
 // The same for one thread; `finished` ends the wait early, too.
-__device__ __forceinline__ bool mbar_wait_alone(const WaitNote& note, u32 bar, u32 parity, const volatile u32& finished) {
+__device__ __forceinline__ bool mbar_wait_alone(u32 stopped, u32 bar, u32 parity, u32 finished) {
     while (!mbar_try(bar, parity))
-        if (note.stopped || finished) return false;
+        if (load_shared_u32(stopped) || load_shared_u32(finished)) return false;
     return true;
 }
 
 // Wait until a counter in shared memory has reached `wanted`. Called by full warps.
-__device__ __forceinline__ bool counter_wait(const WaitNote& note, const volatile u32& counter, u32 wanted) {
-    while (static_cast<int>(counter - wanted) < 0) {
-        if (note.stopped) return false;
+__device__ __forceinline__ bool counter_wait(u32 stopped, u32 counter, u32 wanted) {
+    while (!__all_sync(kFullWarp, static_cast<int>(load_shared_u32(counter) - wanted) >= 0)) {
+        if (load_shared_u32(stopped)) return false;
         __nanosleep(40);
     }
-    __syncwarp();
     return true;
 }
 

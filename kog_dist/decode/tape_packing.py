@@ -2,7 +2,8 @@
 
 A product y = W x is cut by rows over the thread blocks, and within one by columns over its matrix warps. The tape of a thread
 block holds, for each block of at most 24 rows, tiles in the order of use; a tile holds, for each warp, a few steps of 32 columns,
-each step row by row: [block][tile][warp][step][row][32]. Rows and columns that do not divide are filled with zeros.
+each step row by row: [block][tile][warp][step][row][32]. Of each eight neighbouring columns the tape holds 0 1 4 5 2 3 6 7: the
+order of the registers that one thread gives to the matrix unit. Rows and columns that do not divide are filled with zeros.
 
 The functions take numpy or cupy arrays of any 16-bit type and return the same kind.
 """
@@ -16,6 +17,8 @@ import numpy as np
 
 MATRIX_WARPS = 12
 STEP_COLUMNS = 32  # columns that one mma takes of eight rows
+_STEP = (4, 2, 2, 2)  # a step's columns: threads, halves (upper and lower rows of the operand), pairs, columns of a pair
+MAX_PIECES = 4  # of a tile in each warp: eight rows and 32 columns, what one mma takes
 MAX_ROWS = 24  # rows of a block: a finaliser warp has a thread for each
 
 AnyArray = Any  # numpy.ndarray or cupy.ndarray
@@ -56,7 +59,8 @@ def op_shape(cta_rows: int, num_columns: int, multiple: int) -> OpShape:
     blocks = -(-cta_rows // MAX_ROWS)
     rows = -(-cta_rows // (blocks * multiple)) * multiple
     per = -(-num_columns // (MATRIX_WARPS * STEP_COLUMNS))
-    steps = max(s for s in range(1, per + 1) if per % s == 0 and (s == 1 or s * rows <= MAX_ROWS))
+    groups = -(-rows // 8)
+    steps = max(s for s in range(1, per + 1) if per % s == 0 and (s == 1 or (s * rows <= MAX_ROWS and s * groups <= MAX_PIECES)))
     return OpShape(rows, blocks, per, steps)
 
 
@@ -81,13 +85,13 @@ def pack(matrix: AnyArray, shape: OpShape, num_ctas: int) -> AnyArray:
         )
     padded = np.zeros_like(matrix, shape=(num_ctas * shape.cta_rows, shape.num_columns))
     padded[:rows, :columns] = matrix
-    parts = padded.reshape(num_ctas, shape.blocks, shape.rows, MATRIX_WARPS, shape.tiles, shape.steps, STEP_COLUMNS)
-    return parts.transpose(0, 1, 4, 3, 5, 2, 6).reshape(num_ctas, shape.num_values)
+    parts = padded.reshape(num_ctas, shape.blocks, shape.rows, MATRIX_WARPS, shape.tiles, shape.steps, *_STEP)
+    return parts.transpose(0, 1, 4, 3, 5, 2, 6, 8, 7, 9).reshape(num_ctas, shape.num_values)
 
 
 def unpack(segments: AnyArray, shape: OpShape, num_rows: int, num_columns: int) -> AnyArray:
     """The inverse of `pack`: the matrix (num_rows, num_columns), without its padding."""
     num_ctas = segments.shape[0]
-    parts = segments.reshape(num_ctas, shape.blocks, shape.tiles, MATRIX_WARPS, shape.steps, shape.rows, STEP_COLUMNS)
-    whole = parts.transpose(0, 1, 5, 3, 2, 4, 6).reshape(num_ctas * shape.cta_rows, shape.num_columns)
+    parts = segments.reshape(num_ctas, shape.blocks, shape.tiles, MATRIX_WARPS, shape.steps, shape.rows, *_STEP)
+    whole = parts.transpose(0, 1, 5, 3, 2, 4, 6, 8, 7, 9).reshape(num_ctas * shape.cta_rows, shape.num_columns)
     return whole[:num_rows, :num_columns]

@@ -62,11 +62,11 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
     """
     position = 0
     ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
-    for layer in range(shape.spec.num_layers):
-        for phase, op in ops.items():
-            for lane in range(shape.num_lanes):
-                tape[:, position : position + op.num_values] = pack(source(phase, layer, lane), op, shape.num_ctas)
-                position += op.num_values
+    for product in shape.products:
+        op = ops[product.phase]
+        matrix = source(product.phase, product.layer, product.lane - shape.hosted_lanes[0])
+        tape[:, position : position + op.num_values] = pack(matrix, op, shape.num_ctas)
+        position += op.num_values
     tape[:, position:] = pack(source(Phase.HEAD, 0, 0), shape.head, shape.num_ctas)
 
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from kog_dist.decode.order import Product, product_order
+from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import MATRIX_WARPS, MAX_ROWS, OpShape, op_shape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
@@ -13,6 +15,8 @@ from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
 MAX_CTAS = 128
 SLOT_BYTES = MATRIX_WARPS * 1536
 SHARED_BYTES = 232448
+PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in the kernel
+NUM_THREADS = 640  # of a thread block
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 
 
@@ -29,9 +33,8 @@ class KernelShape:
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
     splits: int = 8
-    replicas: int = 4
+    copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one lane, 4 for more
     tiles_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
-    fetch_groups: int = 1  # of warps that take turns in gathering vectors: 1 or 2
     max_slots: int = 16
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
@@ -51,6 +54,8 @@ class KernelShape:
             findings.append(f"{spec.num_layers} layers (at most 63)")
         if self.weight_dtype not in FORMATS or self.kv_dtype not in FORMATS:
             findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
+        if self.splits % 8:
+            findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if findings:
@@ -98,6 +103,11 @@ class KernelShape:
     def _residual_multiple(self) -> int:
         return 2
 
+    @cached_property
+    def products(self) -> list[Product]:
+        """The products of a token in the order of the tape; the LM head's comes after them."""
+        return product_order(self.spec, self.hosted_lanes)
+
     @property
     def vocab_rows(self) -> tuple[int, int]:
         """First and one-past-last vocabulary row of the hosted lanes."""
@@ -120,9 +130,14 @@ class KernelShape:
         return self.tiles_in_flight or (2 if self.num_lanes <= 2 else 3)
 
     @property
+    def replicas(self) -> int:
+        """Copies of every vector that thread blocks exchange."""
+        return self.copies or (2 if self.num_lanes == 1 else 4)
+
+    @property
     def num_threads(self) -> int:
         """Threads of a thread block: `kNumThreads`."""
-        return 32 * (20 + 4 * self.fetch_groups)
+        return NUM_THREADS
 
     # ---- KV cache ----
     @property
@@ -173,9 +188,9 @@ class KernelShape:
         spec, lanes, rows = self.spec, self.num_lanes, self.out.cta_rows
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
         group = spec.lane_heads // spec.lane_kv_heads
-        others = 2 * max_per * MATRIX_WARPS * 128 + 2 * MATRIX_WARPS * MAX_ROWS * 4
+        others = max_per * MATRIX_WARPS * 128 + 2 * MATRIX_WARPS * MAX_ROWS * 4 + (4 * 32 + 2 * lanes) * MATRIX_WARPS * 4
         others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
-        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 64 * spec.head_dim + 1024
+        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024
         return min(self.max_slots, (SHARED_BYTES - others) // SLOT_BYTES)
 
     # ---- generated header ----
@@ -188,7 +203,7 @@ class KernelShape:
             "kVocabFirst": self.vocab_rows[0], "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
-            "kTilesInFlight": self.in_flight, "kFetchGroups": self.fetch_groups,
+            "kTilesInFlight": self.in_flight,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
@@ -209,6 +224,10 @@ class KernelShape:
         lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
         lines += [f"constexpr u64 {name} = {sum(1 << i for i in layers):#x}ull;" for name, layers in masks.items()]
         lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
+        codes = [PHASES.index(p.phase) | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
+        queries = [i for i, p in enumerate(self.products) if p.phase is Phase.QKV]
+        for name, values in (("kProducts", [*codes, spec.num_layers << 8]), ("kQkvProducts", queries)):
+            lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
         lines += [f"constexpr bool kPreNormSum = {str(spec.pre_norm_lane_agg).lower()};"]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]
         lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", f"using KvFormat = {FORMATS[self.kv_dtype]};"]

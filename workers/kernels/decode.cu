@@ -5,18 +5,20 @@
 #include "multiply.cuh"
 #include "finalize.cuh"
 #include "sample.cuh"
-#include "fetch.cuh"
 #include "attend.cuh"
 
 namespace kog {
 
+__device__ __forceinline__ u32 bar(const u64& barrier) { return shared_address(&barrier); }
+
 __device__ __forceinline__ void init_barriers(Shared& shared) {
     for (int i = 0; i < kNumSlots; ++i) mbar_init(bar(shared.full[i]), 1), mbar_init(bar(shared.empty[i]), kMatrixWarps);
     for (int i = 0; i < 2; ++i) {
-        mbar_init(bar(shared.x_full[i]), 4), mbar_init(bar(shared.x_empty[i]), kMatrixWarps);
+        mbar_init(bar(shared.merge_full[i]), kAttendWarps);
         mbar_init(bar(shared.red_full[i]), kMatrixWarps), mbar_init(bar(shared.red_empty[i]), 1);
     }
-    for (int i = 0; i < 4; ++i) mbar_init(bar(shared.squares_full[i]), 4);
+    for (int i = 0; i < 4; ++i) mbar_init(bar(shared.squares_full[i]), kMatrixWarps);
+    mbar_init(bar(shared.head_squares_full), kMatrixWarps);
     mbar_init(bar(shared.token_full), 1), mbar_init(bar(shared.token_ended), 1);
     for (int i = 0; i < kLanes; ++i) mbar_init(bar(shared.lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0;
@@ -45,27 +47,23 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     using namespace kog;
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const u32 warp = threadIdx.x >> 5;
+    const u32 warp = opaque(threadIdx.x >> 5);
     if (threadIdx.x == 0) init_barriers(shared);
-    for (u32 i = threadIdx.x; i < sizeof(shared.fresh) / 4; i += kNumThreads) reinterpret_cast<u32*>(shared.fresh)[i] = 0;
     __syncthreads();
 
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
-    const Role role{&shared, blockIdx.x, state->position, state->num_prompt, state->epoch,
+    const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, state->position, state->num_prompt, state->epoch,
                     reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};
     const u32 num_steps = params.num_steps;
     if (warp < kMatrixWarps) {
         drop_registers<kMatrixRegisters>();
-        multiply(role, warp);
-    } else if (warp < kFetchWarp) {
+        multiply(params, role, warp);
+    } else if (warp < kAttendWarp) {
         drop_registers<kServiceRegisters>();
         if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr) + role.cta * kTapeBytes, num_steps);
         else if (warp == kFinalWarp) finalize(params, role);
         else if (warp == kSampleWarp) sample(params, role, num_steps);
         else watch(params, role, &state->abort_mirror);
-    } else if (warp < kAttendWarp) {
-        raise_registers<kFetchRegisters>();
-        fetch(params, role, threadIdx.x % kFetchThreads, (warp - kFetchWarp) / 4);
     } else {
         raise_registers<kAttendRegisters>();
         attend(params, role, warp - kAttendWarp);

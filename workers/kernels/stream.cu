@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     const u32 num_tiles = params.num_steps * (kLayers * kLanes * kLayerTiles + HeadOp::kBlocks * HeadOp::kTiles);
     u32 slot = 0, parity = 0;
     for (u32 i = 0; i < num_tiles; ++i) {
-        if (!mbar_wait(shared.note, bar(shared.full[slot]), parity)) return;
+        if (!mbar_wait(role.stopped(), bar(shared.full[slot]), parity)) return;
         if (laneid() == 0) mbar_arrive(bar(shared.empty[slot]));
         if (++slot == kNumSlots) slot = 0, parity ^= 1;
     }

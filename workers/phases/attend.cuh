@@ -2,7 +2,7 @@
 // thread blocks by a map that depends on layer and lane only, so the thread block that appends a row of K and V is the one that
 // reads it later: no K or V crosses thread blocks, and the append needs no fence beyond the group's barrier. A split keeps its rows
 // in batches of 16 (K by rows, V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
-// The new position itself does not come back from memory: it is a batch of one row in shared memory.
+// The new position does not come back from memory: the threads that hold its row of the batch take it from the words.
 #pragma once
 #include "layout.cuh"
 
@@ -30,11 +30,28 @@ __device__ __forceinline__ void load_dims(const unsigned char* from, u32 (&to)[k
     }
 }
 
+// A thread's shares of two rows that lie kStride bytes apart.
+template <u32 kStride>
+__device__ __forceinline__ void load_rows(const unsigned char* from, u32 (&to)[2][kDimRegisters]) {
+    load_dims(from, to[0]);
+    load_dims(from + kStride, to[1]);
+}
+__device__ __forceinline__ void store_dims(unsigned char* to, const u32 (&from)[kDimRegisters]) {
+    if constexpr (kDimRegisters % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kDimRegisters; i += 4)
+            *reinterpret_cast<uint4*>(to + i * 4) = make_uint4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kDimRegisters; i += 2) *reinterpret_cast<uint2*>(to + i * 4) = make_uint2(from[i], from[i + 1]);
+    }
+}
+
 struct Attender {
     const KogDecodeParams& params;
     const Role& role;
     u32 warp, lane;
-    u32 num_items = 0, first_vector = 0, step = 0;  // products of earlier tokens; the token
+    u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
 
     // Read kCount words, if this thread wants them; true when all carry the tag.
     template <int kCount>
@@ -56,47 +73,9 @@ struct Attender {
         return ready;
     }
 
-    // Wait for the new position's K and V. They go to their place in the cache, and into the first row of a batch of their own in
-    // shared memory, where this warp reads them at once (its other rows are never written and count for nothing).
-    __device__ __forceinline__ bool stage_fresh(const u64* words, unsigned char* cache, u32 capacity, u32 layer, u32 lane_idx,
-                                                u32 kv_head, u32 position, u32 tag) {
-        constexpr u32 kWords = kHeadDim / 2;  // of K, and of V
-        constexpr int kMany = (2 * kWords + 31) / 32;
-        if (!counter_wait(role.shared->note, role.shared->num_finalized, first_vector + 4 * layer * kLanes + lane_idx + 1)) return false;
-        const u64* key_words = words + kQueryRows / 2 + kv_head * kWords;
-        u64 got[kMany];
-        while (true) {
-            bool ready = true;
-#pragma unroll
-            for (int i = 0; i < kMany; ++i) {
-                const u32 word = i * 32 + lane;
-                if (word < 2 * kWords) got[i] = load_relaxed(key_words + (word < kWords ? word : word + kKvRows / 2 - kWords));
-            }
-#pragma unroll
-            for (int i = 0; i < kMany; ++i)
-                if (i * 32 + lane < 2 * kWords) ready = ready && has_tag(got[i], tag);
-            if (__all_sync(kFullWarp, ready)) break;
-            if (role.shared->note.stopped) return false;
-        }
-        const u32 slot = (position / kSplits) % capacity, row = slot & 15;
-        unsigned char* home = cache + (slot >> 4) * kBatchBytes;
-        unsigned char* values = home + 16 * kHeadDim * 2 + (row >> 1) * kHeadDim * 4 + (row & 1) * 2;
-#pragma unroll
-        for (int i = 0; i < kMany; ++i) {
-            const u32 word = i * 32 + lane;
-            const u32 both = KvFormat::pack(first_of(got[i]), second_of(got[i]));
-            if (word < kWords) {
-                *reinterpret_cast<u32*>(home + row * kHeadDim * 2 + word * 4) = both;
-                *reinterpret_cast<u32*>(role.shared->fresh + word * 4) = both;
-            } else if (word < 2 * kWords) {
-                const u32 at = (word - kWords) * 8;
-                *reinterpret_cast<u16*>(values + at) = static_cast<u16>(both);
-                *reinterpret_cast<u16*>(values + at + 4) = static_cast<u16>(both >> 16);
-                *reinterpret_cast<uint2*>(role.shared->fresh + 16 * kHeadDim * 2 + at) = make_uint2(both & 0xffffu, both >> 16);
-            }
-        }
-        __syncwarp();
-        return true;
+    // A pair of 16-bit values with another lower or upper one.
+    static __device__ __forceinline__ u32 with_half(u32 pair, u32 value, bool upper) {
+        return upper ? __byte_perm(pair, value, 0x5410) : __byte_perm(pair, value, 0x3254);
     }
 
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
@@ -113,7 +92,9 @@ struct Attender {
         const u32 num_old = (position + kSplits - 1 - split) / kSplits;
         u32 num_batches = (num_old + 15) / 16;
         if (num_batches > batches) num_batches = batches;
-        const bool owner = position % kSplits == split;
+        const bool owner = position % kSplits == split;  // of the new position, whose place is this slot
+        const u32 slot_new = (position / kSplits) % capacity;
+        if (owner && num_batches <= slot_new >> 4) num_batches = (slot_new >> 4) + 1;
         const u32 newest = (num_old + capacity - 1) % capacity;  // slot of the last old position
         const u32 window = windowed ? kWindow : kMaxContext;
 
@@ -122,63 +103,98 @@ struct Attender {
         u32 query[kDimRegisters];
         float outputs[kHeadDim / 16][4] = {};
         float peak = -INFINITY, sum = 0;
-        bool ok = true, have_query = false;
+        bool have_query = false;
+        // A batch's K and V are on their way while the one before is worked on.
+        u32 keys[2][kDimRegisters], values[2][kDimRegisters];
+        unsigned char* keys_at = cache + warp * kBatchBytes + group * kHeadDim * 2 + part * kDimRegisters * 4;
+        unsigned char* values_at = cache + warp * kBatchBytes + 16 * kHeadDim * 2 + part * kHeadDim * 4 + group * kDimRegisters * 4;
+        if (warp < num_batches) load_rows<8 * kHeadDim * 2>(keys_at, keys), load_rows<4 * kHeadDim * 4>(values_at, values);
 #pragma unroll 1
-        for (u32 batch = warp; batch < num_batches + (owner ? 1 : 0) || !have_query; batch += 4) {
-            const bool old = batch < num_batches, fresh = !old && owner && batch == num_batches;
-            u32 keys[2][kDimRegisters], values[2][kDimRegisters];
-            unsigned char* at = cache + batch * kBatchBytes;
-            if (fresh) {
-                ok = stage_fresh(words, cache, capacity, layer, lane_idx, kv_head, position, tag);
-                if (!ok) break;
-                at = role.shared->fresh;
-            }
-            if (old || fresh) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    load_dims(at + (group + 8 * i) * kHeadDim * 2 + part * kDimRegisters * 4, keys[i]);
-                    load_dims(at + 16 * kHeadDim * 2 + (part + 4 * i) * kHeadDim * 4 + group * kDimRegisters * 4, values[i]);
-                }
-            }
-            if (!have_query) {
-                have_query = true;
-                ok = counter_wait(role.shared->note, role.shared->num_finalized, first_vector + 4 * layer * kLanes + lane_idx + 1);
-                if (!ok) break;
+        for (u32 batch = warp; batch < num_batches || !have_query; batch += kAttendWarps) {
+            const bool real = batch < num_batches, fresh = owner && batch == slot_new >> 4;
+            const bool more = batch + kAttendWarps < num_batches;
+            if (!have_query || fresh) {
+                const u32 count = first_vector + product + 1;
+                if (!have_query && !counter_wait(role.stopped(), role.address(const_cast<u32*>(&role.shared->num_finalized)), count))
+                    return false;
                 // Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
-                constexpr int kHalf = kDimRegisters / 2;
-                u64 got[kHalf];
-                const u32 is_low = group & 1;
+                // The new position's K and V are read by all threads and spread through shared memory.
+                constexpr int kHalf = kDimRegisters / 2, kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
+                const u32 row = slot_new & 15, is_low = group & 1;
                 const u64* query_words = words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters + is_low * kHalf;
-                while (!__all_sync(kFullWarp, read(query_words, true, tag, got)) && ok) ok = !role.shared->note.stopped;
-                if (!ok) break;
-                if (warp == 0) stamp(role, kQuerySeen, step, 4 * layer * kLanes + lane_idx);
+                const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
+                u64 got[kHalf], got_new[kNew];
+                while (true) {
+                    bool ready = read(query_words, !have_query, tag, got);
+                    if (fresh) {
 #pragma unroll
-                for (int i = 0; i < kHalf; ++i) {
-                    const float a = first_of(got[i]), b = second_of(got[i]);
-                    const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
-                    const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
-                    query[i] = is_low ? theirs : high;
-                    query[kHalf + i] = is_low ? low : theirs;
+                        for (int i = 0; i < kNew; ++i)
+                            if (i * 32 + lane < kNewWords)
+                                got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
+#pragma unroll
+                        for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
+                    }
+                    if (__all_sync(kFullWarp, ready)) break;
+                    if (load_shared_u32(role.stopped())) return false;
+                }
+                if (warp == 0) stamp(role, kQuerySeen, step, product);
+                if (!have_query) {
+#pragma unroll
+                    for (int i = 0; i < kHalf; ++i) {
+                        const float a = first_of(got[i]), b = second_of(got[i]);
+                        const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
+                        const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
+                        query[i] = is_low ? theirs : high;
+                        query[kHalf + i] = is_low ? low : theirs;
+                    }
+                }
+                have_query = true;
+                if (fresh) {
+                    const u32 staged = role.address(role.shared->fresh);
+#pragma unroll
+                    for (int i = 0; i < kNew; ++i)
+                        if (i * 32 + lane < kNewWords)
+                            store_shared(staged + (i * 32 + lane) * 4, KvFormat::pack(first_of(got_new[i]), second_of(got_new[i])));
+                    __syncwarp();
+                    const u32 i = row >> 3;
+                    if (group == (row & 7)) {
+#pragma unroll
+                        for (int k = 0; k < kDimRegisters; ++k) {
+                            const u32 both = load_shared_u32(staged + (part * kDimRegisters + k) * 4);
+                            keys[0][k] = i == 0 ? both : keys[0][k], keys[1][k] = i == 0 ? keys[1][k] : both;
+                        }
+                        if (i == 0) store_dims(keys_at, keys[0]);
+                        else store_dims(keys_at + 8 * kHeadDim * 2, keys[1]);
+                    }
+                    if (part == (row >> 1 & 3)) {
+#pragma unroll
+                        for (int k = 0; k < kDimRegisters; ++k) {
+                            const u32 both = load_shared_u32(staged + (kNewWords / 2 + group * kHalf + k / 2) * 4);
+                            const u32 one = k & 1 ? both >> 16 : both;
+                            const u32 mixed = with_half(i == 0 ? values[0][k] : values[1][k], one, row & 1);
+                            values[0][k] = i == 0 ? mixed : values[0][k], values[1][k] = i == 0 ? values[1][k] : mixed;
+                        }
+                        if (i == 0) store_dims(values_at, values[0]);
+                        else store_dims(values_at + 4 * kHeadDim * 4, values[1]);
+                    }
+                    __syncwarp();
                 }
             }
-            if (!old && !fresh) break;
+            if (!real) break;
             // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
             float scores[4] = {};
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
                 KvFormat::mma(scores, keys[0][2 * i], keys[1][2 * i], keys[0][2 * i + 1], keys[1][2 * i + 1], query[2 * i],
                               query[2 * i + 1]);
-            if (warp == 0) stamp(role, kScored, step, 4 * layer * kLanes + lane_idx);
+            if (warp == 0) stamp(role, kScored, step, product);
+            if (more) load_rows<8 * kHeadDim * 2>(keys_at + kAttendWarps * kBatchBytes, keys);
             bool seen[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (fresh) {
-                    seen[i] = i == 0 && group == 0;
-                } else {
-                    const u32 slot = batch * 16 + group + 8 * i;
-                    const u32 back = newest >= slot ? newest - slot : newest + capacity - slot;  // rows before the last old one
-                    seen[i] = back < num_old && (num_old - 1 - back) * kSplits + split + window > position;
-                }
+                const u32 slot = batch * 16 + group + 8 * i;
+                const u32 back = newest >= slot ? newest - slot : newest + capacity - slot;  // rows before the last old one
+                seen[i] = (back < num_old && (num_old - 1 - back) * kSplits + split + window > position) || (owner && slot == slot_new);
             }
             const float score0 = seen[0] ? (scores[0] + scores[1]) * kScoreScale : -INFINITY;
             const float score1 = seen[1] ? (scores[2] + scores[3]) * kScoreScale : -INFINITY;
@@ -201,15 +217,17 @@ struct Attender {
                 for (int k = 0; k < 4; ++k) outputs[i][k] *= shrink;
                 KvFormat::mma(outputs[i], values[0][2 * i], values[0][2 * i + 1], values[1][2 * i], values[1][2 * i + 1], first, second);
             }
+            keys_at += kAttendWarps * kBatchBytes, values_at += kAttendWarps * kBatchBytes;
+            if (more) load_rows<4 * kHeadDim * 4>(values_at, values);
         }
-        if (warp == 0) stamp(role, kMixed, step, 4 * layer * kLanes + lane_idx);
-        ok = merge(ok, layer, kv_head, split, lane_idx, tag, outputs, peak, sum);
-        if (warp == 0) stamp(role, kAttended, step, 4 * layer * kLanes + lane_idx);
+        if (warp == 0) stamp(role, kMixed, step, product);
+        const bool ok = merge(layer, kv_head, split, lane_idx, tag, outputs, peak, sum);
+        if (warp == 0) stamp(role, kAttended, step, product);
         return ok;
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(bool ok, u32 layer, u32 kv_head, u32 split, u32 lane_idx, u32 tag,
+    __device__ __forceinline__ bool merge(u32 layer, u32 kv_head, u32 split, u32 lane_idx, u32 tag,
                                           const float (&outputs)[kHeadDim / 16][4], float peak, float sum) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
@@ -226,8 +244,10 @@ struct Attender {
                 shared.attended_sum[half][warp][part] = sum;
             }
         }
-        if (!group_all(kAttendBarrier, kAttendThreads, ok)) return false;
-        if (warp == 0) stamp(role, kMerged, step, 4 * layer * kLanes + lane_idx);
+        __syncwarp();
+        if (lane == 0) mbar_arrive(role.bar(shared.merge_full[half]));
+        if (!mbar_wait(role.stopped(), role.bar(shared.merge_full[half]), (num_items - 1) >> 1 & 1)) return false;
+        if (warp == 0) stamp(role, kMerged, step, product);
         constexpr int kHeadUnits = kHeadDim / 4;
         u64* base = reinterpret_cast<u64*>(params.words_ptr);
 #pragma unroll 1
@@ -246,7 +266,7 @@ struct Attender {
                 total += weight * shared.attended_sum[half][i][head];
                 mixed = make_float4(mixed.x + weight * v.x, mixed.y + weight * v.y, mixed.z + weight * v.z, mixed.w + weight * v.w);
             }
-            const float inverse = top == -INFINITY ? 0.0f : __fdividef(1.0f, total);
+            const float inverse = top == -INFINITY ? 0.0f : reciprocal_approx(total);
             const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
             const u64 first = make_pair_word(mixed.x * inverse, mixed.y * inverse, tag);
             const u64 second = make_pair_word(mixed.z * inverse, mixed.w * inverse, tag);
@@ -271,15 +291,15 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
         const u32 position = role.first_position + step;
         attender.step = step;
 #pragma unroll 1
-        for (u32 layer = 0; layer < kLayers; ++layer)
+        for (u32 i = 0; i < kLayers * kLanes; ++i) {
+            attender.product = kQkvProducts[i];
+            const Place at(attender.product);
+            const u32 first_cta = ((at.layer * kLanes + at.lane) * kItems) % kNumCtas;
+            const u32 first = role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
 #pragma unroll 1
-            for (u32 lane = 0; lane < kLanes; ++lane) {
-                const u32 first_cta = ((layer * kLanes + lane) * kItems) % kNumCtas;
-                const u32 first = role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
-#pragma unroll 1
-                for (u32 item = first; item < kItems; item += kNumCtas)
-                    if (!attender.item(layer, lane, item, position, layer_tag(role.first_epoch + step, layer))) return;
-            }
+            for (u32 item = first; item < kItems; item += kNumCtas)
+                if (!attender.item(at.layer, at.lane, item, position, layer_tag(role.first_epoch + step, at.layer))) return;
+        }
         attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : 1);
     }
 }

@@ -12,6 +12,7 @@ struct Finalizer {
     const Role& role;
     u32 lane;
     u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0;
+    u32 squares_parity = 0;  // one bit for each slot of `squares`
 
     __device__ __forceinline__ void count_vector(u32 lane_idx) {
         stamp(role, kPublished, step, num_vectors - first_vector);
@@ -19,7 +20,7 @@ struct Finalizer {
         __syncwarp();
         if (lane == 0) {
             role.shared->num_finalized = num_vectors;
-            mbar_arrive(bar(role.shared->lane_done[lane_idx]));
+            mbar_arrive(role.bar(role.shared->lane_done[lane_idx]));
         }
     }
 
@@ -27,9 +28,14 @@ struct Finalizer {
     __device__ __forceinline__ bool rms_scale(float& scale) {
         Shared& shared = *role.shared;
         const u32 at = num_vectors & 3;
-        if (!mbar_wait(shared.note, bar(shared.squares_full[at]), (num_vectors >> 2) & 1)) return false;
-        const float4 parts = *reinterpret_cast<const float4*>(shared.squares[at]);
-        scale = rsqrtf(((parts.x + parts.y) + (parts.z + parts.w)) * (1.0f / kHidden) + kNormEps) * kInverseXScale;
+        if (!mbar_wait(role.stopped(), role.bar(shared.squares_full[at]), squares_parity >> at & 1)) return false;
+        squares_parity ^= 1u << at;
+        float sum = 0;
+#pragma unroll
+        for (int warp = 0; warp < kMatrixWarps; ++warp) sum += shared.squares[at][warp][lane];
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        scale = inverse_root_approx(sum * (1.0f / kHidden) + kNormEps) * kInverseXScale;
         return true;
     }
 
@@ -37,7 +43,7 @@ struct Finalizer {
     __device__ __forceinline__ bool row_sum(float& sum, u32 num_rows) {
         Shared& shared = *role.shared;
         const u32 half = num_blocks & 1;
-        if (!mbar_wait(shared.note, bar(shared.red_full[half]), (num_blocks >> 1) & 1)) return false;
+        if (!mbar_wait(role.stopped(), role.bar(shared.red_full[half]), (num_blocks >> 1) & 1)) return false;
         float parts[kMatrixWarps];
 #pragma unroll
         for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[half][warp][lane] : 0.0f;
@@ -45,7 +51,7 @@ struct Finalizer {
         sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7])) +
               ((parts[8] + parts[9]) + (parts[10] + parts[11]));
         __syncwarp();
-        if (lane == 0) mbar_arrive(bar(shared.red_empty[half]));
+        if (lane == 0) mbar_arrive(role.bar(shared.red_empty[half]));
         ++num_blocks;
         return true;
     }
@@ -102,7 +108,7 @@ struct Finalizer {
             if (!row_sum(sum, GateUpOp::kRows)) return false;
             sum *= scale;
             const float up = __shfl_down_sync(kFullWarp, sum, 1);
-            const float activation = __fdividef(sum, 1.0f + __expf(-sum)) * up;
+            const float activation = sum * reciprocal_approx(1.0f + exp2_approx(sum * -1.44269504f)) * up;
             publish<GateUpOp::kRows / 2, 2>(words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2,
                                             kFfn, activation, tag);
         }
@@ -207,7 +213,7 @@ struct Finalizer {
             store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), epoch + 1),
                              make_value_word(best.id, epoch + 1));
         __syncwarp();
-        if (lane == 0) mbar_arrive(bar(role.shared->token_ended));
+        if (lane == 0) mbar_arrive(role.bar(role.shared->token_ended));
     }
 };
 
@@ -219,17 +225,14 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ro
         finalizer.step = step, finalizer.first_vector = finalizer.num_vectors;
         finalizer.begin(token);
 #pragma unroll 1
-        for (u32 layer = 0; layer < kLayers; ++layer) {
-            const u32 tag = layer_tag(epoch, layer);
-#pragma unroll 1
-            for (u32 i = 0; i < 4 * kLanes; ++i) {
-                const u32 phase = i / kLanes, lane = i % kLanes;
-                bool ok;
-                if (phase == 0) ok = finalizer.qkv(lane, position, tag);
-                else if (phase == 2) ok = finalizer.gate_up(lane, tag);
-                else ok = finalizer.residual(phase >> 1, layer, lane, tag);
-                if (!ok) return;
-            }
+        for (u32 number = 0; number < kNumProducts; ++number) {
+            const Place at(number);
+            const u32 tag = layer_tag(epoch, at.layer);
+            bool ok;
+            if (at.phase == 0) ok = finalizer.qkv(at.lane, position, tag);
+            else if (at.phase == 2) ok = finalizer.gate_up(at.lane, tag);
+            else ok = finalizer.residual(at.phase >> 1, at.layer, at.lane, tag);
+            if (!ok) return;
         }
         Candidate best{-INFINITY, kIdMask};
         if (has_head(role, step) && !finalizer.head(position, best)) return;

@@ -8,22 +8,17 @@
 
 namespace kog {
 
-// Warps of a thread block. The matrix warps split K between them; everything else is one warp or a group of four.
+// Warps of a thread block. The matrix warps split K between them; everything else is one warp, attention is four.
 constexpr int kMatrixWarps = 12;
 constexpr int kLoaderWarp = 12, kFinalWarp = 13, kSampleWarp = 14, kWatchWarp = 15;
-constexpr int kFetchWarp = 16, kFetchThreads = 128;  // kFetchGroups groups of four, which take turns
-constexpr int kAttendWarp = kFetchWarp + 4 * kFetchGroups, kAttendThreads = 128;
-constexpr int kNumWarps = kAttendWarp + 4, kNumThreads = kNumWarps * 32;
-constexpr int kFetchBarrier = 1, kAttendBarrier = 3;  // the fetch groups have one each
+constexpr int kAttendWarp = 16, kAttendWarps = 4, kAttendThreads = 32 * kAttendWarps;
+constexpr int kNumWarps = kAttendWarp + kAttendWarps, kNumThreads = kNumWarps * 32;
 
-constexpr int kLaunchRegisters = kFetchGroups == 1 ? 80 : 72;
-constexpr int kMatrixRegisters = kFetchGroups == 1 ? 48 : 40, kServiceRegisters = 56;
-constexpr int kFetchRegisters = kFetchGroups == 1 ? 120 : 88, kAttendRegisters = kFetchGroups == 1 ? 160 : 152;
+constexpr int kLaunchRegisters = 96;
+constexpr int kMatrixRegisters = 80, kServiceRegisters = kLanes <= 2 ? 56 : 64, kAttendRegisters = kLanes <= 2 ? 184 : 176;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
-static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kFetchGroups * kFetchRegisters + kAttendRegisters) <=
-                  kNumWarps * kLaunchRegisters,
-              "registers");
+static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
 
 enum Phase : u32 { kQkvPhase = 1, kAttendPhase, kOutPhase, kGateUpPhase, kDownPhase, kHeadPhase = 10 };  // decode/steps.py
 
@@ -38,6 +33,8 @@ static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) 
 constexpr u32 kSlotBytes = kMatrixWarps * 1536;      // one ring slot: at most 24 rows x 32 columns of each matrix warp
 constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
 
+constexpr int kMaxPieces = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
+
 // Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.
 // A tile is kSteps k-steps of 32 columns for each warp; the tape holds [block][tile][warp][step][row][32].
 template <int kRows_, int kBlocks_, int kPer_, int kSteps_>
@@ -49,6 +46,7 @@ struct Op {
     static constexpr u32 kWarpBytes = kSteps * kRows * 64;
     static constexpr u32 kTileBytes = kMatrixWarps * kWarpBytes;
     static_assert(kTileBytes <= kSlotBytes && kPer % kSteps == 0 && kRows <= 24, "the tile must fit into a slot");
+    static_assert(kSteps * kRowGroups <= kMaxPieces, "the tile must fit into registers");
 };
 using QkvOp = Op<KOG_QKV_OP>;
 using OutOp = Op<KOG_OUT_OP>;
@@ -59,17 +57,17 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 
 struct Shared {
     unsigned char ring[kNumSlots][kSlotBytes];
-    unsigned char x[2][kXBytes];
+    unsigned char x[kXBytes];
     float red[2][kMatrixWarps][24];
-    alignas(16) float squares[4][4];                             // sums of squares of the last four vectors, by fetch warp
-    float mean_squares[2][4];
+    float squares[4][kMatrixWarps][32];                          // sums of squares of the last four vectors, by matrix thread
+    float head_squares[2][kMatrixWarps][kLanes];
     float residual[kLanes][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
     alignas(16) float attended[2][4][kGroup][kHeadDim];          // unnormalised outputs of the attention warps, two items in turn
-    alignas(16) unsigned char fresh[2 * 16 * kHeadDim * 2];  // K and V of the new position, as a batch; zero but for its first row
+    alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
     float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
     u64 full[kNumSlots], empty[kNumSlots];
-    u64 x_full[2], x_empty[2], red_full[2], red_empty[2], squares_full[4], token_full, token_ended, lane_done[kLanes];
+    u64 red_full[2], red_empty[2], squares_full[4], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];
     WaitNote note;
@@ -81,9 +79,17 @@ static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
 // What every role keeps in registers.
 struct Role {
     Shared* shared;
+    u32 base;  // address of `*shared` in shared memory, in a register: computing it anew each time takes several slow instructions
     u32 cta;
     u32 first_position, num_prompt, first_epoch;
     u64* trace;  // of this thread block, or null
+
+    // Shared-memory address of a member of `*shared`.
+    __device__ __forceinline__ u32 address(const void* member) const {
+        return base + static_cast<u32>(static_cast<const unsigned char*>(member) - reinterpret_cast<const unsigned char*>(shared));
+    }
+    __device__ __forceinline__ u32 bar(const u64& barrier) const { return address(&barrier); }
+    __device__ __forceinline__ u32 stopped() const { return address(const_cast<const u32*>(&shared->note.stopped)); }
 };
 
 // Products of one token, in the order of phases, layers and lanes. The kinds of stamps of a traced build, one of each per product.
@@ -96,7 +102,18 @@ __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step
 #endif
 }
 
-__device__ __forceinline__ u32 bar(const u64& barrier) { return shared_address(&barrier); }
+// Product `number` of a token: the phase's input is multiplied for a layer and a lane. `kProducts` (generated) has the order.
+struct Place {
+    u32 phase, layer, lane;  // 0 QKV, 1 OUT, 2 GATE_UP, 3 DOWN
+
+    __device__ __forceinline__ explicit Place(u32 number) {
+        const u32 packed = kProducts[number];
+        phase = packed & 3, lane = packed >> 2 & 63, layer = packed >> 8;
+    }
+    __device__ __forceinline__ bool is_last() const { return layer == kLayers; }  // the place after all products: the LM head
+    __device__ __forceinline__ u32 index() const { return 4 * layer + phase; }    // among the lane's products of the token
+};
+constexpr u32 kNumProducts = 4 * kLayers * kLanes;
 
 // The tag of what layer `layer` publishes while token number `epoch` is decoded.
 __device__ __forceinline__ u32 layer_tag(u32 epoch, u32 layer) { return (epoch * (kLayers + 1) + layer + 1) & 0xffffu; }
@@ -109,7 +126,7 @@ __device__ __forceinline__ bool in_mask(u64 mask, u32 layer) { return (mask >> l
 
 // Wait until token `step` of this launch is known. False: leave, there is none or an abort was called.
 __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& token) {
-    if (!mbar_wait(role.shared->note, bar(role.shared->token_full), step & 1)) return false;
+    if (!mbar_wait(role.stopped(), role.bar(role.shared->token_full), step & 1)) return false;
     token = *reinterpret_cast<volatile u32*>(&role.shared->token[step & 1]);
     return *reinterpret_cast<volatile u32*>(&role.shared->stop_before[step & 1]) == 0;
 }
@@ -117,8 +134,11 @@ __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& tok
 // Words are polled only when they may be there: all thread blocks advance together, so a value is about to arrive when this thread
 // block has published its own part of it. Polling earlier would only load the memory system. A product's input is near when the
 // finaliser is done with the lane's product before it; `index` counts the products of the lane in this token.
+__device__ __forceinline__ bool is_near(const Role& role, u32 lane_idx, u32 index) {
+    return __all_sync(kFullWarp, mbar_test(role.bar(role.shared->lane_done[lane_idx]), (index - 1) & 1));
+}
 __device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, u32 index) {
-    return index == 0 || mbar_wait(role.shared->note, bar(role.shared->lane_done[lane_idx]), (index - 1) & 1);
+    return index == 0 || mbar_wait(role.stopped(), role.bar(role.shared->lane_done[lane_idx]), (index - 1) & 1);
 }
 
 }  // namespace kog

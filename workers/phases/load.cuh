@@ -16,30 +16,37 @@ struct Loader {
         Shared& shared = *role.shared;
         // At most kTilesInFlight copies at a time: a drained ring would refill in one burst, behind which polls queue.
         if (num_issued >= kTilesInFlight) {
-            if (!mbar_wait_alone(shared.note, bar(shared.full[landed_slot]), landed_parity, shared.note.stopped)) return false;
+            if (!mbar_wait_alone(role.stopped(), role.bar(shared.full[landed_slot]), landed_parity, role.stopped())) return false;
             if (++landed_slot == kNumSlots) landed_slot = 0, landed_parity ^= 1;
         }
-        if (!mbar_wait_alone(shared.note, bar(shared.empty[slot]), parity, shared.finished)) return false;
-        mbar_arrive_expect(bar(shared.full[slot]), bytes);
-        bulk_load(shared_address(shared.ring[slot]), source, bytes, bar(shared.full[slot]), policy);
+        if (!mbar_wait_alone(role.stopped(), role.bar(shared.empty[slot]), parity, role.address(const_cast<u32*>(&shared.finished)))) return false;
+        mbar_arrive_expect(role.bar(shared.full[slot]), bytes);
+        bulk_load(role.address(shared.ring[slot]), source, bytes, role.bar(shared.full[slot]), policy);
         source += bytes;
         ++num_issued;
         if (++slot == kNumSlots) slot = 0, parity ^= 1;
         return true;
     }
-    template <class O>
-    __device__ __forceinline__ bool issue_op(u32 times) {
-        for (u32 i = 0; i < times * O::kBlocks * O::kTiles; ++i)
-            if (!issue(O::kTileBytes)) return false;
+    __device__ __forceinline__ bool issue_tiles(u32 count, u32 bytes) {
+        for (u32 i = 0; i < count; ++i)
+            if (!issue(bytes)) return false;
         return true;
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
         source = tape;
-        for (u32 layer = 0; layer < kLayers; ++layer) {
-            if (!issue_op<QkvOp>(kLanes) || !issue_op<OutOp>(kLanes)) return false;
-            if (!issue_op<GateUpOp>(kLanes) || !issue_op<DownOp>(kLanes)) return false;
+#pragma unroll 1
+        for (u32 number = 0; number < kNumProducts + (has_head(role, step) ? 1 : 0); ++number) {
+            const Place at(number);
+            u32 count = HeadOp::kBlocks * HeadOp::kTiles, bytes = HeadOp::kTileBytes;
+            if (!at.is_last()) {
+                if (at.phase == 0) count = QkvOp::kBlocks * QkvOp::kTiles, bytes = QkvOp::kTileBytes;
+                if (at.phase == 1) count = OutOp::kBlocks * OutOp::kTiles, bytes = OutOp::kTileBytes;
+                if (at.phase == 2) count = GateUpOp::kBlocks * GateUpOp::kTiles, bytes = GateUpOp::kTileBytes;
+                if (at.phase == 3) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
+            }
+            if (!issue_tiles(count, bytes)) return false;
         }
-        return !has_head(role, step) || issue_op<HeadOp>(1);
+        return true;
     }
     // Copies still under way write into shared memory: a thread block must not end before they have landed.
     __device__ __forceinline__ void drain() {
@@ -48,7 +55,7 @@ struct Loader {
         for (u32 i = 0; i < behind; ++i) {
             if (at == 0) at = kNumSlots, at_parity ^= 1;
             --at;
-            while (!mbar_try(bar(role.shared->full[at]), at_parity ^ 1)) {  // ends: memory answers every copy
+            while (!mbar_try(role.bar(role.shared->full[at]), at_parity ^ 1)) {  // ends: memory answers every copy
             }
         }
     }

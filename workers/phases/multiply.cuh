@@ -3,119 +3,166 @@
 // its A operand are the first halves of the columns, the lower eight the second; the columns of B are x in two 16-bit parts (high,
 // low) of the first half, then of the second. Useful results are column 0 + 1 of the upper rows and column 2 + 3 of the lower rows.
 #pragma once
-#include "layout.cuh"
+#include "gather.cuh"
 
 namespace kog {
 
 struct Multiplier {
     const Role& role;
     u32 warp, lane;
-    u32 slot = 0, slot_parity = 0;
+    u32 full, slot_at, parity = 0;  // of the next tile that is read: its barrier, this thread's place in its slot, the phase to wait for
     u32 num_vectors = 0, num_blocks = 0;
 
-    template <class O>
-    __device__ __forceinline__ void tile(u32 ring_address, u32 x_address, float (&sums)[O::kRowGroups][4]) {
-        uint4 weights[O::kSteps][O::kRowGroups];
-        uint2 x[O::kSteps];
-#pragma unroll
-        for (int step = 0; step < O::kSteps; ++step) {
-            load_shared(x_address + step * 128, x[step]);
-#pragma unroll
-            for (int group = 0; group < O::kRowGroups; ++group) {
-                // The last group may have fewer than eight rows; its missing ones are zero.
-                const bool whole = group * 8 + 8 <= O::kRows;
-                if (whole || (lane >> 2) < O::kRows - group * 8)
-                    load_shared(ring_address + step * O::kRows * 64 + group * 512, weights[step][group]);
-                else
-                    weights[step][group] = make_uint4(0, 0, 0, 0);
-            }
-        }
-#pragma unroll
-        for (int step = 0; step < O::kSteps; ++step)
-#pragma unroll
-            for (int group = 0; group < O::kRowGroups; ++group) {
-                const uint4& w = weights[step][group];
-                WeightFormat::mma(sums[group], w.x, w.z, w.y, w.w, x[step].x, x[step].y);
-            }
+    __device__ __forceinline__ Multiplier(const Role& role_, u32 warp_, u32 lane_)
+        : role(role_), warp(warp_), lane(lane_), full(opaque(role_.bar(role_.shared->full[0]))),
+          slot_at(opaque(role_.address(role_.shared->ring) + lane * 16)) {}
+
+    static constexpr u32 kEmptyOffset = kNumSlots * 8;  // from a slot's `full` to its `empty`
+
+    __device__ __forceinline__ bool wait_for_tile() { return mbar_wait(role.stopped(), full, parity); }
+    __device__ __forceinline__ void next_slot() {
+        full += 8, slot_at += kSlotBytes;
+        if (full == role.bar(role.shared->full[0]) + kEmptyOffset) full -= kEmptyOffset, slot_at -= kNumSlots * kSlotBytes, parity ^= 1;
+    }
+    // The tile that stood there is in registers: its slot may be filled again.
+    __device__ __forceinline__ void free_slot(u32 full_barrier) {
+        __syncwarp();
+        if (lane == 0) mbar_arrive(full_barrier + kEmptyOffset);
     }
 
-    template <class O>
-    __device__ __forceinline__ bool block(u32 x_address, u32 num_tiles) {
-        Shared& shared = *role.shared;
-        float sums[O::kRowGroups][4] = {};
-#pragma unroll 1
-        for (u32 i = 0; i < num_tiles; ++i) {
-            if (!mbar_wait(shared.note, bar(shared.full[slot]), slot_parity)) return false;
-            tile<O>(shared_address(shared.ring[slot]) + warp * O::kWarpBytes + lane * 16, x_address, sums);
-            __syncwarp();
-            if (lane == 0) mbar_arrive(bar(shared.empty[slot]));
-            x_address += O::kSteps * 128;
-            if (++slot == kNumSlots) slot = 0, slot_parity ^= 1;
-        }
-        const u32 half = num_blocks & 1;
-        if (!mbar_wait(shared.note, bar(shared.red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
+    // What a warp takes from a tile: pieces of eight rows and 32 columns, and x.
+    template <int kGroups, int kSteps>
+    struct Tile {
+        uint4 weights[kSteps * kGroups];
+        uint2 x[kSteps];
+    };
+    // A step's weights are kStepBytes behind those of the step before, the first at `offset` in the slot. A group of fewer than eight
+    // rows reads some of what follows it: nobody looks at those products.
+    template <int kGroups, int kSteps, u32 kStepBytes>
+    __device__ __forceinline__ void read(Tile<kGroups, kSteps>& tile, u32 offset, u32 x_address) {
 #pragma unroll
-        for (int group = 0; group < O::kRowGroups; ++group) {
+        for (int step = 0; step < kSteps; ++step) {
+            load_shared(x_address + step * 128, tile.x[step]);
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group)
+                load_shared(slot_at + offset + step * kStepBytes + group * 512, tile.weights[step * kGroups + group]);
+        }
+    }
+    template <int kGroups, int kSteps>
+    static __device__ __forceinline__ void add_products(const Tile<kGroups, kSteps>& tile, float (&sums)[3][4]) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                const uint4& w = tile.weights[step * kGroups + group];
+                WeightFormat::mma(sums[group], w.x, w.y, w.z, w.w, tile.x[step].x, tile.x[step].y);
+            }
+    }
+    // Partial sums of a block of rows over this warp's columns.
+    template <int kGroups, int kSteps, u32 kStepBytes>
+    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, u32 num_tiles, float (&sums)[3][4]) {
+#pragma unroll 1
+        do {
+            if (!wait_for_tile()) return false;
+            Tile<kGroups, kSteps> tile;
+            read<kGroups, kSteps, kStepBytes>(tile, offset, x_address);
+            const u32 held = full;
+            next_slot();
+            x_address += kSteps * 128;
+            add_products(tile, sums);
+            free_slot(held);
+        } while (--num_tiles != 0);
+        return true;
+    }
+    // The partial sums of a block of rows, to the finaliser.
+    template <int kGroups>
+    __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[3][4]) {
+        Shared& shared = *role.shared;
+        const u32 half = num_blocks & 1;
+        if (!mbar_wait(role.stopped(), role.bar(shared.red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
+        const u32 at = role.address(shared.red[half][warp]) + (lane & ~3u);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
             float part = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
             part += __shfl_xor_sync(kFullWarp, part, 1);
-            const u32 row = group * 8 + (lane >> 2);
-            if ((lane & 3) == 0 && row < O::kRows) shared.red[half][warp][row] = part;
+            if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
         }
         __syncwarp();
-        if (lane == 0) mbar_arrive(bar(shared.red_full[half]));
+        if (lane == 0) mbar_arrive(role.bar(shared.red_full[half]));
         ++num_blocks;
         return true;
     }
 
-    // `num_tiles` of O::kSteps steps each; O is the shape of the tiles.
+    // Products whose tiles look alike are one piece of code, which stays in the instruction cache.
     template <class O>
-    __device__ __forceinline__ bool vector(u32 num_blocks_of_rows, u32 num_tiles) {
-        Shared& shared = *role.shared;
-        const u32 half = num_vectors & 1;
-        if (!mbar_wait(shared.note, bar(shared.x_full[half]), (num_vectors >> 1) & 1)) return false;
-        const u32 x_address = shared_address(shared.x[half]) + warp * num_tiles * O::kSteps * 128 + (lane & 15) * 8;
+    static constexpr u32 kStepStride = O::kSteps == 1 ? 0 : O::kRows * 64;
+    template <class A, class B>
+    static constexpr bool kAlike = A::kRowGroups == B::kRowGroups && A::kSteps == B::kSteps && kStepStride<A> == kStepStride<B>;
+
+    template <class O>
+    __device__ __forceinline__ bool blocks(u32 x_address, u32 warp_bytes, u32 num_rows, u32 num_blocks_of_rows, u32 num_tiles) {
+        const u32 offset = opaque(warp * warp_bytes);
 #pragma unroll 1
-        for (u32 i = 0; i < num_blocks_of_rows; ++i)
-            if (!block<O>(x_address, num_tiles)) return false;
-        __syncwarp();
-        if (lane == 0) mbar_arrive(bar(shared.x_empty[half]));
+        for (u32 i = 0; i < num_blocks_of_rows; ++i) {
+            float sums[3][4] = {};
+            if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, num_tiles, sums)) return false;
+            if (!hand_over<O::kRowGroups>(num_rows, sums)) return false;
+        }
         ++num_vectors;
         return true;
     }
-
-    template <class O>
-    __device__ __forceinline__ bool lanes(u32 num_blocks_of_rows, u32 num_tiles) {
-#pragma unroll 1
-        for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx)
-            if (!vector<O>(num_blocks_of_rows, num_tiles)) return false;
-        return true;
-    }
-
-    // The three products after attention. Where their tiles have one shape they are one piece of code: it stays in the
-    // instruction cache.
-    __device__ __forceinline__ bool out_gate_up_down() {
-        if constexpr (OutOp::kRows == GateUpOp::kRows && OutOp::kSteps == GateUpOp::kSteps && GateUpOp::kSteps == DownOp::kSteps) {
-#pragma unroll 1
-            for (int i = 0; i < 3; ++i) {
-                const u32 num_blocks_of_rows = i == 1 ? GateUpOp::kBlocks : OutOp::kBlocks;
-                if (!lanes<OutOp>(num_blocks_of_rows, i == 0 ? OutOp::kTiles : i == 1 ? GateUpOp::kTiles : DownOp::kTiles)) return false;
-            }
-            return true;
-        } else {
-            return lanes<OutOp>(OutOp::kBlocks, OutOp::kTiles) && lanes<GateUpOp>(GateUpOp::kBlocks, GateUpOp::kTiles) &&
-                   lanes<DownOp>(DownOp::kBlocks, DownOp::kTiles);
-        }
-    }
 };
 
-__device__ __forceinline__ void multiply(const Role& role, u32 warp) {
-    Multiplier multiplier{role, warp, laneid()};
+constexpr u32 kHeadPlace = 4;  // after the four phases of the layers
+
+__device__ __forceinline__ void multiply(const KogDecodeParams& params, const Role& role, u32 warp) {
+    using M = Multiplier;
+    const u32 lane = opaque(laneid());
+    M multiplier(role, warp, lane);
+    Gatherer gatherer{params, role, warp, lane};
+    Shared& shared = *role.shared;
+    const u32 x_address = opaque(role.address(shared.x) + warp * (kMaxPer * 128) + (lane & 15) * 8);
+    constexpr bool kOutLike = M::kAlike<OutOp, DownOp> && M::kAlike<OutOp, GateUpOp>, kHeadLike = kOutLike && M::kAlike<OutOp, HeadOp>;
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
+        gatherer.begin(step, token);
+        const u32 num_vectors = kNumProducts + (has_head(role, step) ? 1 : 0);
+        Place at(0);
 #pragma unroll 1
-        for (u32 layer = 0; layer < kLayers; ++layer)
-            if (!multiplier.lanes<QkvOp>(QkvOp::kBlocks, QkvOp::kTiles) || !multiplier.out_gate_up_down()) return;
-        if (has_head(role, step) && !multiplier.vector<HeadOp>(HeadOp::kBlocks, HeadOp::kTiles)) return;
+        for (u32 i = 0; i < num_vectors; ++i) {
+            const u32 phase = at.is_last() ? kHeadPlace : at.phase;
+            float squares = 0;
+            if (!(phase == kHeadPlace ? gatherer.gather_head() : gatherer.gather(at, squares))) return;
+            if (warp == 0) {
+                if (lane == 0) shared.note.num_waits = multiplier.num_vectors + 1;
+                stamp(role, kFetched, step, i);
+            }
+            if (phase == 0 || phase == 2) {  // the finaliser scales the product
+                shared.squares[multiplier.num_vectors & 3][warp][lane] = squares;
+                __syncwarp();
+                if (lane == 0) mbar_arrive(role.bar(shared.squares_full[multiplier.num_vectors & 3]));
+            }
+            at = Place(i + 1);
+            gatherer.read_ahead(at);
+            bool ok;
+            if (phase == 0)
+                ok = multiplier.blocks<QkvOp>(x_address, QkvOp::kWarpBytes, QkvOp::kRows, QkvOp::kBlocks, QkvOp::kTiles);
+            else if (kHeadLike || (kOutLike && phase != kHeadPlace))
+                ok = multiplier.blocks<OutOp>(
+                    x_address, phase == kHeadPlace ? HeadOp::kWarpBytes : phase == 2 ? GateUpOp::kWarpBytes : OutOp::kWarpBytes,
+                    phase == kHeadPlace ? HeadOp::kRows : phase == 2 ? GateUpOp::kRows : OutOp::kRows,
+                    phase == kHeadPlace ? HeadOp::kBlocks : phase == 2 ? GateUpOp::kBlocks : OutOp::kBlocks,
+                    phase == kHeadPlace ? HeadOp::kTiles : phase == 2 ? GateUpOp::kTiles : phase == 3 ? DownOp::kTiles : OutOp::kTiles);
+            else if (phase == 1)
+                ok = multiplier.blocks<OutOp>(x_address, OutOp::kWarpBytes, OutOp::kRows, OutOp::kBlocks, OutOp::kTiles);
+            else if (phase == 2)
+                ok = multiplier.blocks<GateUpOp>(x_address, GateUpOp::kWarpBytes, GateUpOp::kRows, GateUpOp::kBlocks, GateUpOp::kTiles);
+            else if (phase == 3)
+                ok = multiplier.blocks<DownOp>(x_address, DownOp::kWarpBytes, DownOp::kRows, DownOp::kBlocks, DownOp::kTiles);
+            else
+                ok = multiplier.blocks<HeadOp>(x_address, HeadOp::kWarpBytes, HeadOp::kRows, HeadOp::kBlocks, HeadOp::kTiles);
+            if (!ok) return;
+        }
     }
 }
 

@@ -96,10 +96,10 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
             shared.token[step & 1] = token;
             shared.stop_before[step & 1] = leave;
             if (leave) shared.finished = 1;
-            mbar_arrive(bar(shared.token_full));
+            mbar_arrive(role.bar(shared.token_full));
         }
         __syncwarp();
-        if (leave || !mbar_wait(shared.note, bar(shared.token_ended), step & 1)) return;
+        if (leave || !mbar_wait(role.stopped(), role.bar(shared.token_ended), step & 1)) return;
         const u32 tag = role.first_epoch + step + 1;
         Candidate best{-INFINITY, kIdMask};
         while (true) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
                 best = best_of_warp(mine);
                 break;
             }
-            if (shared.note.stopped) return;
+            if (load_shared_u32(role.stopped())) return;
         }
         const u32 position = role.first_position + step;
         if (position + 1 < role.num_prompt) {

@@ -1,0 +1,61 @@
+"""In which order a rank multiplies: the products of one token, and so the order of its weights on the tape.
+
+Lanes take turns, so that one lane's waits are covered by another's work. Two things decide how well that works:
+
+- A product of few weights (QKV, OUT) takes the matrix warps longer than its weights take to arrive, one of many (GATE_UP, DOWN) the
+  reverse. Many small ones in a row stop the stream.
+- OUT waits for attention, which takes longer than any other step between products.
+
+So with four lanes or more, and from the first layer on in which no lane waits for another's current work, half of the lanes run half a
+layer behind the others: while these are in their attention block, those are in their MLP block, and a small product stands beside each
+large one. With two lanes attention is not covered either way, and the plain order is faster (docs/results/monokernel-rounds.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kog_dist.decode.steps import Phase
+from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One matrix-vector product of a token."""
+
+    layer: int
+    phase: Phase
+    lane: int
+
+
+_MIN_STAGGERED_LANES = 4
+_HALVES = ((Phase.QKV, Phase.OUT), (Phase.GATE_UP, Phase.DOWN))  # the products of an attention and of an MLP block
+
+
+def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
+    """The products of the layers for a rank that hosts `lanes`; each lane's own are in the order of its computation."""
+    first_free = spec.num_layers
+    if len(lanes) >= _MIN_STAGGERED_LANES:
+        first_free = next(layer for layer in range(spec.num_layers + 1) if _is_free(spec, layer))
+    order = [
+        Product(layer, phase, lane) for layer in range(first_free) for half in _HALVES for phase in half for lane in lanes
+    ]
+    ahead, behind = lanes[: len(lanes) // 2], lanes[len(lanes) // 2 :]
+    num_halves = 2 * (spec.num_layers - first_free)
+    for turn in range(num_halves + 1 if num_halves else 0):
+        # The lanes ahead are in half `turn`, the others in the one before; attention first, since it has the longest way.
+        groups = [(half, group) for half, group in ((turn, ahead), (turn - 1, behind)) if 0 <= half < num_halves]
+        groups.sort(key=lambda item: item[0] % 2)
+        for i in range(2):
+            for j in range(max(len(group) for _, group in groups)):
+                order += [
+                    Product(first_free + half // 2, _HALVES[half % 2][i], group[j]) for half, group in groups if j < len(group)
+                ]
+    return order
+
+
+def _is_free(spec: ModelSpec, first_layer: int) -> bool:
+    """Whether no block from this layer on waits for the present work of other lanes."""
+    return all(
+        spec.reduce_mode(layer, block) is not ReduceMode.BLOCKING for layer in range(first_layer, spec.num_layers) for block in Block
+    )

@@ -1,0 +1,340 @@
+// How a matrix warp gets its slice of the next vector: it polls the words of its own columns, applies the norm's weights, and writes
+// x into its own part of shared memory, as the B operand of its products. No other warp takes part, so nothing has to be handed over.
+// The words of the vector after the present one are read before the present one is multiplied: where lanes take turns they have
+// usually arrived by then. The RMS scale is applied to the product, so nothing waits for the sum of squares.
+#pragma once
+#include "layout.cuh"
+
+namespace kog {
+
+constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring values) of a thread
+constexpr int kSplitsOfThread = kSplits / 4;        // of a unit of the attention's output: four threads share a unit
+static_assert(kSplits % 8 == 0, "a thread reads the log-sums of its splits two at a time");
+constexpr int kGot = kMany > kSplitsOfThread + kSplitsOfThread / 2 ? kMany : kSplitsOfThread + kSplitsOfThread / 2;
+
+struct Gatherer {
+    const KogDecodeParams& params;
+    const Role& role;
+    u32 warp, lane;
+    u32 step = 0, token = 0, num_heads = 0;
+    bool loaded = false;     // `got` holds words that were read for the next vector; perhaps too early
+    ulonglong2 got[kGot];
+    uint2 scale[kMany];      // norm weights, four 16-bit values
+
+    static __device__ __forceinline__ float4 values(const ulonglong2& words) {
+        return make_float4(first_of(words.x), second_of(words.x), first_of(words.y), second_of(words.y));
+    }
+    static __device__ __forceinline__ float payload(u64 word) { return __uint_as_float(static_cast<u32>(word)); }
+    static __device__ __forceinline__ float4 widen(uint2 packed) {
+        return make_float4(WeightFormat::low(packed.x), WeightFormat::high(packed.x), WeightFormat::low(packed.y),
+                           WeightFormat::high(packed.y));
+    }
+    static __device__ __forceinline__ float4 times(const float4& a, const float4& b) {
+        return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+    }
+    static __device__ __forceinline__ float4 add_scaled(const float4& sum, float factor, const float4& v) {
+        return make_float4(sum.x + factor * v.x, sum.y + factor * v.y, sum.z + factor * v.z, sum.w + factor * v.w);
+    }
+    static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+
+    // Where unit `unit` of this warp stands in x.
+    __device__ __forceinline__ u32 place_of(u32 unit) {
+        return role.address(role.shared->x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
+    }
+    // x of a unit: in two 16-bit parts.
+    __device__ __forceinline__ void write_x(u32 at, const float4& value) {
+        const float4 v = make_float4(value.x * kXScale, value.y * kXScale, value.z * kXScale, value.w * kXScale);
+        const u32 high0 = WeightFormat::pack(v.x, v.y), high1 = WeightFormat::pack(v.z, v.w);
+        const u32 low0 = pack_rest<WeightFormat>(v.x, v.y, high0), low1 = pack_rest<WeightFormat>(v.z, v.w, high1);
+        store_shared(at, make_uint2(high0, high1));
+        store_shared(at + 32, make_uint2(low0, low1));
+    }
+
+    // What a wait looks at, for the record of one that did not end.
+    __device__ __forceinline__ void note_wait(u32 phase, u32 layer, u32 lane_idx, u32 tag, const u64* words, u32 num_words) {
+        WaitNote& note = role.shared->note;
+        note.phase = phase, note.layer = layer, note.lane = lane_idx;
+        note.wanted = tag, note.words = words, note.num_words = num_words;
+    }
+
+    __device__ __forceinline__ void begin(u32 step_, u32 token_) { step = step_, token = token_, loaded = false; }
+
+    // ---- streams and activations ----
+    struct Source {
+        const u64* words;
+        u32 tag, num_units, per;  // units of the whole vector; steps of 32 columns for each warp
+    };
+    __device__ __forceinline__ Source source(const Place& at) {
+        const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
+        const u32 copy = at.lane * kReplicas + role.cta % kReplicas;
+        const u32 tag = layer_tag(role.first_epoch + step, at.layer);
+        if (at.phase == 3) return {words + kActivationOffset + copy * kActivationStride, tag, kFfn / 4, DownOp::kPer};
+        if (at.phase == 2) return {words + kMiddleOffset + copy * kStreamStride, tag, kHidden / 4, GateUpOp::kPer};
+        return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu, kHidden / 4, QkvOp::kPer};
+    }
+    // Whether this thread has an i-th unit, and which: of the warp, and of the whole vector.
+    __device__ __forceinline__ bool unit_of(const Source& from, int i, u32& unit, u32& whole) {
+        unit = i * 32 + lane, whole = warp * from.per * 8 + unit;
+        return unit < from.per * 8 && whole < from.num_units;
+    }
+    __device__ __forceinline__ void load_units(const Source& from) {
+        const u64* mine = from.words + 2 * (warp * from.per * 8 + lane);
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            u32 unit, whole;
+            if (unit_of(from, i, unit, whole)) got[i] = load_relaxed_x2(mine + 64 * i);
+        }
+    }
+    __device__ __forceinline__ bool units_ready(const Source& from) {
+        u32 wrong = 0;
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            u32 unit, whole;
+            if (unit_of(from, i, unit, whole)) wrong |= tag_difference(got[i], from.tag);
+        }
+        return __all_sync(kFullWarp, wrong == 0);
+    }
+    __device__ __forceinline__ void load_norm(const Place& at) {
+        const u32 half = 2 * at.layer + (at.phase >> 1);
+        const uint2* norm = reinterpret_cast<const uint2*>(params.norms_ptr) +
+                            (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane)) * (kHidden / 4) + warp * QkvOp::kPer * 8 + lane;
+#pragma unroll
+        for (int i = 0; i < kMany; ++i)
+            if (i * 32 + lane < QkvOp::kPer * 8 && warp * QkvOp::kPer * 8 + i * 32 + lane < kHidden / 4) scale[i] = norm[32 * i];
+    }
+
+    // ---- the attention's output: merged from its splits ----
+    static constexpr u32 kOutUnits = kQueryRows / 4, kHeadUnits = kHeadDim / 4;
+    struct Splits {
+        const u64 *outputs, *log_sums;
+        u32 tag;
+    };
+    __device__ __forceinline__ Splits splits(const Place& at, u32 group) {
+        const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
+        const u32 copy = at.lane * kReplicas + role.cta % kReplicas, first = (lane & 3) * kSplitsOfThread;
+        u32 unit = (warp * OutOp::kPer + group) * 8 + (lane >> 2);
+        if (unit >= kOutUnits) unit = 0;  // padding: read something that will be there
+        const u32 head = unit / kHeadUnits, place = unit % kHeadUnits;
+        return {words + kAttendedOffset + copy * kAttendedStride + ((head * kSplits + first) * kHeadUnits + place) * 2,
+                words + kLogSumOffset + copy * kLogSumStride + head * kSplits + first,
+                layer_tag(role.first_epoch + step, at.layer)};
+    }
+    __device__ __forceinline__ void load_splits(const Splits& from) {
+#pragma unroll
+        for (int i = 0; i < kSplitsOfThread; ++i) got[i] = load_relaxed_x2(from.outputs + i * kHeadUnits * 2);
+#pragma unroll
+        for (int i = 0; i < kSplitsOfThread / 2; ++i) got[kSplitsOfThread + i] = load_relaxed_x2(from.log_sums + 2 * i);
+    }
+    __device__ __forceinline__ bool splits_ready(const Splits& from) {
+        u32 wrong = 0;
+#pragma unroll
+        for (int i = 0; i < kSplitsOfThread; ++i) wrong |= tag_difference(got[i], from.tag);
+#pragma unroll
+        for (int i = 0; i < kSplitsOfThread / 2; ++i)
+            wrong |= (static_cast<u32>(got[kSplitsOfThread + i].x >> 32) ^ from.tag) |
+                     (static_cast<u32>(got[kSplitsOfThread + i].y >> 32) ^ from.tag);
+        return __all_sync(kFullWarp, wrong == 0);
+    }
+    __device__ __forceinline__ float log_sum(int i) const {
+        const ulonglong2& pair = got[kSplitsOfThread + i / 2];
+        return payload(i & 1 ? pair.y : pair.x);
+    }
+    // Four neighbouring threads hold the splits of a unit.
+    __device__ __forceinline__ void write_merged(u32 group) {
+        float peak = -INFINITY, total = 0;
+#pragma unroll
+        for (int i = 0; i < kSplitsOfThread; ++i) peak = fmaxf(peak, log_sum(i));
+        peak = fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, 1));
+        peak = fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, 2));
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < kSplitsOfThread; ++i) {
+            const float weight = exp2_approx(log_sum(i) - peak);
+            total += weight;
+            sum = add_scaled(sum, weight, values(got[i]));
+        }
+#pragma unroll
+        for (int offset = 1; offset < 4; offset *= 2) {
+            total += __shfl_xor_sync(kFullWarp, total, offset);
+            sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset);
+            sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
+            sum.z += __shfl_xor_sync(kFullWarp, sum.z, offset);
+            sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
+        }
+        const u32 unit = group * 8 + (lane >> 2);
+        const float inverse = warp * OutOp::kPer * 8 + unit < kOutUnits ? reciprocal_approx(total) : 0.0f;
+        if ((lane & 3) == 0) write_x(place_of(unit), make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse));
+    }
+
+    // ---- any vector ----
+    // Read the words of a vector if they may be there already; never waits.
+    __device__ __forceinline__ void read_ahead(const Place& at) {
+        loaded = false;
+        if (at.is_last() || at.index() == 0) return;
+        if (at.phase == 0 || at.phase == 2) load_norm(at);
+        if (!is_near(role, at.lane, at.index())) return;
+        if (at.phase == 1) load_splits(splits(at, 0));
+        else load_units(source(at));
+        loaded = true;
+    }
+    // x of the vector, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
+    __device__ __forceinline__ bool gather(const Place& at, float& squares) {
+        squares = 0;
+        if (at.phase == 1) {
+            if (!gather_merged(at)) return false;
+        } else if (!gather_units(at, squares)) {
+            return false;
+        }
+        loaded = false;
+        __syncwarp();
+        return true;
+    }
+    __device__ __forceinline__ bool gather_merged(const Place& at) {
+#pragma unroll 1
+        for (u32 group = 0; group < OutOp::kPer; ++group) {
+            const Splits from = splits(at, group);
+            if (group > 0 || !loaded) {
+                if (!wait_until_near(role, at.lane, at.index())) return false;
+                load_splits(from);
+            }
+            for (u32 rounds = 1; !splits_ready(from); ++rounds) {
+                if (load_shared_u32(role.stopped())) return false;
+                if (rounds % 1024 == 0) {
+                    const u64* all = reinterpret_cast<const u64*>(params.words_ptr) + kAttendedOffset +
+                                     (at.lane * kReplicas + role.cta % kReplicas) * kAttendedStride;
+                    note_wait(kOutPhase, at.layer, at.lane, from.tag, all, kSplits * kQueryRows / 2);
+                }
+                load_splits(from);
+            }
+            write_merged(group);
+        }
+        return true;
+    }
+    __device__ __forceinline__ bool gather_units(const Place& at, float& squares) {
+        const Source from = source(at);
+        if (at.index() == 0) {
+            load_norm(at);
+            load_embedding();
+        } else {
+            if (!loaded) {
+                if (!wait_until_near(role, at.lane, at.index())) return false;
+                load_units(from);
+            }
+            for (u32 rounds = 1; !units_ready(from); ++rounds) {
+                if (load_shared_u32(role.stopped())) return false;
+                if (rounds % 1024 == 0)
+                    note_wait(at.phase == 0 ? kQkvPhase : at.phase == 2 ? kGateUpPhase : kDownPhase, at.layer, at.lane, from.tag,
+                              from.words, 2 * from.num_units);
+                load_units(from);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            u32 unit, whole;
+            const bool real = unit_of(from, i, unit, whole);
+            if (unit >= from.per * 8) continue;
+            float4 v = real ? values(got[i]) : make_float4(0, 0, 0, 0);
+            if (at.phase != 3 && real) {
+                squares += square_sum(v);
+                v = times(v, widen(scale[i]));
+            }
+            write_x(place_of(unit), v);
+        }
+        return true;
+    }
+    __device__ __forceinline__ void load_embedding() {
+        const uint2* row = reinterpret_cast<const uint2*>(params.embedding_ptr) + static_cast<u64>(token) * (kHidden / 4) +
+                           warp * QkvOp::kPer * 8 + lane;
+#pragma unroll
+        for (int i = 0; i < kMany; ++i)
+            if (i * 32 + lane < QkvOp::kPer * 8 && warp * QkvOp::kPer * 8 + i * 32 + lane < kHidden / 4) {
+                const float4 v = widen(row[32 * i]);
+                got[i] = make_ulonglong2(make_pair_word(v.x, v.y, 0), make_pair_word(v.z, v.w, 0));
+            }
+    }
+
+    // ---- LM head ----
+    // Its input is the mean over lanes of rmsnorm(h), or rmsnorm of the sum of h. The scales need whole vectors: the warps add up
+    // their sums of squares through shared memory.
+    __device__ __forceinline__ bool gather_head() {
+        Shared& shared = *role.shared;
+        const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
+        const u64* streams = reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
+        Source from{streams, tag, kHidden / 4, HeadOp::kPer};
+        float4 sum[kMany];
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) sum[i] = make_float4(0, 0, 0, 0);
+        if (!wait_until_near(role, kLanes - 1, 4 * kLayers)) return false;
+#pragma unroll 1
+        for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
+            from.words = streams + lane_idx * kReplicas * kStreamStride;
+            load_units(from);
+            for (u32 rounds = 1; !units_ready(from); ++rounds) {
+                if (load_shared_u32(role.stopped())) return false;
+                if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, lane_idx, tag, from.words, kHidden / 2);
+                load_units(from);
+            }
+            float squares = 0;
+#pragma unroll
+            for (int i = 0; i < kMany; ++i) {
+                u32 unit, whole;
+                if (!unit_of(from, i, unit, whole)) continue;
+                if (kPreNormSum) sum[i] = add_scaled(sum[i], 1.0f, values(got[i]));
+                else squares += square_sum(values(got[i]));
+            }
+            if (!kPreNormSum) add_squares(squares, lane_idx);
+        }
+        if (kPreNormSum) {
+            float squares = 0;
+#pragma unroll
+            for (int i = 0; i < kMany; ++i) squares += square_sum(sum[i]);
+            add_squares(squares, 0);
+        }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(role.bar(shared.head_squares_full));
+        if (!mbar_wait(role.stopped(), role.bar(shared.head_squares_full), num_heads & 1)) return false;
+        const u32 mine = lane < (kPreNormSum ? 1 : kLanes) ? lane : 0;
+        float total = 0;
+#pragma unroll 1
+        for (int i = 0; i < kMatrixWarps; ++i) total += shared.head_squares[num_heads & 1][i][mine];
+        const float factor = inverse_root_approx(total * (1.0f / kHidden) + kNormEps) * (kPreNormSum ? 1.0f : 1.0f / kLanes);
+        const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * HeadOp::kPer * 8 + lane;
+        if (!kPreNormSum) {
+#pragma unroll 1
+            for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
+                const float lane_factor = __shfl_sync(kFullWarp, factor, lane_idx);
+                from.words = streams + lane_idx * kReplicas * kStreamStride;
+                load_units(from);
+#pragma unroll
+                for (int i = 0; i < kMany; ++i) {
+                    u32 unit, whole;
+                    if (!unit_of(from, i, unit, whole)) continue;
+                    const uint2 weights = norm[(kFinalNormLanes == 1 ? 0 : lane_idx * (kHidden / 4)) + 32 * i];
+                    sum[i] = add_scaled(sum[i], lane_factor, times(values(got[i]), widen(weights)));
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) {
+            u32 unit, whole;
+            const bool real = unit_of(from, i, unit, whole);
+            if (unit >= HeadOp::kPer * 8) continue;
+            float4 v = sum[i];
+            if (kPreNormSum) {
+                v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+                if (real) v = times(v, widen(norm[32 * i]));
+            }
+            write_x(place_of(unit), v);
+        }
+        ++num_heads;
+        __syncwarp();
+        return true;
+    }
+    __device__ __forceinline__ void add_squares(float squares, u32 lane_idx) {
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+        if (lane == 0) role.shared->head_squares[num_heads & 1][warp][lane_idx] = squares;
+    }
+};
+
+}  // namespace kog
