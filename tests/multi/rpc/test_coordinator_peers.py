@@ -106,10 +106,10 @@ def test_bad_messages_are_answered_and_harm_nobody(start_engine: StartEngine) ->
 def test_the_answer_to_a_bad_request_names_the_request(start_engine: StartEngine) -> None:
     engine = start_engine()
     with raw_socket(engine.access.address) as dealer:
-        dealer.send(packed("generate", {"request_id": "r-1", "prompt": "x", "top_k": 5}))
+        dealer.send(packed("generate", {"request_id": "r-1", "prompt": "x", "num_beams": 5}))
         event = receive(dealer)
         assert isinstance(event, Error)
-        assert (event.request_id, "top_k" in event.message) == ("r-1", True)
+        assert (event.request_id, "num_beams" in event.message) == ("r-1", True)
 
 
 @pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1, 255])
