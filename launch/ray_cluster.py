@@ -6,17 +6,19 @@ answered a TCP probe. `ray stop` ends every Ray process of the machine and is ne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import select
 import signal
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kog_dist.errors import ConfigError, LaunchError
 
@@ -42,7 +44,8 @@ class RayCluster:
 
     is_private: bool
     version: str
-    raylet_fd: int  # pidfd of this machine's raylet, through which everything goes
+    folder: Path  # for the files of a private one
+    lifelines: tuple[int, ...]  # pidfds of the daemons here without which nothing goes: the raylet, and a private cluster's GCS
 
     @classmethod
     def connect(cls, address: str | None, num_ranks: int, folder: Path, say: Say) -> RayCluster:
@@ -76,11 +79,11 @@ class RayCluster:
         finally:
             signal.signal(signal.SIGTERM, previous)
         ray._private.worker._worker_logs_enabled = False  # it prints deaths of actors to stdout, where answers go
-        return cls(found is None, ray.__version__, _open_raylet())
+        return cls(found is None, ray.__version__, folder, _open_lifelines(is_private=found is None))
 
     def is_lost(self) -> bool:
-        """Whether the raylet of this machine has died, without which this process cannot talk to the cluster any more."""
-        return bool(select.select([self.raylet_fd], [], [], 0)[0])
+        """Whether a daemon has died without which this process cannot talk to the cluster any more."""
+        return bool(select.select(self.lifelines, [], [], 0)[0])
 
     def nodes(self, kind: str) -> list[NodeResources]:
         """What every living node has of CPU or GPU."""
@@ -97,11 +100,15 @@ class RayCluster:
         ]
 
     def close(self) -> None:
-        """Disconnect; a private cluster ends with that. Does not wait long for daemons that do not answer any more."""
+        """Disconnect; a private cluster ends with that. From one that is lost there is nothing to disconnect: see `leave`."""
         import ray
 
-        os.close(self.raylet_fd)
-        run_bounded(ray.shutdown, CLOSE_S)
+        if not self.is_lost():
+            run_bounded(ray.shutdown, CLOSE_S)
+        elif self.is_private:
+            _kill_daemons(self.folder)
+        for fd in self.lifelines:
+            os.close(fd)
 
 
 def run_bounded(call: Callable[[], object], limit_s: float) -> None:
@@ -111,8 +118,22 @@ def run_bounded(call: Callable[[], object], limit_s: float) -> None:
     thread.join(limit_s)
 
 
-def _open_raylet() -> int:
-    """A pidfd of the raylet that this process is connected to. Raises LaunchError."""
+def _kill_daemons(folder: Path) -> None:
+    """Kill what is left of a private cluster that has its files in `folder`."""
+    import psutil  # type: ignore[import-untyped]
+
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(str(folder) in word for word in child.cmdline()):
+                child.kill()
+                found.append(child)
+    psutil.wait_procs(found, CLOSE_S)
+
+
+def _open_lifelines(*, is_private: bool) -> tuple[int, ...]:
+    """See `RayCluster.lifelines`. Raises LaunchError."""
+    import psutil
     import ray
 
     own = ray.get_runtime_context().get_node_id()
@@ -121,10 +142,18 @@ def _open_raylet() -> int:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)
             pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return os.pidfd_open(pid)
+        own_gcs = [child.pid for child in psutil.Process().children() if child.name() == "gcs_server"] if is_private else []
+        return tuple(os.pidfd_open(daemon) for daemon in (pid, *own_gcs))
     except OSError as error:
         ray.shutdown()
         raise LaunchError(f"the raylet of this machine cannot be reached at {path}: {error.strerror}") from error
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process after the loss of its cluster: Ray's part of it would wait 10 s for the dead, or crash."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def resolve_address(given: str | None, environ: Mapping[str, str], say: Say) -> str | None:

@@ -109,7 +109,8 @@ class RayGang:
 
     def close(self) -> None:
         """Give the resources back. What still runs is killed."""
-        run_bounded(self._release, RELEASE_S)
+        if not self._cluster.is_lost():
+            run_bounded(self._release, RELEASE_S)
         if self.outcome is None:
             self._end(Outcome(EXIT_RANK_DIED, "killed", "the engine did not stop in time and was killed"))
 

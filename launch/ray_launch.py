@@ -19,7 +19,7 @@ from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.outcome import EXIT_OK, EXIT_RANK_DIED, INTERRUPTED, Outcome, client_outcome
 from kog_dist.launch.progress import StartupProgress
-from kog_dist.launch.ray_cluster import RayCluster
+from kog_dist.launch.ray_cluster import RayCluster, leave
 from kog_dist.launch.ray_gang import RayGang, choose_ray_target
 from kog_dist.launch.reaper import Reaper
 from kog_dist.launch.request import PromptRequest
@@ -32,7 +32,7 @@ from kog_dist.wait import Deadline
 
 STOP_MARGIN_S = 5.0  # for an engine that was told to stop to say that it has
 _POLL_S = 0.1
-_RAYLET_LOST = "the raylet of the launcher's machine died, and with it the way to the engine; the engine was stopped"
+_CLUSTER_LOST = "Ray's daemons on the launcher's machine died, and with them the way to the engine; the engine was stopped"
 
 
 def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
@@ -44,7 +44,8 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
         try:
             target = choose_ray_target(settings)
             with driver_folder() as place:
-                outcome = RayLauncher(settings, target, request, place, signals, events).run()
+                launcher = RayLauncher(settings, target, request, place, signals, events)
+                outcome = launcher.run()
         except KogError as error:
             outcome = Outcome(error.exit_code, "cannot_start", str(error))
             events.note(str(error))
@@ -56,6 +57,8 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             events.say(outcome.sentence, error=True)
         events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
         outcome.write(events.log_dir, settings.instance)
+    if launcher.has_lost_cluster:
+        leave(outcome.exit_code)
     return outcome.exit_code
 
 
@@ -91,6 +94,7 @@ class RayLauncher:
         self._signals, self._events = signals, events
         self._instance = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
         self._begin_s = time.monotonic()
+        self.has_lost_cluster = False
         self._progress = StartupProgress(under_starter=True)
         self._restarts = RestartBudget()
         self._client: local.Child | None = None
@@ -119,6 +123,7 @@ class RayLauncher:
                 self._events.say(f"{outcome.sentence}; starting it again as generation {generation}", error=True)
         finally:
             self._end_client()
+            self.has_lost_cluster = cluster.is_lost()
             cluster.close()
 
     # ---- one generation ----
@@ -142,7 +147,7 @@ class RayLauncher:
                         self._events.say(line.text, error=line.is_error)
                 self._look_at_client(gang)
                 if cluster.is_lost():
-                    return self._of_both(Outcome(EXIT_RANK_DIED, "raylet_lost", _RAYLET_LOST)), was_ready
+                    return self._of_both(Outcome(EXIT_RANK_DIED, "cluster_lost", _CLUSTER_LOST)), was_ready
                 if (ended := self._answer_signals(gang)) is not None:
                     return ended, was_ready
             return self._of_both(gang.outcome), was_ready
