@@ -114,8 +114,8 @@ class EngineSession:
 
     def leftovers(self) -> list[str]:
         """Processes and files of engines that still exist."""
-        root = self.folder / "kog"
-        return self.survivors() + ([str(path) for path in root.rglob("*")] if root.exists() else [])
+        found = os.walk(self.folder / "kog")  # which takes no offence at folders that vanish meanwhile
+        return self.survivors() + [f"{folder}/{name}" for folder, folders, files in found for name in (*folders, *files)]
 
     def _marked(self) -> Iterator[tuple[int, list[str], dict[str, str]]]:
         """Pid, command line and environment of every live process of this session."""

@@ -152,7 +152,7 @@ def test_more_replicas_while_requests_wait_and_fewer_when_they_do_not(session: E
     access = launch(session, tiny_model, "--min-replicas=1", "--max-replicas=2", "--scale-down-after=1")
     with Client(access) as client:
         assert states(client) == {"r0": "ready"}
-        streams = [Stream((1, 2, 3 + i), 4000) for i in range(3)]
+        streams = [Stream((1, 2, 3 + i), 3000) for i in range(3)]
         crowd = Crowd(access, streams)
         both_ready(session, client)
         crowd.join(60.0)
