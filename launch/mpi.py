@@ -25,7 +25,7 @@ from kog_dist.launch.hosted_ranks import Door, host_rank, knock
 from kog_dist.launch.local import spawn_rank
 from kog_dist.launch.mpi_pair import check_flavour, check_world_size, library_name
 from kog_dist.launch.mpi_starter import starter_lifelines
-from kog_dist.launch.mpi_watchdog import Watchdog
+from kog_dist.launch.mpi_watchdog import Watchdog, remove_shared_memory
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.supervisor import supervise as supervise_engine
@@ -153,21 +153,12 @@ def _meet(settings: LaunchConfig, request: PromptRequest | None, found: RankVari
         rendezvous.barrier(deadline)  # from here on a host that is gone is a connection that is closed
     except BaseException as error:
         _last_words(error, comm.Get_rank())
-        _remove_shared_memory()
+        remove_shared_memory(os.getpid())
         comm.Abort(error.exit_code if isinstance(error, KogError) else 1)
         raise
     mpi.Finalize()
     watchdog.dismiss()
     return Meeting(library, identities, door, connection)
-
-
-def _remove_shared_memory() -> None:
-    """MPICH removes its file in /dev/shm in MPI_Finalize only, and after MPI_Abort nobody would."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        *_, path = line.split()
-        if path.startswith("/dev/shm/mpich_shm_"):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
 
 
 def _identity(settings: LaunchConfig, request: PromptRequest | None, door: Door | None) -> Identity:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+from pathlib import Path
 
 _PATIENCE_S = 2.0  # then the user hears what is waited for
 
@@ -52,8 +53,18 @@ def _watch(read_fd: int, parent_pid: int, limit_s: float, speaks: bool) -> None:
         return
     if speaks:
         _say("the MPI processes did not meet in time: one of them hangs or has not come; see --startup-timeout")
+    remove_shared_memory(parent_pid)
     with contextlib.suppress(ProcessLookupError):
         os.kill(parent_pid, signal.SIGKILL)
+
+
+def remove_shared_memory(pid: int) -> None:
+    """Unlink MPICH's file in /dev/shm, which nobody does where a process ends before MPI_Finalize."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        for path in {line.split()[-1] for line in maps.splitlines()}:
+            if path.startswith("/dev/shm/mpich_shm_"):
+                os.unlink(path)
 
 
 def _say(text: str) -> None:

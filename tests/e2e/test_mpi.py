@@ -46,6 +46,10 @@ def answer(session: EngineSession, model: Path, *arguments: str) -> list[int]:
     return ids
 
 
+def memory_of_mpich() -> set[Path]:
+    return set(Path("/dev/shm").glob("mpich_shm_*"))
+
+
 def our_lines(session: EngineSession) -> list[str]:
     """What kog-launch has said on stderr, less the progress of start-up."""
     return without_progress(session.output())
@@ -165,11 +169,11 @@ def test_exception_on_one_rank_ends_all(session: EngineSession, tiny_model: Path
         encoding="utf-8",
     )
     session.variables["PYTHONPATH"] = str(session.folder)
-    before = set(Path("/dev/shm").iterdir())
+    before = memory_of_mpich()
     launcher = session.launch(str(tiny_model))
     assert launcher.wait(LOADED_S) != 0
     assert_clean(session)
-    assert not [path for path in Path("/dev/shm").iterdir() if "mpi" in path.name and path not in before]
+    assert memory_of_mpich() <= before
     said = session.output()
     assert said.count("ArithmeticError: planted") == 1, said
 
@@ -191,12 +195,14 @@ def test_start_that_makes_no_engine_is_one_sentence(session: EngineSession, tiny
 
 def test_process_that_never_calls_mpi_is_not_waited_for_for_ever(session: EngineSession, tiny_model: Path, flavour: str) -> None:
     under_mpirun(session, flavour, 1)
+    before = memory_of_mpich()
     launcher = session.start(
         "kog_dist.launch.cli", [str(tiny_model), "--startup-timeout=0.5", ":", "-n", "1", "sleep", "60"], "launch"
     )
     assert launcher.wait(LOADED_S) != 0
     assert_clean(session)
     assert "kog-launch: the MPI processes did not meet in time" in session.output()
+    assert memory_of_mpich() <= before
 
 
 @pytest.mark.parametrize(
