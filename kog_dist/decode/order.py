@@ -2,13 +2,14 @@
 
 Lanes take turns, so that one lane's waits are covered by another's work. Two things decide how well that works:
 
-- A product of few weights (QKV, OUT) takes the matrix warps longer than its weights take to arrive, one of many (GATE_UP, DOWN) the
-  reverse. Many small ones in a row stop the stream.
+- A product of few weights (QKV, OUT) takes the matrix warps longer than its weights take to arrive, one of many (GATE_UP, DOWN)
+  the reverse. Many small ones in a row stop the stream.
 - OUT waits for attention, which takes longer than any other step between products.
 
-So with four lanes or more, and from the first layer on in which no lane waits for another's current work, half of the lanes run half a
-layer behind the others: while these are in their attention block, those are in their MLP block, and a small product stands beside each
-large one. With two lanes attention is not covered either way, and the plain order is faster (docs/results/monokernel-rounds.md).
+So with four lanes or more, and from the first layer on in which no lane waits for another's current work, half of the lanes run
+half a layer behind the others: while these are in their attention block, those are in their MLP block, and a small product stands
+beside each large one. With two lanes attention is not covered either way, and the plain order is faster
+(docs/results/monokernel-rounds.md).
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
     first_free = spec.num_layers
     if len(lanes) >= _MIN_STAGGERED_LANES:
         first_free = next(layer for layer in range(spec.num_layers + 1) if _is_free(spec, layer))
-    order = [
-        Product(layer, phase, lane) for layer in range(first_free) for half in _HALVES for phase in half for lane in lanes
-    ]
+    order = [Product(layer, phase, lane) for layer in range(first_free) for half in _HALVES for phase in half for lane in lanes]
     ahead, behind = lanes[: len(lanes) // 2], lanes[len(lanes) // 2 :]
     num_halves = 2 * (spec.num_layers - first_free)
     for turn in range(num_halves + 1 if num_halves else 0):
@@ -57,5 +56,7 @@ def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
 def _is_free(spec: ModelSpec, first_layer: int) -> bool:
     """Whether no block from this layer on waits for the present work of other lanes."""
     return all(
-        spec.reduce_mode(layer, block) is not ReduceMode.BLOCKING for layer in range(first_layer, spec.num_layers) for block in Block
+        spec.reduce_mode(layer, block) is not ReduceMode.BLOCKING
+        for layer in range(first_layer, spec.num_layers)
+        for block in Block
     )

@@ -51,7 +51,7 @@ class MadeUp:
         write_checkpoint(folder, spec, random_tensors(spec, 2), manifest=False)
         weights = limited_weights(open_checkpoint(folder).rank_weights(range(spec.num_lanes)), num_layers)
         self.spec = limited(spec, num_layers)
-        self.shape = KernelShape(self.spec, range(spec.num_lanes), replicas=2)
+        self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2)
         self.expected = Expected(self.spec, weights, IDS, "bfloat16")
         self.words = np.zeros(self.shape.num_words, np.uint64)
         self.tag = (EPOCH * (num_layers + 1) + num_layers) & 0xFFFF

@@ -33,6 +33,9 @@ def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_ctas: int, m
     assert np.count_nonzero(segments) == rows * columns  # the rest is padding
 
 
+MEMORY_ORDER = np.array([0, 1, 4, 5, 2, 3, 6, 7])  # of eight neighbouring columns: what one thread gives to the matrix unit
+
+
 def test_tape_order_is_block_tile_warp_step_row_column() -> None:
     shape = OpShape(rows=6, blocks=2, per=8, steps=4)
     matrix = numbered(12 * 3, 8 * MATRIX_WARPS * STEP_COLUMNS)
@@ -44,7 +47,7 @@ def test_tape_order_is_block_tile_warp_step_row_column() -> None:
                 for step in range(shape.steps):
                     first = (warp * shape.per + tile * shape.steps + step) * STEP_COLUMNS
                     for row in range(shape.rows):
-                        found = segments[2, offset : offset + STEP_COLUMNS]
+                        found = segments[2, offset : offset + STEP_COLUMNS].reshape(-1, 8)[:, MEMORY_ORDER.argsort()].ravel()
                         wanted = matrix[2 * shape.cta_rows + block * shape.rows + row, first : first + STEP_COLUMNS]
                         assert np.array_equal(found, wanted), (block, tile, warp, step, row)
                         offset += STEP_COLUMNS

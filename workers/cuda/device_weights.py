@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack
 from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
@@ -62,11 +63,14 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
     """
     position = 0
     ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
+    places: list[tuple[Product, int]] = []
     for product in shape.products:
+        places.append((product, position))
+        position += ops[product.phase].num_values
+    for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
         op = ops[product.phase]
         matrix = source(product.phase, product.layer, product.lane - shape.hosted_lanes[0])
-        tape[:, position : position + op.num_values] = pack(matrix, op, shape.num_ctas)
-        position += op.num_values
+        tape[:, start : start + op.num_values] = pack(matrix, op, shape.num_ctas)
     tape[:, position:] = pack(source(Phase.HEAD, 0, 0), shape.head, shape.num_ctas)
 
 

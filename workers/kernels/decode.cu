@@ -9,9 +9,9 @@
 
 namespace kog {
 
-__device__ __forceinline__ u32 bar(const u64& barrier) { return shared_address(&barrier); }
-
-__device__ __forceinline__ void init_barriers(Shared& shared) {
+__device__ __forceinline__ void init_barriers(const Role& role) {
+    Shared& shared = *role.shared;
+    const auto bar = [&](const u64& barrier) { return role.bar(barrier); };
     for (int i = 0; i < kNumSlots; ++i) mbar_init(bar(shared.full[i]), 1), mbar_init(bar(shared.empty[i]), kMatrixWarps);
     for (int i = 0; i < 2; ++i) {
         mbar_init(bar(shared.merge_full[i]), kAttendWarps);
@@ -48,12 +48,12 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 warp = opaque(threadIdx.x >> 5);
-    if (threadIdx.x == 0) init_barriers(shared);
+    const KogDecodeState* before = reinterpret_cast<const KogDecodeState*>(params.state_ptr);
+    const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, before->position, before->num_prompt, before->epoch,
+                    reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};
+    if (threadIdx.x == 0) init_barriers(role);
     __syncthreads();
 
-    KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
-    const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, state->position, state->num_prompt, state->epoch,
-                    reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};
     const u32 num_steps = params.num_steps;
     if (warp < kMatrixWarps) {
         drop_registers<kMatrixRegisters>();
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr) + role.cta * kTapeBytes, num_steps);
         else if (warp == kFinalWarp) finalize(params, role);
         else if (warp == kSampleWarp) sample(params, role, num_steps);
-        else watch(params, role, &state->abort_mirror);
+        else watch(params, role, &reinterpret_cast<KogDecodeState*>(params.state_ptr)->abort_mirror);
     } else {
         raise_registers<kAttendRegisters>();
         attend(params, role, warp - kAttendWarp);
