@@ -40,6 +40,6 @@ def _choose(settings: LaunchConfig, environ: Mapping[str, str]) -> Choice:
                 f"through; start kog-launch --ranks {found.world_size} by itself, or mpirun -n {found.world_size} kog-launch"
             )
         return Choice("mpi", f"one of {found.world_size} processes started by {found.source}")
-    if environ.get("RAY_ADDRESS"):
-        return Choice("ray", "RAY_ADDRESS is set")
+    if settings.ray_address is not None or environ.get("RAY_ADDRESS"):
+        return Choice("ray", "--ray-address is given" if settings.ray_address is not None else "RAY_ADDRESS is set")
     return Choice("local", "neither MPI nor Ray started this process")

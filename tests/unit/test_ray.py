@@ -12,6 +12,7 @@ import pytest
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.hardware.gpus import Gpu, Inventory
+from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.ray_cluster import NodeResources, auth_environment, resolve_address, shortfall
 from kog_dist.launch.ray_devices import assigned_gpu
 from kog_dist.launch.ray_gang import choose_ray_target
@@ -41,6 +42,11 @@ def test_no_address_means_a_private_cluster() -> None:
     assert resolve(None) == (None, [])
     assert resolve(None, RAY_ADDRESS="") == (None, [])
     assert resolve("local", RAY_ADDRESS="10.0.0.7:6379") == (None, [])
+
+
+def test_an_address_asks_for_ray() -> None:
+    assert choose_launcher(LaunchConfig(ray_address="10.0.0.7:6379"), {}).launcher == "ray"
+    assert choose_launcher(LaunchConfig(ray_address="10.0.0.7:6379", launcher="local"), {}).launcher == "local"
 
 
 def test_an_address_that_answers_is_used(living: str, dead: str) -> None:
