@@ -15,8 +15,8 @@ from typing import Any
 
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
 from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
-from kog_dist.rpc.messages import Done, StatusReport, Tokens
-from kog_dist.rpc.output import OutputError, check_stdout, write_error, write_out
+from kog_dist.rpc.messages import Accepted, Alive, Done, Prefill, StatusReport, Tokens
+from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.shaping_options import ShapingOptions
 from kog_dist.rpc.transport import Access
@@ -115,7 +115,8 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
             left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
             events = client.generate(**keywords, timeout_s=left_s)
             show = _ignore if as_json else _text_printer(client.welcome.has_tokenizer)
-            _follow(events, answer, show)
+            with progress_line(enabled=not as_json) as progress:
+                _follow(events, answer, show, progress)
     except KeyboardInterrupt:
         return _print_failure("cancelled", "the request was cancelled", EXIT_INTERRUPTED, answer, as_json)
     except BrokenPipeError:  # whoever read the answer has enough
@@ -123,7 +124,8 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
     except OutputError:
         raise
     except KogError as error:
-        return _print_failure(_code_of(error), str(error), error.exit_code, answer, as_json)
+        retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
+        return _print_failure(_code_of(error), str(error), error.exit_code, answer, as_json, retry_after_s)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the answer is complete or given up; a late Ctrl-C has nothing to end
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -194,12 +196,20 @@ def _logprobs_of(event: Tokens) -> list[dict[str, Any]]:
     ]
 
 
-def _follow(events: Generator[StreamEvent, None, None], answer: _Answer, show: Callable[[Tokens], None]) -> None:
+def _follow(
+    events: Generator[StreamEvent, None, None], answer: _Answer, show: Callable[[Tokens], None], progress: Callable[[str], None]
+) -> None:
     with closing(events):  # leaving it cancels the request
         for event in events:
             answer.add(event)
-            if isinstance(event, Tokens):
-                show(event)
+            match event:
+                case Tokens():
+                    progress("")
+                    show(event)
+                case Prefill():
+                    progress(f"reading the prompt: {event.position} of {event.num_prompt_tokens} tokens")
+                case Accepted() | Alive() if not answer.token_ids:
+                    progress(f"waiting: {event.queue_position} before this one" if event.queue_position else "")
 
 
 def _ignore(_event: Tokens) -> None:
@@ -225,9 +235,13 @@ def _code_of(error: KogError) -> str:
     return next((name for kind, name in names.items() if isinstance(error, kind)), "protocol_error")
 
 
-def _print_failure(code: str, message: str, exit_code: int, answer: _Answer, as_json: bool) -> int:
+def _print_failure(
+    code: str, message: str, exit_code: int, answer: _Answer, as_json: bool, retry_after_s: float | None = None
+) -> int:
     if as_json:
-        error = {"code": code, "message": message, "num_generated_tokens": len(answer.token_ids)}
+        error: dict[str, Any] = {"code": code, "message": message, "num_generated_tokens": len(answer.token_ids)}
+        if retry_after_s is not None:
+            error["retry_after_s"] = retry_after_s
         with contextlib.suppress(BrokenPipeError):
             write_out(json.dumps({"error": error}) + "\n")
     else:

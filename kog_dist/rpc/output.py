@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from kog_dist.errors import KogError
@@ -43,6 +44,26 @@ def write_error(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         silence(sys.stderr)
+
+
+@contextlib.contextmanager
+def progress_line(*, enabled: bool) -> Iterator[Callable[[str], None]]:
+    """A function that shows one line on a standard error that is a terminal, in place of the last one; "" takes it away."""
+    stream = sys.stderr if enabled and sys.stderr is not None and sys.stderr.isatty() else None
+    shown = ""
+
+    def show(line: str) -> None:
+        nonlocal shown
+        if stream is not None and line != shown:
+            with contextlib.suppress(OSError, ValueError):
+                stream.write(f"\r\x1b[K{line}")
+                stream.flush()
+            shown = line
+
+    try:
+        yield show
+    finally:
+        show("")
 
 
 def silence(stream: TextIO) -> None:

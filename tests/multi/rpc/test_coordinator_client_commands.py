@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from kog_dist.control import AbortCause
+from kog_dist.rpc.output import progress_line
 
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
 PATIENCE_S = 30.0
@@ -221,3 +223,38 @@ def test_status_cancel_and_drain(start_engine: StartEngine) -> None:
         drained = run(engine, "drain", "--json")
         assert json.loads(drained.stdout)["state"] == "draining"
     assert engine.wait_exit() == 0
+
+
+def test_a_full_queue_says_when_to_try_again(start_engine: StartEngine) -> None:
+    engine = start_engine("a", paced=True, queue_limit=1)
+    with engine.client() as first, engine.client() as second:
+        streams = [client.generate("x", max_tokens=1) for client in (first, second)]
+        for stream in streams:
+            next(stream)
+        done = run(engine, "generate", "--prompt=x", "--json")
+        assert done.returncode == 2
+        error = json.loads(done.stdout)["error"]
+        assert (error["code"], error["retry_after_s"]) == ("queue_full", 1.0)
+        engine.allow(2)
+
+
+def test_a_deadline_and_the_cache_are_asked_for_by_flags(start_engine: StartEngine) -> None:
+    engine = start_engine("abc", paced=True)
+    engine.allow(2)
+    done = run(engine, "generate", "--prompt=x", "--deadline=0.5", "--no-reuse-kv", "--json")
+    answer = json.loads(done.stdout)
+    assert (answer["finish_reason"], answer["text"], answer["usage"]["num_cached_tokens"]) == ("deadline", "ab", 0)
+    assert answer["timings"]["total_s"] >= 0.5
+
+
+def test_progress_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_line(enabled=True) as progress:
+        progress("not a terminal")
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    with progress_line(enabled=True) as progress:
+        for line in ("waiting", "waiting", "reading"):
+            progress(line)
+    assert terminal.getvalue() == "\r\x1b[Kwaiting\r\x1b[Kreading\r\x1b[K"
