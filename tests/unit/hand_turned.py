@@ -13,8 +13,8 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.listener import Delivery, RpcListener
 from kog_dist.rpc.messages import Event, Generate, Request
-from kog_dist.workers.coordinator import Coordinator
 from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.coordinator_loop import Coordinator
 from kog_dist.workers.served_model import ServedModel
 
 CONTEXT = 24

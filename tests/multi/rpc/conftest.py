@@ -23,8 +23,8 @@ from kog_dist.rpc.client import Client
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.transport import Access
 from kog_dist.wait import Deadline, WaitResult
-from kog_dist.workers.coordinator import Coordinator
 from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.coordinator_loop import Coordinator
 from kog_dist.workers.served_model import ServedModel
 
 EOS_ID = 256

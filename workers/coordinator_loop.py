@@ -1,0 +1,391 @@
+"""What the coordinator does: RPC on one side, the control page and the token ring on the other.
+
+One thread, one loop. Ranks never see text; clients never see a token that was not read from the ring; every accepted request ends
+in exactly one terminal event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from kog_dist.control import COORDINATOR, ControlPage
+from kog_dist.decode.ring import Finish
+from kog_dist.errors import RequestError
+from kog_dist.rpc.listener import Delivery, RpcListener, error_event
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    Cancel,
+    Done,
+    Drain,
+    EngineState,
+    Error,
+    ErrorCode,
+    FinishReason,
+    Generate,
+    Hello,
+    Prefill,
+    Request,
+    Status,
+    StatusReport,
+    Tokens,
+    Welcome,
+    build_hash,
+)
+from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.counters import Counters
+from kog_dist.workers.decode_slot import DecodeSlot
+from kog_dist.workers.engine_life import EngineLife, Farewell
+from kog_dist.workers.grammar.service import GrammarService
+from kog_dist.workers.request_queue import RequestQueue
+from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.streams import RequestStream
+
+ALIVE_EVERY_NS = 250_000_000
+PREFILL_EVERY_NS = 100_000_000
+FAREWELL_S = 0.25  # for the last events, once the loop has ended
+_TOKEN_WAIT_S = 0.01  # longest sleep while ranks decode (a token ends it at once): bounds the delay of a cancel or an abort
+_QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
+_IDLE_WAIT_S = 0.05
+_MESSAGES_PER_TURN = 16  # so that a flood of messages does not hold up tokens
+
+
+class Coordinator:
+    """Queue, running request and their clients. `turn` does what there is to do without blocking; `run` repeats it."""
+
+    def __init__(
+        self, args: CoordinatorArgs, control: ControlPage, model: ServedModel, listener: RpcListener, *, supervisor_fd: int = -1,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:  # fmt: skip
+        """`supervisor_fd`: a pidfd, readable when the supervisor is dead; -1: none. `clock`: nanoseconds, as ranks' stamps."""
+        self._args = args
+        self._control = control
+        self._model = model
+        self._listener = listener
+        self._clock = clock
+        self._life = EngineLife(args, control, supervisor_fd)
+        self._slot = DecodeSlot(control, model.spec.sliding_window if model.spec.window_layers else None)
+        self._running: RequestStream | None = None
+        self._queue = RequestQueue(args.queue_limit, args.client_queue_limit)
+        self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control.fd)
+        self._farewell: Farewell | None = None
+        self._begin_ns = clock()
+        self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
+        self.num_stop_signals = 0
+        self.counters = Counters()
+
+    # ---- the loop ----
+    def run(self, wakeup_fd: int = -1) -> int:
+        """Serve until drained, aborted or orphaned. Returns the exit code. `wakeup_fd` becomes readable on a signal."""
+        wake_fds = self._wake_fds + ([wakeup_fd] if wakeup_fd >= 0 else [])
+        while self._farewell is None:
+            self.turn()
+            self._sleep(wake_fds, wakeup_fd)
+        return self._say_farewell(self._farewell)
+
+    def turn(self) -> None:
+        """One round: messages, tokens, the engine's state, the next request, clients that are slow."""
+        self._control.beat(COORDINATOR)
+        for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
+            self._answer(peer, message)
+        self._read_verdicts()
+        self._read_tokens()
+        self._end_expired()
+        self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
+        self._look_after_engine()
+        self._tell_where_requests_are()
+        for gone in self._listener.flush():
+            self._forget_client(gone)
+
+    def _sleep(self, wake_fds: list[int], wakeup_fd: int) -> None:
+        if self._farewell is not None or self._listener.has_input():
+            return
+        if self._slot.busy:
+            self._slot.wait(_TOKEN_WAIT_S)
+            return
+        timeout_s = _QUEUE_WAIT_S if len(self._queue) or self._listener.has_backlog else _IDLE_WAIT_S
+        if wakeup_fd in select.select([*wake_fds, *self._grammars.fds], [], [], timeout_s)[0]:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wakeup_fd, 512)
+
+    def _say_farewell(self, farewell: Farewell) -> int:
+        for stream in self._streams():
+            self._fail(stream, farewell.code, farewell.message)
+        self._grammars.close()
+        self._listener.close(FAREWELL_S)
+        return farewell.exit_code
+
+    # ---- messages ----
+    def _answer(self, peer: bytes, message: Request) -> None:
+        match message:
+            case Generate():
+                self._take_request(peer, message)
+            case Cancel():
+                self._cancel(peer, message.request_id)
+            case Hello():
+                self._send_to(peer, self._welcome())
+            case Status():
+                self._send_to(peer, self._report())
+            case Drain():
+                self._begin_drain()
+                self._send_to(peer, self._report())
+
+    def _take_request(self, peer: bytes, message: Generate) -> None:
+        received_ns = self._clock()
+        try:
+            self._check_room(peer, message.request_id)
+            request = self._model.admit(message)
+            tokenizer = self._model.tokenizer
+            decoder = tokenizer.stream(after=request.prompt) if tokenizer is not None else None
+            stream = RequestStream(peer, message, request, decoder, received_ns)
+            if stream.constraint is not None:
+                self._grammars.ask(stream, stream.constraint)
+                stream.told_position = len(self._streams()) - 1
+        except RequestError as error:
+            self._refuse(peer, message.request_id, error)
+            return
+        if stream.constraint is None:
+            self._accept(stream)
+
+    def _accept(self, stream: RequestStream) -> None:
+        self._queue.add(stream)
+        stream.told_position = self._streams().index(stream)
+        self._send(
+            stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
+        )
+
+    def _refuse(self, peer: bytes, request_id: str, error: RequestError) -> None:
+        self.counters.num_refused += 1
+        code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
+        self._send_to(peer, error_event(code, str(error), request_id, error.retry_after_s))
+
+    def _read_verdicts(self) -> None:
+        """Requests with a grammar are accepted, or refused, once it is known whether it can be used."""
+        num_runners_lost = self._grammars.num_runners_lost
+        for stream, refusal in self._grammars.verdicts():
+            try:
+                if refusal is not None:
+                    raise RequestError(ErrorCode.INVALID_CONSTRAINT, refusal)
+                self._check_room(stream.peer, stream.request_id)
+            except RequestError as error:
+                self._refuse(stream.peer, stream.request_id, error)
+            else:
+                self._accept(stream)
+        running = self._running
+        if num_runners_lost != self._grammars.num_runners_lost and running is not None and running.constraint is not None:
+            self._fail(
+                running, ErrorCode.CONSTRAINT_FAILED, f"the process that followed {running.constraint.kind} ended; try again"
+            )
+
+    def _check_room(self, peer: bytes, request_id: str) -> None:
+        if self._life.draining:
+            raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
+        if self._find(request_id) is not None:
+            raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, f"a request {request_id!r} is not finished yet; choose another id")
+        self._queue.check_room(peer)
+
+    def _cancel(self, peer: bytes, request_id: str) -> None:
+        stream = self._find(request_id)
+        if stream is None:
+            message = f"no request {request_id!r} is waiting or running"
+            self._send_to(peer, error_event(ErrorCode.UNKNOWN_REQUEST, message, request_id))
+            return
+        self._finish(stream, FinishReason.CANCELLED)
+        if peer != stream.peer:
+            self._send_to(peer, self._report())
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            build_hash(), self._args.instance, self._model.name, self.state, self._control.world_size,
+            self._model.spec.max_context, self._model.spec.vocab_size, self._model.tokenizer is not None,
+        )  # fmt: skip
+
+    def _report(self) -> StatusReport:
+        ranks, running = range(self._control.world_size), self._running
+        return StatusReport(
+            state=self.state, instance=self._args.instance, model=self._model.name, build=build_hash(), pid=os.getpid(),
+            world_size=self._control.world_size,
+            rank_states=tuple(self._control.state(rank).name.lower() for rank in ranks),
+            beat_ages_s=tuple(max(0.0, self._control.beat_age_s(rank)) for rank in ranks),
+            rank_places=tuple(self._args.rank_places.splitlines()),
+            uptime_s=(self._clock() - self._begin_ns) / 1e9,
+            running=running.request_id if running is not None else None,
+            waiting=tuple(stream.request_id for stream in self._queue),
+            queue_limit=self._args.queue_limit, client_queue_limit=self._args.client_queue_limit,
+            running_position=self._slot.position if running is not None else 0,
+            running_prompt_tokens=len(running.request.prompt) if running is not None else 0,
+            num_bad_messages=self._listener.num_bad_messages, **asdict(self.counters),
+        )  # fmt: skip
+
+    # ---- tokens ----
+    def _start_next(self) -> None:
+        if self._running is not None or not len(self._queue) or self._farewell is not None:
+            return
+        if self._life.is_ready() and self._slot.may_submit():
+            stream = self._running = self._queue.pop()
+            stream.timings.submitted(self._clock())
+            request, constraint = stream.request, stream.constraint
+            if constraint is not None:
+                request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
+            stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv)
+            if constraint is not None and self._slot.seq is not None:
+                self._grammars.run(self._slot.seq, request.mask_epoch, constraint)
+
+    def _read_tokens(self) -> None:
+        entries = self._slot.read()
+        stream = self._running
+        if stream is None or not entries:
+            return
+        faulty = entries[-1].finish in (Finish.NUMERICAL_FAULT, Finish.NO_MASK)
+        event, reason = stream.take(entries[:-1] if faulty else entries)
+        if event is not None:
+            self.counters.num_tokens += len(event.token_ids)
+            if not self._send(stream, event):
+                return
+        if reason is not None:
+            self._finish(stream, reason)
+        elif entries[-1].finish is Finish.NO_MASK:
+            kind = stream.constraint.kind if stream.constraint is not None else "grammar"
+            message = f"{kind} is too complex: nothing could be said of what may follow token {stream.num_tokens}; simplify it"
+            self._fail(stream, ErrorCode.CONSTRAINT_FAILED, message)
+        elif faulty:
+            self._fail(
+                stream, ErrorCode.NUMERICAL_FAULT,
+                f"the logits of token {stream.num_tokens} are not finite; the weights or the device are damaged",
+            )  # fmt: skip
+
+    # ---- ends of a request ----
+    def _end_expired(self) -> None:
+        now_ns = self._clock()
+        for stream in self._streams():
+            if stream.deadline_ns is None or now_ns < stream.deadline_ns:
+                continue
+            if stream is self._running:
+                self._finish(stream, FinishReason.DEADLINE)
+            else:
+                waited_s = stream.timings.since_reception_s(now_ns)
+                message = f"the request's own time limit passed while it was waiting, {waited_s:.3f} s after its reception"
+                self._fail(stream, ErrorCode.DEADLINE_EXCEEDED, message)
+
+    def _finish(self, stream: RequestStream, reason: FinishReason) -> None:
+        """End a request that went well, was cancelled or ran out of its time, with its one terminal event."""
+        self._remove(stream)
+        match reason:
+            case FinishReason.CANCELLED:
+                self.counters.num_cancelled += 1
+            case FinishReason.DEADLINE:
+                self.counters.num_expired += 1
+            case _:
+                self.counters.num_completed += 1
+        rest = stream.rest()
+        events: list[Tokens | Done] = [Tokens(stream.request_id, stream.num_tokens, (), rest, ())] if rest else []
+        for event in [*events, stream.done(reason, self._clock())]:
+            if not self._send(stream, event):
+                return
+
+    def _fail(self, stream: RequestStream, code: ErrorCode, message: str) -> None:
+        """End a request without its answer, with its one terminal event."""
+        self._remove(stream)
+        if code is ErrorCode.DEADLINE_EXCEEDED:
+            self.counters.num_expired += 1
+        else:
+            self.counters.num_failed += 1
+        self._send(stream, error_event(code, message, stream.request_id))
+
+    def _remove(self, stream: RequestStream) -> None:
+        """Take a request off the books; if ranks decode it, they are told that nobody wants it any more."""
+        if stream is self._running:
+            self._running = None
+            self._slot.cancel()
+            self._queue.turn_over(stream.timings.running_s(self._clock()))
+        elif stream in self._grammars.askers:
+            self._grammars.forget(stream)
+        else:
+            self._queue.remove(stream)
+
+    def _streams(self) -> list[RequestStream]:
+        """All requests that are not finished, in the order in which they run; last those whose grammar is being checked."""
+        return [*([self._running] if self._running is not None else []), *self._queue, *self._grammars.askers]
+
+    def _streams_of(self, peer: bytes) -> list[RequestStream]:
+        return [stream for stream in self._streams() if stream.peer == peer]
+
+    def _find(self, request_id: str) -> RequestStream | None:
+        return next((stream for stream in self._streams() if stream.request_id == request_id), None)
+
+    # ---- clients ----
+    def _send(self, stream: RequestStream, event: Accepted | Alive | Prefill | Tokens | Done | Error) -> bool:
+        """Send to a request's client; False if that ended the client's requests."""
+        stream.last_sent_ns = self._clock()
+        delivery = self._listener.send(stream.peer, event)
+        if delivery is Delivery.GONE:
+            self._forget_client(stream.peer)
+        elif delivery is Delivery.FULL:
+            self._drop_client(stream)
+        return delivery is Delivery.TAKEN
+
+    def _send_to(self, peer: bytes, event: Welcome | StatusReport | Error) -> None:
+        """Send an answer that belongs to no stream; a client that does not read it goes without."""
+        self._listener.send(peer, event)
+
+    def _forget_client(self, peer: bytes) -> None:
+        """The client is no longer connected: nobody is left to be told how its requests end."""
+        streams = self._streams_of(peer)
+        for stream in streams:
+            self._remove(stream)
+        self.counters.num_cancelled += len(streams)
+        self.counters.num_dropped_clients += bool(streams)
+
+    def _drop_client(self, behind: RequestStream) -> None:
+        """The client does not read: its requests end, and all it will find is the reason."""
+        streams = [behind, *(stream for stream in self._streams_of(behind.peer) if stream is not behind)]
+        message = "the client did not read its events; more than the buffer of this engine holds were waiting"
+        for stream in streams:
+            self._remove(stream)
+            self.counters.num_failed += 1
+        self.counters.num_dropped_clients += 1
+        last = [error_event(ErrorCode.SLOW_READER, message, stream.request_id) for stream in streams]
+        self._listener.drop(behind.peer, last)
+
+    def _tell_where_requests_are(self) -> None:
+        """Changed places in the queue, progress of the prefill, a word after a silence; finds out which clients are gone."""
+        now_ns = self._clock()
+        for position, stream in enumerate(self._streams()):
+            silent_ns = now_ns - stream.last_sent_ns
+            if self._listener.is_behind(stream.peer):
+                continue
+            if stream is self._running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
+                self._send(stream, Prefill(stream.request_id, self._slot.position, len(stream.request.prompt)))
+            elif position != stream.told_position or silent_ns >= ALIVE_EVERY_NS:
+                stream.told_position = position
+                self._send(stream, Alive(stream.request_id, position))
+
+    # ---- the engine ----
+    @property
+    def state(self) -> EngineState:
+        """What the engine can do now."""
+        return EngineState.FAILED if self._farewell is not None else self._life.state
+
+    def _look_after_engine(self) -> None:
+        self._farewell = self._why_end()
+        if self._farewell is None and not self._life.draining and (self.num_stop_signals or self._control.draining()):
+            self._begin_drain()
+            self._farewell = self._why_end()
+        if self._farewell is None and (fault := self._life.fault()) is not None:
+            for stream in self._streams():
+                self._fail(stream, ErrorCode.RANK_FAILED, fault)
+
+    def _why_end(self) -> Farewell | None:
+        is_running = self._running is not None
+        is_idle = not is_running and not self._listener.has_backlog
+        return self._life.farewell(self.num_stop_signals, is_running=is_running, is_idle=is_idle)
+
+    def _begin_drain(self) -> None:
+        self._life.drain()
+        for stream in [*self._queue, *self._grammars.askers]:
+            self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")
