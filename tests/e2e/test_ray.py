@@ -149,7 +149,7 @@ def test_killed_launcher_leaves_nothing(daemons: RayDaemons, tiny_model: Path) -
         os.kill(launcher.pid, signal.SIGKILL)
         with pytest.raises(RequestFailed) as caught:
             list(events)
-    assert caught.value.code == ErrorCode.ENGINE_LOST
+    assert caught.value.code in (ErrorCode.ENGINE_LOST, ErrorCode.RANK_FAILED)  # Ray ends the actors in any order
     engines_are_gone(daemons, CLEAN_S + 1.0)
 
 
