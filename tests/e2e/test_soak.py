@@ -16,6 +16,7 @@ from kog_dist.rpc.messages import Accepted, Alive, Done, Error, ErrorCode, Finis
 DONE = Done("r", FinishReason.LENGTH, 1, 3, 0.0, 1.0)
 
 
+@pytest.mark.timeout(300)  # seconds, but for a loaded machine
 def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
     figures = soak(200, ranks=2, num_clients=4, seed=5)
     assert figures["findings"] == []

@@ -119,6 +119,14 @@ def test_the_rule_of_the_ring_is_exact(
         num_written = max(num_written, length)
 
 
+@pytest.mark.parametrize(("ring_positions", "longest_step_back"), [(512, 1), (640, 129)])
+def test_how_far_a_full_ring_allows_to_step_back(ring_positions: int, longest_step_back: int) -> None:
+    """The window of Laneformer 2B, with no batch of slack and with one."""
+    caches, num_written = KeptCaches(KvLayout(1, ring_positions), window=512), 3000
+    assert caches.is_intact(num_written - longest_step_back, num_written)
+    assert not caches.is_intact(num_written - longest_step_back - 1, num_written)
+
+
 def test_a_ring_that_lost_the_beginning_is_not_used() -> None:
     caches = KeptCaches(KvLayout(1, ring_positions=16), window=16)
     run(caches, A)
