@@ -177,7 +177,7 @@ class Router:
 
     def _obey(self, order: FleetOrder, now_s: float) -> None:
         for link in self.fleet.obey(order, now_s):
-            self._lose_replica(link, "it was stopped")
+            self._lose_replica(link, "its launcher ended")
         self._look_again_s = 0.0
         if order.is_draining:
             self._begin_drain(now_s)
