@@ -10,9 +10,9 @@ lies outside of the window by then. So the first n positions can be used exactly
 
     H <= R  or  n - W + 1 >= H - R
 
-and if they cannot, no shorter beginning can. Once the ring is full, a step back may have R - W + 1 positions: a kernel whose ring is
-just the window can go on behind the very end and one position before it, and nowhere else. Whatever was decoded after a stop string
-before the ranks knew of it has to be stepped back over, so a ring should be some tens of positions longer than the window.
+and if they cannot, no shorter beginning can. Once the ring is full, a step back may have R - W + 1 positions: a kernel whose ring
+is just the window can go on behind the very end and one position before it, and nowhere else. Whatever was decoded after a stop
+string before the ranks knew of it has to be stepped back over, so a ring should be some tens of positions longer than the window.
 """
 
 from __future__ import annotations
