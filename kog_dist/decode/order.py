@@ -35,10 +35,10 @@ _HALVES = ((Phase.QKV, Phase.OUT), (Phase.GATE_UP, Phase.DOWN))  # the products 
 
 def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
     """The products of the layers for a rank that hosts `lanes`; each lane's own are in the order of its computation."""
-    first_free = spec.num_layers
-    if len(lanes) >= _MIN_STAGGERED_LANES:
-        first_free = next(layer for layer in range(spec.num_layers + 1) if _is_free(spec, layer))
-    order = [Product(layer, phase, lane) for layer in range(first_free) for half in _HALVES for phase in half for lane in lanes]
+    if len(lanes) < _MIN_STAGGERED_LANES:
+        return plain_order(lanes, spec.num_layers)
+    first_free = next(layer for layer in range(spec.num_layers + 1) if _is_free(spec, layer))
+    order = plain_order(lanes, first_free)
     ahead, behind = lanes[: len(lanes) // 2], lanes[len(lanes) // 2 :]
     num_halves = 2 * (spec.num_layers - first_free)
     for turn in range(num_halves + 1 if num_halves else 0):
@@ -51,6 +51,11 @@ def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
                     Product(first_free + half // 2, _HALVES[half % 2][i], group[j]) for half, group in groups if j < len(group)
                 ]
     return order
+
+
+def plain_order(lanes: range, num_layers: int) -> list[Product]:
+    """The products of the first layers phase by phase, and within a phase lane by lane."""
+    return [Product(layer, phase, lane) for layer in range(num_layers) for half in _HALVES for phase in half for lane in lanes]
 
 
 def _is_free(spec: ModelSpec, first_layer: int) -> bool:

@@ -1,9 +1,11 @@
-"""Writes the steps of one rank in order: phase-major, so that each lane's wait is covered by the other lanes' work."""
+"""Writes the steps of one rank in order, so that each lane's wait is covered by the other lanes' work (see `order`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
+from kog_dist.decode.order import plain_order, product_order
 from kog_dist.decode.steps import NONE, Kind, Mailbox, Message, Phase, RankPlan, RowSplit, Site, Step, Value, When
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
 
@@ -13,13 +15,16 @@ Values = tuple[Value, ...]
 
 
 class Scheduler:
-    """Makes the `RankPlan` of one rank."""
+    """Makes the `RankPlan` of one rank: phase by phase, or `staggered`, in the kernel's order of products."""
 
-    def __init__(self, spec: ModelSpec, rank: int, world_size: int, num_ctas: int) -> None:
+    def __init__(self, spec: ModelSpec, rank: int, world_size: int, num_ctas: int, *, staggered: bool) -> None:
         self.spec, self.rank, self.world_size, self.num_ctas = spec, rank, world_size, num_ctas
-        self.lanes = tuple(spec.lanes_of_rank(rank, world_size))
+        hosted = spec.lanes_of_rank(rank, world_size)
+        self.lanes = tuple(hosted)
+        self.products = product_order(spec, hosted) if staggered else plain_order(hosted, spec.num_layers)
         self.peers = tuple(peer for peer in range(world_size) if peer != rank)
         self.steps: list[Step] = []
+        self.written: set[Value] = set()  # partials and totals, by the steps so far
         self.sequence: dict[tuple[int, int], int] = {}  # of the message of (site, layer)
         for block in Block:
             summed = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, block)]
@@ -27,11 +32,11 @@ class Scheduler:
 
     def rank_plan(self) -> RankPlan:
         """All steps of a token, and the rows of each compute CTA."""
-        self.steps = []
-        self._per_lane(Phase.EMBED, lambda lane: ((), (stream(0, lane),)))
-        for layer in range(self.spec.num_layers):
-            self._add_attention(layer)
-            self._add_mlp(layer)
+        self.steps, self.written = [], set()
+        self._per_lane(Phase.EMBED, lambda lane: ((), (stream(0, lane),)), self.lanes)
+        add = {Phase.QKV: self._add_qkv, Phase.OUT: self._add_out, Phase.GATE_UP: self._add_gate_up, Phase.DOWN: self._add_down}
+        for (phase, layer), products in groupby(self.products, key=lambda product: (product.phase, product.layer)):
+            add[phase](layer, [product.lane for product in products])
         self._add_head()
         self._add_sampling()
         return RankPlan(self.rank, self.lanes, tuple(self.steps), row_splits(self.spec, self.lanes, self.num_ctas))
@@ -55,44 +60,50 @@ class Scheduler:
         return tuple(boxes)
 
     def _per_lane(
-        self, phase: Phase, values: Callable[[int], tuple[Values, Values]], layer: int = NONE, site: int = NONE,
-        when: When = When.ALWAYS,
+        self, phase: Phase, values: Callable[[int], tuple[Values, Values]], lanes: Iterable[int], layer: int = NONE,
+        site: int = NONE, when: When = When.ALWAYS,
     ) -> None:  # fmt: skip
         """One step for each lane; `values(lane)` is what it reads and writes."""
-        for lane in self.lanes:
+        for lane in lanes:
             reads, writes = values(lane)
             self.steps.append(Step(phase, layer, lane, site, reads, writes, when=when))
 
-    def _add_attention(self, layer: int) -> None:
-        def of_lane(kind: Kind, lane: int) -> Value:
-            return Value(kind, layer, lane)
+    def _add_qkv(self, layer: int, lanes: Sequence[int]) -> None:
+        self._per_lane(Phase.QKV, lambda lane: ((stream(2 * layer, lane),), appended(layer, lane)), lanes, layer)
 
-        def appended(lane: int) -> Values:
-            return of_lane(Kind.QUERY, lane), of_lane(Kind.CACHE, lane)
+    def _add_out(self, layer: int, lanes: Sequence[int]) -> None:
+        def mixed(lane: int) -> Values:
+            return (Value(Kind.MIXED, layer, lane),)
 
-        self._per_lane(Phase.QKV, lambda lane: ((stream(2 * layer, lane),), appended(lane)), layer)
-        self._per_lane(Phase.ATTEND, lambda lane: (appended(lane), (of_lane(Kind.MIXED, lane),)), layer)
-        self._per_lane(Phase.OUT, lambda lane: ((of_lane(Kind.MIXED, lane),), (partial(Site.ATTENTION, layer, lane),)), layer)
-        self._add_reduction(Site.ATTENTION, layer)
+        self._per_lane(Phase.ATTEND, lambda lane: (appended(layer, lane), mixed(lane)), lanes, layer)
+        self._per_lane(Phase.OUT, lambda lane: (mixed(lane), (partial(Site.ATTENTION, layer, lane),)), lanes, layer)
+        self._add_reduction(Site.ATTENTION, layer, lanes)
 
-    def _add_mlp(self, layer: int) -> None:
-        def activation(lane: int) -> Value:
-            return Value(Kind.ACTIVATION, layer, lane)
+    def _add_gate_up(self, layer: int, lanes: Sequence[int]) -> None:
+        self._per_lane(Phase.GATE_UP, lambda lane: ((stream(2 * layer + 1, lane),), (activation(layer, lane),)), lanes, layer)
 
-        self._per_lane(Phase.GATE_UP, lambda lane: ((stream(2 * layer + 1, lane),), (activation(lane),)), layer)
-        self._per_lane(Phase.DOWN, lambda lane: ((activation(lane),), (partial(Site.MLP, layer, lane),)), layer)
-        self._add_reduction(Site.MLP, layer)
+    def _add_down(self, layer: int, lanes: Sequence[int]) -> None:
+        self._per_lane(Phase.DOWN, lambda lane: ((activation(layer, lane),), (partial(Site.MLP, layer, lane),)), lanes, layer)
+        self._add_reduction(Site.MLP, layer, lanes)
 
-    def _add_reduction(self, site: Site, layer: int) -> None:
-        """Publish the own lanes' sum if anybody needs it, then bring each lane's stream to its next revision."""
+    def _add_reduction(self, site: Site, layer: int, lanes: Sequence[int]) -> None:
+        """What follows the outputs of `lanes`: the own lanes' sum if anybody needs it and it is whole now, and the streams' next
+        revision: of `lanes`, or of all lanes where the sum is blocking.
+        """
         spec, block, past = self.spec, Block(site), layer - self.spec.delay
         mode = spec.reduce_mode(layer, block)
-        if (site, layer) in self.sequence:
-            self._add_sum(site, layer, [partial(site, layer, lane) for lane in self.lanes])
+        own = [partial(site, layer, lane) for lane in self.lanes]
+        self.written |= {partial(site, layer, lane) for lane in lanes}
+        is_whole = self.written.issuperset(own)
+        if is_whole and (site, layer) in self.sequence:
+            self._add_sum(site, layer, own)
         if mode is ReduceMode.BLOCKING:
+            if not is_whole:
+                return
+            lanes = self.lanes
             self._add_total(site, layer)
-        elif mode is ReduceMode.DELAYED and spec.reduce_mode(past, block) is not ReduceMode.BLOCKING:
-            self._add_total(site, past)  # of a blocking layer the total is there already: it is used twice
+        elif mode is ReduceMode.DELAYED and total(site, past) not in self.written:  # else: of a blocking layer, or of other lanes
+            self._add_total(site, past)
 
         def residual(lane: int) -> tuple[Values, Values]:
             before, own = stream(2 * layer + site, lane), partial(site, layer, lane)
@@ -103,7 +114,7 @@ class Scheduler:
                 reads = (before, own, total(site, past), partial(site, past, lane))
             return reads, (stream(2 * layer + site + 1, lane),)
 
-        self._per_lane(Phase.RESIDUAL, residual, layer, site)
+        self._per_lane(Phase.RESIDUAL, residual, lanes, layer, site)
 
     def _add_sum(self, site: Site, layer: int, terms: Iterable[Value], when: When = When.ALWAYS) -> None:
         own = Value(Kind.OWN_SUM, layer, site=site)
@@ -111,9 +122,10 @@ class Scheduler:
         self.steps.append(Step(Phase.SUM, layer, NONE, site, tuple(terms), (own,), publishes=message, when=when))
 
     def _add_total(self, site: Site, layer: int, when: When = When.ALWAYS) -> None:
-        own = Value(Kind.OWN_SUM, layer, site=site)
+        own, result = Value(Kind.OWN_SUM, layer, site=site), total(site, layer)
         message = self._message(site, layer)
-        self.steps.append(Step(Phase.TOTAL, layer, NONE, site, (own,), (total(site, layer),), waits=message, when=when))
+        self.steps.append(Step(Phase.TOTAL, layer, NONE, site, (own,), (result,), waits=message, when=when))
+        self.written.add(result)
 
     def _message(self, site: Site, layer: int) -> Message | None:
         if self.world_size == 1:
@@ -129,7 +141,7 @@ class Scheduler:
             return Value(Kind.HEAD_INPUT, lane=lane) if per_lane else partial(Site.FINAL, NONE, lane)
 
         if not spec.pre_norm_lane_agg:
-            self._per_lane(Phase.FINAL_NORM, lambda lane: ((stream(last, lane),), (normed(lane),)), when=sampled)
+            self._per_lane(Phase.FINAL_NORM, lambda lane: ((stream(last, lane),), (normed(lane),)), self.lanes, when=sampled)
         terms = tuple(stream(last, lane) if spec.pre_norm_lane_agg else normed(lane) for lane in self.lanes)
         shared = Value(Kind.HEAD_INPUT)
         if spec.head_type is HeadType.REPLICATE:
@@ -139,7 +151,11 @@ class Scheduler:
         elif spec.head_type is HeadType.LANE:
             exchange = self._message(Site.FINAL, NONE)
             self.steps.append(Step(Phase.HEAD_INPUT, NONE, NONE, Site.FINAL, terms, (shared,), exchange, exchange, when=sampled))
-        self._per_lane(Phase.HEAD, lambda lane: ((normed(lane) if per_lane else shared,), (logits(lane),)), when=sampled)
+
+        def head_input(lane: int) -> Values:
+            return (normed(lane) if per_lane else shared,)
+
+        self._per_lane(Phase.HEAD, lambda lane: (head_input(lane), (logits(lane),)), self.lanes, when=sampled)
 
     def _add_sampling(self) -> None:
         own = tuple(logits(lane) for lane in self.lanes)
@@ -196,6 +212,16 @@ def is_summed(spec: ModelSpec, layer: int, block: Block) -> bool:
 def stream(revision: int, lane: int) -> Value:
     """The residual stream of a lane after `revision` blocks."""
     return Value(Kind.STREAM, revision, lane)
+
+
+def appended(layer: int, lane: int) -> Values:
+    """What QKV writes and ATTEND reads: the query, and the cache with the position's key and value."""
+    return Value(Kind.QUERY, layer, lane), Value(Kind.CACHE, layer, lane)
+
+
+def activation(layer: int, lane: int) -> Value:
+    """silu(gate) * up of a lane."""
+    return Value(Kind.ACTIVATION, layer, lane)
 
 
 def partial(site: Site, layer: int, lane: int) -> Value:

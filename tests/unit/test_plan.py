@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.steps import NONE, Kind, Message, Phase, Site, Step, Value, When
+from kog_dist.decode.steps import NONE, WEIGHT_PHASES, Kind, Message, Phase, Site, Step, Value, When
 from kog_dist.decode.tape import segment_weights, tape, tape_values
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
@@ -38,6 +38,44 @@ def test_lanes_of_a_phase_stand_together() -> None:
     order = [(s.phase, s.layer, s.lane) for s in make_plan(SMALL, 2).ranks[1].steps if s.layer == 3 and s.lane != NONE]
     phases = (Phase.QKV, Phase.ATTEND, Phase.OUT, Phase.RESIDUAL, Phase.GATE_UP, Phase.DOWN, Phase.RESIDUAL)
     assert order == [(phase, 3, lane) for phase in phases for lane in (2, 3)]
+
+
+def test_staggered_lanes_are_half_a_layer_apart_behind_the_blocking_layers() -> None:
+    plan = make_plan(SMALL, 1, staggered=True)
+    order = [(s.phase, s.layer, s.lane) for s in plan.ranks[0].steps if s.phase in WEIGHT_PHASES and s.layer != NONE]
+    phases = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
+    assert order[:32] == [(phase, layer, lane) for layer in (0, 1) for phase in phases for lane in range(4)]
+    assert order[32:36] == [(phase, 2, lane) for phase in (Phase.QKV, Phase.OUT) for lane in (0, 1)]
+    assert order[36:44] == [
+        (phase, 2, lane)
+        for pair in ((Phase.QKV, Phase.GATE_UP), (Phase.OUT, Phase.DOWN))
+        for ahead in (0, 1)
+        for phase, lane in zip(pair, (ahead + 2, ahead), strict=True)
+    ]
+    assert order[44:46] == [(Phase.QKV, 3, 0), (Phase.GATE_UP, 2, 2)]
+    assert order[-4:] == [(phase, 4, lane) for phase in (Phase.GATE_UP, Phase.DOWN) for lane in (2, 3)]
+    assert sorted(order) == sorted((phase, layer, lane) for phase in phases for layer in range(5) for lane in range(4))
+
+
+def test_a_staggered_sum_waits_for_the_lanes_behind() -> None:
+    """Published once the last own lane has its part; the total comes once, before the first lane that needs it."""
+    ordered = make_plan(replace(SMALL, delay=1), 1, staggered=True).ranks[0].steps
+    at = {(s.phase, s.site, s.layer, s.lane): k for k, s in enumerate(ordered)}
+    for site, phase in ((Site.ATTENTION, Phase.OUT), (Site.MLP, Phase.DOWN)):
+        for layer in (1, 2, 3):
+            outputs = [at[phase, NONE, layer, lane] for lane in range(4)]
+            assert at[Phase.RESIDUAL, site, layer, 0] < outputs[2], "lanes ahead do not wait"
+            assert at[Phase.SUM, site, layer, NONE] == max(outputs) + 1
+            users = [at[Phase.RESIDUAL, site, layer + 1, lane] for lane in range(4)]
+            assert at[Phase.SUM, site, layer, NONE] < at[Phase.TOTAL, site, layer, NONE] == min(users) - 1
+    assert sum(s.phase is Phase.TOTAL and s.site != Site.FINAL for s in ordered) == 8
+
+
+def test_ranks_of_few_lanes_have_one_order() -> None:
+    assert make_plan(SMALL, 2, staggered=True) == make_plan(SMALL, 2)
+    assert make_plan(SMALL, 1, staggered=True).digest() != make_plan(SMALL, 1).digest()
+    blocking = replace(SMALL, delay=0)
+    assert make_plan(blocking, 1, staggered=True) == make_plan(blocking, 1)
 
 
 def test_early_layers_block_later_layers_look_back_and_the_last_publish_nothing() -> None:

@@ -95,7 +95,7 @@ class CudaEngine:
         self._control.set_state(self._rank, RankState.LOADING)
         checkpoint = open_checkpoint(Path(self._args.model), verify=self._args.verify)
         spec = checkpoint.spec
-        check(make_plan(spec, 1))
+        check(make_plan(spec, 1, staggered=True))  # the kernel's order
         with translated_errors(self._args.device):
             self._kernel = self._load(checkpoint)
             self._max_context = spec.max_context
