@@ -118,7 +118,7 @@ def test_prompt_that_goes_on_returns_to_its_replica(world: World, pair: Pair) ->
     world.until(lambda: sum(running(*pair)) == 1)
     home, other = pair if pair[0].running else pair[::-1]
     home.accept()
-    home.generate(0, *range(300))
+    home.generate(0, *range(900))  # longer than the prompt, so that it matters that it is remembered
     home.finish()
     world.until(lambda: client.of(Done))
     answer = "".join(event.text for event in client.read() if isinstance(event, Tokens))
