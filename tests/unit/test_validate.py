@@ -38,13 +38,13 @@ def test_every_plan_that_is_made_is_accepted(head: str, delay: int) -> None:
             SMALL, num_layers=num_layers, delay=delay, early_comm=early, attention_comm=attention, mlp_comm=mlp,
             head_type=head_type, pre_norm_lane_agg=pre_norm, vocab_size=24,
         )  # fmt: skip
-        world_size = rng.choice((1, 2, 4, 8))
-        assert validate(make_plan(spec, world_size, num_ctas=3)) == [], (spec, world_size)
+        world_size, staggered = rng.choice(((1, False), (2, False), (4, False), (8, False), (1, True), (2, True)))
+        assert validate(make_plan(spec, world_size, num_ctas=3, staggered=staggered)) == [], (spec, world_size, staggered)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_plans_of_the_published_shape_are_accepted(world_size: int) -> None:
-    assert validate(make_plan(laneformer_2b(), world_size)) == []
+@pytest.mark.parametrize(("world_size", "staggered"), [(1, False), (1, True), (2, False), (2, True), (4, True), (8, True)])
+def test_plans_of_the_published_shape_are_accepted(world_size: int, staggered: bool) -> None:
+    assert validate(make_plan(laneformer_2b(), world_size, staggered=staggered)) == []
 
 
 # ---- what findings say ----
@@ -75,7 +75,16 @@ def swapped(plan: Plan, rank: int, first: Phase, second: Phase) -> Plan:
     return with_part(plan, replace(plan.ranks[rank], steps=tuple(steps)))
 
 
+def moved(plan: Plan, rank: int, phase: Phase, nth: int, by: int) -> Plan:
+    """The plan with the nth step of a phase some places later (or earlier) on one rank."""
+    steps = list(plan.ranks[rank].steps)
+    at = [k for k, step in enumerate(steps) if step.phase is phase][nth]
+    steps.insert(at + by, steps.pop(at))
+    return with_part(plan, replace(plan.ranks[rank], steps=tuple(steps)))
+
+
 PLAN = make_plan(SMALL, 4, num_ctas=3)
+STAGGERED = make_plan(replace(SMALL, delay=1), 2, num_ctas=3, staggered=True)
 TWO_LANES = replace(SMALL, num_lanes=2, num_heads=2, num_kv_heads=2)
 TWO_RANKS = make_plan(replace(TWO_LANES, delay=0), 2, num_ctas=3)
 FINDINGS = {
@@ -88,6 +97,12 @@ FINDINGS = {
     "read before write": (swapped(TWO_RANKS, 1, Phase.QKV, Phase.ATTEND), "its place holds nothing"),
     "value of the layer before": (with_step(PLAN, 2, Phase.GATE_UP, 2), "its place holds ACTIVATION number 0"),
     "written twice": (with_step(PLAN, 0, Phase.RESIDUAL, 1, lane=0), "its labels do not say"),
+    "sum before the last lane behind": (
+        moved(STAGGERED, 1, Phase.SUM, 2, -1), "SUM of attention layer 1: reads PARTIAL site 0 number 1 lane 7, but its place"
+    ),
+    "total after the first lane ahead": (
+        moved(STAGGERED, 0, Phase.TOTAL, 2, 1), "RESIDUAL of attention layer 2 lane 0: reads TOTAL site 0 number 1, but its place"
+    ),
     "slots": (with_mailbox(TWO_RANKS, "candidates", num_slots=0), "use 1 to 2"),
     "length": (with_mailbox(PLAN, "mlp", length=7), "publishes 16 values into mailbox mlp, which holds 7"),
     "lanes": (with_part(PLAN, replace(PLAN.ranks[3], lanes=(0, 1))), "rank 3 hosts lanes (0, 1), expected (6, 7)"),

@@ -561,6 +561,7 @@ def wrong_delay(plan: Plan, rng: random.Random) -> Plan | None:
 SMALL = ModelSpec(
     hidden_size=8, num_layers=3, num_heads=4, num_kv_heads=4, intermediate_size=12, vocab_size=18, num_lanes=4, delay=1
 )  # fmt: skip
+EIGHT_LANES = replace(SMALL, hidden_size=16, num_heads=8, num_kv_heads=8, intermediate_size=16, num_lanes=8)
 BASES = [
     (replace(SMALL, num_lanes=2), 2),
     (replace(SMALL, num_layers=4, delay=2, mlp_comm=False), 2),
@@ -569,19 +570,22 @@ BASES = [
     (replace(SMALL, pre_norm_lane_agg=True), 4),
     (replace(SMALL, num_lanes=2, num_layers=1, attention_comm=False, mlp_comm=False), 2),
     (replace(SMALL, num_lanes=2, head_type=HeadType.VOCAB_PARALLEL), 1),
-]
+    (SMALL, 1),
+    (EIGHT_LANES, 2),
+]  # staggered where a rank hosts enough lanes for it: the last two
 
 
 @pytest.mark.parametrize(("spec", "world_size"), BASES)
 def test_the_unchecked_engine_runs_good_plans(spec: ModelSpec, world_size: int) -> None:
-    plan = make_plan(spec, world_size, num_ctas=3)
+    plan = make_plan(spec, world_size, num_ctas=3, staggered=True)
+    assert (plan != make_plan(spec, world_size, num_ctas=3)) == ((spec, world_size) in BASES[-2:])
     assert validate(plan) == []
     assert not goes_wrong(plan, wanted_results(spec, world_size), random.Random(1))
 
 
 def test_no_wrong_plan_is_accepted() -> None:
     rng = random.Random(2026)
-    plans = [(make_plan(spec, ranks, num_ctas=3), wanted_results(spec, ranks)) for spec, ranks in BASES]
+    plans = [(make_plan(spec, ranks, num_ctas=3, staggered=True), wanted_results(spec, ranks)) for spec, ranks in BASES]
     wrong: Counter[str] = Counter()
     harmless = 0
     damages = [*((damage, True) for damage in BY_CONSTRUCTION), *((damage, False) for damage in PERHAPS)]

@@ -1,0 +1,74 @@
+"""The order of products: what the kernel relies on beside the plan, which the validator proves."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from kog_dist.decode.order import Product, product_order
+from kog_dist.decode.steps import Phase
+from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+
+SMALL = ModelSpec(
+    hidden_size=16, num_layers=7, num_heads=8, num_kv_heads=8, intermediate_size=16, vocab_size=24, num_lanes=8, delay=2
+)  # fmt: skip
+BLOCKS = {Phase.OUT: Block.ATTENTION, Phase.DOWN: Block.MLP}
+CHAIN = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
+VARIANTS = [
+    replace(SMALL, num_layers=num_layers, delay=delay, early_comm=early, attention_comm=attention, mlp_comm=mlp)
+    for num_layers, delay, early, (attention, mlp) in itertools.product(
+        (1, 4, 7), (0, 1, 2, 3), (False, True), ((True, True), (True, False), (False, True), (False, False))
+    )
+]
+LANES = [range(8), range(4, 8), range(2, 4), range(7, 8)]
+
+
+@pytest.mark.parametrize("lanes", LANES, ids=str)
+def test_each_lane_computes_its_own_in_order(lanes: range) -> None:
+    for spec in VARIANTS:
+        order = product_order(spec, lanes)
+        for lane in lanes:
+            wanted = [Product(layer, phase, lane) for layer in range(spec.num_layers) for phase in CHAIN]
+            assert [product for product in order if product.lane == lane] == wanted, spec
+        assert len(order) == 4 * spec.num_layers * len(lanes)
+
+
+@pytest.mark.parametrize("lanes", LANES, ids=str)
+def test_the_finaliser_finds_the_partials_that_it_adds(lanes: range) -> None:
+    """A row's owner keeps the partials of `delay` + 1 layers (`history` in finalize.cuh). A blocking sum is added when the last
+    lane's partial is there, and no lane may go on before it."""
+    for spec in VARIANTS:
+        history: dict[tuple[Block, int, int], int] = {}  # block, layer modulo delay + 1, lane -> layer
+        streams = dict.fromkeys(lanes, 0)  # blocks that have been added
+        for product in product_order(spec, lanes):
+            layer, lane = product.layer, product.lane
+            assert streams[lane] == 2 * layer + (product.phase in (Phase.GATE_UP, Phase.DOWN)), (spec, product)
+            if product.phase not in BLOCKS:
+                continue
+            block = BLOCKS[product.phase]
+            mode = spec.reduce_mode(layer, block)
+            if mode is ReduceMode.DELAYED:
+                past = layer - spec.delay
+                found = [history[block, past % (spec.delay + 1), other] for other in lanes]
+                assert found == [past] * len(lanes), (spec, product)
+            history[block, layer % (spec.delay + 1), lane] = layer
+            if mode is not ReduceMode.BLOCKING:
+                streams[lane] += 1
+            elif lane == lanes[-1]:
+                assert [history[block, layer % (spec.delay + 1), other] for other in lanes] == [layer] * len(lanes), (
+                    spec,
+                    product,
+                )
+                streams = {other: done + 1 for other, done in streams.items()}
+
+
+@pytest.mark.parametrize("lanes", [range(8), range(4)], ids=str)
+def test_small_and_large_products_alternate_behind_the_blocking_layers(lanes: range) -> None:
+    """The reason for the order: but for its two ends, no two small products stand side by side."""
+    order = product_order(SMALL, lanes)
+    inner = order[4 * len(lanes) * SMALL.delay + len(lanes) : -len(lanes)]
+    small = [product.phase in (Phase.QKV, Phase.OUT) for product in inner]
+    assert small[0::2] == [True] * (len(inner) // 2)
+    assert small[1::2] == [False] * (len(inner) // 2)
