@@ -225,6 +225,16 @@ def test_the_same_request_twice_has_the_same_bits(tmp_path: Path) -> None:
     assert logits_of(model, tokens).tobytes() == first.tobytes()
 
 
+@pytest.mark.parametrize("name", ["laneformer", "no_mlp_comm", "no_comm", "delay_1", "pre_norm"])
+def test_a_staggered_plan_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    spec = SPECS[name]
+    weights, tokens = weights_of(spec, tmp_path / "model"), tokens_of(spec, 8)
+    plans = [make_plan(spec, 1, 4, staggered=staggered) for staggered in (False, True)]
+    assert plans[0] != plans[1]
+    plain, staggered = (logits_of(Interpreter(plan, 0, weights, None), tokens) for plan in plans)
+    assert plain.tobytes() == staggered.tobytes()
+
+
 def test_a_step_back_drops_the_later_positions(tmp_path: Path) -> None:
     """A request that extends the last one keeps the common prefix."""
     model = engine(save(BASE, tmp_path / "model"))
