@@ -36,6 +36,7 @@ SPECS = {
     "tied": replace(SPEC, tied_embeddings=True),
     "norms per lane": replace(SPEC, shared_norm_scale=False),
     "norms per lane, aggregate": replace(SPEC, shared_norm_scale=False, pre_norm_lane_agg=True),
+    "staggered lanes": replace(SPEC, hidden_size=128, num_heads=8, num_kv_heads=4, intermediate_size=144, num_lanes=4),
     "one lane": replace(SPEC, num_lanes=1, num_kv_heads=6, delay=0),
 }
 
@@ -112,16 +113,19 @@ def test_every_word_arrives_in_its_place(tmp_path: Path, variant: str, dtype: st
         def found(op: OpShape, matrix: np.ndarray[Any, Any], tapes: Tapes = tapes) -> bool:
             return np.array_equal(tapes.next(op, *matrix.shape), stored_words(matrix, dtype))
 
+        for product in shape.products:
+            layer = wanted.lanes[product.lane].layers[product.layer]
+            op, matrix = {
+                Phase.QKV: (shape.qkv, layer.wqkv),
+                Phase.OUT: (shape.out, layer.wo),
+                Phase.GATE_UP: (shape.gate_up, np.stack([layer.w1, layer.w3], 1).reshape(-1, spec.hidden_size)),
+                Phase.DOWN: (shape.down, layer.w2),
+            }[product.phase]
+            assert found(op, matrix), product
         norms = []
         for i in range(spec.num_layers):
-            layers = [wanted.lanes[lane].layers[i] for lane in hosted]
-            assert all(found(shape.qkv, layer.wqkv) for layer in layers), i
-            assert all(found(shape.out, layer.wo) for layer in layers), i
-            both = [np.stack([layer.w1, layer.w3], 1).reshape(-1, spec.hidden_size) for layer in layers]
-            assert all(found(shape.gate_up, matrix) for matrix in both), i
-            assert all(found(shape.down, layer.w2) for layer in layers), i
-            used = layers[:1] if spec.shared_norm_scale else layers
-            norms.append([[layer.attention_norm for layer in used], [layer.ffn_norm for layer in used]])
+            layers = [wanted.lanes[lane].layers[i] for lane in (hosted[:1] if spec.shared_norm_scale else hosted)]
+            norms.append([[layer.attention_norm for layer in layers], [layer.ffn_norm for layer in layers]])
         assert found(shape.head, np.concatenate([wanted.heads[lane] for lane in hosted]))
         assert tapes.position == shape.tape_values
         assert np.array_equal(weights.norms, stored_words(np.array(norms), dtype))
@@ -170,7 +174,7 @@ def test_a_file_that_was_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
 
 # ---- the order of the tape ----
 def packed_products(shape: KernelShape) -> list[tuple[Phase, int, int]]:
-    """What `pack_tape` puts on the tapes, in order: the products that it asks for, checked to stand there one after another."""
+    """What `pack_tape` puts on the tapes, in order: (phase, layer, hosted lane)."""
     asked: list[tuple[Phase, int, int]] = []
     ops = {
         Phase.QKV: shape.qkv,
@@ -186,22 +190,23 @@ def packed_products(shape: KernelShape) -> list[tuple[Phase, int, int]]:
 
     tapes = np.zeros((shape.num_ctas, shape.tape_values), np.uint16)
     pack_tape(shape, source, tapes)
-    position = 0
-    for number, (phase, _, _) in enumerate(asked, 1):
-        assert tapes[0, position] == number, "the products do not stand in the order in which they were asked for"
-        position += ops[phase].num_values
+    layers = [layer for phase, layer, _ in asked if phase is not Phase.HEAD]
+    assert layers == sorted(layers), "a layer's tensors are read together"
+    found, position = [], 0
+    while position < shape.tape_values:
+        number = int(tapes[0, position])
+        assert number, f"no product begins at value {position}"
+        found.append(asked[number - 1])
+        position += ops[found[-1][0]].num_values
     assert position == shape.tape_values
-    return asked
-
-
-def rank_hosting(spec: ModelSpec, hosted: range) -> tuple[int, int]:
-    return hosted[0] // len(hosted), spec.num_lanes // len(hosted)
+    return found
 
 
 def plan_of(shape: KernelShape) -> tuple[Plan, int]:
     """The plan of the engine that the shape is a rank of, and the rank."""
     hosted = len(shape.hosted_lanes)
-    return make_plan(shape.spec, shape.spec.num_lanes // hosted, shape.num_ctas), shape.hosted_lanes[0] // hosted
+    plan = make_plan(shape.spec, shape.spec.num_lanes // hosted, shape.num_ctas, staggered=True)
+    return plan, shape.hosted_lanes[0] // hosted
 
 
 @pytest.mark.parametrize("hosted", [range(8), range(4, 8), range(2, 4), range(7, 8)], ids=str)
