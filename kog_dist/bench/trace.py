@@ -1,7 +1,8 @@
 """The time stamps of one traced token: what they say per phase, and the same as a Chrome trace, which Perfetto opens.
 
-A product is a matrix-vector product of one phase, layer and lane; the LM head is the last one. For every product each thread
-block notes when its vector was there, when the sums were, and when its rows were published; attention notes its stages at qkv's.
+A product is a matrix-vector product of one phase, layer and lane, numbered in the kernel's order (`KernelShape.products`); the LM
+head is the last one. For every product each thread block notes when its vector was there (the slice of its first matrix warp, in
+shared memory), when the sums were, and when its rows were published; attention notes its stages at those of qkv.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import STAMP_KINDS
 
 PHASES = ("qkv", "out", "gate_up", "down", "head")  # those with weights, in the order of a lane's products
+_BEFORE = {"gate_up": "out", "qkv": "down", "head": "down"}  # whose output they read: a residual stream
 ATTENTION = ("query_seen", "scored", "mixed", "merged", "attended")  # stages of an item, in order
 Stamps = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Product:
-    """One matrix-vector product of the traced token."""
+class Traced:
+    """One matrix-vector product of the traced token; the LM head has the layer after the last one."""
 
     index: int
     phase: str
@@ -43,36 +45,39 @@ class Trace:
         stamped = raw > 0
         first = raw[stamped].min()
         self.stamps: Stamps = np.where(stamped, (raw - np.where(stamped, first, raw)) / 1000.0, np.nan)
-        lanes, layers = shape.num_lanes, shape.spec.num_layers
         self.products = [
-            Product(index, PHASES[index // lanes % 4], index // (4 * lanes), index % lanes) for index in range(4 * lanes * layers)
+            Traced(index, product.phase.name.lower(), product.layer, product.lane) for index, product in enumerate(shape.products)
         ]
-        self.products.append(Product(4 * lanes * layers, "head", layers, 0))
+        self._index = {(product.phase, product.layer, product.lane): product.index for product in self.products}
+        self.products.append(Traced(len(self.products), "head", shape.spec.num_layers, shape.hosted_lanes[0]))
 
     def of(self, kind: str, product: int) -> Stamps:
         """Stamps (thread blocks,) of one kind."""
         return self.stamps[:, STAMP_KINDS.index(kind), product]
 
-    def last_published(self, product: Product) -> float:
+    def last_published(self, product: Traced) -> float:
         """When the whole input of a product was published; NaN for the first ones, which read the embedding."""
         return max((self._last(kind, index) for kind, index in self._inputs(product)), default=float("nan"))
 
     def _last(self, kind: str, index: int) -> float:
         return float(np.nanmax(self.of(kind, index)))
 
-    def _inputs(self, product: Product) -> list[tuple[str, int]]:
-        lanes, spec, index = self.shape.num_lanes, self.shape.spec, product.index
-        if product.phase == "out":
-            return [("attended", index - lanes)]
-        if product.phase == "down":
-            return [("published", index - lanes)]
-        if product.phase == "head":
-            return [("published", index - lanes + lane) for lane in range(lanes)]
-        layer, block = (product.layer, Block.ATTENTION) if product.phase == "gate_up" else (product.layer - 1, Block.MLP)
+    def _inputs(self, product: Traced) -> list[tuple[str, int]]:
+        """Which stamps of which products say that the input is published."""
+        phase, layer, lane = product.phase, product.layer, product.lane
+        if phase == "out":
+            return [("attended", self._index["qkv", layer, lane])]
+        if phase == "down":
+            return [("published", self._index["gate_up", layer, lane])]
+        block = Block.ATTENTION if phase == "gate_up" else Block.MLP
+        layer = layer if phase == "gate_up" else layer - 1
         if layer < 0:
             return []
-        last_lane = index - 1 - product.lane  # a blocking sum goes to all lanes when the last lane has its partial
-        return [("published", last_lane if spec.reduce_mode(layer, block) is ReduceMode.BLOCKING else index - lanes)]
+        is_blocking = self.shape.spec.reduce_mode(layer, block) is ReduceMode.BLOCKING
+        lanes = self.shape.hosted_lanes
+        # A blocking sum goes to all lanes' streams when the last lane has its partial.
+        sources = lanes[-1:] if is_blocking else lanes if phase == "head" else (lane,)
+        return [("published", self._index[_BEFORE[phase], layer, source]) for source in sources]
 
     # ---- what they say ----
     def durations(self) -> dict[str, dict[str, list[float]]]:
@@ -80,7 +85,8 @@ class Trace:
 
         hop: the whole input published -> vector there; multiply; publish; spread: from the first thread block that published to
         the last; step: the whole input published -> everything published. Attention: hop is q published -> q seen.
-        With several lanes a hop contains the other lanes' turns.
+        Matrix warps gather a vector when they are done with the product before it: with several lanes a hop contains those of
+        other lanes, and the vector has often been there for long.
         """
         found: dict[str, dict[str, list[float]]] = {}
 

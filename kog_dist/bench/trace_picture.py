@@ -67,6 +67,11 @@ def _draw_rows(axes: Any, trace: Trace, ctas: list[int]) -> None:
 
 def _two_layers(trace: Trace) -> tuple[float, float]:
     """From the last publication of the layer before the middle two to that of their second one."""
-    per_layer, middle = 4 * trace.shape.num_lanes, trace.shape.spec.num_layers // 2
-    ends = [float(np.nanmax(trace.stamps[:, :, : per_layer * layer])) if layer else 0.0 for layer in (middle - 1, middle + 1)]
-    return ends[0], max(ends[1], ends[0] + 1.0)
+    middle = trace.shape.spec.num_layers // 2
+
+    def end_of(layer: int) -> float:
+        stamps = trace.stamps[:, :, [product.index for product in trace.products if product.layer == layer]]
+        return float(np.nanmax(stamps)) if stamps.size else 0.0
+
+    begin, end = end_of(middle - 2), end_of(middle)
+    return begin, max(end, begin + 1.0)

@@ -10,13 +10,16 @@ import pytest
 
 from kog_dist.bench.trace import Trace
 from kog_dist.bench.trace_picture import bars_of, draw
+from kog_dist.decode.order import Product
+from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import STAMP_KINDS
 
 SPEC = ModelSpec(128, 3, 8, 8, 256, 100, max_context=64, num_lanes=4, delay=1)
-SHAPE = KernelShape(SPEC, range(4), max_ctas=4)
+SHAPE = KernelShape(SPEC, range(4), max_ctas=4)  # layer 0 sums blocking; then lanes 2 and 3 are half a layer behind 0 and 1
 BLOCKS = SHAPE.num_ctas
+QKV, OUT, GATE_UP, DOWN = Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN
 
 
 def made_up(shape: KernelShape = SHAPE) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
@@ -27,27 +30,38 @@ def made_up(shape: KernelShape = SHAPE) -> np.ndarray[tuple[int, ...], np.dtype[
     for kind, later in (("fetched", 0), ("multiplied", 30), ("published", 40)):
         raw[:, STAMP_KINDS.index(kind)] = at + np.uint64(later)
     raw[:, STAMP_KINDS.index("published"), -1] = 0
-    queries = [4 * lanes * layer + lane for layer in range(layers) for lane in range(lanes)]
+    queries = [index for index, product in enumerate(shape.products) if product.phase is QKV]
     for number, kind in enumerate(("query_seen", "scored", "mixed", "merged", "attended")):
         raw[:2, STAMP_KINDS.index(kind), queries] = at[:2, queries] + np.uint64(60 + 10 * number)  # two blocks have items
     return raw * np.uint64(10)
 
 
-def test_inputs_are_those_of_the_model() -> None:
-    trace = Trace(made_up(), SHAPE)
-    last = 0.01 * (BLOCKS - 1)
+@pytest.mark.parametrize("shape", [SHAPE, KernelShape(SPEC, range(2, 4), max_ctas=4)], ids=["staggered", "plain"])
+def test_inputs_are_those_of_the_model(shape: KernelShape) -> None:
+    trace = Trace(made_up(shape), shape)
+    last_block = 0.01 * (BLOCKS - 1)
 
-    def when(layer: int, phase: int, lane: int) -> float:
-        return next(trace.last_published(p) for p in trace.products if p.index == (4 * layer + phase) * 4 + lane)
+    def number(layer: int, phase: Phase, lane: int) -> int:
+        return shape.products.index(Product(layer, phase, lane))
 
-    assert np.isnan(when(0, 0, 1)), "the embedding"
-    assert when(0, 1, 2) == pytest.approx(2 * 1.0 + 1.0 + 0.01), "attention of the same lane, the later of the two blocks"
-    assert when(0, 2, 1) == pytest.approx(7 * 1.0 + 0.4 + last), "layer 0 sums blocking: lane 3 of out"
-    assert when(1, 0, 1) == pytest.approx(15 * 1.0 + 0.4 + last), "the same of down"
-    assert when(1, 2, 1) == pytest.approx((16 + 5) * 1.0 + 0.4 + last), "delayed: the same lane of out"
-    assert when(2, 0, 1) == pytest.approx((16 + 13) * 1.0 + 0.4 + last)
-    assert when(1, 3, 2) == pytest.approx((16 + 10) * 1.0 + 0.4 + last)
-    assert trace.last_published(trace.products[-1]) == pytest.approx(47 * 1.0 + 0.4 + last), "the head waits for all lanes"
+    def when(layer: int, phase: Phase, lane: int) -> float:
+        return trace.last_published(trace.products[number(layer, phase, lane)])
+
+    def published(layer: int, phase: Phase, lane: int) -> object:
+        return pytest.approx(number(layer, phase, lane) * 1.0 + 0.4 + last_block)
+
+    assert np.isnan(when(0, QKV, 3)), "the embedding"
+    for layer in range(3):
+        for lane in shape.hosted_lanes:
+            attended = pytest.approx(number(layer, QKV, lane) * 1.0 + 1.0 + 0.01)  # of the later of the two blocks
+            assert when(layer, OUT, lane) == attended
+            assert when(layer, DOWN, lane) == published(layer, GATE_UP, lane)
+    for lane in shape.hosted_lanes:
+        assert when(0, GATE_UP, lane) == published(0, OUT, 3), "layer 0 sums blocking: the last lane of out"
+        assert when(1, QKV, lane) == published(0, DOWN, 3), "the same of down"
+        assert when(1, GATE_UP, lane) == published(1, OUT, lane), "delayed: the same lane of out"
+        assert when(2, QKV, lane) == published(1, DOWN, lane)
+    assert trace.last_published(trace.products[-1]) == published(2, DOWN, 3), "the head waits for all lanes"
 
 
 def test_summary() -> None:
@@ -58,7 +72,7 @@ def test_summary() -> None:
     assert summary["down"]["publish"]["mean"] == 0.1
     assert summary["down"]["spread"]["mean"] == pytest.approx(0.01 * (BLOCKS - 1))
     assert summary["down"]["hop"]["p99"] == pytest.approx(3.6)  # of the last block: 4 products later, less publishing
-    assert summary["down"]["step"]["mean"] == pytest.approx(4.0)
+    assert summary["down"]["step"]["mean"] == pytest.approx((10 * 4.0 + 2 * 2.0) / 12, abs=1e-3)  # at the end two lanes are alone
     assert summary["attend"]["scored"]["mean"] == 0.1
     assert summary["attend"]["hop"]["mean"] == pytest.approx(0.2 + 0.005 - 0.01 * (BLOCKS - 1))
     assert "publish" not in summary["head"]
@@ -78,6 +92,11 @@ def test_chrome_events_have_every_stamp() -> None:
         "head multiplied",
         "qkv layer 1 lane 2 attended",
     }
+    ahead, behind = (
+        next(event["ts"] for event in events if event["name"] == f"{product} multiplied")
+        for product in ("gate_up layer 1 lane 0", "qkv layer 1 lane 3")
+    )
+    assert behind - ahead == pytest.approx(1.0), "neighbours in the order of the kernel"
 
 
 def test_bars_and_picture(tmp_path: Path) -> None:
