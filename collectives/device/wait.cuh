@@ -1,5 +1,5 @@
 // Bounded waits. A waiting loop only looks at `stopped`, in shared memory: it is inlined in many places and must stay small. The
-// watchdog warp of each thread block keeps the time: when its fetch warps have stood at one place for too long, it records what
+// watchdog warp of each thread block keeps the time: when its matrix warps have stood at one place for too long, it records what
 // they wait for, raises the device's abort mirror, and stops its thread block; the other watchdogs see the mirror. So every wait of
 // the device ends: well, or within the limit. After a wait that did not end well the caller must unwind without publishing.
 #pragma once
@@ -7,7 +7,8 @@
 
 namespace kog {
 
-// In shared memory. Where the fetch (or sampling) warps stand; written by one thread, read by the watchdog.
+// In shared memory. Where the matrix warps stand: `num_waits` is counted by the first of them, the rest is written by any that polls
+// long, before the limit. Read by the watchdog.
 struct WaitNote {
     volatile u32 stopped;               // this thread block is leaving
     volatile u32 num_waits;             // counts the places

@@ -1,8 +1,9 @@
 // Attention of one position. An item is a KV head and a split: positions p with p % kSplits == split. Items are spread over the
-// thread blocks by a map that depends on layer and lane only, so the thread block that appends a row of K and V is the one that
-// reads it later: no K or V crosses thread blocks, and the append needs no fence beyond the group's barrier. A split keeps its rows
-// in batches of 16 (K by rows, V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
-// The new position does not come back from memory: the threads that hold its row of the batch take it from the words.
+// thread blocks by a map that depends on layer and lane only, and the batches of an item over the warps by their number. So the
+// thread that appends its share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its
+// rows in batches of 16 (K by rows, V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
+// The new position does not come back from memory: its warp reads the words and passes them on in shared memory (`fresh`), and the
+// threads that hold its row of the batch put it into their registers.
 #pragma once
 #include "layout.cuh"
 

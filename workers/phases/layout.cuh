@@ -92,7 +92,8 @@ struct Role {
     __device__ __forceinline__ u32 stopped() const { return address(const_cast<const u32*>(&shared->note.stopped)); }
 };
 
-// Products of one token, in the order of phases, layers and lanes. The kinds of stamps of a traced build, one of each per product.
+// Products of one token, the LM head included. The kinds of stamps of a traced build, one of each per product, in the order of
+// `kProducts`; kFetched: the slice of matrix warp 0 is in shared memory.
 constexpr u32 kTokenVectors = 4 * kLayers * kLanes + 1;
 enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kScored, kMixed, kMerged, kAttended, kStampKinds };
 
