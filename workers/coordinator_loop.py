@@ -274,7 +274,8 @@ class Coordinator:
 
     def _finish(self, stream: RequestStream, reason: FinishReason) -> None:
         """End a request that went well, was cancelled or ran out of its time, with its one terminal event."""
-        self._remove(stream)
+        if not self._remove(stream):
+            return  # it ended with its client a moment ago
         match reason:
             case FinishReason.CANCELLED:
                 self.counters.num_cancelled += 1
@@ -290,23 +291,25 @@ class Coordinator:
 
     def _fail(self, stream: RequestStream, code: ErrorCode, message: str) -> None:
         """End a request without its answer, with its one terminal event."""
-        self._remove(stream)
+        if not self._remove(stream):
+            return  # it ended with its client a moment ago
         if code is ErrorCode.DEADLINE_EXCEEDED:
             self.counters.num_expired += 1
         else:
             self.counters.num_failed += 1
         self._send(stream, error_event(code, message, stream.request_id))
 
-    def _remove(self, stream: RequestStream) -> None:
-        """Take a request off the books; if ranks decode it, they are told that nobody wants it any more."""
+    def _remove(self, stream: RequestStream) -> bool:
+        """Take a request off the books, if it is on them; ranks that decode it are told that nobody wants it any more."""
         if stream is self._running:
             self._running = None
             self._slot.cancel()
             self._queue.turn_over(stream.timings.running_s(self._clock()))
-        elif stream in self._grammars.askers:
+            return True
+        if stream in self._grammars.askers:
             self._grammars.forget(stream)
-        else:
-            self._queue.remove(stream)
+            return True
+        return self._queue.remove(stream)
 
     def _streams(self) -> list[RequestStream]:
         """All requests that are not finished, in the order in which they run; last those whose grammar is being checked."""
@@ -345,9 +348,7 @@ class Coordinator:
         """The client does not read: its requests end, and all it will find is the reason."""
         streams = [behind, *(stream for stream in self._streams_of(behind.peer) if stream is not behind)]
         message = "the client did not read its events; more than the buffer of this engine holds were waiting"
-        for stream in streams:
-            self._remove(stream)
-            self.counters.num_failed += 1
+        self.counters.num_failed += sum([self._remove(stream) for stream in streams])
         self.counters.num_dropped_clients += 1
         last = [error_event(ErrorCode.SLOW_READER, message, stream.request_id) for stream in streams]
         self._listener.drop(behind.peer, last)

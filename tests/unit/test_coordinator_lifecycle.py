@@ -132,6 +132,13 @@ class Lifecycle(RuleBasedStateMachine):
             assert isinstance(events[0], Accepted) or (isinstance(events[0], Error) and len(events) == 1)
             self._check_answer(message, [event for event in events if isinstance(event, Tokens)], events[-1])
 
+    @invariant()
+    def every_request_is_counted_once(self) -> None:
+        counters, waiting = self.coordinator.counters, self.coordinator._streams()
+        num_ended = counters.num_completed + counters.num_cancelled + counters.num_expired + counters.num_failed
+        unread = [message for _, message in self.wire.inbox if isinstance(message, Generate)]
+        assert num_ended + counters.num_refused + len(waiting) == len(self.sent) - len(unread)
+
     def _check_answer(self, message: Generate, tokens: list[Tokens], last: Event) -> None:
         if message.prompt is None or not tokens:
             return

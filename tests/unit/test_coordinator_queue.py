@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import KvUse
+from kog_dist.control import AbortCause, KvUse
 from kog_dist.rpc.messages import Accepted, Alive, Done, Drain, Error, ErrorCode, FinishReason, Prefill, StatusReport, Tokens
 from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
 
@@ -237,3 +237,41 @@ def test_after_a_numerical_fault_nothing_is_reused(engine: HandTurned) -> None:
     engine.ask(A, "a2", WORD, max_tokens=1)
     engine.decode()
     assert last(engine, "a2").num_cached_tokens == 0
+
+
+# ---- clients that are gone or do not read ----
+def num_ended(engine: HandTurned) -> int:
+    counters = engine.coordinator.counters
+    return (
+        counters.num_completed + counters.num_cancelled + counters.num_expired + counters.num_failed + counters.num_refused
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["deadline", "drain", "abort"])
+def test_requests_of_a_client_that_has_gone_end_once(engine: HandTurned, how: str) -> None:
+    engine.ask(A, "a1")
+    for name in ("b1", "b2", "b3"):
+        engine.ask(B, name, deadline_s=0.1)
+    engine.wire.gone.add(B)
+    if how == "deadline":
+        engine.pass_ms(100)
+    elif how == "drain":
+        engine.wire.inbox.append((A, Drain()))
+    else:
+        engine.control.set_abort(AbortCause.SHUTDOWN)
+    engine.coordinator.turn()
+    if how == "abort":
+        engine.coordinator.run()
+    assert num_ended(engine) == (4 if how == "abort" else 3)
+    assert engine.coordinator.counters.num_dropped_clients == 1
+
+
+def test_a_client_that_does_not_read_its_last_event_is_counted_once(engine: HandTurned) -> None:
+    engine.ask(A, "a1", max_tokens=2)
+    engine.ask(A, "a2")
+    engine.wire.room[A] = 2
+    engine.decode(2)
+    codes = [event.code for event in engine.wire.delivered[A] if isinstance(event, Error)]
+    assert codes == [ErrorCode.SLOW_READER] * 2
+    assert isinstance(last(engine, "a1"), Error)
+    assert num_ended(engine) == 2
