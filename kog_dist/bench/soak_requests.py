@@ -65,7 +65,7 @@ class RequestMix:
         fate = chance.choices(fates, (62, 18, 8, 12))[0]
         fields: dict[str, Any] = {"max_tokens": chance.randint(1, _MOST_TOKENS), **self._sampling()}
         if fate is Fate.DEADLINE:
-            fields["deadline_s"] = chance.choice((0.002, 0.01, 0.03, 0.1))
+            fields["deadline_s"] = chance.choice((0.002, 0.02, 0.1, 0.3, 0.6))
         if chance.random() < 0.04 or self._number == 1:  # at once: it starts a process, which is no leak
             fields |= chance.choice(({"regex": chance.choice(_REGEX)}, {"json_schema": _SCHEMA}))
         else:
