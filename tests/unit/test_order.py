@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 SMALL = ModelSpec(
     hidden_size=16, num_layers=7, num_heads=8, num_kv_heads=8, intermediate_size=16, vocab_size=24, num_lanes=8, delay=2
@@ -72,3 +74,17 @@ def test_small_and_large_products_alternate_behind_the_blocking_layers(lanes: ra
     small = [product.phase in (Phase.QKV, Phase.OUT) for product in inner]
     assert small[0::2] == [True] * (len(inner) // 2)
     assert small[1::2] == [False] * (len(inner) // 2)
+
+
+@pytest.mark.parametrize("lanes", [range(8), range(4, 6)], ids=str)
+def test_the_generated_table_has_this_order(lanes: range) -> None:
+    """Read as `Place` in layout.cuh reads it: lanes from 0, and at the end the place of the LM head."""
+    spec = replace(SMALL, hidden_size=128, intermediate_size=256)
+    tables = dict(re.findall(r"short (k\w+)\[\] = \{([\d, ]+)\}", KernelShape(spec, lanes, max_ctas=4).header()))
+    *codes, end = map(int, tables["kProducts"].split(", "))
+    order = product_order(spec, lanes)
+    phases = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
+    assert [Product(code >> 8, phases[code & 3], lanes[code >> 2 & 63]) for code in codes] == order
+    assert end >> 8 == spec.num_layers
+    queries = [int(number) for number in tables["kQkvProducts"].split(", ")]
+    assert queries == [number for number, product in enumerate(order) if product.phase is Phase.QKV]
