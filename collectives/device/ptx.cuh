@@ -66,16 +66,7 @@ __device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u
         : "memory");
 }
 
-// ---- barriers of a group of warps ----
-__device__ __forceinline__ bool group_all(u32 barrier, u32 num_threads, bool value) {
-    u32 all;
-    asm volatile(
-        "{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n barrier.cta.red.and.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
-        : "=r"(all)
-        : "r"(barrier), "r"(num_threads), "r"(static_cast<u32>(value))
-        : "memory");
-    return all != 0;
-}
+// ---- registers of a group of four warps ----
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -81,7 +81,7 @@ def test_the_generated_table_has_this_order(lanes: range) -> None:
     """Read as `Place` in layout.cuh reads it: lanes from 0, and at the end the place of the LM head."""
     spec = replace(SMALL, hidden_size=128, intermediate_size=256)
     tables = dict(re.findall(r"short (k\w+)\[\] = \{([\d, ]+)\}", KernelShape(spec, lanes, max_ctas=4).header()))
-    *codes, end = map(int, tables["kProducts"].split(", "))
+    *codes, end, after = map(int, tables["kProducts"].split(", "))
     order = product_order(spec, lanes)
     phases = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
     assert [Product(code >> 8, phases[code & 3], lanes[code >> 2 & 63]) for code in codes] == order

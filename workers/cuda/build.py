@@ -109,7 +109,8 @@ def _with_nvcc(compiler: str, kernel: str, sources: Mapping[str, str]) -> tuple[
 def _with_nvrtc(kernel: str, sources: Mapping[str, str]) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     headers = {name: text for name, text in sources.items() if name != kernel}
-    program = nvrtc.createProgram(sources[kernel], kernel, tuple(headers.values()), tuple(headers))
+    texts, names = (tuple(text.encode() for text in part) for part in (headers.values(), headers))
+    program = nvrtc.createProgram(sources[kernel], kernel, texts, names)
     try:
         nvrtc.compileProgram(program, OPTIONS)
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)

@@ -28,6 +28,7 @@ DECODE_PARAMS = Struct(
         Field("wait_limit_us", "u32", "longest wait, at most 2000000"),
         Field("num_steps", "u32", "most steps of this launch"),
         Field("request_tag", "u32", "tag of the request's ring entries; never 0"),
+        Field("zero", "u32", "0, which no compiler knows: what is masked with it must have been loaded"),
         Field("num_stop_ids", "u32", "used entries of stop_ids"),
         Field("stop_ids", "u32", "token ids that end the answer", count=MAX_STOP_IDS),
     ),

@@ -225,8 +225,9 @@ class KernelShape:
         lines += [f"constexpr u64 {name} = {sum(1 << i for i in layers):#x}ull;" for name, layers in masks.items()]
         lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
         codes = [PHASES.index(p.phase) | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
+        end = spec.num_layers << 8  # the LM head's place, and what comes after it: no lane's product
         queries = [i for i, p in enumerate(self.products) if p.phase is Phase.QKV]
-        for name, values in (("kProducts", [*codes, spec.num_layers << 8]), ("kQkvProducts", queries)):
+        for name, values in (("kProducts", [*codes, end, end]), ("kQkvProducts", queries)):
             lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
         lines += [f"constexpr bool kPreNormSum = {str(spec.pre_norm_lane_agg).lower()};"]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]

@@ -21,7 +21,7 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     mbar_init(bar(shared.head_squares_full), kMatrixWarps);
     mbar_init(bar(shared.token_full), 1), mbar_init(bar(shared.token_ended), 1);
     for (int i = 0; i < kLanes; ++i) mbar_init(bar(shared.lane_done[i]), 1);
-    shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0;
+    shared.note.stopped = 0, shared.note.num_waits = 0, shared.note.num_words = 0, shared.finished = 0, shared.cancelled = 0;
     shared.num_finalized = 0;
     fence_barrier_init();
 }

@@ -295,11 +295,11 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
         for (u32 i = 0; i < kLayers * kLanes; ++i) {
             attender.product = kQkvProducts[i];
             const Place at(attender.product);
-            const u32 first_cta = ((at.layer * kLanes + at.lane) * kItems) % kNumCtas;
+            const u32 first_cta = ((at.layer() * kLanes + at.lane()) * kItems) % kNumCtas;
             const u32 first = role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
 #pragma unroll 1
             for (u32 item = first; item < kItems; item += kNumCtas)
-                if (!attender.item(at.layer, at.lane, item, position, layer_tag(role.first_epoch + step, at.layer))) return;
+                if (!attender.item(at.layer(), at.lane(), item, position, layer_tag(role.first_epoch + step, at.layer()))) return;
         }
         attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : 1);
     }

@@ -227,11 +227,11 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ro
 #pragma unroll 1
         for (u32 number = 0; number < kNumProducts; ++number) {
             const Place at(number);
-            const u32 tag = layer_tag(epoch, at.layer);
+            const u32 tag = layer_tag(epoch, at.layer());
             bool ok;
-            if (at.phase == 0) ok = finalizer.qkv(at.lane, position, tag);
-            else if (at.phase == 2) ok = finalizer.gate_up(at.lane, tag);
-            else ok = finalizer.residual(at.phase >> 1, at.layer, at.lane, tag);
+            if (at.phase() == 0) ok = finalizer.qkv(at.lane(), position, tag);
+            else if (at.phase() == 2) ok = finalizer.gate_up(at.lane(), tag);
+            else ok = finalizer.residual(at.phase() >> 1, at.layer(), at.lane(), tag);
             if (!ok) return;
         }
         Candidate best{-INFINITY, kIdMask};

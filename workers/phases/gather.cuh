@@ -66,10 +66,10 @@ struct Gatherer {
     };
     __device__ __forceinline__ Source source(const Place& at) {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
-        const u32 copy = at.lane * kReplicas + role.cta % kReplicas;
-        const u32 tag = layer_tag(role.first_epoch + step, at.layer);
-        if (at.phase == 3) return {words + kActivationOffset + copy * kActivationStride, tag, kFfn / 4, DownOp::kPer};
-        if (at.phase == 2) return {words + kMiddleOffset + copy * kStreamStride, tag, kHidden / 4, GateUpOp::kPer};
+        const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
+        const u32 tag = layer_tag(role.first_epoch + step, at.layer());
+        if (at.phase() == 3) return {words + kActivationOffset + copy * kActivationStride, tag, kFfn / 4, DownOp::kPer};
+        if (at.phase() == 2) return {words + kMiddleOffset + copy * kStreamStride, tag, kHidden / 4, GateUpOp::kPer};
         return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu, kHidden / 4, QkvOp::kPer};
     }
     // Whether this thread has an i-th unit, and which: of the warp, and of the whole vector.
@@ -95,9 +95,9 @@ struct Gatherer {
         return __all_sync(kFullWarp, wrong == 0);
     }
     __device__ __forceinline__ void load_norm(const Place& at) {
-        const u32 half = 2 * at.layer + (at.phase >> 1);
+        const u32 half = 2 * at.layer() + (at.phase() >> 1);
         const uint2* norm = reinterpret_cast<const uint2*>(params.norms_ptr) +
-                            (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane)) * (kHidden / 4) + warp * QkvOp::kPer * 8 + lane;
+                            (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane())) * (kHidden / 4) + warp * QkvOp::kPer * 8 + lane;
 #pragma unroll
         for (int i = 0; i < kMany; ++i)
             if (i * 32 + lane < QkvOp::kPer * 8 && warp * QkvOp::kPer * 8 + i * 32 + lane < kHidden / 4) scale[i] = norm[32 * i];
@@ -111,13 +111,13 @@ struct Gatherer {
     };
     __device__ __forceinline__ Splits splits(const Place& at, u32 group) {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
-        const u32 copy = at.lane * kReplicas + role.cta % kReplicas, first = (lane & 3) * kSplitsOfThread;
+        const u32 copy = at.lane() * kReplicas + role.cta % kReplicas, first = (lane & 3) * kSplitsOfThread;
         u32 unit = (warp * OutOp::kPer + group) * 8 + (lane >> 2);
         if (unit >= kOutUnits) unit = 0;  // padding: read something that will be there
         const u32 head = unit / kHeadUnits, place = unit % kHeadUnits;
         return {words + kAttendedOffset + copy * kAttendedStride + ((head * kSplits + first) * kHeadUnits + place) * 2,
                 words + kLogSumOffset + copy * kLogSumStride + head * kSplits + first,
-                layer_tag(role.first_epoch + step, at.layer)};
+                layer_tag(role.first_epoch + step, at.layer())};
     }
     __device__ __forceinline__ void load_splits(const Splits& from) {
 #pragma unroll
@@ -171,16 +171,16 @@ struct Gatherer {
     __device__ __forceinline__ void read_ahead(const Place& at) {
         loaded = false;
         if (at.is_last() || at.index() == 0) return;
-        if (at.phase == 0 || at.phase == 2) load_norm(at);
-        if (!is_near(role, at.lane, at.index())) return;
-        if (at.phase == 1) load_splits(splits(at, 0));
+        if (at.phase() == 0 || at.phase() == 2) load_norm(at);
+        if (!is_near(role, at.lane(), at.index())) return;
+        if (at.phase() == 1) load_splits(splits(at, 0));
         else load_units(source(at));
         loaded = true;
     }
     // x of the vector, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
     __device__ __forceinline__ bool gather(const Place& at, float& squares) {
         squares = 0;
-        if (at.phase == 1) {
+        if (at.phase() == 1) {
             if (!gather_merged(at)) return false;
         } else if (!gather_units(at, squares)) {
             return false;
@@ -194,15 +194,15 @@ struct Gatherer {
         for (u32 group = 0; group < OutOp::kPer; ++group) {
             const Splits from = splits(at, group);
             if (group > 0 || !loaded) {
-                if (!wait_until_near(role, at.lane, at.index())) return false;
+                if (!wait_until_near(role, at.lane(), at.index())) return false;
                 load_splits(from);
             }
             for (u32 rounds = 1; !splits_ready(from); ++rounds) {
                 if (load_shared_u32(role.stopped())) return false;
                 if (rounds % 1024 == 0) {
                     const u64* all = reinterpret_cast<const u64*>(params.words_ptr) + kAttendedOffset +
-                                     (at.lane * kReplicas + role.cta % kReplicas) * kAttendedStride;
-                    note_wait(kOutPhase, at.layer, at.lane, from.tag, all, kSplits * kQueryRows / 2);
+                                     (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride;
+                    note_wait(kOutPhase, at.layer(), at.lane(), from.tag, all, kSplits * kQueryRows / 2);
                 }
                 load_splits(from);
             }
@@ -217,13 +217,13 @@ struct Gatherer {
             load_embedding();
         } else {
             if (!loaded) {
-                if (!wait_until_near(role, at.lane, at.index())) return false;
+                if (!wait_until_near(role, at.lane(), at.index())) return false;
                 load_units(from);
             }
             for (u32 rounds = 1; !units_ready(from); ++rounds) {
                 if (load_shared_u32(role.stopped())) return false;
                 if (rounds % 1024 == 0)
-                    note_wait(at.phase == 0 ? kQkvPhase : at.phase == 2 ? kGateUpPhase : kDownPhase, at.layer, at.lane, from.tag,
+                    note_wait(at.phase() == 0 ? kQkvPhase : at.phase() == 2 ? kGateUpPhase : kDownPhase, at.layer(), at.lane(), from.tag,
                               from.words, 2 * from.num_units);
                 load_units(from);
             }
@@ -234,7 +234,7 @@ struct Gatherer {
             const bool real = unit_of(from, i, unit, whole);
             if (unit >= from.per * 8) continue;
             float4 v = real ? values(got[i]) : make_float4(0, 0, 0, 0);
-            if (at.phase != 3 && real) {
+            if (at.phase() != 3 && real) {
                 squares += square_sum(v);
                 v = times(v, widen(scale[i]));
             }

@@ -105,14 +105,14 @@ __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step
 
 // Product `number` of a token: the phase's input is multiplied for a layer and a lane. `kProducts` (generated) has the order.
 struct Place {
-    u32 phase, layer, lane;  // 0 QKV, 1 OUT, 2 GATE_UP, 3 DOWN
+    u32 packed;  // one register, since it is kept through whole products
 
-    __device__ __forceinline__ explicit Place(u32 number) {
-        const u32 packed = kProducts[number];
-        phase = packed & 3, lane = packed >> 2 & 63, layer = packed >> 8;
-    }
-    __device__ __forceinline__ bool is_last() const { return layer == kLayers; }  // the place after all products: the LM head
-    __device__ __forceinline__ u32 index() const { return 4 * layer + phase; }    // among the lane's products of the token
+    __device__ __forceinline__ explicit Place(u32 number) : packed(kProducts[number]) {}
+    __device__ __forceinline__ u32 phase() const { return packed & 3; }  // 0 QKV, 1 OUT, 2 GATE_UP, 3 DOWN
+    __device__ __forceinline__ u32 lane() const { return packed >> 2 & 63; }
+    __device__ __forceinline__ u32 layer() const { return packed >> 8; }
+    __device__ __forceinline__ bool is_last() const { return layer() == kLayers; }  // the place after all products: the LM head
+    __device__ __forceinline__ u32 index() const { return 4 * layer() + phase(); }  // among the lane's products of the token
 };
 constexpr u32 kNumProducts = 4 * kLayers * kLanes;
 

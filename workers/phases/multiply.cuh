@@ -8,13 +8,14 @@
 namespace kog {
 
 struct Multiplier {
+    const KogDecodeParams& params;
     const Role& role;
     u32 warp, lane;
     u32 full, slot_at, parity = 0;  // of the next tile that is read: its barrier, this thread's place in its slot, the phase to wait for
     u32 num_vectors = 0, num_blocks = 0;
 
-    __device__ __forceinline__ Multiplier(const Role& role_, u32 warp_, u32 lane_)
-        : role(role_), warp(warp_), lane(lane_), full(opaque(role_.bar(role_.shared->full[0]))),
+    __device__ __forceinline__ Multiplier(const KogDecodeParams& params_, const Role& role_, u32 warp_, u32 lane_)
+        : params(params_), role(role_), warp(warp_), lane(lane_), full(opaque(role_.bar(role_.shared->full[0]))),
           slot_at(opaque(role_.address(role_.shared->ring) + lane * 16)) {}
 
     static constexpr u32 kEmptyOffset = kNumSlots * 8;  // from a slot's `full` to its `empty`
@@ -24,10 +25,13 @@ struct Multiplier {
         full += 8, slot_at += kSlotBytes;
         if (full == role.bar(role.shared->full[0]) + kEmptyOffset) full -= kEmptyOffset, slot_at -= kNumSlots * kSlotBytes, parity ^= 1;
     }
-    // The tile that stood there is in registers: its slot may be filled again.
-    __device__ __forceinline__ void free_slot(u32 full_barrier) {
+    // The tile that stood there is in registers: its slot may be filled again. In registers for certain: the copy that fills it does not
+    // queue behind loads from shared memory that are still under way, as loads and stores of threads would. Without a dependence on
+    // `loaded` the arrival is issued before the data have come, and where attention keeps the load units busy a line of the next
+    // tile was read now and then (docs/results/monokernel-rounds.md, round 9).
+    __device__ __forceinline__ void free_slot(u32 full_barrier, u32 loaded) {
         __syncwarp();
-        if (lane == 0) mbar_arrive(full_barrier + kEmptyOffset);
+        if (lane == 0) mbar_arrive(full_barrier + kEmptyOffset + (loaded & params.zero));
     }
 
     // What a warp takes from a tile: pieces of eight rows and 32 columns, and x.
@@ -70,7 +74,9 @@ struct Multiplier {
             next_slot();
             x_address += kSteps * 128;
             add_products(tile, sums);
-            free_slot(held);
+            // What a warp loads from shared memory comes in order; the compiler may have swapped the last two loads.
+            constexpr int kPieces = kSteps * kGroups;
+            free_slot(held, tile.weights[kPieces - 1].x | (kPieces > 1 ? tile.weights[kPieces - 2].x : 0));
         } while (--num_tiles != 0);
         return true;
     }
@@ -118,7 +124,7 @@ constexpr u32 kHeadPlace = 4;  // after the four phases of the layers
 __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Role& role, u32 warp) {
     using M = Multiplier;
     const u32 lane = opaque(laneid());
-    M multiplier(role, warp, lane);
+    M multiplier(params, role, warp, lane);
     Gatherer gatherer{params, role, warp, lane};
     Shared& shared = *role.shared;
     const u32 x_address = opaque(role.address(shared.x) + warp * (kMaxPer * 128) + (lane & 15) * 8);
@@ -130,7 +136,7 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ro
         Place at(0);
 #pragma unroll 1
         for (u32 i = 0; i < num_vectors; ++i) {
-            const u32 phase = at.is_last() ? kHeadPlace : at.phase;
+            const u32 phase = at.is_last() ? kHeadPlace : at.phase();
             float squares = 0;
             if (!(phase == kHeadPlace ? gatherer.gather_head() : gatherer.gather(at, squares))) return;
             if (warp == 0) {
