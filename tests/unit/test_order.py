@@ -85,6 +85,6 @@ def test_the_generated_table_has_this_order(lanes: range) -> None:
     order = product_order(spec, lanes)
     phases = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
     assert [Product(code >> 8, phases[code & 3], lanes[code >> 2 & 63]) for code in codes] == order
-    assert end >> 8 == spec.num_layers
+    assert end == after == spec.num_layers << 8
     queries = [int(number) for number in tables["kQkvProducts"].split(", ")]
     assert queries == [number for number, product in enumerate(order) if product.phase is Phase.QKV]
