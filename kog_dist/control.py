@@ -196,7 +196,7 @@ class ControlPage:
 
     @classmethod
     def create(cls, world_size: int, max_context: int, generation: int = 1, *, vocab_size: int = 0) -> ControlPage:
-        """A new page for `world_size` ranks; heartbeats start now. `generation` counts the starts of an engine, from 1.
+        """A new page for `world_size` ranks, whose heartbeats start now. `generation` counts the starts of an engine, from 1.
 
         Without a `vocab_size` there is no room for masks.
         """
@@ -217,7 +217,7 @@ class ControlPage:
         header["magic"] = CONTROL_MAGIC
         del header
         page = cls(segment)
-        for rank in (*range(world_size), COORDINATOR):
+        for rank in range(world_size):
             page.beat(rank)
         return page
 
@@ -360,8 +360,9 @@ class ControlPage:
         self._words[self._beat_word(rank)] = time.monotonic_ns()
 
     def beat_age_s(self, rank: int) -> float:
-        """Seconds since the last heartbeat of `rank` (or COORDINATOR)."""
-        return (time.monotonic_ns() - self._words[self._beat_word(rank)]) / 1e9
+        """Seconds since the last heartbeat of `rank` (or COORDINATOR); 0 before the first one: start-up has its own deadline."""
+        last_ns = self._words[self._beat_word(rank)]
+        return (time.monotonic_ns() - last_ns) / 1e9 if last_ns else 0.0
 
     def set_state(self, rank: int, state: RankState) -> None:
         """Say what `rank` is doing. Writer: the rank itself."""

@@ -44,7 +44,7 @@ def dry_run(settings: LaunchConfig) -> str:
     launcher = choose_launcher(settings, os.environ)
     target, obstacles = plan_target(settings)
     spec = target.checkpoint.spec
-    plan = make_plan(spec, target.world_size)
+    plan = make_plan(spec, target.world_size, staggered=target.device == "cuda")
     check_plan(plan)
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)
