@@ -1,8 +1,9 @@
 """Masks of the vocabulary, from the process that knows a request's grammar to the engines: shared memory, one mask per token.
 
 A mask is V bits: bit id % 32 of word id // 32 says whether id may be chosen. Each 64-bit word here carries 32 of them, and the
-mask's epoch in its upper half, so that data is its own flag: a reader of any slice (all words on CPU ranks, a thread block's own
-slice on a GPU, which maps this memory) knows by itself when its words are there, and no word of an older mask is ever taken.
+mask's tag (its epoch modulo 2^32 - 1, plus 1) in its upper half, so that data is its own flag: a reader of any slice (all words
+on CPU ranks, a thread block's own slice on a GPU, which maps this memory) knows by itself when its words are there, and no word
+of an older mask is ever taken.
 
 Epochs only grow: a request's first mask has the epoch that its request block names, every next token one more. Two slots are used
 in turn. The mask of a token is written only when the token before it was read from the ring, and that was chosen with the mask
@@ -19,7 +20,7 @@ from kog_dist.memfd import Segment, round_up
 MaskWords = NDArray[np.uint32]
 
 NUM_SLOTS = 2
-_TAG_SHIFT, _LOW = np.uint64(32), 0xFFFFFFFF
+_TAG_SHIFT, _LARGEST_TAG = np.uint64(32), 0xFFFFFFFF
 
 
 def num_words(vocab_size: int) -> int:
@@ -32,6 +33,11 @@ def mask_bytes(vocab_size: int) -> int:
     return round_up(NUM_SLOTS * 8 * num_words(vocab_size))
 
 
+def _tag(epoch: int) -> np.uint64:
+    """The upper half of an epoch's words; never 0, which stands in slots that nobody has written."""
+    return np.uint64(epoch % _LARGEST_TAG + 1)
+
+
 class MaskSlots:
     """A view of the slots inside `segment`, at `offset` bytes; `close` before the segment is closed."""
 
@@ -42,12 +48,12 @@ class MaskSlots:
 
     def put(self, epoch: int, mask: MaskWords) -> None:
         """Write the mask (num_words,) of `epoch`, from 1. One process at a time writes; it never waits."""
-        self._slots[epoch % NUM_SLOTS] = mask.astype(np.uint64) | np.uint64(epoch & _LOW) << _TAG_SHIFT
+        self._slots[epoch % NUM_SLOTS] = mask.astype(np.uint64) | _tag(epoch) << _TAG_SHIFT
 
     def get(self, epoch: int) -> MaskWords | None:
         """A copy of the mask of `epoch`, or None when it is not completely there. Never waits."""
         words = self._slots[epoch % NUM_SLOTS].copy()
-        if (words >> _TAG_SHIFT != np.uint64(epoch & _LOW)).any():
+        if (words >> _TAG_SHIFT != _tag(epoch)).any():
             return None
         mask: MaskWords = words.astype(np.uint32)  # keeps the lower halves
         return mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,18 @@ def test_what_the_model_cannot_do_is_refused_by_name(changes: dict[str, Any], co
 
 
 def test_every_flag_reaches_the_client_of_kog_launch() -> None:
-    request = PromptRequest.from_flags(
-        prompt=None, prompt_ids="1", max_tokens=None, temperature=None, seed=None, stop=(), ignore_eos=False, json=True,
-        logit_digests=False, shaping=OPTIONS,
-    )  # fmt: skip
-    assert request is not None
-    arguments = request.client_arguments()
-    for item in fields(ShapingOptions):
-        assert any(argument.startswith(f"--{item.name.replace('_', '-')}=") for argument in arguments), item.name
-    assert arguments.count("--logit-bias=7=-2.5") == arguments.count("--logit-bias=9=1") == 1
+    given = set()
+    grammars: tuple[dict[str, Any], ...] = ({"json_schema": "{}"}, {"regex": "a*"})  # one or the other
+    for grammar in grammars:
+        request = PromptRequest.from_flags(
+            prompt=None, prompt_ids="1", max_tokens=None, temperature=None, seed=None, stop=(), ignore_eos=False, json=True,
+            logit_digests=False, shaping=replace(OPTIONS, **grammar),
+        )  # fmt: skip
+        assert request is not None
+        arguments = request.client_arguments()
+        given |= {argument.partition("=")[0] for argument in arguments}
+        assert arguments.count("--logit-bias=7=-2.5") == arguments.count("--logit-bias=9=1") == 1
+    assert given >= {f"--{item.name.replace('_', '-')}" for item in fields(ShapingOptions)}
 
 
 @pytest.mark.parametrize(
