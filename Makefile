@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
-.PHONY: demo test lint types check bench clean
+.PHONY: demo test lint types check cluster bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -23,6 +23,9 @@ types: $(VENV)/.installed-dev
 
 check: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
+	$(BIN)/python -m pytest -m cluster
 
 bench: $(VENV)/.installed  ## speed of the demo model on this machine's CPU ranks
 	$(BIN)/kog-bench decode

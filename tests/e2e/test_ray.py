@@ -120,6 +120,7 @@ def test_too_few_resources_are_named(daemons: RayDaemons) -> None:
     engines_are_gone(daemons, CLEAN_S)
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(240)
 def test_a_cancelled_job_finishes_the_running_request(daemons: RayDaemons) -> None:
     submitted = ray_job(
@@ -153,6 +154,7 @@ def test_killed_launcher_leaves_nothing(daemons: RayDaemons, tiny_model: Path) -
     engines_are_gone(daemons, CLEAN_S + 1.0)
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(400)
 def test_every_loss_leads_to_a_new_generation(daemons: RayDaemons, tiny_model: Path) -> None:
     """Three times in ten minutes; the last of them is the loss of the node, and the engine goes to another one."""

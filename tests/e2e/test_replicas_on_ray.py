@@ -23,6 +23,7 @@ ENDED_S = 60.0
 NUM_STREAMS, NUM_TOKENS, NUM_PROMPTS = 100, 100, 10
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (pip install 'kog-dist[ray]')")
 def test_node_dies_under_a_hundred_streams(session: EngineSession, tiny_model: Path) -> None:
