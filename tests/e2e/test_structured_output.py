@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -138,6 +139,8 @@ def test_a_killed_grammar_process_harms_one_request_at_most(engine: tuple[Engine
         os.kill(pid, signal.SIGKILL)
     until(lambda: not set(before) & {pid for pid, *_ in session._marked()}, 10.0, lambda: "killed processes remain")
     assert client.status().state.value == "ready"
+    with contextlib.suppress(RequestError):  # it may have gone to the process that was just dying: the one that is harmed
+        assert answer(client, regex="b")[0] == "b"
     assert answer(client, regex="b")[0] == "b"
 
 
