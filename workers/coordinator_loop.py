@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import RequestError
+from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.listener import Delivery, RpcListener, error_event
 from kog_dist.rpc.messages import (
     Accepted,
@@ -38,7 +39,6 @@ from kog_dist.rpc.messages import (
     build_hash,
 )
 from kog_dist.workers.coordinator_args import CoordinatorArgs
-from kog_dist.workers.counters import Counters
 from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.engine_life import EngineLife, Farewell
 from kog_dist.workers.grammar.service import GrammarService

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kog_dist.router import frames
-from kog_dist.router.reports import Counters
 from kog_dist.router.requests import RequestBook, RoutedRequest
+from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.listener import Delivery, RpcListener, error_event
 from kog_dist.rpc.messages import Alive, Cancel, Done, ErrorCode, Event, FinishReason, encode
 

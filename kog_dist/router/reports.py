@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from kog_dist.router.fleet import Fleet
 from kog_dist.router.link import LinkState, ReplicaLink
 from kog_dist.router.orders import FleetReport, ReplicaReport
 from kog_dist.router.requests import RoutedRequest
+from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
 
 _SHOWN = 4096  # items of an array in a status report
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the router's start."""
-
-    num_completed: int = 0
-    num_cancelled: int = 0
-    num_expired: int = 0
-    num_failed: int = 0
-    num_refused: int = 0
-    num_dropped_clients: int = 0
-    num_tokens: int = 0
 
 
 def engine_state(fleet: Fleet, *, is_draining: bool) -> EngineState:

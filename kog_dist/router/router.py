@@ -21,8 +21,9 @@ from kog_dist.router.clients import ClientSide
 from kog_dist.router.fleet import Fleet
 from kog_dist.router.link import LinkState, ReplicaLink
 from kog_dist.router.orders import FleetOrder, latest_packet
-from kog_dist.router.reports import Counters, fleet_report, status_report, welcome
+from kog_dist.router.reports import fleet_report, status_report, welcome
 from kog_dist.router.requests import RequestBook, RoutedRequest
+from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.listener import RpcListener, error_event
 from kog_dist.rpc.messages import (
     Accepted,

@@ -1,4 +1,4 @@
-// Choosing a token, bit for bit as kog_dist/decode/sampling.py defines it: every operation is rounded on its own.
+// Choosing a token, bit for bit as kog_dist/decode/sampling/ (bits.py, choice.py) defines it: every operation is rounded on its own.
 #pragma once
 #include "layout.cuh"
 

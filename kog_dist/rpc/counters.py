@@ -1,4 +1,4 @@
-"""What a coordinator counts."""
+"""What a coordinator, and a router in front of several, counts."""
 
 from __future__ import annotations
 
