@@ -1,0 +1,47 @@
+"""What the gateway's process does with a request of any of the three APIs: send `generates`, hand their events to `reply`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from kog_dist.gateway.openai.errors import ApiError
+from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Generate, Prefill, Tokens
+
+StreamEvent: TypeAlias = Accepted | Alive | Prefill | Tokens | Done
+
+KEEPALIVE = b": keep-alive\n\n"  # a comment: clients skip it
+
+
+class Reply(Protocol):
+    """Turns the events of a request's choices into an answer, streamed or whole. Pure, for one request, not thread-safe.
+
+    Events of a choice come in the order of the engine; choices may be interleaved. Every event is handed over, also of an answer that
+    is not streamed; then the bytes are empty.
+    """
+
+    keepalive: bytes
+
+    def on_event(self, choice: int, event: StreamEvent) -> bytes:
+        """SSE frames for an event of the choice `choice` (its place in `generates`), b"" if there is nothing to say."""
+
+    def on_error(self, choice: int, error: Error | ApiError) -> bytes:
+        """The frames that end the stream because of an error: no `[DONE]` follows, `end` and later events give nothing."""
+
+    def end(self) -> bytes:
+        """The last frames, once every choice is done: usage, timings, `[DONE]`."""
+
+    def whole(self) -> dict[str, Any]:
+        """The JSON of an answer that is not streamed, once every choice is done.
+
+        Raises ApiError if a choice ended with an error or was cancelled.
+        """
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A checked request. `generates`: one per choice, with ids of their own, to be sent in this order."""
+
+    generates: tuple[Generate, ...]
+    stream: bool
+    reply: Reply

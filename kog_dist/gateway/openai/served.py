@@ -1,0 +1,97 @@
+"""What the OpenAI layer knows of the model that an engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.rpc.fields import SHAPING_LIMITS, check_temperature
+
+DEFAULT_ALIAS: Final = "default"  # names the served model whatever it is called
+
+
+class ChatRenderer(Protocol):
+    """Messages to prompt text; `kog_dist.model.chat_template.ChatTemplate`."""
+
+    source: str
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt. Raises RequestError if the template refuses the messages, breaks on them or exceeds its limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What counts where a request says nothing: the model's own generation_config.json, else OpenAI's defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingDefaults:
+        """The defaults of a parsed generation_config.json ({} without one). Raises ValueError naming a value out of range."""
+        found: dict[str, Any] = {}
+        for name in cls.__dataclass_fields__:
+            value = config.get(name)
+            if value is None:
+                continue
+            if type(value) not in (int, float) or (name == "top_k" and type(value) is not int):
+                raise ValueError(f"{name} must be a number, got {value!r:.40}")
+            if name == "temperature":
+                check_temperature(value)
+            else:
+                low, high = SHAPING_LIMITS[name]
+                if not low <= value <= high:
+                    raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+            found[name] = value
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model behind the gateway. `max_context`: tokens of prompt and answer together. `created`: Unix time in seconds.
+
+    Without a tokenizer only `/v1/completions` with token ids works; without a chat template chat uses plain text (docs/openai.md).
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    max_context: int
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    chat_template: ChatRenderer | None
+    created: int
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+    def answers_to(self, name: str | None) -> bool:
+        """Whether a request for the model `name` is ours; one that names none is."""
+        return name is None or name in (self.name, DEFAULT_ALIAS, *self.aliases)
+
+    def card(self) -> dict[str, Any]:
+        """The entry of `/v1/models`."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kog_dist",
+            "max_model_len": self.max_context,
+            "aliases": sorted({DEFAULT_ALIAS, *self.aliases} - {self.name}),
+            "chat": self.chat_style,
+        }
+
+    @property
+    def chat_style(self) -> str:
+        """How messages become a prompt: `template`, `plain` (joined text, for base models) or `none` (no tokenizer)."""
+        if self.tokenizer is None:
+            return "none"
+        return "plain" if self.chat_template is None else "template"
