@@ -16,7 +16,7 @@ from kog_dist.hardware.visible import Visible, visible_gpus
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
-KERNEL_COMPUTE = (9, 0)  # compute capability that workers/cuda/build.py compiles for
+KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
 MAX_GPUS = 1  # of an engine, until ranks exchange sums between GPUs
 
 

@@ -56,7 +56,7 @@ def cubin_cache() -> Iterator[Finding]:
     inventory = read_inventory()
     if not inventory.gpus:
         return
-    from kog_dist.workers.cuda.build import cache_folder
+    from kog_dist.cuda.build import cache_folder
 
     folder = cache_folder()
     existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("/"))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kog_dist.cuda import build as build_module
 from kog_dist.errors import CompileError
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda import build as build_module
 from kog_dist.workers.cuda.build import build, device_sources
 from kog_dist.workers.cuda.kernel_abi import KERNEL_STRUCTS, abi_header
 from kog_dist.workers.cuda.kernel_shape import KernelShape

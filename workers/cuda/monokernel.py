@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.abi import WAIT_RECORD, WaitRecord
+from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import DeviceError
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
-from kog_dist.workers.cuda.driver import Kernel
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, abi_header
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 

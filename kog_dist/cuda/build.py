@@ -1,0 +1,119 @@
+"""Device programs: built from their sources once, then read from a cache.
+
+A cubin's key is a hash of all that enters: sources, generated headers, options and the compiler's version.
+nvcc is used where it is installed, NVRTC (through cupy) otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kog_dist.errors import CompileError
+
+OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """A built device program. `log` is the compiler's report (registers, spills); empty when it came from the cache."""
+
+    path: Path
+    log: str
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: kog_dist/cubins in the user's cache folder (`$XDG_CACHE_HOME`, or ~/.cache)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kog_dist" / "cubins"
+
+
+def read_sources(*folders: tuple[str, str]) -> dict[str, str]:
+    """The device sources in folders of packages, (package, folder) each, by file name. Names are unique over the folders."""
+    sources: dict[str, str] = {}
+    for package, folder in folders:
+        for entry in sorted((resources.files(package) / folder).iterdir(), key=lambda entry: entry.name):
+            if entry.name.endswith((".cu", ".cuh")):
+                assert entry.name not in sources, f"two device sources are called {entry.name}"
+                sources[entry.name] = entry.read_text(encoding="utf-8")
+    return sources
+
+
+def build(sources: Mapping[str, str], kernel: str, *, folder: Path | None = None) -> Cubin:
+    """The cubin of the file `kernel` among `sources` (text by file name, all that it includes), from the cache or built now.
+
+    Raises CompileError with the compiler's log, or one that says what to install when there is no compiler.
+    """
+    folder = folder or cache_folder()
+    compiler = _nvcc() or "nvrtc"
+    key = hashlib.sha256()
+    for part in (kernel, _version(compiler), *OPTIONS, *(text for item in sorted(sources.items()) for text in item)):
+        key.update(len(part).to_bytes(8, "little") + part.encode())
+    path = folder / f"{Path(kernel).stem}-{key.hexdigest()[:32]}.cubin"
+    if path.exists():
+        return Cubin(path, "")
+    code, log = _with_nvrtc(kernel, sources) if compiler == "nvrtc" else _with_nvcc(compiler, kernel, sources)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as unfinished:
+        unfinished.write(code)
+    Path(unfinished.name).replace(path)  # at once: other ranks may build the same
+    return Cubin(path, log)
+
+
+def _nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    if compiler == "nvrtc":
+        return str(_nvrtc().getVersion())
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _nvrtc() -> Any:
+    try:
+        return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+    except ImportError:
+        raise CompileError("no CUDA compiler was found: install nvcc (CUDA toolkit 13) or cupy-cuda13x", "") from None
+
+
+def _with_nvcc(compiler: str, kernel: str, sources: Mapping[str, str]) -> tuple[bytes, str]:
+    with tempfile.TemporaryDirectory(prefix="kog-build-") as name:
+        folder = Path(name)
+        for file_name, text in sources.items():
+            (folder / file_name).write_text(text, encoding="utf-8")
+        report = ("-Xptxas", "-v,-warn-spills")
+        command = [compiler, "-cubin", *OPTIONS, *report, "-I", name, "-o", f"{name}/out.cubin", f"{name}/{kernel}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"{compiler} did not finish {kernel} within {_TIMEOUT_S:.0f} s", "") from None
+        if done.returncode != 0:
+            raise CompileError(f"{compiler} could not compile {kernel} (exit {done.returncode})", done.stdout + done.stderr)
+        return (folder / "out.cubin").read_bytes(), done.stdout + done.stderr
+
+
+def _with_nvrtc(kernel: str, sources: Mapping[str, str]) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+    headers = {name: text for name, text in sources.items() if name != kernel}
+    texts, names = (tuple(text.encode() for text in part) for part in (headers.values(), headers))
+    program = nvrtc.createProgram(sources[kernel], kernel, texts, names)
+    try:
+        nvrtc.compileProgram(program, OPTIONS)
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise CompileError(f"NVRTC could not compile {kernel}: {error}", log) from None
+    finally:
+        nvrtc.destroyProgram(program)
