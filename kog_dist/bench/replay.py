@@ -1,0 +1,52 @@
+"""`kog-bench replay`: the synthetic engine as a process with an instance name, found as any engine is found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from kog_dist.bench.replay_engine import ReplayEngine, ReplaySettings, with_context
+from kog_dist.bench.replay_script import ReplayScript, script_text
+from kog_dist.errors import RequestError
+from kog_dist.instance import Instance
+from kog_dist.rpc.listener import RpcListener
+from kog_dist.workers.served_model import ServedModel
+
+
+def run(settings: ReplaySettings, model: Path, model_name: str, *, text: str | None, max_context: int) -> None:
+    """Serve until SIGTERM or Ctrl-C (the running requests are finished; a second one ends them) or `kog-client drain`.
+
+    Raises LaunchError where the name is taken, ConfigError where the text cannot be replayed.
+    """
+    served = with_context(ServedModel.from_folder(model, model_name), max_context)
+    if served.tokenizer is None:
+        raise RequestError("no_tokenizer", f"{model} has no tokenizer, so no text can be cut into its tokens; give another model")
+    script = ReplayScript.of_text(script_text(text), served.tokenizer)
+    instance = Instance.acquire(settings.instance)
+    try:
+        engine = ReplayEngine(settings, served, script, RpcListener(instance.folder))
+        wakeup_fd, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
+
+        def stop(_signum: int, _frame: object) -> None:
+            engine.num_stop_signals += 1
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        kind = "the moment of each token" if settings.stamps else f"a text of {len(script)} tokens"
+        print(
+            f"synthetic engine {settings.instance!r}: {settings.rate:g} tokens/s, {settings.num_ranks} ranks, "
+            f"{settings.max_running} at a time, {kind}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        engine.run(wakeup_fd)
+        counted = engine.counters
+        print(
+            f"synthetic engine: {counted.num_completed} answers completed, {counted.num_cancelled} cancelled, "
+            f"{counted.num_failed} failed; {counted.num_tokens} tokens",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    finally:
+        instance.remove()

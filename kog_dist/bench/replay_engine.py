@@ -1,0 +1,327 @@
+"""The synthetic engine: RPC as a coordinator speaks it, and tokens that come at a fixed rate from a text instead of a model.
+
+What is in front of an engine (gateway, clients, benchmarks) is measured and tested with it. Tokens are due on an absolute
+schedule that starts with the request, so that a late wake-up delays one token and not those after it; what is due when the loop
+comes by goes out in one event, as from a coordinator that was late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+from kog_dist.bench.replay_script import ReplayScript, decoder_of
+from kog_dist.errors import RequestError
+from kog_dist.rpc.counters import Counters
+from kog_dist.rpc.listener import Delivery, RpcListener, error_event
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    Cancel,
+    Done,
+    Drain,
+    EngineState,
+    Error,
+    ErrorCode,
+    Event,
+    FinishReason,
+    Generate,
+    Hello,
+    Request,
+    Status,
+    StatusReport,
+    Tokens,
+    Welcome,
+    build_hash,
+)
+from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.streams import RequestStream
+
+QUEUE_LIMIT: Final = 64
+ALIVE_EVERY_NS: Final = 250_000_000
+_TOKENS_PER_EVENT = 256
+_MESSAGES_PER_TURN = 16
+_IDLE_WAIT_S = 0.05
+_FAREWELL_S = 0.25
+_PR_SET_TIMERSLACK = 29
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """How the synthetic engine behaves. `prefill_s`: from the start of a request to its first token."""
+
+    instance: str
+    rate: float  # tokens per second of each request
+    num_ranks: int = 1
+    max_running: int = 1  # requests that are answered at the same time; the others wait
+    prefill_s: float = 0.0
+    stamps: bool = False  # the text of each token is the moment at which it is sent
+    drain_s: float = 10.0
+
+
+class _Replay:
+    """A request that is being answered."""
+
+    def __init__(self, stream: RequestStream, settings: ReplaySettings, now_ns: int) -> None:
+        self.stream = stream
+        self._first_ns = now_ns + round(settings.prefill_s * 1e9)
+        self._gap_ns = 1e9 / settings.rate
+        stream.timings.submitted(now_ns)
+
+    def due_ns(self) -> int:
+        """When its next token is due."""
+        return self._first_ns + round(self.stream.num_tokens * self._gap_ns)
+
+    def num_due(self, now_ns: int) -> int:
+        """Tokens to send now."""
+        if now_ns < self._first_ns:
+            return 0
+        total = min(int((now_ns - self._first_ns) / self._gap_ns) + 1, self.stream.request.max_tokens)
+        return min(max(total - self.stream.num_tokens, int(now_ns >= self.due_ns())), _TOKENS_PER_EVENT)
+
+
+class ReplayEngine:
+    """Queue, running requests and their clients; `turn` does what there is to do without blocking, `run` repeats it."""
+
+    def __init__(
+        self, settings: ReplaySettings, model: ServedModel, script: ReplayScript, listener: RpcListener,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:  # fmt: skip
+        """`clock`: nanoseconds of CLOCK_MONOTONIC, which clients on this machine share."""
+        self._settings, self._model, self._script, self._listener, self._clock = settings, model, script, listener, clock
+        self._running: list[_Replay] = []
+        self._waiting: deque[RequestStream] = deque()
+        self._begin_ns = clock()
+        self._drain_until_ns: int | None = None
+        self.counters = Counters()
+        self.num_stop_signals = 0
+
+    # ---- the loop ----
+    def run(self, wakeup_fd: int = -1) -> None:
+        """Serve until drained, or stopped by a second signal. `wakeup_fd` becomes readable on a signal."""
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # sleeps end within microseconds of what was asked for
+        wake_fds = [fd for fd in (*self._listener.fds, wakeup_fd) if fd >= 0]
+        while not self._is_over():
+            self.turn()
+            self._sleep(wake_fds, wakeup_fd)
+        for stream in self._streams():
+            self._fail(stream, ErrorCode.DRAIN_TIMEOUT, "the engine is being stopped and the answer was not complete in time")
+        self._listener.close(_FAREWELL_S)
+
+    def turn(self) -> None:
+        """One round: messages, tokens that are due, the next requests, clients that are slow or gone."""
+        for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
+            self._answer(peer, message)
+        if self.num_stop_signals:
+            self._begin_drain()
+        self._start_next()
+        for replay in tuple(self._running):
+            self._send_due(replay)
+        self._keep_alive()
+        for gone in self._listener.flush():
+            self._forget_client(gone)
+
+    def _sleep(self, wake_fds: Sequence[int], wakeup_fd: int) -> None:
+        """Until the next token is due, a client says something or a signal comes."""
+        if self._listener.has_input() or self._is_over():
+            return
+        due_ns = min((replay.due_ns() for replay in self._running), default=None)
+        wait_s = _IDLE_WAIT_S if due_ns is None else (due_ns - self._clock()) / 1e9
+        if wakeup_fd in select.select(wake_fds, [], [], min(max(0.0, wait_s), _IDLE_WAIT_S))[0]:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wakeup_fd, 512)
+
+    def _is_over(self) -> bool:
+        if self.num_stop_signals > 1:
+            return True
+        if self._drain_until_ns is None:
+            return False
+        is_idle = not self._streams() and not self._listener.has_backlog
+        return is_idle or self._clock() >= self._drain_until_ns
+
+    def _begin_drain(self) -> None:
+        if self._drain_until_ns is None:
+            self._drain_until_ns = self._clock() + round(self._settings.drain_s * 1e9)
+            for stream in tuple(self._waiting):
+                self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")
+
+    # ---- messages ----
+    def _answer(self, peer: bytes, message: Request) -> None:
+        match message:
+            case Generate():
+                self._take_request(peer, message)
+            case Cancel():
+                self._cancel(peer, message.request_id)
+            case Hello():
+                self._listener.send(peer, self._welcome())
+            case Status():
+                self._listener.send(peer, self._report())
+            case Drain():
+                self._begin_drain()
+                self._listener.send(peer, self._report())
+
+    def _take_request(self, peer: bytes, message: Generate) -> None:
+        try:
+            self._check_room(message)
+            request = self._model.admit(message)
+            decoder = decoder_of(self._model.tokenizer, request.prompt, stamps=self._settings.stamps)
+        except RequestError as error:
+            self.counters.num_refused += 1
+            code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
+            self._listener.send(peer, error_event(code, str(error), message.request_id, error.retry_after_s))
+            return
+        stream = RequestStream(peer, message, request, decoder, self._clock())
+        self._waiting.append(stream)
+        stream.told_position = self._position(stream)
+        self._send(stream, Accepted(stream.request_id, stream.told_position, len(request.prompt), request.max_tokens))
+
+    def _check_room(self, message: Generate) -> None:
+        if self._drain_until_ns is not None:
+            raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
+        if message.json_schema is not None or message.regex is not None:
+            reason = "the synthetic engine replays a text and follows no grammar; ask a real engine"
+            raise RequestError(ErrorCode.INVALID_CONSTRAINT, reason)
+        if any(stream.request_id == message.request_id for stream in self._streams()):
+            again = f"a request {message.request_id!r} is not finished yet; choose another id"
+            raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, again)
+        if len(self._waiting) >= QUEUE_LIMIT:
+            raise RequestError(ErrorCode.QUEUE_FULL, f"{QUEUE_LIMIT} requests are waiting already; try again in about 1 s", 1.0)
+
+    def _cancel(self, peer: bytes, request_id: str) -> None:
+        stream = next((stream for stream in self._streams() if stream.request_id == request_id), None)
+        if stream is None:
+            reason = f"no request {request_id!r} is waiting or running"
+            self._listener.send(peer, error_event(ErrorCode.UNKNOWN_REQUEST, reason, request_id))
+            return
+        self._finish(stream, FinishReason.CANCELLED)
+        if peer != stream.peer:
+            self._listener.send(peer, self._report())
+
+    def _welcome(self) -> Welcome:
+        spec, has_tokenizer = self._model.spec, self._model.tokenizer is not None
+        return Welcome(
+            build_hash(), self._settings.instance, self._model.name, self._state(), self._settings.num_ranks, spec.max_context,
+            spec.vocab_size, has_tokenizer,
+        )  # fmt: skip
+
+    def _report(self) -> StatusReport:
+        num_ranks = self._settings.num_ranks
+        running = self._running[0].stream if self._running else None
+        num_prompt = len(running.request.prompt) if running is not None else 0
+        return StatusReport(
+            state=self._state(), instance=self._settings.instance, model=self._model.name, build=build_hash(), pid=os.getpid(),
+            world_size=num_ranks, rank_states=("running" if running is not None else "ready",) * num_ranks,
+            beat_ages_s=(0.0,) * num_ranks, rank_places=tuple("a synthetic rank" for _ in range(num_ranks)),
+            uptime_s=(self._clock() - self._begin_ns) / 1e9, running=None if running is None else running.request_id,
+            waiting=tuple(stream.request_id for stream in self._waiting), queue_limit=QUEUE_LIMIT,
+            client_queue_limit=QUEUE_LIMIT, running_prompt_tokens=num_prompt,
+            running_position=0 if running is None else num_prompt + running.num_tokens,
+            num_bad_messages=self._listener.num_bad_messages, **asdict(self.counters),
+        )  # fmt: skip
+
+    def _state(self) -> EngineState:
+        return EngineState.READY if self._drain_until_ns is None else EngineState.DRAINING
+
+    # ---- tokens ----
+    def _start_next(self) -> None:
+        while self._waiting and len(self._running) < self._settings.max_running:
+            self._running.append(_Replay(self._waiting.popleft(), self._settings, self._clock()))
+
+    def _send_due(self, replay: _Replay) -> None:
+        stream, now_ns = replay.stream, self._clock()
+        if stream.deadline_ns is not None and now_ns >= stream.deadline_ns:
+            self._finish(stream, FinishReason.DEADLINE)
+            return
+        num_due = replay.num_due(now_ns)
+        if not num_due:
+            return
+        request, first = stream.request, stream.num_tokens
+        event, reason = stream.take([
+            self._script.entry(
+                index, now_ns, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos, num_logprobs=request.logprobs
+            )
+            for index in range(first, min(first + num_due, request.max_tokens))
+        ])  # fmt: skip
+        if event is not None:
+            self.counters.num_tokens += len(event.token_ids)
+            if not self._send(stream, event):
+                return
+        if reason is not None:
+            self._finish(stream, reason)
+
+    # ---- ends of a request ----
+    def _finish(self, stream: RequestStream, reason: FinishReason) -> None:
+        if not self._remove(stream):
+            return
+        name = {FinishReason.CANCELLED: "num_cancelled", FinishReason.DEADLINE: "num_expired"}.get(reason, "num_completed")
+        setattr(self.counters, name, getattr(self.counters, name) + 1)
+        rest = stream.rest()
+        events: list[Tokens | Done] = [Tokens(stream.request_id, stream.num_tokens, (), rest, ())] if rest else []
+        for event in [*events, stream.done(reason, self._clock())]:
+            if not self._send(stream, event):
+                return
+
+    def _fail(self, stream: RequestStream, code: ErrorCode, message: str) -> None:
+        if self._remove(stream):
+            self.counters.num_failed += 1
+            self._send(stream, error_event(code, message, stream.request_id))
+
+    def _remove(self, stream: RequestStream) -> bool:
+        num_before = len(self._running) + len(self._waiting)
+        self._running = [replay for replay in self._running if replay.stream is not stream]
+        self._waiting = deque(waiting for waiting in self._waiting if waiting is not stream)
+        return len(self._running) + len(self._waiting) < num_before
+
+    def _streams(self) -> Sequence[RequestStream]:
+        return [*(replay.stream for replay in self._running), *self._waiting]
+
+    def _position(self, stream: RequestStream) -> int:
+        """How many requests stand before it; 0 when it runs or is next."""
+        num_free = self._settings.max_running - len(self._running)
+        return max(0, self._waiting.index(stream) + 1 - num_free) if stream in self._waiting else 0
+
+    # ---- clients ----
+    def _send(self, stream: RequestStream, event: Event) -> bool:
+        stream.last_sent_ns = self._clock()
+        delivery = self._listener.send(stream.peer, event)
+        if delivery is Delivery.GONE:
+            self._forget_client(stream.peer)
+        elif delivery is Delivery.FULL:
+            self._drop_client(stream.peer)
+        return delivery is Delivery.TAKEN
+
+    def _forget_client(self, peer: bytes) -> None:
+        removed = [self._remove(stream) for stream in self._streams() if stream.peer == peer]
+        self.counters.num_cancelled += len(removed)
+        self.counters.num_dropped_clients += bool(removed)
+
+    def _drop_client(self, peer: bytes) -> None:
+        """The client does not read: its requests end, and all it will find is the reason."""
+        streams = [stream for stream in self._streams() if stream.peer == peer]
+        self.counters.num_failed += sum([self._remove(stream) for stream in streams])
+        self.counters.num_dropped_clients += 1
+        reason = "the client did not read its events; more than the buffer of this engine holds were waiting"
+        last: list[Error] = [error_event(ErrorCode.SLOW_READER, reason, stream.request_id) for stream in streams]
+        self._listener.drop(peer, last)
+
+    def _keep_alive(self) -> None:
+        """A word after a silence and for a changed place in the queue; finds out which clients are gone."""
+        now_ns = self._clock()
+        for stream in self._streams():
+            position = self._position(stream)
+            is_silent = now_ns - stream.last_sent_ns >= ALIVE_EVERY_NS
+            if (is_silent or position != stream.told_position) and not self._listener.is_behind(stream.peer):
+                stream.told_position = position
+                self._send(stream, Alive(stream.request_id, position))
+
+
+def with_context(model: ServedModel, max_context: int) -> ServedModel:
+    """The same model with room for longer answers: no KV cache limits a replay."""
+    return replace(model, spec=replace(model.spec, max_context=max_context))
