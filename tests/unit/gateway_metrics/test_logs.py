@@ -1,0 +1,191 @@
+"""Lines of the gateway's log: complete, harmless and bounded."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+
+import pytest
+
+from kog_dist.errors import ConfigError
+from kog_dist.gateway.logs import (
+    MAX_KINDS,
+    MAX_VALUE_CHARS,
+    REPEATS_PER_WINDOW,
+    WINDOW_S,
+    Level,
+    LineWriter,
+    Log,
+    RepeatBound,
+    RequestLine,
+    address_class,
+)
+
+LINE = RequestLine(
+    "req-1", "/v1/completions", 200, "loopback", stream=True, finish_reason="stop", num_prompt_tokens=5, num_cached_tokens=0,
+    num_generated_tokens=7, queue_s=0.0, ttft_s=0.0123456789, total_s=0.5, tokens_per_s=12.5, prompt="my prompt",
+    answer="my answer",
+)  # fmt: skip
+
+
+def lines_of(
+    log_format: str = "json", *, with_prompts: bool = False, secrets: tuple[str, ...] = (), at: float = 0.0
+) -> tuple[Log, io.StringIO]:
+    stream = io.StringIO()
+    return Log(stream, log_format=log_format, with_prompts=with_prompts, secrets=secrets, wall_clock=lambda: at), stream
+
+
+def read(log: Log, stream: io.StringIO) -> list[dict[str, object]]:
+    log.close()
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_request_as_json() -> None:
+    log, stream = lines_of(at=1_700_000_000.25)
+    log.request(LINE)
+    assert read(log, stream) == [
+        {
+            "time": "2023-11-14T22:13:20.250Z", "level": "info", "event": "request", "request_id": "req-1",
+            "endpoint": "/v1/completions", "status": 200, "client": "loopback", "stream": True, "finish_reason": "stop",
+            "num_prompt_tokens": 5, "num_cached_tokens": 0, "num_generated_tokens": 7, "queue_s": 0.0, "ttft_s": 0.012346,
+            "total_s": 0.5, "tokens_per_s": 12.5,
+        }
+    ]  # fmt: skip
+
+
+def test_a_request_as_text() -> None:
+    log, stream = lines_of("text")
+    log.request(LINE)
+    log.event("listening", url="http://127.0.0.1:8000", note="two words")
+    log.close()
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("1970-01-01T00:00:00.000Z info    request request_id=req-1 endpoint=/v1/completions status=200")
+    assert " stream=true " in first
+    assert second.endswith(' listening url=http://127.0.0.1:8000 note="two words"')
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_prompts_and_answers_only_when_asked_for(log_format: str) -> None:
+    for wanted in (False, True):
+        log, stream = lines_of(log_format, with_prompts=wanted)
+        log.request(LINE)
+        log.close()
+        assert ("my prompt" in stream.getvalue()) == wanted
+        assert ("my answer" in stream.getvalue()) == wanted
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("text", ["Authorization: Bearer abc.DEF-123", "key sk-proj-0123456789abc", "x top-secret y"])
+def test_no_keys(log_format: str, text: str) -> None:
+    log, stream = lines_of(log_format, secrets=("top-secret",))
+    log.problem("refused", text, header=text)
+    log.close()
+    for secret in ("abc.DEF", "sk-proj", "top-secret"):
+        assert secret not in stream.getvalue()
+    assert stream.getvalue().count("[secret]") == 2
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_nobody_writes_a_line_of_his_own(log_format: str) -> None:
+    evil = "x\n2026-01-01T00:00:00.000Z error engine_lost\r\x1b[31m\x85\u2028\u2029 y"
+    log, stream = lines_of(log_format)
+    log.problem("refused", evil)
+    log.request(RequestLine(evil, "/v1/completions", 400, "public"))
+    log.close()
+    assert len(stream.getvalue().splitlines()) == 2
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_long_values_are_cut() -> None:
+    log, stream = lines_of()
+    log.problem("refused", "a" * 10_000)
+    (line,) = read(log, stream)
+    assert line["message"] == "a" * MAX_VALUE_CHARS + "... (10000 characters)"
+
+
+def test_equal_problems_are_counted_not_repeated() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    log = Log(stream, log_format="json", clock=lambda: now[0])
+    for _ in range(100):
+        log.problem("engine_lost", "gone", level=Level.ERROR)
+    log.problem("slow_reader", "another kind is not held back")
+    now[0] = WINDOW_S
+    log.problem("engine_lost", "still gone")
+    found = read(log, stream)
+    assert [line["event"] for line in found] == ["engine_lost"] * REPEATS_PER_WINDOW + ["slow_reader", "engine_lost"]
+    assert found[-1]["left_out"] == 100 - REPEATS_PER_WINDOW
+    assert found[0]["level"] == "error"
+
+
+def test_the_books_of_problems_are_bounded() -> None:
+    bound = RepeatBound()
+    admitted = [bound.admit(f"kind {idx}", 0.0) for idx in range(3 * MAX_KINDS)]
+    assert sum(one is not None for one in admitted) <= MAX_KINDS + REPEATS_PER_WINDOW
+
+
+class StuckStream(io.StringIO):
+    """A pipe whose reader has stopped reading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+        self.free = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.entered.set()
+        assert self.free.wait(20)
+        return super().write(text)
+
+
+def test_a_stuck_reader_costs_lines_not_the_caller() -> None:
+    stream = StuckStream()
+    writer = LineWriter(stream, max_pending=10)
+    writer.put("first")
+    assert stream.entered.wait(10)
+    for idx in range(25):
+        writer.put(f"line {idx}")  # would block here if it wrote by itself
+    assert writer.num_dropped == 15
+    stream.free.set()
+    writer.close(10.0)
+    assert stream.getvalue().splitlines() == ["first", *(f"line {idx}" for idx in range(10))]
+
+
+def test_dropped_lines_are_told_at_the_end() -> None:
+    stream = StuckStream()
+    log = Log(stream, log_format="json")
+    log.event("first")
+    assert stream.entered.wait(10)
+    for _ in range(1024 + 7):
+        log.event("more")
+    assert log.num_dropped == 7
+    stream.free.set()
+    log.close()
+
+
+def test_a_stream_that_fails_is_no_error() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    log = Log(Full())
+    log.event("first")
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", "loopback"), ("::1", "loopback"), ("::ffff:127.0.0.1", "loopback"), ("10.1.2.3", "private"),
+        ("192.168.0.9", "private"), ("fe80::1%eth0", "private"), ("8.8.8.8", "public"), ("2606:4700::1", "public"),
+        ("", "local"), (None, "local"), ("testclient", "local"),
+    ],
+)  # fmt: skip
+def test_clients_are_told_by_class(host: str | None, expected: str) -> None:
+    assert address_class(host) == expected
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="log_format must be text or json, got 'xml'"):
+        Log(log_format="xml")
