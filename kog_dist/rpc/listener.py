@@ -22,6 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from kog_dist.errors import LaunchError
+from kog_dist.port_holder import holder_of_port, process_name
 from kog_dist.rpc.messages import MAX_MESSAGE_BYTES, BadMessage, Error, ErrorCode, Event, Request, decode_request, encode
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.transport import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, PEER_HWM, Access, socket_address
@@ -126,7 +127,7 @@ class RpcListener:
         try:
             router.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
-            holder = _holder_of_port(port) if error.errno == zmq.EADDRINUSE else None
+            holder = holder_of_port(port) if error.errno == zmq.EADDRINUSE else None
             by = f"; it is in use by {holder}" if holder else ""
             raise LaunchError(
                 f"cannot listen on {host} port {port}: {error.strerror}{by}; choose another --rpc-port, or 0 for a free one"
@@ -277,23 +278,4 @@ def _holder_of_file(path: Path) -> str | None:
         except OSError:
             return None
         pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return _process_name(pid)
-
-
-def _holder_of_port(port: int) -> str | None:
-    """The process that listens on a TCP port, as far as this user may know."""
-    import psutil  # type: ignore[import-untyped]  # only for this message
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                return _process_name(connection.pid)
-    return None
-
-
-def _process_name(pid: int) -> str:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        command = ""
-    return f"process {pid} ({command[:80]})" if command else f"process {pid}"
+    return process_name(pid)

@@ -1,0 +1,114 @@
+"""The response to a request for an answer: its status is decided when the engine has decided; then what is ready is written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from kog_dist.gateway.errors import send_error
+from kog_dist.gateway.exchange import Exchange
+from kog_dist.gateway.guard import Receive, Scope, Send
+from kog_dist.gateway.logs import RequestLine, address_class
+from kog_dist.gateway.openai.errors import ApiError
+from kog_dist.gateway.openai.reply import Planned
+
+if TYPE_CHECKING:
+    from kog_dist.gateway.service import Service
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
+]  # fmt: skip
+_GONE_STATUS = 499  # as nginx has it: the client closed the connection
+
+
+class AnswerResponse(Response):
+    """Plain ASGI: between the engine and the socket lies nothing of a framework but what writes the chunk."""
+
+    def __init__(self, planned: Planned, service: Service, endpoint: str) -> None:
+        super().__init__()
+        self._planned, self._service, self._endpoint = planned, service, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the requests, and write the answer or the error."""
+        service, begin_s = self._service, time.monotonic()
+        exchange = Exchange(self._planned, service.metrics, service.limits, self._endpoint)
+        service.answering.add(exchange)
+        watch = asyncio.create_task(_watch(receive, exchange))
+        status = 500
+        try:
+            exchange.begin(lambda *requests: service.bridge.submit(client_of(scope), *requests))
+            write = self._stream if self._planned.stream else self._whole
+            status = await write(exchange, send)
+        finally:
+            watch.cancel()
+            exchange.abandon()
+            service.answering.discard(exchange)
+            service.metrics.http_response(self._endpoint, status)
+            service.log.request(self._line(exchange, scope, status, time.monotonic() - begin_s))
+
+    async def _stream(self, exchange: Exchange, send: Send) -> int:
+        await exchange.opened(self._service.limits.accept_s)
+        if exchange.refusal is not None:
+            await send_error(send, exchange.refusal)
+            return exchange.refusal.status
+        await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+        self._service.metrics.stream_opened()
+        try:
+            while chunk := await exchange.next_bytes():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._service.metrics.stream_closed()
+        return 200
+
+    async def _whole(self, exchange: Exchange, send: Send) -> int:
+        await exchange.ended()
+        try:
+            if exchange.refusal is not None:
+                raise exchange.refusal
+            if exchange.is_abandoned:
+                return _GONE_STATUS
+            body = json.dumps(exchange.reply.whole(), ensure_ascii=False).encode("utf-8", "replace")
+        except ApiError as error:
+            await send_error(send, error)
+            return error.status
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        return 200
+
+    def _line(self, exchange: Exchange, scope: Scope, status: int, total_s: float) -> RequestLine:
+        done = list(exchange.last.values())
+        first = done[0] if done else None
+        prompts = [end.num_prompt_tokens for end in done]
+        return RequestLine(
+            request_id=scope["kog.request_id"], endpoint=self._endpoint,
+            status=_GONE_STATUS if exchange.is_abandoned else status,
+            client=address_class((scope.get("client") or ("",))[0]), stream=self._planned.stream,
+            finish_reason=str(first.finish_reason) if first is not None else None,
+            error=exchange.refusal.code if exchange.refusal is not None else None,
+            num_prompt_tokens=sum(prompts) if prompts else None,
+            num_cached_tokens=sum(end.num_cached_tokens for end in done) if done else None,
+            num_generated_tokens=sum(meter.num_tokens for meter in exchange.meters),
+            queue_s=first.queue_s if first is not None else None, ttft_s=exchange.meters[0].ttft_s if exchange.meters else None,
+            total_s=total_s, tokens_per_s=exchange.meters[0].tokens_per_s if exchange.meters else None,
+        )  # fmt: skip
+
+
+async def _watch(receive: Receive, exchange: Exchange) -> None:
+    """Notice at once that the client has gone."""
+    with contextlib.suppress(asyncio.CancelledError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        exchange.abandon()
+
+
+def client_of(scope: Scope) -> tuple[Any, ...]:
+    """Whose turn a request takes: another machine's, or on this machine, where all have one address, a connection's."""
+    peer: tuple[Any, ...] = tuple(scope.get("client") or ("unknown",))
+    return peer if address_class(peer[0]) == "loopback" else peer[:1]

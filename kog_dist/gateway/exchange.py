@@ -1,0 +1,167 @@
+"""One answer on its way: events of the engine in, bytes for a client that may read slowly, or not at all, out.
+
+The engine is never held up. What the client has not read waits in a bounded buffer; when that is full, the request is cancelled
+and the stream ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kog_dist.gateway.engine import Call
+from kog_dist.gateway.limits import Limits
+from kog_dist.gateway.metrics import Metrics, RequestMeter
+from kog_dist.gateway.openai.errors import SERVER, ApiError, from_rpc
+from kog_dist.gateway.openai.reply import Planned
+from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, Prefill, Tokens
+
+
+class Exchange:
+    """The requests of one HTTP request, and what is ready for its client. `begin` it, then wait for `opened` and `next_bytes`."""
+
+    def __init__(self, planned: Planned, metrics: Metrics, limits: Limits, endpoint: str) -> None:
+        self.reply = planned.reply
+        self.refusal: ApiError | None = None  # why there is no answer, or why it has ended early
+        self.is_abandoned = False
+        self.last: dict[int, Done] = {}
+        self.meters = [metrics.request_started(endpoint) for _ in planned.generates]
+        self._planned, self._metrics, self._limits = planned, metrics, limits
+        self._call: Call | None = None
+        self._frames: list[bytes] = []
+        self._num_bytes = 0
+        self._is_over = False  # nothing is added any more; what is there may still be read
+        self._undecided = set(range(len(planned.generates)))
+        self._opened = asyncio.Event()
+        self._wake: asyncio.Future[None] | None = None
+        self._written_s = time.monotonic()
+
+    def begin(self, submit: Callable[..., Call]) -> None:
+        """Send the requests. `submit(generates, sinks)` is the bridge's, for the right client."""
+        choices = range(len(self._planned.generates))
+        self._call = submit(self._planned.generates, tuple(self._sink(choice) for choice in choices))
+
+    def _sink(self, choice: int) -> Callable[[Event], None]:
+        meter, reply = self.meters[choice], self.reply
+
+        def take(event: Event) -> None:
+            if isinstance(event, Tokens):
+                meter.tokens(len(event.token_ids), time.monotonic())
+                if not self._is_over:
+                    self._put(choice, reply.on_event(choice, event))
+            else:
+                self._take_rare(choice, meter, event)
+
+        return take
+
+    def _take_rare(self, choice: int, meter: RequestMeter, event: Event) -> None:
+        """Everything but tokens."""
+        if isinstance(event, Done | Error):
+            meter.finished(event, time.monotonic())
+        elif isinstance(event, Accepted):
+            meter.accepted(event.num_prompt_tokens, event.max_tokens)
+        if self._is_over:
+            return
+        if isinstance(event, Error):
+            self.fail(choice, from_rpc(event), event)
+        elif isinstance(event, Accepted | Alive | Prefill | Done):
+            self._put(choice, self.reply.on_event(choice, event))
+            if isinstance(event, Alive | Prefill) and time.monotonic() - self._written_s > self._limits.keepalive_s:
+                self._put(choice, self.reply.keepalive)
+            if not isinstance(event, Alive):
+                self._decided(choice)
+            if isinstance(event, Done):
+                self._done(choice, event)
+
+    def _decided(self, choice: int) -> None:
+        self._undecided.discard(choice)
+        if not self._undecided:
+            self._opened.set()
+
+    def _done(self, choice: int, event: Done) -> None:
+        self.last[choice] = event
+        if len(self.last) == len(self._planned.generates):
+            self._put(choice, self.reply.end())
+            self._end()
+
+    def fail(self, choice: int, error: ApiError, event: Error | None = None) -> None:
+        """End the answer with an error, all its choices included."""
+        if self._is_over:
+            return
+        self.refusal = error
+        frames = self.reply.on_error(choice, event if event is not None else error)
+        self._frames.append(frames)
+        self._count(len(frames))
+        self._end()
+        self.cancel()
+
+    def _put(self, choice: int, frames: bytes) -> None:
+        if not frames or not self._planned.stream:
+            return
+        if self._num_bytes + len(frames) > self._limits.buffer_bytes:
+            self._metrics.slow_reader_dropped()
+            held = f"{self._limits.buffer_bytes >> 10} KiB of this answer were waiting to be read"
+            self.fail(
+                choice, ApiError(503, SERVER, "slow_reader", None, f"the client reads too slowly: {held}; it was cancelled")
+            )
+            return
+        self._frames.append(frames)
+        self._count(len(frames))
+        self._wake_up()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._metrics.buffered(num_bytes)
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._opened.set()
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    # ---- for the one who writes ----
+    async def opened(self, limit_s: float | None) -> None:
+        """Wait until the engine has taken, or refused, all of it; with a limit, no longer than that."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._opened.wait()
+        except TimeoutError:
+            pass
+
+    async def next_bytes(self) -> bytes:
+        """All frames that are ready, at least one; b"" when the answer is complete or has ended."""
+        while not self._frames:
+            if self._is_over:
+                return b""
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        taken = self._frames[0] if len(self._frames) == 1 else b"".join(self._frames)
+        self._frames.clear()
+        self._count(-self._num_bytes)
+        self._written_s = time.monotonic()
+        return taken
+
+    async def ended(self) -> None:
+        """Wait for the end, of an answer that is not streamed."""
+        while not self._is_over:
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+
+    def abandon(self) -> None:
+        """The client is gone: cancel what runs, forget what waits. A second call does nothing."""
+        if not self._is_over:
+            self.is_abandoned = True
+            self._metrics.client_disconnected()
+            self._end()
+        self.cancel()
+        self._frames.clear()
+        self._count(-self._num_bytes)
+
+    def cancel(self) -> None:
+        """Tell the engine that nobody wants the rest."""
+        if self._call is not None:
+            self._call.cancel()

@@ -1,0 +1,155 @@
+"""The outermost layer: who may ask. Hosts and origins (against DNS rebinding and foreign pages), the API key, CORS, headers of
+every response. What is refused here has not been read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from kog_dist.gateway.bind import is_loopback
+from kog_dist.gateway.errors import send_error
+from kog_dist.gateway.logs import Level, Log
+from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/health", "/favicon.ico"})  # no key needed, and everything in /static/
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+_ALLOWED = b"GET, POST, OPTIONS"
+_MAX_AGE_S = b"600"
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(
+        self, app: App, log: Log, *, host: str, port: int, api_key: str | None, cors_origins: tuple[str, ...] = ()
+    ) -> None:
+        """`host` as it was bound. Bound to loopback, it answers to names of this machine only; elsewhere the key protects it."""
+        self._app, self._log = app, log
+        self._key_digest = None if api_key is None else _digest(api_key.encode())
+        self._checks_host = is_loopback(host)
+        self._host, self._port = host.lower(), port
+        self._cors_origins = frozenset(cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve, refuse, or answer a preflight."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = b"req-" + secrets.token_hex(12).encode()
+        scope["kog.request_id"] = request_id.decode()
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        extra = [(b"x-request-id", request_id), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+        if origin and self._allows_origin(origin):
+            extra += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin")]
+            extra += [(b"access-control-expose-headers", b"x-request-id, retry-after")]
+        started = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope, headers, origin)
+            if refusal is not None:
+                await send_error(send_on, refusal)
+            elif scope["method"] == "OPTIONS" and origin and b"access-control-request-method" in headers:
+                await _answer_preflight(send_on)
+            else:
+                await self._app(scope, receive, send_on)
+        except Exception as error:  # the last resort: a mistake of ours must not look like a lost connection
+            self._log.problem(
+                "internal_error", f"{scope['method']} {scope['path']}: {type(error).__name__}: {error}", level=Level.ERROR,
+                request_id=scope["kog.request_id"], where=_where(error),
+            )  # fmt: skip
+            if not started:
+                await send_error(
+                    send_on, ApiError(500, SERVER, "internal_error", None, "the gateway made a mistake; see its log")
+                )
+
+    # ---- decisions ----
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> ApiError | None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._checks_host and not self._is_own(host):
+            return ApiError(
+                403, INVALID_REQUEST, "forbidden_host", None,
+                f"this service answers to localhost only, not to {host[:100]!a}; offer it to others with --host and an API key",
+            )  # fmt: skip
+        if origin and not self._allows_origin(origin) and not _is_same(origin, host):
+            return ApiError(
+                403, INVALID_REQUEST, "forbidden_origin", None,
+                f"pages of {origin[:100]!a} may not use this service; allow them with --cors-origin",
+            )  # fmt: skip
+        is_preflight = scope["method"] == "OPTIONS" and origin
+        if self._key_digest is None or is_preflight or scope["path"] in OPEN_PATHS or scope["path"].startswith("/static/"):
+            return None
+        return None if self._has_key(headers) else _UNAUTHORIZED
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            given = headers.get(b"x-api-key", b"")
+        return self._key_digest is not None and hmac.compare_digest(_digest(given.strip()), self._key_digest)
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            parts = urlsplit(f"//{host}")
+            name, port = (parts.hostname or "").lower(), parts.port
+        except ValueError:
+            return False
+        return (is_loopback(name) or name == self._host) and port in (None, self._port)
+
+    def _allows_origin(self, origin: str) -> bool:
+        return origin in self._cors_origins or "*" in self._cors_origins
+
+
+_UNAUTHORIZED = ApiError(
+    401, INVALID_REQUEST, "invalid_api_key", None, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+)
+
+
+async def _answer_preflight(send: Send) -> None:
+    headers = [
+        (b"access-control-allow-methods", _ALLOWED), (b"access-control-max-age", _MAX_AGE_S),
+        (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+    ]  # fmt: skip
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _is_same(origin: str, host: str) -> bool:
+    """Whether a page of this very service asks; a forwarder before it may speak https."""
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
+
+
+def _digest(key: bytes) -> bytes:
+    """Equal lengths, so that comparing tells nothing about the key."""
+    return hashlib.sha256(key).digest()
+
+
+def _where(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f"{trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"

@@ -1,0 +1,182 @@
+"""One RPC connection in asyncio: many requests, each with a sink that hears its events; a lost engine is one error for each.
+
+zmq's own descriptors are watched, without its asyncio layer, which takes longer for a message than a token may take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kog_dist.errors import LaunchError
+from kog_dist.rpc.listener import error_event
+from kog_dist.rpc.messages import (
+    BadMessage,
+    Cancel,
+    Done,
+    Error,
+    ErrorCode,
+    Event,
+    Generate,
+    Request,
+    decode_event,
+    encode,
+)
+from kog_dist.rpc.transport import Access, open_dealer
+
+EVENTS_PER_TURN = 64  # then other things have their turn
+Sink = Callable[[Event], None]  # hears the events of a request; a Done or an Error is the last one
+
+
+class Line:
+    """A DEALER and its monitor. It belongs to one run of an engine: once lost, it is closed and of no use any more."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], access: Access, *, on_event: Sink, on_lost: Callable[[Line, str], None]
+    ) -> None:
+        """Begin to connect. `on_event` hears what belongs to no request. Raises LaunchError for a wrong address or key."""
+        self.access = access
+        self.is_connected = self.is_lost = False
+        self.used_s = time.monotonic()  # when there was last something to do
+        self._sinks: dict[str, Sink] = {}
+        self._heard_s: dict[str, float] = {}
+        self._on_event, self._on_lost = on_event, on_lost
+        self._loop = asyncio.get_running_loop()
+        self._dealer = open_dealer(context, access)
+        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )  # fmt: skip
+        try:
+            self._dealer.connect(access.address)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from None
+        self._fds = [int(socket.getsockopt(zmq.FD)) for socket in (self._dealer, self._monitor)]
+        for fd in self._fds:
+            self._loop.add_reader(fd, self._read)
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or the engine was lost."""
+        return bool(self._dealer.closed)
+
+    # ---- requests ----
+    def generate(self, message: Generate, sink: Sink) -> None:
+        """Send a request; its sink hears of it from now on, at the earliest in the next turn of the event loop."""
+        self._sinks[message.request_id] = sink
+        self._heard_s[message.request_id] = self.used_s = time.monotonic()
+        try:
+            self.send(message)
+        except (BadMessage, LaunchError) as error:
+            code = ErrorCode.INVALID_REQUEST if isinstance(error, BadMessage) else ErrorCode.ENGINE_LOST
+            event = error_event(code, str(error), message.request_id)
+            self._loop.call_soon(self._deliver, message.request_id, event)
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody wants the rest of it: the engine is told. The sink hears how it ended."""
+        if request_id in self._sinks:
+            with contextlib.suppress(LaunchError):  # an engine that takes nothing is about to be lost
+                self.send(Cancel(request_id))
+
+    def send(self, message: Request) -> None:
+        """Hand a message to zmq. Raises LaunchError if the engine does not take any."""
+        if self._dealer.closed:
+            raise LaunchError("the connection to the engine is closed")
+        try:
+            self._dealer.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise LaunchError(f"the engine at {self.access.address} takes no more messages: {error.strerror}") from None
+        self._loop.call_soon(self._read)  # sending may have used up the edge that announces what came meanwhile
+
+    def silent_since(self, limit_s: float) -> list[str]:
+        """Requests of which nothing was heard for so long; the engine speaks of each four times a second."""
+        latest_s = time.monotonic() - limit_s
+        return [request_id for request_id, heard_s in self._heard_s.items() if heard_s < latest_s]
+
+    def fail(self, request_id: str, code: ErrorCode, message: str) -> None:
+        """End a request here with an error; the engine is told that nobody wants it any more."""
+        self.cancel(request_id)
+        self._deliver(request_id, error_event(code, message, request_id))
+
+    # ---- events ----
+    def _read(self) -> None:
+        """Take what has come. Edge-triggered: reads until there is nothing, or comes again at once."""
+        for _ in range(EVENTS_PER_TURN):
+            if self._dealer.closed:
+                return
+            try:
+                frame = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._read_monitor()
+                return
+            try:
+                event = decode_event(frame)
+            except BadMessage as error:
+                self.lose(f"the engine at {self.access.address} does not follow the protocol: {error}")
+                return
+            request_id = getattr(event, "request_id", None)
+            if request_id is None:
+                self._on_event(event)
+            else:
+                self._deliver(request_id, event)
+        self._loop.call_soon(self._read)
+
+    def _deliver(self, request_id: str, event: Event) -> None:
+        sink = self._sinks.get(request_id)
+        if sink is None:
+            return  # what was under way when it was cancelled
+        if isinstance(event, Done | Error):
+            if isinstance(event, Error) and event.code is ErrorCode.UNKNOWN_REQUEST:
+                return  # it had ended when it was cancelled; how, was told before
+            del self._sinks[request_id], self._heard_s[request_id]
+        else:
+            self._heard_s[request_id] = time.monotonic()
+        self.used_s = time.monotonic()
+        sink(event)
+
+    def _read_monitor(self) -> None:
+        while not self._monitor.closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_connected = True
+            elif event == zmq.EVENT_DISCONNECTED and self.is_connected:
+                self.lose(f"the engine at {self.access.address} is gone")
+                return
+            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                self.lose(f"the engine at {self.access.address} refuses this gateway's key")
+                return
+
+    def lose(self, reason: str) -> None:
+        """The engine is gone: every request ends with one error, and the line is closed."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        sinks = list(self._sinks.items())
+        self.close()
+        for request_id, sink in sinks:
+            sink(error_event(ErrorCode.ENGINE_LOST, f"{reason}; repeat the request when it is back", request_id))
+        self._on_lost(self, reason)
+
+    def close(self) -> None:
+        """Close it; sinks hear nothing more. A second call does nothing."""
+        if self._dealer.closed:
+            return
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._sinks.clear()
+        self._heard_s.clear()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._dealer.disable_monitor()
+        self._monitor.close(0)
+        self._dealer.close(0)

@@ -1,0 +1,72 @@
+"""The gateway's process: `python -m kog_dist.gateway.process JSON`, started by `kog-launch` or become of `kog-gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from dataclasses import replace
+
+from kog_dist.errors import KogError, LaunchError
+from kog_dist.gateway.args import GatewayArgs, read_key
+from kog_dist.gateway.bind import url_of
+from kog_dist.gateway.limits import LIMITS
+
+SPARE_FILES = 128  # descriptors besides those of HTTP connections
+
+
+def run_gateway(args: GatewayArgs) -> int:
+    """The life of the process. Returns its exit code; raises KogError if it cannot start."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to decide on, until `serve` answers signals
+    from kog_dist.gateway.logs import Log
+    from kog_dist.gateway.server import serve
+    from kog_dist.gateway.service import Service
+
+    os.set_inheritable(args.listen_fd, False)
+    listener = socket.socket(fileno=args.listen_fd)
+    listener.setblocking(False)
+    api_key = read_key(args.key_fd)
+    limits = replace(LIMITS, connections=_room_for_connections())
+    log = Log(log_format=args.log_format, secrets=() if api_key is None else (api_key,))
+
+    async def run() -> None:
+        service = Service(args, log, url=url_of(args.host, listener), limits=limits)
+        log.event("serving", url=service.url, key="required" if api_key is not None else "none")
+        await serve(service, listener, api_key)
+
+    try:
+        asyncio.run(run())
+    finally:
+        log.event("stopped")
+        log.close()
+    return 0
+
+
+def _room_for_connections() -> int:
+    """As many as the descriptors allow, raised as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = LIMITS.connections + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(16, min(LIMITS.connections, soft - SPARE_FILES)) if soft != resource.RLIM_INFINITY else LIMITS.connections
+
+
+def main() -> int:
+    """Serve, or say in one line why not."""
+    try:
+        if len(sys.argv) != 2:
+            raise LaunchError("the gateway takes one argument, a JSON object; use kog-gateway, or kog-launch, which starts it")
+        return run_gateway(GatewayArgs.from_json(sys.argv[1]))
+    except KogError as error:
+        print(f"gateway: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

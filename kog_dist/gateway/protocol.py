@@ -1,0 +1,103 @@
+"""HTTP/1.1 on a connection, by uvicorn and h11, with what uvicorn leaves open: time limits for heads and for readers, and a bound
+on connections whose refusal has an OpenAI body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kog_dist.gateway.limits import LIMITS, Limits
+from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
+
+
+class BoundedHttp(H11Protocol):
+    """One connection. `limits` may be replaced in a subclass (`with_limits`)."""
+
+    limits: Limits = LIMITS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take it, or say that there are too many."""
+        if len(self.connections) >= self.limits.connections:
+            error = ApiError(
+                503, SERVER, "too_many_connections", None, "this service has as many connections as it takes; try later"
+            )
+            transport.write(plain_response(error, b"Service Unavailable", retry_after_s=1))
+            transport.close()
+            self.transport = transport
+            return
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(self.limits.head_s, self._cut)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits for this client is told."""
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._stall_timer = None
+        if self.flow is not None:
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Part of a request. A head that has begun must be complete in time."""
+        if self.flow is None or self.transport.is_closing():
+            return
+        super().data_received(data)
+        in_head = self.conn.their_state is h11.IDLE
+        if not in_head and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        elif in_head and self._head_timer is None and self.conn.trailing_data[0]:
+            self._head_timer = self.loop.call_later(self.limits.head_s, self._cut)
+
+    def pause_writing(self) -> None:
+        """The client does not read, and the transport's buffer is full."""
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self.limits.stall_s, self._cut)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP at all gets an OpenAI error, too."""
+        error = ApiError(400, INVALID_REQUEST, "bad_http", None, "this is not an HTTP/1.1 request that can be read")
+        self.transport.write(plain_response(error, b"Bad Request"))
+        self.transport.close()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """There are no websockets here."""
+        self.send_400_response("")
+
+    def _cut(self) -> None:
+        """Nothing more is sent: the client does not read, or has nothing to say."""
+        self._head_timer = self._stall_timer = None
+        self.transport.abort()
+
+
+def with_limits(limits: Limits) -> type[BoundedHttp]:
+    """The protocol with these bounds."""
+    return type("BoundedHttp", (BoundedHttp,), {"limits": limits})
+
+
+def plain_response(error: ApiError, phrase: bytes, retry_after_s: int | None = None) -> bytes:
+    """A whole HTTP response that closes the connection."""
+    body = json.dumps(error.body()).encode()
+    head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % (
+        error.status, phrase, len(body),
+    )  # fmt: skip
+    if retry_after_s is not None:
+        head += b"retry-after: %d\r\n" % retry_after_s
+    return head + b"\r\n" + body

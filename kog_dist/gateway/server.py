@@ -1,0 +1,88 @@
+"""uvicorn as this service runs it: on a socket that is bound already, stopped by signals that are ours to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from kog_dist.gateway.app import make_app
+from kog_dist.gateway.guard import Guard
+from kog_dist.gateway.limits import Limits
+from kog_dist.gateway.protocol import with_limits
+from kog_dist.gateway.service import Service
+
+CLOSE_S = 1.0  # for connections to close once every answer has been written
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server without its own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals mean what `serve` says."""
+        yield
+
+
+def make_server(service: Service, api_key: str | None, port: int, limits: Limits) -> Server:
+    """The server of a service; the socket is given to `serve`."""
+    guard = Guard(
+        make_app(service), service.log, host=service.args.host, port=port, api_key=api_key,
+        cors_origins=service.args.cors_origins,
+    )  # fmt: skip
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it has to say is in our log or of no use
+    return Server(
+        uvicorn.Config(
+            guard, http=with_limits(limits), ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            timeout_keep_alive=round(limits.keep_alive_s), timeout_graceful_shutdown=round(CLOSE_S), proxy_headers=False,
+            h11_max_incomplete_event_size=limits.head_bytes,
+        )
+    )  # fmt: skip
+
+
+async def serve(service: Service, listener: socket.socket, api_key: str | None) -> None:
+    """Serve until told to stop: the first SIGTERM (or SIGINT) drains, the second one ends at once."""
+    loop = asyncio.get_running_loop()
+    server = make_server(service, api_key, listener.getsockname()[1], service.limits)
+    stop = asyncio.Event()
+    num_signals = 0
+
+    def on_signal() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        service.drain()
+        stop.set()
+        if num_signals > 1:
+            server.should_exit = server.force_exit = True
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, on_signal)
+    bridge = asyncio.create_task(service.bridge.run())
+    serving = asyncio.create_task(server.serve([listener]))
+    stopping = asyncio.create_task(_stop_when_drained(stop, service, server))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        service.announce()
+        done, _ = await asyncio.wait([serving, bridge], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # what ended it, if that was an error
+    finally:
+        server.should_exit = True
+        for task in (stopping, bridge):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        await asyncio.gather(stopping, bridge, return_exceptions=True)
+        service.close()
+
+
+async def _stop_when_drained(stop: asyncio.Event, service: Service, server: Server) -> None:
+    await stop.wait()
+    await service.drained()
+    server.should_exit = True

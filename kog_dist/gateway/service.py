@@ -1,0 +1,129 @@
+"""What all endpoints share: the model that is served, the way to the engine, metrics, log, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kog_dist.errors import CheckpointError
+from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
+from kog_dist.gateway.engine import EngineBridge
+from kog_dist.gateway.engine_metrics import EngineFacts
+from kog_dist.gateway.limits import LIMITS, Limits
+from kog_dist.gateway.logs import Log
+from kog_dist.gateway.metrics import Metrics
+from kog_dist.gateway.openai.served import SamplingDefaults, ServedModel
+from kog_dist.gateway.readiness import Readiness
+from kog_dist.model.chat_template import ChatTemplate
+from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.rpc.messages import StatusReport, Welcome
+
+if TYPE_CHECKING:
+    from kog_dist.gateway.exchange import Exchange
+
+GENERATION_CONFIG = "generation_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+
+
+class Service:
+    """One gateway. Make it on the event loop's thread, before `run`."""
+
+    def __init__(self, args: GatewayArgs, log: Log, *, url: str, limits: Limits = LIMITS) -> None:
+        """Reads tokenizer and chat template. Raises CheckpointError for a model folder that cannot be used."""
+        self.args, self.log, self.limits, self.url = args, log, limits, url
+        self.begin_s = time.monotonic()
+        self.created = int(time.time())
+        self.tokenizer, self.chat_template, self._defaults = _read_model(args.model)
+        self.readiness = Readiness(stall_s=args.stall_s)
+        self.welcome: Welcome | None = None
+        self.served: ServedModel | None = None  # None until the engine has said what it serves
+        self.facts = EngineFacts()
+        self.metrics = Metrics(args.model_name or "unknown")
+        self.answering: set[Exchange] = set()
+        self.bodies_bytes = 0  # of request bodies that are in memory
+        self.bridge = EngineBridge(
+            args.access, self.readiness, log, on_welcome=self._on_welcome, on_report=self._on_report
+        )  # fmt: skip
+
+    # ---- the engine ----
+    def _on_welcome(self, welcome: Welcome) -> None:
+        """The engine has said what it serves; it may be another one than before."""
+        if self.tokenizer is not None and self.tokenizer.num_ids > welcome.vocab_size:
+            self.readiness.mismatch(
+                f"the tokenizer of {self.args.model} has {self.tokenizer.num_ids} ids and the engine's model {welcome.model} "
+                f"{welcome.vocab_size}; give the gateway the folder of that model"
+            )
+            self.served = None
+            return
+        self.readiness.mismatch(None)
+        if self.metrics.model_name != welcome.model:
+            self.metrics = Metrics(welcome.model, max_context=welcome.max_context)
+        self.facts = EngineFacts(max_context=welcome.max_context)
+        self.metrics.engine_facts(self.facts)
+        self.welcome = welcome
+        self.served = ServedModel(
+            name=welcome.model, aliases=(), max_context=welcome.max_context, vocab_size=welcome.vocab_size,
+            tokenizer=self.tokenizer, chat_template=self.chat_template, created=self.created, defaults=self._defaults,
+        )  # fmt: skip
+
+    def _on_report(self, report: StatusReport | None) -> None:
+        self.metrics.engine_report(report)
+
+    # ---- life ----
+    def announce(self) -> None:
+        """Write http.json into the instance folder: where the service is, now that it answers."""
+        if self.args.instance_folder is None or not self.args.ends_with_engine:
+            return
+        path = Path(self.args.instance_folder) / HTTP_FILE
+        fresh = path.with_suffix(".new")
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
+            json.dump({"url": self.url, "pid": os.getpid()}, stream)
+        fresh.replace(path)
+
+    def drain(self) -> None:
+        """Take nothing new; running answers go on."""
+        if not self.readiness.is_draining:
+            self.readiness.is_draining = True
+            self.log.event("draining", num_running=len(self.answering))
+
+    async def drained(self) -> None:
+        """Wait until nothing runs any more, and the engine is gone where this gateway ends with it; at most `drain_s`."""
+        limit_s = self.args.drain_s + 1.0  # the engine ends what takes too long, and says so
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s:
+            if not self.answering and not (self.args.ends_with_engine and self.readiness.is_connected):
+                return
+            await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        """Release what was opened."""
+        if self.chat_template is not None:
+            self.chat_template.close()
+
+
+def _read_model(folder: str | None) -> tuple[Tokenizer | None, ChatTemplate | None, SamplingDefaults]:
+    if folder is None:
+        return None, None, SamplingDefaults()
+    tokenizer = Tokenizer.from_folder(Path(folder))
+    template = None if tokenizer is None else ChatTemplate.from_folder(Path(folder), tokenizer.special_tokens)
+    if template is not None:
+        template.check()
+    return tokenizer, template, _read_defaults(Path(folder) / GENERATION_CONFIG)
+
+
+def _read_defaults(path: Path) -> SamplingDefaults:
+    """The model's own sampling. Raises CheckpointError for a file that is there and cannot be used."""
+    try:
+        with path.open("rb") as stream:
+            parsed: Any = json.loads(stream.read(MAX_CONFIG_BYTES))
+        if not isinstance(parsed, dict):
+            raise ValueError("it must be an object")
+        return SamplingDefaults.from_generation_config(parsed)
+    except FileNotFoundError:
+        return SamplingDefaults()
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None

@@ -1,0 +1,31 @@
+"""Which process listens on a port, for the message of the one that came second."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+_SHOWN = 120  # characters of a command line
+_SECRET = re.compile(r"(--api-key)[ =]\S+")
+
+
+def holder_of_port(port: int) -> str | None:
+    """`process PID (COMMAND)` that listens on a TCP port, as far as this user may know; secrets of its command are left out."""
+    import psutil  # type: ignore[import-untyped]  # only for this message
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return process_name(connection.pid)
+    return None
+
+
+def process_name(pid: int) -> str:
+    """`process PID (COMMAND)`, without the command where that cannot be read."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = ""
+    command = _SECRET.sub(r"\1 ...", command)
+    return f"process {pid} ({command[:_SHOWN]})" if command else f"process {pid}"
