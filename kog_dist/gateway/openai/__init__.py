@@ -1,4 +1,4 @@
-"""OpenAI's HTTP APIs as pure functions: a request body in, RPC messages and the bytes of the answer out. No sockets, no clock waits.
+"""OpenAI's HTTP APIs as pure functions: a request body in, RPC messages and the bytes of the answer out. No sockets.
 
     from kog_dist.gateway.openai.body import read_body          # bytes -> JSON; raises ApiError
     from kog_dist.gateway.openai.chat import ChatRequest, plan_chat

@@ -16,11 +16,12 @@ KEEPALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 class Reply(Protocol):
     """Turns the events of a request's choices into an answer, streamed or whole. Pure, for one request, not thread-safe.
 
-    Events of a choice come in the order of the engine; choices may be interleaved. Every event is handed over, also of an answer that
-    is not streamed; then the bytes are empty.
+    Events of a choice come in the order of the engine; choices may be interleaved. Every event is handed over, also of an answer
+    that is not streamed; then the bytes are empty.
     """
 
     keepalive: bytes
+    is_over: bool  # an error or a cancelled choice has ended it: cancel the other choices, expect nothing more
 
     def on_event(self, choice: int, event: StreamEvent) -> bytes:
         """SSE frames for an event of the choice `choice` (its place in `generates`), b"" if there is nothing to say."""

@@ -61,7 +61,8 @@ class SamplingDefaults:
 class ServedModel:
     """The model behind the gateway. `max_context`: tokens of prompt and answer together. `created`: Unix time in seconds.
 
-    Without a tokenizer only `/v1/completions` with token ids works; without a chat template chat uses plain text (docs/openai.md).
+    Without a tokenizer only `/v1/completions` with token ids works; without a chat template chats become plain text, as
+    docs/openai.md says.
     """
 
     name: str

@@ -1,0 +1,195 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kog_dist.gateway.openai.body import parse
+from kog_dist.gateway.openai.chat_request import AllowedTools, ChatRequest, JsonSchemaFormat, NamedTool
+from kog_dist.gateway.openai.chunks import ChunkReply, ReplyForm, quoted
+from kog_dist.gateway.openai.errors import invalid
+from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
+from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, PlainText, TextDelta
+from kog_dist.gateway.openai.planning import (
+    Stamp,
+    answer_limit,
+    check_model,
+    choice_conversation,
+    conversation_of,
+    generate,
+    sampling_fields,
+    schema_text,
+    seeds,
+)
+from kog_dist.gateway.openai.prompt import beginning_of, prompt_ids
+from kog_dist.gateway.openai.reply import Planned
+from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
+from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.openai.tools import Function, ToolUse, tool_use
+from kog_dist.rpc.messages import Done, Tokens
+
+__all__ = ["ChatReply", "ChatRequest", "plan_chat"]
+
+
+def plan_chat(body: object, served: ServedModel) -> Planned:
+    """The RPC requests and the reply of a chat. May take up to a second in the template's process. Raises ApiError."""
+    request = parse(ChatRequest, body)
+    check_model(request.model, served)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
+    answer_schema = format_schema(request.response_format, "response_format")
+    use = _tool_use(request, served, has_format=answer_schema is not None)
+    tools = [function.as_chat_tool() for function in use.offered]
+    ids = prompt_ids(request.messages, tools, served)
+    num_choices = request.n or 1
+    stamp = Stamp.new("chatcmpl-")
+    conversation = conversation_of(request, beginning_of(request.messages))
+    fields = {
+        **sampling_fields(request, served),
+        "prompt_ids": ids,
+        "max_tokens": answer_limit((request.max_tokens, request.max_completion_tokens), len(ids), served, "messages"),
+        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+        "json_schema": use.json_schema or answer_schema,
+    }
+    generates = tuple(
+        generate(
+            "messages",
+            {
+                **fields,
+                "request_id": stamp.choice_id(choice, num_choices),
+                "seed": seed,
+                "conversation": choice_conversation(conversation, choice),
+            },
+        )
+        for choice, seed in enumerate(seeds(request.seed, num_choices))
+    )
+    form = ReplyForm.of(stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
+    names = TokenNames(served.tokenizer) if request.logprobs else None
+    return Planned(generates, form.stream, ChatReply(form, use, names))
+
+
+def format_schema(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None, param: str) -> str | None:
+    """The schema of a response_format; None for text."""
+    if isinstance(wanted, JsonSchemaFormat):
+        return schema_text(wanted.json_schema.schema_, param)
+    return '{"type":"object"}' if isinstance(wanted, JsonObjectFormat) else None
+
+
+def _tool_use(request: ChatRequest, served: ServedModel, *, has_format: bool) -> ToolUse:
+    functions = [
+        Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in request.tools or ()
+    ]
+    choice = request.tool_choice or ("auto" if functions else "none")
+    names: list[str] | None = None
+    if isinstance(choice, NamedTool):
+        mode, names = "required", [choice.function.name]
+    elif isinstance(choice, AllowedTools):
+        mode, names = choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
+    else:
+        mode = choice
+    return tool_use(functions, mode, names, served, has_format=has_format)
+
+
+_CONTENT: Final = b'"delta":{"content":'
+
+
+class ChatReply(ChunkReply):
+    """Chunks of a chat, or its one object."""
+
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def __init__(self, form: ReplyForm, use: ToolUse, names: TokenNames | None) -> None:
+        """`names`: of tokens, if the request asked for log-probabilities."""
+        super().__init__(form)
+        choices = range(form.num_choices)
+        self._names = names
+        self._parsers = [use.parser() for _ in choices]
+        self._has_begun = [False] * form.num_choices
+        self._deltas: list[list[Delta]] = [[] for _ in choices]
+        self._entries: list[list[dict[str, Any]]] = [[] for _ in choices]
+        self._is_plain = form.stream and names is None and not form.continuous_usage and isinstance(self._parsers[0], PlainText)
+        self._plain_before = [before + _CONTENT for before in self._before]
+        self._plain_after = b'},"logprobs":null,"finish_reason":null}]' + self._after
+
+    def _on_tokens(self, choice: int, event: Tokens) -> bytes:
+        if self._is_plain and self._has_begun[choice]:  # the path of almost every token
+            text = event.text
+            return self._plain_before[choice] + quoted(text) + self._plain_after if text else b""
+        self._num_generated[choice] = event.index + len(event.token_ids)
+        begun = self._begin(choice)
+        deltas = self._parsers[choice].push(event.text)
+        told = [] if self._names is None else entries(event, self._names)
+        if not self._stream:
+            self._deltas[choice] += deltas
+            self._entries[choice] += told
+            return b""
+        return begun + self._frames(choice, deltas, told)
+
+    def _on_done(self, choice: int, done: Done) -> bytes:
+        begun = self._begin(choice)
+        deltas = self._parsers[choice].finish()
+        if not self._stream:
+            self._deltas[choice] += deltas
+            return b""
+        return begun + self._frames(choice, deltas, []) + self._last_frame(choice, b'"delta":{}', done)
+
+    def _finish_reason(self, choice: int, done: Done) -> str:
+        reason = super()._finish_reason(choice, done)
+        return "tool_calls" if reason == "stop" and self._parsers[choice].num_calls else reason
+
+    def _choice(self, choice: int, finish_reason: str) -> dict[str, Any]:
+        message = assembled(self._deltas[choice], self.form.stamp.id, choice)
+        content = self._entries[choice]
+        logprobs = None if self._names is None else {"content": content, "refusal": None}
+        return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _begin(self, choice: int) -> bytes:
+        """The chunk with the role, before a choice's first token and not earlier: clients measure the first token by it."""
+        if self._has_begun[choice] or not self._stream:
+            return b""
+        self._has_begun[choice] = True
+        return self._frame(choice, b'"delta":{"role":"assistant","content":""}')
+
+    def _frames(self, choice: int, deltas: Sequence[Delta], told: list[dict[str, Any]]) -> bytes:
+        logprobs = to_json({"content": told, "refusal": None}) if told else b"null"
+        if told and not deltas:
+            deltas = (TextDelta(""),)
+        frames = b""
+        for delta in deltas:
+            frames += self._frame(choice, self._delta(choice, delta), logprobs)
+            logprobs = b"null"
+        return frames
+
+    def _delta(self, choice: int, delta: Delta) -> bytes:
+        if isinstance(delta, TextDelta):
+            return _CONTENT + quoted(delta.text) + b"}"
+        call: dict[str, Any] = {"index": delta.idx}
+        if isinstance(delta, CallStart):
+            call_id = call_name(self.form.stamp.id, choice, delta.idx)
+            call |= {"id": call_id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+        else:
+            call["function"] = {"arguments": delta.text}
+        return b'"delta":{"tool_calls":[%b]}' % to_json(call)
+
+
+def call_name(answer_id: str, choice: int, idx: int) -> str:
+    """The id of a call; the same whether the answer is streamed or not."""
+    return f"call_{answer_id.rpartition('-')[2].rpartition('_')[2][:24]}_{choice}_{idx}"
+
+
+def assembled(deltas: Sequence[Delta], answer_id: str, choice: int) -> dict[str, Any]:
+    """The message that the deltas make together."""
+    text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if isinstance(delta, CallStart):
+            function = {"name": delta.name, "arguments": ""}
+            calls.append({"id": call_name(answer_id, choice, delta.idx), "type": "function", "function": function})
+        elif isinstance(delta, CallArguments):
+            calls[delta.idx]["function"]["arguments"] += delta.text
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,51 @@
+"""The body of `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from kog_dist.gateway.openai.chat_request import JsonSchemaFormat
+from kog_dist.gateway.openai.request_model import (
+    MAX_CHOICES,
+    REFUSED_EVERYWHERE,
+    JsonObjectFormat,
+    Refusal,
+    SamplingFields,
+    StreamOptions,
+    TextFormat,
+    Tokens,
+    TopLogprobs,
+)
+from kog_dist.rpc.messages import MAX_ARRAY
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ARRAY)]
+
+
+class CompletionRequest(SamplingFields):
+    """One or several prompts to be continued."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **REFUSED_EVERYWHERE,
+        "echo": Refusal("the prompt is not repeated", (None, False)),
+    }
+
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_CHOICES)]
+    ) = Field(description=f"A text, token ids, or a list of them. Prompts times n: at most {MAX_CHOICES}.")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Tokens | None = Field(default=None, description=f"Default: {DEFAULT_MAX_TOKENS}.")
+    max_completion_tokens: Tokens | None = Field(default=None, description="The same; with both, the smaller one counts.")
+    logprobs: TopLogprobs | None = Field(default=None, description="How many alternatives of each token.")
+    stream_options: StreamOptions | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(
+        default=None, discriminator="type", description="As in vLLM: the same as that of a chat."
+    )

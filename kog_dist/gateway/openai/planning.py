@@ -1,0 +1,172 @@
+"""What the three APIs have in common on the way to RPC messages: names, limits against the model, ids, seeds, stickiness."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kog_dist.errors import RequestError
+from kog_dist.gateway.openai.errors import ApiError, invalid
+from kog_dist.gateway.openai.request_model import SamplingFields
+from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.rpc.fields import SHAPING_LIMITS
+from kog_dist.rpc.messages import MAX_ARRAY, MAX_SCHEMA_BYTES, MAX_SEED, BadMessage, ErrorCode, Generate
+
+_MAX_BYTES_PER_TOKEN: Final = 64  # a text with more of them per token of context cannot fit, and is not tokenized
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Name and date of one answer. `created_s`: Unix time."""
+
+    id: str
+    created_s: int
+
+    @classmethod
+    def new(cls, kind: str) -> Stamp:
+        """A name that nobody else has: `kind`, then 128 random bits."""
+        return cls(f"{kind}{secrets.token_hex(16)}", int(time.time()))
+
+    def choice_id(self, choice: int, num_choices: int) -> str:
+        """The RPC request's name; a single choice has the answer's, so that an operator can cancel what a client reports."""
+        return self.id if num_choices == 1 else f"{self.id}-{choice}"
+
+
+def check_model(name: str | None, served: ServedModel) -> None:
+    """Raise ApiError 404 unless the request is for the served model."""
+    if not served.answers_to(name):
+        names = ", ".join([served.name, *served.card()["aliases"]])
+        raise ApiError(
+            404,
+            "invalid_request_error",
+            "model_not_found",
+            "model",
+            f"there is no model {ascii(name)[:80]} here; there is {names}",
+        )
+
+
+def sampling_fields(request: SamplingFields, served: ServedModel) -> dict[str, Any]:
+    """The fields of Generate that say how tokens are chosen, without the seed. Raises ApiError for an id that is none."""
+    defaults = served.defaults
+    top_p = defaults.top_p if request.top_p is None else request.top_p
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    bias = _logit_bias(request.logit_bias or {}, served.vocab_size)
+    stop = request.stop
+    return {
+        "temperature": defaults.temperature if request.temperature is None else request.temperature,
+        "top_p": max(top_p, SHAPING_LIMITS["top_p"][0]),
+        "top_k": max(top_k, 0),
+        "min_p": defaults.min_p if request.min_p is None else request.min_p,
+        "repetition_penalty": defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty,
+        "presence_penalty": request.presence_penalty or 0.0,
+        "frequency_penalty": request.frequency_penalty or 0.0,
+        "logit_bias_ids": tuple(bias),
+        "logit_biases": tuple(bias.values()),
+        "stop": () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        "ignore_eos": bool(request.ignore_eos),
+        "min_tokens": request.min_tokens or 0,
+    }
+
+
+def _logit_bias(raw: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    bias = {}
+    for key, value in raw.items():
+        token_id = int(key) if key.isascii() and key.isdigit() and len(key) <= 10 else -1
+        if str(token_id) != key or token_id >= vocab_size:
+            raise invalid("logit_bias", f"logit_bias: {ascii(key)[:40]} is no token id; they are from 0 to {vocab_size - 1}")
+        bias[token_id] = value
+    return bias
+
+
+def seeds(seed: int | None, num_choices: int) -> list[int]:
+    """One for each choice of a prompt: the request's own for the first one, so that n does not change it, then the next ones."""
+    first = secrets.randbits(63) if seed is None else seed
+    return [(first + choice) % (MAX_SEED + 1) for choice in range(num_choices)]
+
+
+def generate(param: str, fields: Mapping[str, Any]) -> Generate:
+    """The checked message. Raises ApiError with the message's own complaint; `param` is what prompts are called."""
+    try:
+        return Generate(**fields)
+    except BadMessage as error:
+        sentence = str(error).removeprefix("generate: ")
+        name = sentence.partition(" ")[0]
+        name = param if name in ("prompt", "prompt_ids") else name
+        raise invalid(name if name in fields or name == param else None, sentence) from None
+
+
+def conversation_of(request: SamplingFields, beginning: Sequence[str]) -> str | None:
+    """The RPC `conversation` that leads a router to the replica with the cached beginning; None leaves that to the prompt.
+
+    `prompt_cache_key` where it is given; else what stays the same while a chat grows: the messages up to the first one of the
+    user (`beginning`), together with `user`, which tells apart those who begin alike.
+    """
+    if request.prompt_cache_key is not None:
+        parts = ["key", request.prompt_cache_key]
+    elif beginning:
+        parts = ["chat", request.user or "", *beginning]
+    else:
+        return None
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def choice_conversation(conversation: str | None, choice: int) -> str | None:
+    """That of the first choice goes on; the others have their own, so that replicas share them."""
+    return conversation if conversation is None or choice == 0 else f"{conversation}.{choice}"
+
+
+def encode_prompt(text: str, served: ServedModel, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    """Token ids of a prompt that leaves room for an answer. Raises ApiError 400."""
+    if served.tokenizer is None:
+        raise invalid(
+            param,
+            f"{served.name} has no tokenizer; send token ids as the prompt of /v1/completions",
+            ErrorCode.NO_TOKENIZER.value,
+        )
+    num_bytes, most = len(text.encode("utf-8", "surrogatepass")), _MAX_BYTES_PER_TOKEN * served.max_context
+    if num_bytes > most:
+        raise _too_long(param, f"the prompt has {num_bytes} bytes, at most {most} can fit {served.max_context} tokens of context")
+    try:
+        ids = tuple(served.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except RequestError as error:
+        raise invalid(param, str(error), error.code) from None
+    except BaseException as error:  # the library's panics derive from BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise invalid(param, f"the tokenizer cannot read the prompt: {error!s:.200}") from None
+    if not ids:
+        raise invalid(param, "the prompt has no tokens; give at least one")
+    if len(ids) >= served.max_context or len(ids) > MAX_ARRAY:
+        most = min(served.max_context - 1, MAX_ARRAY)
+        raise _too_long(param, f"the prompt has {len(ids)} tokens, at most {most} leave room for an answer")
+    return ids
+
+
+def answer_limit(wanted: Sequence[int | None], num_prompt_tokens: int, served: ServedModel, param: str) -> int:
+    """The smallest of the limits that the client gave, else what fits the context. Raises ApiError 400 if it does not fit."""
+    room = served.max_context - num_prompt_tokens
+    limit = min((given for given in wanted if given is not None), default=room)
+    if limit > room:
+        raise _too_long(
+            param,
+            f"{num_prompt_tokens} prompt tokens and an answer of {limit} exceed the context of {served.max_context} tokens; "
+            f"ask for at most {room}",
+        )
+    return limit
+
+
+def schema_text(schema: Mapping[str, Any], param: str) -> str:
+    """The JSON of a schema as RPC takes it. Raises ApiError 400 above the limit."""
+    text = json.dumps(schema, separators=(",", ":"))
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise invalid(param, f"{param}: the JSON schema has {len(text)} bytes, at most {MAX_SCHEMA_BYTES} are accepted")
+    return text
+
+
+def _too_long(param: str, message: str) -> ApiError:
+    return invalid(param, message, ErrorCode.CONTEXT_LENGTH_EXCEEDED.value)

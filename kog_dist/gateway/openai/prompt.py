@@ -1,0 +1,103 @@
+"""Messages to a prompt: by the model's chat template, or as plain text where it has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.gateway.openai.chat_request import Message
+from kog_dist.gateway.openai.errors import ApiError, invalid
+from kog_dist.gateway.openai.planning import encode_prompt
+from kog_dist.gateway.openai.served import ServedModel
+
+
+def prompt_ids(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages"
+) -> tuple[int, ...]:
+    """Token ids of the conversation, up to where the answer begins. Raises ApiError 400 naming the message that is wrong."""
+    plain = [_plain_message(message, f"{param}[{idx}]") for idx, message in enumerate(messages)]
+    if served.chat_template is None or served.tokenizer is None:
+        return encode_prompt(joined_text(plain), served, param, add_special_tokens=True)
+    try:
+        text = served.chat_template.render(plain, tools=tools or None)
+    except RequestError as error:
+        raise invalid(param, str(error), error.code) from None
+    except CheckpointError as error:
+        raise ApiError(500, "server_error", "chat_template_unusable", None, str(error)) from None
+    return encode_prompt(text, served, param, add_special_tokens=False)
+
+
+def beginning_of(messages: Sequence[Message]) -> list[str]:
+    """The messages up to the first one of a user: what a conversation keeps while it grows."""
+    beginning = []
+    for message in messages:
+        beginning.append(f"{message.role}:{_text_of(message)}")
+        if message.role == "user":
+            break
+    return beginning
+
+
+def joined_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation for a model that has never seen one: paragraphs, and each answer where it continued the text before it.
+
+    So one message of a user is simply continued, and a conversation that goes on begins with what is cached.
+    """
+    text = ""
+    for message in messages:
+        said = message["content"]
+        for call in message.get("tool_calls", ()):
+            said += "\n" + json.dumps(call["function"], ensure_ascii=False)
+        separator = "" if not text or message["role"] == "assistant" else "\n\n"
+        text += separator + said
+    return text
+
+
+def _text_of(message: Message) -> str:
+    content = message.content
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+def _plain_message(message: Message, where: str) -> dict[str, Any]:
+    """The message as chat templates expect it: text content, `system` for `developer`, arguments as an object."""
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text_of(message),
+    }
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        raise invalid(f"{where}.content", f"{where}.content is missing")
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise invalid(f"{where}.tool_calls", f"{where}: only an assistant's message has tool_calls")
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_object(call.function.arguments, f"{where}.tool_calls[{idx}].function.arguments"),
+                },
+            }
+            for idx, call in enumerate(message.tool_calls)
+        ]
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id is missing: it says which call this answers")
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    return plain
+
+
+def arguments_object(text: str, where: str) -> dict[str, Any]:
+    """What an earlier call was given. Raises ApiError 400 unless it is a JSON object."""
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise invalid(where, f"{where} must be a JSON object, as text")
+    return parsed

@@ -1,0 +1,145 @@
+"""The base of the request models, and the fields that all three APIs have. Limits come from the RPC protocol's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kog_dist.rpc.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SHAPING_LIMITS
+from kog_dist.rpc.messages import MAX_SEED, MAX_STOP_BYTES, MAX_STOP_STRINGS
+
+MAX_CHOICES: Final = 8  # answers to one HTTP request: n times the number of prompts
+MAX_MESSAGES: Final = 4096
+MAX_TOOLS: Final = 128
+MAX_NAME: Final = 256  # characters of names and keys that clients choose
+_MOST_TOKENS: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A field of OpenAI or vLLM that would change the answer: refused, unless its value is one that means nothing."""
+
+    reason: str
+    harmless: tuple[object, ...] = (None,)
+
+
+def ignored(what: str) -> Any:
+    """A field that is accepted because it cannot change the answer."""
+    return Field(default=None, description=f"Accepted and ignored: {what}.")
+
+
+class RequestModel(BaseModel):
+    """Unknown fields are refused, and so is a value of another type: "5" is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+
+
+def _bounded(name: str, description: str) -> Any:
+    low, high = SHAPING_LIMITS[name]
+    return Field(ge=low, le=high, description=description)
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
+Bias = Annotated[float, _bounded("logit_bias", "Added to the logit.")]
+Temperature = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=HIGHEST_TEMPERATURE,
+        description=f"0 is greedy, else from {LOWEST_TEMPERATURE:g}. Default: generation_config.json of the model, else 1.",
+    ),
+]
+TopP = Annotated[float, Field(ge=0, le=1, description="0 leaves the best token only.")]
+Penalty = Annotated[float, _bounded("presence_penalty", "Of tokens that the answer has already.")]
+Tokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+ModelName = Annotated[str, Field(max_length=1024, description="A name of /v1/models, or `default`.")]
+
+
+class StreamOptions(RequestModel):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool | None = Field(default=None, description="A last chunk with the usage, and without choices.")
+    continuous_usage_stats: bool | None = Field(default=None, description="As in vLLM: the usage so far in every chunk.")
+    include_obfuscation: Any = ignored("streams are not padded")
+
+
+class SamplingFields(RequestModel):
+    """How tokens are chosen; docs/sampling.md. Where a field is absent or null the model's defaults count."""
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MOST_TOKENS, description="0 and -1: all.")] | None = None
+    min_p: Annotated[float, _bounded("min_p", "Least share of the best token's probability.")] | None = None
+    repetition_penalty: Annotated[float, _bounded("repetition_penalty", "Of tokens in prompt or answer.")] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = Field(
+        default=None, max_length=MAX_LOGIT_BIAS, description="Token ids, as strings, and what is added to their logits."
+    )
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
+        default=None, description="The same request with the same seed gives the same answer. Default: a new one each time."
+    )
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+        default=None, description=f"Up to {MAX_STOP_STRINGS} texts of at most {MAX_STOP_BYTES} bytes that end the answer."
+    )
+    ignore_eos: bool | None = Field(default=None, description="As in vLLM: go on to the limit.")
+    min_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
+    user: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        default=None, description="Tells users with the same first messages apart when a replica is chosen."
+    )
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
+        default=None, description="Requests with the same key go to the same replica, where their beginning is cached."
+    )
+    metadata: Any = ignored("nothing is stored")
+    store: Any = ignored("nothing is stored")
+    safety_identifier: Any = ignored("nobody is reported")
+    service_tier: Any = ignored("there is one")
+    prompt_cache_retention: Any = ignored("the least recently used cache makes room")
+    prompt_cache_options: Any = ignored("caches are used whenever they fit")
+    priority: Any = ignored("requests run in turns")
+
+
+class TextFormat(RequestModel):
+    """Whatever the model says."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    """A JSON object; the grammar makes sure of it."""
+
+    type: Literal["json_object"]
+
+
+FormatName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Schema = Annotated[dict[str, Any], Field(description="A JSON schema of at most 64 KiB.")]
+
+# What vLLM and OpenAI have and we have not, for all three APIs.
+REFUSED_EVERYWHERE: Final[Mapping[str, Refusal]] = {
+    "stop_token_ids": Refusal("use stop with the text of the token", (None, [])),
+    "bad_words": Refusal("use logit_bias", (None, [])),
+    "allowed_token_ids": Refusal("use logit_bias or response_format", (None,)),
+    "include_stop_str_in_output": Refusal("the stop string is never a part of the answer", (None, False)),
+    "skip_special_tokens": Refusal("special tokens have no text here", (None, True)),
+    "spaces_between_special_tokens": Refusal("special tokens have no text here", (None, True, False)),
+    "use_beam_search": Refusal("there is no beam search", (None, False)),
+    "length_penalty": Refusal("there is no beam search", (None, 1, 1.0)),
+    "early_stopping": Refusal("there is no beam search", (None, False)),
+    "truncate_prompt_tokens": Refusal("prompts are never cut; shorten it", (None,)),
+    "prompt_logprobs": Refusal("log-probabilities are those of the answer; use logprobs", (None,)),
+    "guided_json": Refusal("use response_format with a json_schema"),
+    "guided_regex": Refusal("use response_format with a json_schema that has a pattern"),
+    "guided_choice": Refusal("use response_format with a json_schema that has an enum"),
+    "guided_grammar": Refusal("use response_format with a json_schema"),
+    "structured_outputs": Refusal("use response_format with a json_schema"),
+    "moderation": Refusal("nothing is moderated"),
+    "best_of": Refusal("choices are not ranked; ask for n", (None, 1)),
+    "suffix": Refusal("the model cannot fill in the middle", (None, "")),
+}

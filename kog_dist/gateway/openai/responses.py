@@ -1,0 +1,178 @@
+"""`/v1/responses`, without a memory: what a request does not send, nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kog_dist.gateway.openai.body import parse
+from kog_dist.gateway.openai.chat_request import CalledFunction, Message, ToolCall
+from kog_dist.gateway.openai.errors import invalid
+from kog_dist.gateway.openai.logprobs import TokenNames
+from kog_dist.gateway.openai.planning import (
+    Stamp,
+    answer_limit,
+    check_model,
+    conversation_of,
+    generate,
+    sampling_fields,
+    schema_text,
+    seeds,
+)
+from kog_dist.gateway.openai.prompt import arguments_object, beginning_of, prompt_ids
+from kog_dist.gateway.openai.reply import Planned
+from kog_dist.gateway.openai.request_model import JsonObjectFormat, TextFormat
+from kog_dist.gateway.openai.responses_reply import ResponseReply
+from kog_dist.gateway.openai.responses_request import (
+    HOSTED_TOOLS,
+    LOGPROBS_INCLUDED,
+    AllowedFunctions,
+    InputItem,
+    InputPart,
+    NamedFunction,
+    ResponsesJsonSchema,
+    ResponsesRequest,
+)
+from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.openai.tools import Function, ToolUse, tool_use
+
+__all__ = ["ResponseReply", "ResponsesRequest", "plan_response"]
+
+
+def plan_response(body: object, served: ServedModel) -> Planned:
+    """The RPC request and the reply of a response. May take up to a second in the template's process. Raises ApiError."""
+    request = parse(ResponsesRequest, _without_hosted_tools(body))
+    check_model(request.model, served)
+    answer_schema = _format_schema(request)
+    use = _tool_use(request, served, has_format=answer_schema is not None)
+    messages = _messages(request)
+    ids = prompt_ids(messages, [function.as_chat_tool() for function in use.offered], served, "input")
+    has_logprobs = request.top_logprobs is not None or LOGPROBS_INCLUDED in (request.include or ())
+    stamp = Stamp.new("resp_")
+    sampling = sampling_fields(request, served)
+    message = generate(
+        "input",
+        {
+            **sampling,
+            "request_id": stamp.id,
+            "prompt_ids": ids,
+            "max_tokens": answer_limit((request.max_output_tokens,), len(ids), served, "input"),
+            "logprobs": (request.top_logprobs or 0) if has_logprobs else None,
+            "json_schema": use.json_schema or answer_schema,
+            "seed": seeds(request.seed, 1)[0],
+            "conversation": conversation_of(request, beginning_of(messages)),
+        },
+    )
+    outline = _outline(request, stamp, served, sampling)
+    names = TokenNames(served.tokenizer) if has_logprobs else None
+    return Planned((message,), bool(request.stream), ResponseReply(outline, use.parser(), names, stream=bool(request.stream)))
+
+
+def _without_hosted_tools(body: object) -> object:
+    """The body without tools that OpenAI would run: the model is not told of them, and so never calls them."""
+    tools = body.get("tools") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not isinstance(tools, list):
+        return body
+    kept = [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in HOSTED_TOOLS)]
+    return {**body, "tools": kept}
+
+
+def _format_schema(request: ResponsesRequest) -> str | None:
+    wanted = request.text.format if request.text is not None else None
+    if isinstance(wanted, ResponsesJsonSchema):
+        return schema_text(wanted.schema_, "text.format.schema")
+    return '{"type":"object"}' if isinstance(wanted, JsonObjectFormat) else None
+
+
+def _tool_use(request: ResponsesRequest, served: ServedModel, *, has_format: bool) -> ToolUse:
+    functions = [Function(tool.name, tool.description, tool.parameters) for tool in request.tools or ()]
+    choice = request.tool_choice or ("auto" if functions else "none")
+    names: list[str] | None = None
+    if isinstance(choice, NamedFunction):
+        mode, names = "required", [choice.name]
+    elif isinstance(choice, AllowedFunctions):
+        mode, names = choice.mode, [tool.name for tool in choice.tools]
+    else:
+        mode = choice
+    return tool_use(functions, mode, names, served, has_format=has_format)
+
+
+# ---- items to messages ----
+def _messages(request: ResponsesRequest) -> list[Message]:
+    """The input as messages of a chat: calls join the answer that they belong to."""
+    messages = [Message(role="system", content=request.instructions)] if request.instructions else []
+    if isinstance(request.input, str):
+        return [*messages, Message(role="user", content=request.input)]
+    for idx, item in enumerate(request.input):
+        where = f"input[{idx}]"
+        if item.type == "message":
+            messages.append(_message(item, where))
+        elif item.type == "function_call":
+            call = _call(item, where)
+            if messages and messages[-1].role == "assistant":
+                last = messages.pop()
+                messages.append(last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), call]}))
+            else:
+                messages.append(Message(role="assistant", tool_calls=[call]))
+        elif item.type == "function_call_output":
+            output = _needed(item.output, f"{where}.output")
+            messages.append(Message(role="tool", content=_text(output), tool_call_id=_needed(item.call_id, f"{where}.call_id")))
+    if not messages:
+        raise invalid("input", "input has no message")
+    return messages
+
+
+def _message(item: InputItem, where: str) -> Message:
+    return Message(role=_needed(item.role, f"{where}.role"), content=_text(_needed(item.content, f"{where}.content")))
+
+
+def _call(item: InputItem, where: str) -> ToolCall:
+    arguments = _needed(item.arguments, f"{where}.arguments")
+    arguments_object(arguments, f"{where}.arguments")
+    function = CalledFunction(name=_needed(item.name, f"{where}.name"), arguments=arguments)
+    return ToolCall(id=_needed(item.call_id, f"{where}.call_id"), function=function)
+
+
+def _needed(value: Any, where: str) -> Any:
+    if value is None:
+        raise invalid(where, f"{where} is missing", "missing_required_parameter")
+    return value
+
+
+def _text(content: str | Sequence[InputPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.refusal or part.text for part in content)
+
+
+# ---- what the response says of the request ----
+def _outline(request: ResponsesRequest, stamp: Stamp, served: ServedModel, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of the response that are known before the answer."""
+    dumped = request.model_dump(mode="json", by_alias=True, exclude_none=True, include={"text", "tools", "tool_choice"})
+    tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in dumped.get("tools", ())]
+    text = dumped.get("text", {})
+    text.setdefault("format", TextFormat(type="text").model_dump())
+    text.pop("verbosity", None)
+    return {
+        "id": stamp.id,
+        "object": "response",
+        "created_at": stamp.created_s,
+        "model": served.name,
+        "background": False,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata if isinstance(request.metadata, dict) else {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": sampling["temperature"],
+        "text": text,
+        "tool_choice": dumped.get("tool_choice", "auto"),
+        "tools": tools,
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": sampling["top_p"],
+        "truncation": "disabled",
+        "user": request.user,
+    }

@@ -1,0 +1,214 @@
+"""The reply of `/v1/responses`: an object, or the events that it comes into being by, numbered and in OpenAI's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kog_dist.gateway.openai.accounting import response_usage, timings
+from kog_dist.gateway.openai.chat import call_name
+from kog_dist.gateway.openai.chunks import quoted
+from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError, cancelled, from_rpc
+from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
+from kog_dist.gateway.openai.parsers import AnswerParser, CallArguments, CallStart, Delta, PlainText, TextDelta
+from kog_dist.gateway.openai.reply import KEEPALIVE, StreamEvent
+from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, Tokens
+
+_DELTA: Final = b"response.output_text.delta"
+
+
+class ResponseReply:
+    """`outline`: what the response says of its request. One choice. Every kind of event is described in docs/openai.md."""
+
+    keepalive = KEEPALIVE
+
+    def __init__(self, outline: Mapping[str, Any], parser: AnswerParser, names: TokenNames | None, *, stream: bool) -> None:
+        self.is_over = False
+        self._outline = dict(outline)
+        self._id: str = outline["id"]
+        self._parser = parser
+        self._names = names
+        self._stream = stream
+        self._has_begun = False
+        self._num_events = 0
+        self._done: Done | None = None
+        self._error: ApiError | None = None
+        self._output: list[dict[str, Any]] = []  # finished items
+        self._open: dict[str, Any] | None = None  # the item that grows
+        self._pieces: list[str] = []  # its text or arguments
+        self._entries: list[dict[str, Any]] = []
+        self._is_plain = stream and names is None and isinstance(parser, PlainText)
+        self._before_number = self._before_text = b""
+
+    # ---- Reply ----
+    def on_event(self, choice: int, event: StreamEvent) -> bytes:
+        """See Reply."""
+        if self.is_over:
+            return b""
+        kind = type(event)
+        if kind is Tokens:
+            return self._on_tokens(event)  # type: ignore[arg-type]
+        if isinstance(event, Accepted):
+            return self._begin()
+        if isinstance(event, Done):
+            if event.finish_reason is FinishReason.CANCELLED:
+                return self.on_error(choice, cancelled())
+            self._done = event
+            return self._begin() + self._finish()
+        return b""
+
+    def on_error(self, choice: int, error: Error | ApiError) -> bytes:
+        """See Reply."""
+        if self.is_over:
+            return b""
+        self._error = from_rpc(error) if isinstance(error, Error) else error
+        # The codes are OpenAI's and few; ours stands in the sentence.
+        code = "invalid_prompt" if self._error.type == INVALID_REQUEST else "server_error"
+        sentence = f"{self._error.message} ({self._error.code})" if self._error.code else self._error.message
+        failure = {"code": code, "message": sentence}
+        begun = self._begin()
+        failed = self._event("response.failed", {"response": self._response("failed", error=failure)})
+        self.is_over = True
+        return begun + failed
+
+    def end(self) -> bytes:
+        """The terminal event. This API has no `[DONE]`."""
+        if self.is_over or not self._stream:
+            return b""
+        status = self._status
+        ended = self._event(f"response.{status}", {"response": self._response(status)})
+        self.is_over = True
+        return ended
+
+    def whole(self) -> dict[str, Any]:
+        """See Reply."""
+        if self._error is not None:
+            raise self._error
+        return self._response(self._status)
+
+    # ---- the answer ----
+    def _on_tokens(self, event: Tokens) -> bytes:
+        if self._is_plain and self._open is not None:  # the path of almost every token
+            text = event.text
+            if not text:
+                return b""
+            self._pieces.append(text)
+            number = self._num_events
+            self._num_events = number + 1
+            return b'%b%d%b%b,"logprobs":[]}\n\n' % (self._before_number, number, self._before_text, quoted(text))
+        told = [] if self._names is None else entries(event, self._names)
+        for entry in told:  # unlike those of a chat they have bytes always
+            for each in (entry, *entry["top_logprobs"]):
+                each["bytes"] = each["bytes"] or []
+        return self._begin() + self._take(self._parser.push(event.text), told)
+
+    def _take(self, deltas: Sequence[Delta], told: list[dict[str, Any]]) -> bytes:
+        if told and not deltas:
+            deltas = (TextDelta(""),)
+        frames = b""
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                if self._open is None or self._open["type"] != "message":
+                    frames += self._close() + self._open_message()
+                frames += self._add_text(delta.text, told)
+                told = []
+            elif isinstance(delta, CallStart):
+                frames += self._close() + self._open_call(delta)
+            else:
+                frames += self._add_arguments(delta)
+        return frames
+
+    def _finish(self) -> bytes:
+        frames = self._take(self._parser.finish(), [])
+        if self._open is None and not self._output:
+            frames += self._open_message()  # an answer without text is an answer
+        return frames + self._close()
+
+    def _open_message(self) -> bytes:
+        idx = len(self._output)
+        item_id = f"msg_{self._id.removeprefix('resp_')}_{idx}"
+        self._open = {"type": "message", "id": item_id, "status": "in_progress", "role": "assistant", "content": []}
+        place = f'"item_id":"{item_id}","output_index":{idx},"content_index":0,'.encode()
+        self._before_number = b'event: %b\ndata: {"type":"%b",%b"sequence_number":' % (_DELTA, _DELTA, place)
+        self._before_text = b',"delta":'
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return self._event("response.output_item.added", {"output_index": idx, "item": self._open}) + self._event(
+            "response.content_part.added", {"item_id": item_id, "output_index": idx, "content_index": 0, "part": part}
+        )
+
+    def _add_text(self, text: str, told: list[dict[str, Any]]) -> bytes:
+        self._pieces.append(text)
+        self._entries += told
+        if not self._stream:
+            return b""
+        number, self._num_events = self._num_events, self._num_events + 1
+        logprobs = to_json(told)
+        return b'%b%d%b%b,"logprobs":%b}\n\n' % (self._before_number, number, self._before_text, quoted(text), logprobs)
+
+    def _open_call(self, start: CallStart) -> bytes:
+        idx = len(self._output)
+        self._open = {
+            "type": "function_call", "id": f"fc_{self._id.removeprefix('resp_')}_{idx}", "status": "in_progress",
+            "call_id": call_name(self._id, 0, start.idx), "name": start.name, "arguments": "",
+        }  # fmt: skip
+        return self._event("response.output_item.added", {"output_index": idx, "item": self._open})
+
+    def _add_arguments(self, delta: CallArguments) -> bytes:
+        assert self._open is not None, "arguments follow the start of their call"
+        self._pieces.append(delta.text)
+        place = {"item_id": self._open["id"], "output_index": len(self._output)}
+        return self._event("response.function_call_arguments.delta", {**place, "delta": delta.text})
+
+    def _close(self) -> bytes:
+        """Finish the open item, if there is one. The last item of an answer that was cut is incomplete."""
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        text, self._pieces = "".join(self._pieces), []
+        told, self._entries = self._entries, []
+        status = "completed" if self._done is None else self._status
+        place = {"item_id": item["id"], "output_index": len(self._output)}
+        if item["type"] == "message":
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
+            item = {**item, "status": status, "content": [part]}
+            at_part = {**place, "content_index": 0}
+            frames = self._event("response.output_text.done", {**at_part, "text": text, "logprobs": told})
+            frames += self._event("response.content_part.done", {**at_part, "part": part})
+        else:
+            item = {**item, "status": status, "arguments": text}
+            frames = self._event("response.function_call_arguments.done", {**place, "arguments": text, "name": item["name"]})
+        self._output.append(item)
+        return frames + self._event("response.output_item.done", {"output_index": place["output_index"], "item": item})
+
+    # ---- events ----
+    @property
+    def _status(self) -> str:
+        assert self._done is not None, "the answer is done before its end"
+        return "completed" if self._done.finish_reason is FinishReason.STOP else "incomplete"
+
+    def _begin(self) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        response = self._response("in_progress")
+        return self._event("response.created", {"response": response}) + self._event(
+            "response.in_progress", {"response": response}
+        )
+
+    def _event(self, kind: str, members: Mapping[str, Any]) -> bytes:
+        if not self._stream:
+            return b""
+        number, self._num_events = self._num_events, self._num_events + 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, "sequence_number": number, **members}))
+
+    def _response(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        done = self._done
+        response = {
+            **self._outline,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": list(self._output),
+            "usage": None if done is None else response_usage(done),
+        }
+        return response if done is None else {**response, "timings": timings([done])}

@@ -1,0 +1,156 @@
+"""The body of `/v1/responses`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from kog_dist.gateway.openai.request_model import (
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_TOOLS,
+    REFUSED_EVERYWHERE,
+    FormatName,
+    JsonObjectFormat,
+    Refusal,
+    RequestModel,
+    SamplingFields,
+    Schema,
+    TextFormat,
+    Tokens,
+    TopLogprobs,
+    ignored,
+)
+
+# Tools that OpenAI runs itself, or that are no functions: left out, since a model that is never told of them never calls them.
+HOSTED_TOOLS = (
+    "web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11", "file_search",
+    "computer", "computer_use_preview", "code_interpreter", "image_generation", "local_shell", "shell", "mcp", "custom",
+    "apply_patch", "tool_search", "namespace",
+)  # fmt: skip
+
+
+class InputPart(RequestModel):
+    """A piece of a message: of a user, or of an earlier answer. Only text."""
+
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+    annotations: Any = ignored("of an earlier answer")
+    logprobs: Any = ignored("of an earlier answer")
+    prompt_cache_breakpoint: Any = ignored("beginnings are cached wherever they end")
+
+
+class InputItem(RequestModel):
+    """A message, a call that an earlier answer made, or what came of it. Reasoning of other models is left out."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = Field(default=None, description="Of a message.")
+    content: str | list[InputPart] | None = Field(default=None, description="Of a message.")
+    call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(default=None, description="Of a function_call.")
+    arguments: str | None = Field(default=None, description="Of a function_call.")
+    output: str | list[InputPart] | None = Field(default=None, description="Of a function_call_output.")
+    id: Any = ignored("nothing is stored")
+    status: Any = ignored("of an earlier answer")
+    phase: Any = ignored("of an earlier answer")
+    namespace: Any = ignored("functions have one")
+    caller: Any = ignored("of an earlier answer")
+    summary: Any = ignored("of reasoning")
+    encrypted_content: Any = ignored("of reasoning")
+
+
+class FunctionTool(RequestModel):
+    """What the model may call."""
+
+    type: Literal["function"]
+    name: FormatName
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = Field(default=None, description="Ignored: where arguments are enforced they follow the schema.")
+    defer_loading: Any = ignored("tools are always there")
+    output_schema: Any = ignored("outputs are not checked")
+    allowed_callers: Any = ignored("there is one")
+
+
+class NamedFunction(RequestModel):
+    """This function must be called."""
+
+    type: Literal["function"]
+    name: FormatName
+
+
+class AllowedFunctions(RequestModel):
+    """`auto` or `required` with a part of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ResponsesJsonSchema(RequestModel):
+    """JSON of a given shape. It is enforced by a grammar, with or without `strict`."""
+
+    type: Literal["json_schema"]
+    name: FormatName
+    description: str | None = None
+    schema_: Schema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(RequestModel):
+    """What the text of the answer must be."""
+
+    format: TextFormat | JsonObjectFormat | ResponsesJsonSchema | None = Field(default=None, discriminator="type")
+    verbosity: Any = ignored("the model does not know it")
+
+
+class ResponsesStreamOptions(RequestModel):
+    """Nothing that counts here."""
+
+    include_obfuscation: Any = ignored("streams are not padded")
+
+
+LOGPROBS_INCLUDED = "message.output_text.logprobs"
+
+_RESPONSES_ONLY: Mapping[str, Refusal] = {
+    "previous_response_id": Refusal("nothing is stored here; send the earlier items as input"),
+    "conversation": Refusal("nothing is stored here; send the earlier items as input"),
+    "background": Refusal("an answer lives as long as its connection; use stream", (None, False)),
+    "background_options": Refusal("an answer lives as long as its connection; use stream"),
+    "prompt": Refusal("no prompts are stored here; send instructions and input"),
+    "truncation": Refusal("a prompt that is too long is refused, never cut", (None, "disabled")),
+    "context_management": Refusal("a prompt that is too long is refused, never shortened", (None, [])),
+    "n": Refusal("a response is one answer", (None, 1)),
+    "max_tokens": Refusal("here it is called max_output_tokens"),
+    "max_completion_tokens": Refusal("here it is called max_output_tokens"),
+    "messages": Refusal("here they are called input"),
+    "response_format": Refusal("here it is called text.format"),
+}
+
+
+class ResponsesRequest(SamplingFields):
+    """A conversation to be answered, in the form of the Responses API."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED_EVERYWHERE, **_RESPONSES_ONLY}
+
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = Field(default=None, description="A system message before the input.")
+    max_output_tokens: Tokens | None = Field(default=None, description="Default: what fits the context.")
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Functions. Tools that OpenAI runs itself (web_search and others) are accepted and left out."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="An enforced answer has one call in either case.")
+    top_logprobs: TopLogprobs | None = None
+    include: Annotated[list[str], Field(max_length=32)] | None = Field(
+        default=None, description=f"`{LOGPROBS_INCLUDED}` adds log-probabilities; the others ask for what does not exist here."
+    )
+    stream_options: ResponsesStreamOptions | None = None
+    max_tool_calls: Any = ignored("it limits tools that OpenAI runs itself")
+    reasoning: Any = ignored("the model does not reason apart from its answer")
+    client_metadata: Any = ignored("nothing is stored")
+    access_programs: Any = ignored("there are none")

@@ -1,0 +1,125 @@
+"""Which tools may be called, and the grammar that makes an answer a call where one is required."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kog_dist.gateway.openai.errors import invalid
+from kog_dist.gateway.openai.parsers import AnswerParser, ChosenCall, NamedCall, PlainText, TaggedCalls
+from kog_dist.gateway.openai.planning import schema_text
+from kog_dist.gateway.openai.served import ServedModel
+
+TAG: Final = "<tool_call>"  # templates of the Hermes and Qwen kind have models write calls inside it, as JSON
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+_NOT_SCHEMAS: Final = frozenset({"const", "enum", "default", "examples", "example"})
+_NAMED_SCHEMAS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A tool, whichever API it came by."""
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any] | None
+
+    def as_chat_tool(self) -> dict[str, Any]:
+        """The form that chat templates render."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = dict(self.parameters) if self.parameters is not None else {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request wants of its tools: those the model is told of, the schema of the answer, how an answer is read.
+
+    `json_schema` is None where no call is required.
+    """
+
+    offered: tuple[Function, ...] = ()
+    json_schema: str | None = None
+    named: str | None = None  # the one function that must be called
+    choosable: tuple[str, ...] = ()  # else one of these must be called
+    is_tagged: bool = False
+
+    def parser(self) -> AnswerParser:
+        """A reader for one choice's text."""
+        if self.named is not None:
+            return NamedCall(self.named)
+        if self.choosable:
+            return ChosenCall()
+        if self.is_tagged:
+            return TaggedCalls(frozenset(function.name for function in self.offered))
+        return PlainText()
+
+
+def tool_use(
+    functions: Sequence[Function], mode: str, names: Sequence[str] | None, served: ServedModel, *, has_format: bool
+) -> ToolUse:
+    """`mode`: none, auto or required; `names`: only these functions count, None: all.
+
+    Raises ApiError 400 for a name that no tool or two tools have, a choice without tools, or parameters that are no schema of
+    an object.
+    """
+    by_name = {function.name: function for function in functions}
+    if len(by_name) < len(functions):
+        raise invalid("tools", "tools: two functions have the same name")
+    for name in names or ():
+        if name not in by_name:
+            raise invalid("tool_choice", f"tool_choice names {name}, which is not in tools")
+    usable = tuple(functions) if names is None else tuple(by_name[name] for name in dict.fromkeys(names))
+    if mode == "none" or not usable:
+        if mode == "required":
+            raise invalid("tool_choice", "tool_choice requires a call, but there are no tools")
+        return ToolUse()
+    schemas = [_parameters(function) for function in usable]
+    if mode == "auto":
+        source = served.chat_template.source if served.chat_template is not None else ""
+        return ToolUse(usable, is_tagged=TAG in source and not has_format)
+    if len(usable) == 1:
+        return ToolUse(usable, schema_text(schemas[0], "tools"), named=usable[0].name)
+    names_in_order = tuple(function.name for function in usable)
+    return ToolUse(usable, schema_text(_one_of(names_in_order, schemas), "tools"), choosable=names_in_order)
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    schema = dict(function.parameters) if function.parameters else dict(_NO_PARAMETERS)
+    if schema.setdefault("type", "object") != "object":
+        raise invalid("tools", f"tools: the parameters of {function.name} must be a schema of type object")
+    return schema
+
+
+def _one_of(names: Sequence[str], schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schema of `{"name": ..., "arguments": ...}`; each function's schema moves into $defs, with its references."""
+    branches = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{idx}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for idx, name in enumerate(names)
+    ]
+    return {"anyOf": branches, "$defs": {str(idx): _moved(schema, f"#/$defs/{idx}") for idx, schema in enumerate(schemas)}}
+
+
+def _moved(schema: Any, root: str, *, is_schema: bool = True) -> Any:
+    """The schema with references to its own root made into references to where it stands now."""
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if is_schema and key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = root + value[1:]
+        elif is_schema and key in _NOT_SCHEMAS:
+            moved[key] = value
+        else:
+            moved[key] = _moved(value, root, is_schema=not (is_schema and key in _NAMED_SCHEMAS))
+    return moved
