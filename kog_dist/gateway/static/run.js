@@ -1,0 +1,152 @@
+/**
+ * One run: a request, its stream, and everything on the page that moves with it. Reads are taken as they come; the page changes once
+ * per frame, or four times a second for visitors who prefer less motion.
+ */
+
+import { Failure } from "./failures.js";
+import { Pace } from "./pace.js";
+import { Replay } from "./race.js";
+import { receipts } from "./stream.js";
+
+const CALM_MS = 250;
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+/**
+ * @typedef {object} Views
+ * @property {import("./listing.js").Listing} live
+ * @property {import("./listing.js").Listing} slow
+ * @property {import("./speed.js").SpeedView} speed
+ * @property {import("./speed.js").Trace} trace
+ * @property {import("./race.js").RaceView} race
+ * @property {import("./ranks.js").RankStrip} ranks
+ *
+ * @typedef {object} Outcome
+ * @property {string} reason the engine's finish reason, or "stopped"
+ * @property {string} answer
+ * @property {import("./pace.js").Figures} figures
+ * @property {Failure | null} failure
+ */
+
+export class Run {
+  #abort = new AbortController();
+  #replay = new Replay();
+  #pace;
+  #views;
+  #answer = /** @type {string[]} */ ([]);
+  #streaming = true;
+  #abandoned = false;
+  #paintedAt = -Infinity;
+  #usage = /** @type {import("./stream.js").Usage | null} */ (null);
+  #timings = /** @type {Record<string, number> | null} */ (null);
+  #reason = /** @type {string | null} */ (null);
+
+  /** @param {Views} views @param {number} maxTokens */
+  constructor(views, maxTokens) {
+    this.#views = views;
+    this.#pace = new Pace(performance.now());
+    views.speed.begin();
+    views.trace.begin(performance.now());
+    views.race.begin(maxTokens);
+  }
+
+  get streaming() {
+    return this.#streaming;
+  }
+
+  /** Figures up to now. */
+  figures() {
+    return this.#pace.figures();
+  }
+
+  /** Cancel the request; what has arrived stays. */
+  stop() {
+    this.#abort.abort();
+  }
+
+  /** Another run takes over the page: stop painting, too. */
+  abandon() {
+    this.#abandoned = true;
+    this.stop();
+  }
+
+  /**
+   * Send the request and follow it to its end, whatever that is.
+   *
+   * @param {import("./request.js").Request} request
+   * @param {Record<string, string>} headers
+   * @param {(receipt: import("./stream.js").Receipt) => void} [onReceipt]
+   * @returns {Promise<Outcome>} resolves when the stream has ended; the page may be a few frames behind, the replay much longer
+   */
+  async follow(request, headers, onReceipt) {
+    requestAnimationFrame((now) => this.#frame(now));
+    /** @type {Failure | null} */
+    let failure = null;
+    try {
+      const body = { ...request.body, stream_options: { include_usage: true, continuous_usage_stats: true } }; // counts every token
+      for await (const receipt of receipts(request.path, body, { headers, signal: this.#abort.signal })) {
+        this.#take(receipt);
+        onReceipt?.(receipt);
+      }
+    } catch (error) {
+      if (!this.#abort.signal.aborted) failure = error instanceof Failure ? error : Failure.unreadable(String(error));
+    }
+    this.#streaming = false;
+    this.#replay.complete();
+    const figures = this.#pace.figures();
+    if (!this.#abandoned) this.#showEnd(figures);
+    return { reason: this.#reason ?? "stopped", answer: this.#answer.join(""), figures, failure };
+  }
+
+  /** @param {import("./stream.js").Receipt} receipt */
+  #take(receipt) {
+    const numTokens = receipt.pieces.reduce((total, piece) => total + piece.numTokens, 0);
+    const text = receipt.pieces.map((piece) => piece.text).join("");
+    this.#pace.receive(receipt.at, numTokens);
+    this.#replay.receive(receipt.at, receipt.pieces);
+    if (!this.#abandoned) {
+      this.#views.live.append(text);
+      if (numTokens) this.#views.trace.receive(receipt.at, numTokens);
+    }
+    this.#answer.push(text);
+    this.#usage = receipt.usage ?? this.#usage;
+    this.#timings = receipt.timings ?? this.#timings;
+    this.#reason = receipt.finishReason ?? this.#reason;
+  }
+
+  /** @param {import("./pace.js").Figures} figures */
+  #showEnd(figures) {
+    const now = performance.now();
+    const { speed, trace, race, ranks } = this.#views;
+    speed.show(figures, now, true);
+    speed.showEngine(this.#usage, this.#timings);
+    trace.draw();
+    ranks.flow(null, now);
+    if (figures.numTokens > 0) race.finishLive(figures.numTokens, figures.decodeMs ?? 0, this.#replay);
+  }
+
+  #frame(now) {
+    if (this.#abandoned) return;
+    if (!calm.matches || now - this.#paintedAt >= CALM_MS) {
+      this.#paintedAt = now;
+      this.#paint(now);
+    }
+    if (this.#streaming || !this.#replay.over || !this.#views.live.settled || !this.#views.slow.settled) {
+      requestAnimationFrame((next) => this.#frame(next));
+    }
+  }
+
+  /** @param {number} now */
+  #paint(now) {
+    const { live, slow, speed, trace, race, ranks } = this.#views;
+    live.paint();
+    slow.append(this.#replay.due(now));
+    slow.paint();
+    race.move(this.#pace.numTokens, this.#replay.numShown);
+    if (this.#replay.finishedMs !== null && this.#pace.numTokens > 0) race.finishSlow(this.#replay.finishedMs);
+    if (!this.#streaming) return;
+    const figures = this.#pace.figures();
+    speed.show(figures, now);
+    trace.refresh(now);
+    if (figures.tokensPerS !== null) ranks.flow(figures.tokensPerS, now);
+  }
+}

@@ -1,0 +1,108 @@
+/** The large figure, the table beside it, and the trace: what `pace.js` computes, shown ten times a second. */
+
+import { count, duration, rate } from "./numbers.js";
+
+const REFRESH_MS = 100;
+const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
+
+export class SpeedView {
+  #shownAt = -Infinity;
+
+  begin() {
+    this.#shownAt = -Infinity;
+    for (const id of ["ttft", "itl-p50", "itl-p99", "num-tokens"]) element(id).textContent = "–";
+    this.showEngine(null, null);
+    element("rate").textContent = "0";
+  }
+
+  /** @param {import("./pace.js").Figures} figures @param {number} now @param {boolean} [last] show at once */
+  show(figures, now, last = false) {
+    if (!last && now - this.#shownAt < REFRESH_MS) return;
+    this.#shownAt = now;
+    element("rate").textContent = figures.tokensPerS === null ? "0" : rate(figures.tokensPerS);
+    element("ttft").textContent = duration(figures.ttftMs);
+    element("itl-p50").textContent = duration(figures.itlP50Ms);
+    element("itl-p99").textContent = duration(figures.itlP99Ms);
+    element("num-tokens").textContent = count(figures.numTokens);
+  }
+
+  /**
+   * What the engine measured itself; what it does not say is not shown.
+   * @param {import("./stream.js").Usage | null} usage
+   * @param {Record<string, number> | null} timings
+   */
+  showEngine(usage, timings) {
+    const said = {
+      rate: timings?.predicted_per_second && rate(timings.predicted_per_second),
+      ttft: timings?.prompt_ms && duration(timings.prompt_ms),
+      "itl-p50": timings?.predicted_per_token_ms && duration(timings.predicted_per_token_ms),
+      "num-tokens": usage && count(usage.completion_tokens),
+    };
+    for (const [id, text] of Object.entries(said)) {
+      const figure = element(`engine-${id}`);
+      figure.textContent = text || "";
+      /** @type {HTMLElement} */ (figure.parentElement).hidden = !text;
+    }
+  }
+}
+
+/** Tokens received over time, as bars: from 10 ms each; whenever the width is used up, neighbours merge and the bars stand for twice the time. */
+export class Trace {
+  static #kBars = 128;
+  static #kSliceMs = 10;
+  #canvas;
+  #counts = /** @type {number[]} */ ([]);
+  #sliceMs = Trace.#kSliceMs;
+  #beganAt = 0;
+  #drawnAt = -Infinity;
+
+  /** @param {HTMLCanvasElement} canvas */
+  constructor(canvas) {
+    this.#canvas = canvas;
+    new ResizeObserver(() => this.draw()).observe(canvas);
+  }
+
+  /** @param {number} at the first token's moment, or the request's */
+  begin(at) {
+    this.#counts = [];
+    this.#sliceMs = Trace.#kSliceMs;
+    this.#beganAt = at;
+    this.#drawnAt = -Infinity;
+    this.draw();
+  }
+
+  /** @param {number} at @param {number} numTokens */
+  receive(at, numTokens) {
+    let idx = Math.floor((at - this.#beganAt) / this.#sliceMs);
+    while (idx >= Trace.#kBars) {
+      this.#counts = Array.from({ length: Trace.#kBars / 2 }, (_, half) => (this.#counts[2 * half] ?? 0) + (this.#counts[2 * half + 1] ?? 0));
+      this.#sliceMs *= 2;
+      idx = Math.floor((at - this.#beganAt) / this.#sliceMs);
+    }
+    this.#counts[idx] = (this.#counts[idx] ?? 0) + numTokens;
+  }
+
+  /** @param {number} now */
+  refresh(now) {
+    if (now - this.#drawnAt < REFRESH_MS) return;
+    this.#drawnAt = now;
+    this.draw();
+  }
+
+  draw() {
+    const { clientWidth, clientHeight } = this.#canvas;
+    const scale = devicePixelRatio || 1;
+    this.#canvas.width = Math.round(clientWidth * scale);
+    this.#canvas.height = Math.round(clientHeight * scale);
+    const context = this.#canvas.getContext("2d");
+    if (!context || this.#counts.length === 0) return;
+    context.scale(scale, scale);
+    context.fillStyle = getComputedStyle(this.#canvas).color;
+    const highest = this.#counts.reduce((most, value) => Math.max(most, value ?? 0), 1);
+    const pitch = clientWidth / Trace.#kBars;
+    for (let idx = 0; idx < this.#counts.length; idx++) {
+      const height = ((this.#counts[idx] ?? 0) / highest) * clientHeight;
+      context.fillRect(idx * pitch, clientHeight - height, Math.max(1, pitch - 1.5), height);
+    }
+  }
+}
