@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,9 +15,12 @@ from kog_dist.errors import ConfigError
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("auto", "local", "mpi", "ray")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOG_FORMATS = ("text", "json")
+MIN_KEY_LENGTH = 8
 MAX_REPLICAS = 256
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
+_ORIGIN = re.compile(r"https?://[^/?#\s]+")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 
@@ -45,24 +48,35 @@ class LaunchConfig:
     instance: str | None = None  # None = "default" when serving, a name of its own for one prompt
     rpc_port: int | None = None  # TCP besides the socket file in the instance folder; None = no TCP, 0 = any free port
     rpc_host: str = "127.0.0.1"  # address that the TCP port is opened on; always encrypted, and only for the one client key
+    http: bool = True  # serve HTTP besides RPC
+    host: str = "127.0.0.1"  # address that HTTP listens on; one that other machines reach needs a key
+    port: int = 8000  # 0 = any free one
+    api_key: str | None = field(default=None, repr=False)  # what HTTP clients must send; better in a file or KOG_API_KEY
+    api_key_file: str | None = None
+    cors_origin: str | None = None  # web pages that may use the service: https://a.example,https://b.example, or *
     startup_timeout: float = 300.0  # s, until every rank is ready
     step_timeout: float = 30.0  # s, longest wait of a rank for its peers
     shutdown_timeout: float = 10.0  # s, for the running request after a stop was asked for
     stall_timeout: float = 1.0  # s without a heartbeat after which a ready rank counts as hung
     log_dir: str | None = None
+    log_format: str = "text"  # of the gateway's log
 
     def __post_init__(self) -> None:
         _one_of("device", self.device, DEVICES)
         _one_of("launcher", self.launcher, LAUNCHERS)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
         if self.ranks < 0 or self.ranks > 1024:
             raise ConfigError(f"ranks must be between 1 and 1024 (0 = automatic), got {self.ranks}")
         self._check_replicas()
         for name, least, most in (("kv_caches", 0, 1024), ("queue_limit", 1, 4096), ("client_queue_limit", 1, 4096)):
             if not least <= getattr(self, name) <= most:
                 raise ConfigError(f"{name} must be between {least} and {most}, got {getattr(self, name)}")
-        if self.rpc_port is not None and not 0 <= self.rpc_port <= 65535:
-            raise ConfigError(f"rpc_port must be between 0 and 65535, got {self.rpc_port}")
+        for name in ("rpc_port", "port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 65535:
+                raise ConfigError(f"{name} must be between 0 and 65535, got {value}")
+        self._check_http()
         if self.instance is not None and not _INSTANCE_NAME.fullmatch(self.instance):
             raise ConfigError(
                 f"instance name {self.instance!r} must be 1 to 40 letters, digits, dots, dashes or underscores and "
@@ -80,6 +94,26 @@ class LaunchConfig:
             raise ConfigError(f"stall_timeout must be at least {MIN_STALL_S} seconds, got {self.stall_timeout}")
         if self.gpus is not None and self.device == "cpu":
             raise ConfigError(f"gpus {self.gpus} contradicts device cpu; give one of them")
+
+    def _check_http(self) -> None:
+        """What is wrong whatever machine it is; addresses and files are looked at when the port is bound."""
+        if not self.host.strip():
+            raise ConfigError(f"host must be an address of this machine, got {self.host!r}")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ConfigError("api_key and api_key_file exclude each other")
+        if self.api_key is not None and not (
+            MIN_KEY_LENGTH <= len(self.api_key) <= 1024 and all("!" <= letter <= "~" for letter in self.api_key)
+        ):
+            length = f"{MIN_KEY_LENGTH} to 1024"
+            raise ConfigError(f"api_key must be {length} visible ASCII characters without blanks, it has {len(self.api_key)}")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"cors_origin {origin!r} must be like https://example.org, without a path, or *")
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """The web pages that may use the service."""
+        return tuple(filter(None, map(str.strip, (self.cors_origin or "").split(","))))
 
     def _check_replicas(self) -> None:
         least = 0 if self.remote_replicas is not None else 1
@@ -100,7 +134,8 @@ class LaunchConfig:
         return self.replicas != 1 or self.max_replicas is not None or self.remote_replicas is not None
 
 
-SETTINGS = tuple(field.name for field in fields(LaunchConfig))
+SETTINGS = tuple(item.name for item in fields(LaunchConfig))
+_SECRETS = ("api_key",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +147,7 @@ class Resolved:
 
     def describe(self) -> str:
         """One line per setting: name, value, source."""
-        rows = [(name, _shown(getattr(self.config, name)), self.sources[name]) for name in SETTINGS]
+        rows = [(name, _shown(_public(name, getattr(self.config, name))), self.sources[name]) for name in SETTINGS]
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
         return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
 
@@ -198,6 +233,10 @@ def _article(kind: type) -> str:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} {value!r} is not available; use {' or '.join(allowed)}")
+
+
+def _public(name: str, value: Any) -> Any:
+    return "(secret)" if name in _SECRETS and value is not None else value
 
 
 def _shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.control import NO_RANK, AbortCause, ControlPage, RankState
 from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
+from kog_dist.launch.http import EngineOfGateway
 from kog_dist.launch.local import LocalRanks
 from kog_dist.launch.outcome import INTERRUPTED, Outcome
 from kog_dist.launch.process import EngineProcess
@@ -81,6 +82,11 @@ class EngineProcesses:
         if self._settings.rpc_port is not None and access.exists():
             return str(json.loads(access.read_text(encoding="utf-8"))["address"])
         return f"ipc://{self._lease.folder / SOCKET_NAME}"
+
+    @property
+    def seen_by_gateway(self) -> EngineOfGateway:
+        """What an HTTP gateway needs to know of this engine."""
+        return EngineOfGateway(self._target.folder, self.model_name, self._lease.folder)
 
     def start(self) -> None:
         """Start coordinator, ranks and, for a prompt, its client. Raises LaunchError if a process cannot be started."""

@@ -167,7 +167,11 @@ def _identity(settings: LaunchConfig, request: PromptRequest | None, door: Door 
         boot_id=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
         namespaces=" ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")),
         uid=os.getuid(),
-        settings={**asdict(settings), "prompt": None if request is None else asdict(request)},
+        settings={
+            **asdict(settings),
+            "api_key": settings.api_key is not None,
+            "prompt": None if request is None else asdict(request),
+        },
         door=None if door is None else door.address,
     )
 

@@ -176,6 +176,7 @@ class RayGang:
             ranks=target.world_size if target.device == "cpu" else 0,
             gpus=None if target.device == "cpu" else str(target.world_size),
             log_dir=None if settings.log_dir is None else str(Path(settings.log_dir).absolute()),
+            http=False, api_key=None, api_key_file=None,  # HTTP is the driver's
         )  # fmt: skip
 
     # ---- life ----

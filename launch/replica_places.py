@@ -20,7 +20,8 @@ from kog_dist.rpc.transport import Access
 
 _OF_THE_FLEET = {  # settings that concern all replicas together
     "replicas", "min_replicas", "max_replicas", "scale_down_after", "remote_replicas", "rpc_port", "rpc_host", "launcher",
-    "ray_address", "instance", "log_dir", "gpus", "model",
+    "ray_address", "instance", "log_dir", "gpus", "model", "http", "host", "port", "api_key", "api_key_file", "cors_origin",
+    "log_format",
 }  # fmt: skip
 
 
@@ -114,7 +115,7 @@ class LocalReplica:
 def replica_arguments(settings: LaunchConfig, instance: str, gpus: str | None) -> list[str]:
     """The command line of a plain engine with these settings."""
     arguments = [] if settings.model is None else [str(Path(settings.model).absolute())]
-    arguments += ["--launcher=local", f"--instance={instance}"]
+    arguments += ["--launcher=local", f"--instance={instance}", "--no-http"]
     arguments += [] if gpus is None else [f"--gpus={gpus}"]
     for field in fields(LaunchConfig):
         value = getattr(settings, field.name)

@@ -21,6 +21,7 @@ from kog_dist.launch import local
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.fleet_folder import FleetFolder
+from kog_dist.launch.http import EngineOfGateway, HttpGateway
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import (
     EXIT_CANNOT_START,
@@ -40,6 +41,7 @@ from kog_dist.launch.replica_set import ReplicaSet
 from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.launch.signals import StopSignals
+from kog_dist.launch.target import model_folder
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.orders import FleetOrder, FleetReport, latest_packet, socket_pair
 from kog_dist.wait import Deadline
@@ -56,12 +58,15 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
 
     Raises KogError only for what is wrong before any process exists.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events:
+    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
         try:
             _check(settings, request)
+            http = HttpGateway.open(settings)
+            if http is not None:
+                stack.callback(http.close)
             remotes = RemoteReplicas(settings.remote_replicas)
             with FleetFolder(settings.instance or "default") as folder, _starter(settings, folder, events) as start:
-                outcome = FleetLauncher(settings, folder, start, remotes, signals, events).run()
+                outcome = FleetLauncher(settings, folder, start, remotes, signals, events, http).run()
         except KogError as error:
             events.note(str(error))
             Outcome(error.exit_code, "cannot_start", str(error)).write(events.log_dir, settings.instance)
@@ -103,9 +108,9 @@ class FleetLauncher:
 
     def __init__(
         self, settings: LaunchConfig, folder: FleetFolder, start: StartReplica, remotes: RemoteReplicas, signals: StopSignals,
-        events: EventLog,
+        events: EventLog, http: HttpGateway | None = None,
     ) -> None:  # fmt: skip
-        self._settings, self._folder = settings, folder
+        self._settings, self._folder, self._http = settings, folder, http
         self._signals, self._events, self._remotes = signals, events, remotes
         self._replicas = ReplicaSet(start, events.say, time.monotonic)
         self._low = settings.min_replicas if settings.min_replicas is not None else settings.replicas
@@ -129,6 +134,8 @@ class FleetLauncher:
         outcome: Outcome | None = None
         try:
             self._start_router()
+            if self._http is not None:
+                self._http.start(self._seen_by_gateway(), self._events.log_dir)
             self._replicas.grow(self._num_first)
             while outcome is None:
                 self._wait()
@@ -142,6 +149,11 @@ class FleetLauncher:
             self._progress.clear()
             self._stop(outcome)
             signal.signal(signal.SIGUSR1, previous)
+
+    def _seen_by_gateway(self) -> EngineOfGateway:
+        """With replicas that others started, and none of ours, nobody here has the model's folder."""
+        model, name = model_folder(self._settings) if self._high else (None, "")
+        return EngineOfGateway(model, name, self._folder.path)
 
     def _ask_for_roll(self, _signum: int, _frame: FrameType | None) -> None:
         self._num_rolls += 1
@@ -198,6 +210,9 @@ class FleetLauncher:
         self._start_router()
         return None
 
+    def _gateway_ended(self) -> Outcome | None:
+        return None if self._http is None else self._http.look(self._events.say, has_served=self._is_announced)
+
     def _close_router(self) -> None:
         if self._router is not None:
             self._router.send(signal.SIGKILL)
@@ -211,7 +226,7 @@ class FleetLauncher:
     def _wait(self) -> None:
         """Until something happens, at most a tick."""
         with selectors.DefaultSelector() as selector:
-            fds = {self._signals.wakeup_fd}
+            fds = {self._signals.wakeup_fd, *(self._http.wake_fds() if self._http is not None else ())}
             if self._orders is not None:
                 fds.add(self._orders.fileno())
             if self._router is not None:
@@ -257,7 +272,8 @@ class FleetLauncher:
         if self._is_announced or self._report is None:
             return
         ready = [replica for replica in self._report.replicas if replica.state == "ready"]
-        if not ready or self._replicas.num_serving < self._num_first:
+        answers = self._http is None or self._http.is_ready()
+        if not ready or not answers or self._replicas.num_serving < self._num_first:
             self._progress.show(f"waiting for {self._still()}")
             return
         self._progress.clear()
@@ -266,14 +282,14 @@ class FleetLauncher:
         what = f"{len(ready)} replica{'s' if len(ready) > 1 else ''} of {ranks} rank{'s' if ranks > 1 else ''}"
         self._events.say(
             f"{ready[0].model} on {what}, instance {self._folder.name}, {self._report.address}, "
-            f"ready after {time.monotonic() - self._begin_s:.1f} s"
+            f"{f'{self._http.url}, ' if self._http is not None else ''}ready after {time.monotonic() - self._begin_s:.1f} s"
         )
 
     # ---- decisions ----
     def _decide(self) -> Outcome | None:
         if self._replicas.failure is not None:
             return self._replicas.failure
-        outcome = self._router_ended() or self._answer_signals()
+        outcome = self._router_ended() or self._gateway_ended() or self._answer_signals()
         if outcome is not None:
             return outcome
         if self._replicas.is_lost() and not len(self._remotes):
@@ -305,6 +321,8 @@ class FleetLauncher:
         if signals.count or (self._report is not None and self._report.is_draining):
             limit_s = self._settings.shutdown_timeout
             self._drain_deadline = Deadline.after(limit_s + DRAIN_MARGIN_S)
+            if self._http is not None:
+                self._http.begin_stop()
             who = signals.last.name if signals.last is not None else "a client asked"
             self._events.say(f"{who}: draining, at most {limit_s:g} s")
         return None
@@ -316,6 +334,8 @@ class FleetLauncher:
 
     def _stop(self, outcome: Outcome | None) -> None:
         """End every process; replicas whose requests are finished, or given up, do not take long."""
+        if self._http is not None:
+            self._http.begin_stop()
         if self._router is not None and self._router.exit_code is None:
             self._router.send(signal.SIGTERM)  # it tells its clients
         is_orderly = outcome is not None and outcome.exit_code == EXIT_OK

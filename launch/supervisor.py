@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import signal
 import time
@@ -11,6 +12,7 @@ from kog_dist.control import COORDINATOR, AbortCause, RankState
 from kog_dist.errors import KogError
 from kog_dist.launch.engine import EngineProcesses, RankSource
 from kog_dist.launch.events import EventLog
+from kog_dist.launch.http import HttpGateway
 from kog_dist.launch.outcome import (
     EXIT_CANNOT_START,
     EXIT_OK,
@@ -39,8 +41,11 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
     Its ranks come from `ranks`; None: they are children of this process. Raises KogError only for what is wrong before any
     process exists.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events:
+    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
         try:
+            http = HttpGateway.open(settings) if request is None else None
+            if http is not None:
+                stack.callback(http.close)
             engine = EngineProcesses(settings, choose_target(settings), request, events.log_dir, ranks)
         except KogError as error:
             outcome = Outcome(error.exit_code, "cannot_start", str(error))
@@ -49,13 +54,15 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
             raise
         ended: Outcome | None = None
         try:
-            ended = outcome = Supervisor(settings, engine, signals, events).run()
+            ended = outcome = Supervisor(settings, engine, signals, events, http).run()
             _record(outcome, events, engine.instance)  # at once: where a host of a rank died, mpirun kills this process, too
         except KogError as error:
             ended = outcome = Outcome(error.exit_code, "cannot_start", str(error))
             events.say(str(error), error=True)
             _record(outcome, events, engine.instance)
         finally:
+            if http is not None:
+                http.begin_stop()  # it has been told how its requests end; while it finishes, so do the others
             engine.stop(ended)
     return outcome.exit_code
 
@@ -68,10 +75,14 @@ def _record(outcome: Outcome, events: EventLog, instance: str | None) -> None:
 class Supervisor:
     """Watches one engine. Every decision to stop is an `Outcome`; the first one stands."""
 
-    def __init__(self, settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals, events: EventLog) -> None:
+    def __init__(
+        self, settings: LaunchConfig, engine: EngineProcesses, signals: StopSignals, events: EventLog,
+        http: HttpGateway | None = None,
+    ) -> None:  # fmt: skip
         self._settings = settings
         self._events = events
         self._engine = engine
+        self._http = http
         self._signals = signals
         self._is_ready = False
         self._drain_deadline: Deadline | None = None
@@ -90,6 +101,8 @@ class Supervisor:
             if self._signals.count:  # Ctrl-C while the checkpoint was opened
                 return self._interrupted()
             engine.start()
+            if self._http is not None:
+                self._http.start(engine.seen_by_gateway, self._events.log_dir)
             for child in engine.children:
                 selector.register(child.ended_fd, selectors.EVENT_READ, child)
                 selector.register(child.stderr_fd, selectors.EVENT_READ, child)
@@ -122,12 +135,12 @@ class Supervisor:
         """Look at everything that can end the run, causes before consequences: who was killed is never a consequence."""
         if (gone := self._engine.mend_reaper()) is not None:
             self._events.say(f"the process that cleans up (pid {gone}) was killed and has been started again", error=True)
-        if not self._is_ready and self._engine.is_ready():
+        if not self._is_ready and self._engine.is_ready() and (self._http is None or self._http.is_ready()):
             self._is_ready = True
             self._progress.clear()
             self._announce()
         outcome = self._orphaned() or self._killed() or self._abort_requested() or self._death()
-        outcome = outcome or self._interrupted_or_draining()
+        outcome = outcome or self._gateway_ended() or self._interrupted_or_draining()
         if outcome is None and not self._is_ready:
             outcome = self._startup(startup_deadline)
         elif outcome is None:
@@ -136,6 +149,15 @@ class Supervisor:
         return outcome
 
     # ---- deaths ----
+    def _gateway_ended(self) -> Outcome | None:
+        """The engine is not harmed by the end of its gateway; one that cannot start, or ends again and again, stops the run."""
+        if self._http is None:
+            return None
+        outcome = self._http.look(self._events.say, has_served=self._is_ready)
+        if outcome is not None:
+            self._engine.abort(AbortCause.SHUTDOWN if self._is_ready else AbortCause.STARTUP_FAILED)
+        return outcome
+
     def _orphaned(self) -> Outcome | None:
         if self._lost_lifeline is None:
             return None
@@ -232,11 +254,13 @@ class Supervisor:
         if not deadline.expired():
             self._progress.show(waiting_for(states))
             return None
-        waiting = [rank for rank, state in enumerate(states) if state is not RankState.READY]
+        waiting = [rank for rank, state in enumerate(states) if state not in (RankState.READY, RankState.RUNNING)]
         engine.abort(AbortCause.STARTUP_FAILED, waiting[0] if waiting else COORDINATOR)
         if waiting:
             doing = DOING[states[waiting[0]]]
             names = f"rank {waiting[0]} is still {doing}" + (f", {len(waiting) - 1} more not ready" if len(waiting) > 1 else "")
+        elif engine.is_ready():
+            names = "the HTTP gateway does not answer yet"
         else:
             names = "the coordinator is not serving yet"
         sentence = f"the engine was not ready after {self._settings.startup_timeout:g} s: {names}; see --startup-timeout"
@@ -251,7 +275,7 @@ class Supervisor:
         took_s = time.monotonic() - self._begin_s
         self._events.say(
             f"{engine.model_name} on {ranks} ({engine.device}){origin}, instance {engine.instance}, "
-            f"{engine.endpoint}, ready after {took_s:.1f} s"
+            f"{engine.endpoint}{f', {self._http.url}' if self._http is not None else ''}, ready after {took_s:.1f} s"
         )
 
     # ---- being asked to stop ----
@@ -274,6 +298,8 @@ class Supervisor:
         if engine.request is None:
             self._events.say(f"{signals.last.name}: draining, at most {self._settings.shutdown_timeout:g} s")
             engine.control.set_drain()
+            if self._http is not None:
+                self._http.begin_stop()
         elif signals.last is signal.SIGINT:  # the client cancels; SIGTERM lets its request finish
             self._drain_deadline = Deadline.after(DRAIN_MARGIN_S)
             engine.signal_client(signal.SIGINT)

@@ -65,8 +65,9 @@ class EngineSession:
         return process
 
     def launch(self, *arguments: str, name: str = "launch") -> subprocess.Popen[bytes]:
-        """Start `kog-launch --instance engine arguments`."""
-        return self.start("kog_dist.launch.cli", [*arguments, f"--instance={INSTANCE}"], name)
+        """Start `kog-launch --instance engine arguments`; without HTTP, unless a --port is among them."""
+        http = [] if any(word.startswith("--port") for word in arguments) else ["--no-http"]
+        return self.start("kog_dist.launch.cli", [*arguments, *http, f"--instance={INSTANCE}"], name)
 
     def output(self, name: str = "launch", stream: str = "err") -> str:
         """What a started command has written so far; `stream` is out or err."""
@@ -185,6 +186,10 @@ def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str
         return f"coordinator{_of_replica(json.loads(command[-1])['instance'])}"
     if module == "kog_dist.launch.ray_host":
         return "reaper of the engine host" if "engine host" in found else "engine host"
+    if module == "kog_dist.gateway.process":
+        return "gateway"
+    if module == "kog_dist.model.template_sandbox":
+        return "template process"
     if module == "kog_dist.router.process":
         return "router"
     if module == "kog_dist.workers.grammar.process":

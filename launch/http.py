@@ -1,0 +1,150 @@
+"""The HTTP gateway of a launcher: its port from the first moment on, its process, and that process again when it was killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kog_dist import env
+from kog_dist.config import LaunchConfig
+from kog_dist.gateway import bind
+from kog_dist.gateway.args import HTTP_FILE, GatewayArgs, read_key_file, write_key
+from kog_dist.launch import local
+from kog_dist.launch.local import Child
+from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, how_it_ended, signal_name
+from kog_dist.launch.restarts import RestartBudget
+from kog_dist.wait import Deadline
+
+ROLE: Final = "gateway"
+MODULE: Final = "kog_dist.gateway.process"
+TERM_GRACE_S: Final = 0.5  # for its last bytes, once the engine is gone
+_POLL_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOfGateway:
+    """What a gateway serves, and where it finds it: the folder of an instance, or an access file that may come later."""
+
+    model_folder: Path | None
+    model_name: str
+    instance_folder: Path
+    key_file: Path | None = None
+
+
+class HttpGateway:
+    """One launcher's gateway. `open` before anything slow, `start` once there is a folder, `look` often, `stop` and `close`."""
+
+    def __init__(self, settings: LaunchConfig, port: bind.HttpPort, api_key: str | None) -> None:
+        self._settings, self._port, self._api_key = settings, port, api_key
+        self._restarts = RestartBudget()
+        self._engine: EngineOfGateway | None = None
+        self._log_dir: Path | None = None
+        self._child: Child | None = None
+        self._is_stopping = False
+
+    @classmethod
+    def open(cls, settings: LaunchConfig) -> HttpGateway | None:
+        """Take the port; None if the settings want no HTTP. Raises LaunchError naming who has the port, ConfigError."""
+        if not settings.http:
+            return None
+        api_key = settings.api_key
+        if settings.api_key_file is not None:
+            api_key = read_key_file(Path(settings.api_key_file))
+        bind.check_exposure(settings.host, api_key)
+        return cls(settings, bind.listen(settings.host, settings.port), api_key)
+
+    @property
+    def url(self) -> str:
+        """Where the service is found."""
+        return self._port.url
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        return self._engine is not None and (self._engine.instance_folder / HTTP_FILE).exists()
+
+    def wake_fds(self) -> list[int]:
+        """Descriptors that become readable when `look` may have something to do."""
+        child = self._child
+        if child is None or child.exit_code is not None:
+            return []
+        return [fd for fd in (child.ended_fd, child.stderr_fd) if fd >= 0]
+
+    # ---- its process ----
+    def start(self, engine: EngineOfGateway, log_dir: Path | None) -> None:
+        """Start the process. Raises LaunchError."""
+        self._engine, self._log_dir = engine, log_dir
+        self._spawn(engine)
+
+    def _spawn(self, engine: EngineOfGateway) -> None:
+        settings = self._settings
+        key_fd = -1 if self._api_key is None else write_key(self._api_key)
+        listen_fd = self._port.listener.fileno()
+        try:
+            arguments = GatewayArgs(
+                listen_fd=listen_fd, host=self._port.host, key_fd=key_fd, instance_folder=str(engine.instance_folder),
+                key_file=None if engine.key_file is None else str(engine.key_file),
+                model=None if engine.model_folder is None else str(engine.model_folder), model_name=engine.model_name,
+                cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, stall_s=settings.stall_timeout,
+                log_format=settings.log_format, ends_with_engine=True,
+            )  # fmt: skip
+            self._child = local.spawn(
+                ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,
+                pass_fds=[fd for fd in (listen_fd, key_fd) if fd >= 0],
+            )  # fmt: skip
+        finally:
+            if key_fd >= 0:
+                os.close(key_fd)
+
+    def look(self, say: Callable[..., None], *, has_served: bool) -> Outcome | None:
+        """Start it again if it has ended, a few times; an outcome when that is of no use."""
+        child = self._child
+        if child is None or self._engine is None:
+            return None
+        child.read_output()
+        code = child.exit_code
+        if code is None or self._is_stopping:
+            return None
+        child.read_output()
+        said = child.last_line().removeprefix(f"{ROLE}: ")
+        why = said if said and code > 0 else f"it {how_it_ended(code)}"
+        pid = child.pid
+        child.close()
+        self._child = None
+        if not has_served:
+            return Outcome(
+                EXIT_CANNOT_START, "startup_failed", f"the gateway (pid {pid}) could not start: {why}", pid=pid,
+                signal=signal_name(code),
+            )  # fmt: skip
+        if not self._restarts.take():
+            sentence = f"the gateway (pid {pid}) ended: {why}; it is not started again after {self._restarts}"
+            return Outcome(EXIT_RANK_DIED, "gateway_died", sentence, pid=pid, signal=signal_name(code))
+        say(f"the gateway (pid {pid}) ended: {why}; its clients have lost their requests, and it is started again", error=True)
+        self._spawn(self._engine)
+        return None
+
+    # ---- the end ----
+    def begin_stop(self) -> None:
+        """Let it finish what it has, and take nothing new. A second call means: at once."""
+        self._is_stopping = True
+        if self._child is not None:
+            self._child.send(signal.SIGTERM)
+
+    def close(self) -> None:
+        """Give it a moment, then kill it; the port is free afterwards. A second call does nothing."""
+        self._is_stopping = True
+        child, deadline = self._child, Deadline.after(TERM_GRACE_S)
+        if child is not None:
+            while child.exit_code is None and not deadline.expired():
+                child.read_output()
+                select.select([child.ended_fd], [], [], _POLL_S)
+            child.send(signal.SIGKILL)
+            child.process.wait()
+            child.read_output()
+            child.close()
+            self._child = None
+        self._port.close()
