@@ -104,7 +104,7 @@ def test_several_tokens_in_a_chunk_are_noticed(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (Scripted([b'{"error": {"message": "queue is full"}}'], status=429, content_type="application/json"), "429: no room"),
+        (Scripted([b'{"error": {"message": "no room"}}'], status=429, content_type="application/json"), "429: no room"),
         (Scripted([b"<html>bad gateway</html>"], status=502, content_type="text/html"), "502: <html>bad gateway"),
         (Scripted(completion(["a"])[:1], cut_off=True), "in the middle of its answer"),
         (Scripted(completion(["a"], finish=None)[:-1]), "without a finish reason"),
