@@ -1,0 +1,183 @@
+"""`kog-bench gateway`: how long a token takes from the engine to a client, over RPC and over HTTP, on this machine.
+
+The synthetic engine writes into each token's text the moment at which it sends it; the client, on the same monotonic clock,
+notes when the bytes came. In between are the engine's encoding, the sockets, the gateway, and the client's own wake-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.serve_client import Exchange, LoadClient
+from kog_dist.chat.wire import ServiceUrl, error_text
+from kog_dist.errors import LaunchError, RequestFailed
+from kog_dist.gateway.args import GatewayArgs
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import Tokens
+from kog_dist.rpc.transport import Access
+
+INSTANCE = "path"
+_READY_S = 30.0
+_END_S = 10.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Of one way to the engine: microseconds of each token, and what the processes spent on them."""
+
+    delays_us: list[float] = field(default_factory=list)
+    num_events: int = 0
+    cpu_us: dict[str, float] = field(default_factory=dict)  # by process, of all tokens together
+
+    def summary(self) -> dict[str, Any]:
+        num_tokens = len(self.delays_us)
+        return {
+            "p50_us": percentile(self.delays_us, 0.5), "p99_us": percentile(self.delays_us, 0.99), "tokens": num_tokens,
+            "tokens_per_event": num_tokens / self.num_events,
+            "cpu_us_per_token": {name: spent / num_tokens for name, spent in self.cpu_us.items()},
+        }  # fmt: skip
+
+
+def run(rate: float, *, num_tokens: int, repeats: int) -> None:
+    """Measure both ways in turns; prints a line for each, what HTTP adds, then the JSON object. Raises LaunchError."""
+    before = machine()
+    rpc, http = _Sample(), _Sample()
+    with _service(rate) as (access, url, pids):
+        _receive_rpc(access, 200)
+        asyncio.run(_receive_http(url, 200))
+        for _ in range(repeats):
+            with _spent(rpc, pids):
+                _add(rpc, _receive_rpc(access, num_tokens))
+            with _spent(http, pids):
+                _add(http, asyncio.run(_receive_http(url, num_tokens)))
+    figures = {"rpc": rpc.summary(), "http": http.summary()}
+    for name, figure in figures.items():
+        spent = ", ".join(f"{who} {cpu_us:.0f}" for who, cpu_us in figure["cpu_us_per_token"].items())
+        print(
+            f"{name:<5}sent to received p50 {figure['p50_us']:.0f} us, p99 {figure['p99_us']:.0f} us; "
+            f"{figure['tokens_per_event']:.2f} tokens per event; CPU us per token: {spent}"
+        )
+    added = {name: figures["http"][name] - figures["rpc"][name] for name in ("p50_us", "p99_us")}
+    print(f"HTTP adds p50 {added['p50_us']:+.0f} us, p99 {added['p99_us']:+.0f} us at {rate:g} tokens/s", flush=True)
+    finish("gateway", {"rate": rate, "tokens": num_tokens, "repeats": repeats}, before, figures | {"added": added})
+
+
+def _add(sample: _Sample, pairs: Sequence[tuple[str, int]]) -> None:
+    """Count events: the text that came, which names its moments of sending, and the moment of its reception."""
+    for text, received_ns in pairs:
+        sample.delays_us += [(received_ns - int(sent_ns)) / 1e3 for sent_ns in text.split()]
+    sample.num_events += len(pairs)
+
+
+def _receive_rpc(access: Access, num_tokens: int) -> list[tuple[str, int]]:
+    pairs = []
+    with Client(access) as client:
+        for event in client.generate(prompt="x", max_tokens=num_tokens, ignore_eos=True):
+            if isinstance(event, Tokens):
+                pairs.append((event.text, time.monotonic_ns()))
+    return pairs
+
+
+async def _receive_http(url: ServiceUrl, num_tokens: int) -> list[tuple[str, int]]:
+    body = {"model": "default", "prompt": "x", "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+    async with LoadClient(url) as client:
+        exchange = await client.post(f"{url.prefix}/completions", body, num_tokens + _READY_S)
+    _check(exchange)
+    pairs = []
+    for stamp_ns, payload in zip(exchange.stamps_ns, exchange.payloads, strict=True):
+        if payload != b"[DONE]" and (choices := json.loads(payload).get("choices")) and choices[0]["text"]:
+            pairs.append((choices[0]["text"], stamp_ns))
+    if sum(len(text.split()) for text, _ in pairs) != num_tokens:
+        raise RequestFailed("incomplete", f"the gateway sent fewer than the {num_tokens} tokens that were asked for")
+    return pairs
+
+
+def _check(exchange: Exchange) -> None:
+    if exchange.error or exchange.response.status != 200:
+        raise RequestFailed("http", exchange.error or error_text(exchange.response.status, exchange.plain))
+
+
+@contextlib.contextmanager
+def _service(rate: float) -> Iterator[tuple[Access, ServiceUrl, dict[str, int]]]:
+    """A synthetic engine and a gateway in front of it, in a runtime folder of their own; pids by name."""
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kog-p-")))
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(root)}
+        flags = [f"--rate={rate}", f"--instance={INSTANCE}", "--stamps"]
+        engine = stack.enter_context(_process(["kog_dist.bench.cli", "replay", *flags], environment))
+        folder = root / "kog" / INSTANCE
+        _wait_until(lambda: (folder / "rpc.sock").exists(), engine, "the synthetic engine")
+        access = Access.from_folder(folder)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        model = Path(str(resources.files("kog_dist"))) / "models" / "demo"
+        args = GatewayArgs(listener.fileno(), "127.0.0.1", instance_folder=str(folder), model=str(model))
+        command = ["kog_dist.gateway.process", args.to_json()]
+        gateway = stack.enter_context(_process(command, environment, pass_fd=listener.fileno()))
+        url = ServiceUrl.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        _wait_until(lambda: asyncio.run(_is_ready(url)), gateway, "the gateway")
+        yield access, url, {"engine": engine.pid, "gateway": gateway.pid, "client": os.getpid()}
+
+
+async def _is_ready(url: ServiceUrl) -> bool:
+    async with LoadClient(url) as client:
+        exchange = await client.get(f"{url.root}/readyz", 2.0)
+    return exchange.response.status == 200
+
+
+def _wait_until(condition: Any, process: subprocess.Popen[bytes], name: str) -> None:
+    deadline_s = time.monotonic() + _READY_S
+    while not condition():
+        if process.poll() is not None or time.monotonic() >= deadline_s:
+            raise LaunchError(f"{name} did not become ready; see what it says above")
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _process(arguments: Sequence[str], environment: dict[str, str], pass_fd: int = -1) -> Iterator[subprocess.Popen[bytes]]:
+    """A child that is stopped by SIGTERM, and killed if that takes too long."""
+    command = [sys.executable, "-m", *arguments]
+    fds = (pass_fd,) if pass_fd >= 0 else ()
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=fds) as child:
+        try:
+            yield child
+        except BaseException:
+            child.kill()
+            assert child.stderr is not None
+            sys.stderr.write(child.stderr.read().decode(errors="replace"))
+            raise
+        finally:
+            child.terminate()
+            try:
+                child.communicate(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+@contextlib.contextmanager
+def _spent(sample: _Sample, pids: dict[str, int]) -> Iterator[None]:
+    """Add the CPU time that the processes use in this block."""
+    before = {name: _cpu_us(pid) for name, pid in pids.items()}
+    yield
+    for name, pid in pids.items():
+        sample.cpu_us[name] = sample.cpu_us.get(name, 0.0) + _cpu_us(pid) - before[name]
+
+
+def _cpu_us(pid: int) -> float:
+    """User and system time of a process and all its threads so far; a tick is 10 ms."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / _TICKS_PER_S * 1e6
