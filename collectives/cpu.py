@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +16,14 @@ from numpy.typing import NDArray
 from kog_dist.abi import WaitOp, WaitRecord
 from kog_dist.collectives import words
 from kog_dist.collectives.api import MailboxSpec, Vector
+from kog_dist.collectives.fault import Fault
 from kog_dist.collectives.heap import SymmetricHeap
-from kog_dist.collectives.mailbox import Mailbox, fingerprint, place
+from kog_dist.collectives.mailbox import BARRIER, Mailbox, fingerprint, place
 from kog_dist.collectives.reference import tree_sum
 from kog_dist.control import ControlPage
-from kog_dist.errors import AbortedError, DeviceError
+from kog_dist.errors import DeviceError
 from kog_dist.topology import Rendezvous
 from kog_dist.wait import Deadline, WaitResult, wait
-
-_BARRIER = MailboxSpec("barrier", num_slots=2, length=1)  # 2d + 2 slots at delay 0
 
 
 class _Box:
@@ -69,7 +67,7 @@ class CpuCommunicator:
         self._num_barriers = 0
         # Ranks that share cores give way after one look: with 8 ranks on 2 cores that halves the time of an all_reduce.
         self._spins = 64 if self.world_size < len(os.sched_getaffinity(0)) else 1
-        self._fault = ""
+        self._fault = Fault(heap.rank, control)
 
     @classmethod
     def create(
@@ -87,7 +85,7 @@ class CpuCommunicator:
         `timeout_s` bounds every later wait. Bind all but the mailboxes with functools.partial to get a CommunicatorFactory.
         """
         world_size = rendezvous.world_size
-        placed = place([*mailboxes, _BARRIER], world_size)
+        placed = place([*mailboxes, BARRIER], world_size)
         num_words = placed[-1].first_word + placed[-1].num_words
         heap = SymmetricHeap.create(
             num_words * words.WORD_BYTES,
@@ -122,9 +120,9 @@ class CpuCommunicator:
 
     def barrier(self) -> None:
         """Return when every rank has come as often as this one."""
-        box = self._box(_BARRIER.name)
+        box = self._box(BARRIER.name)
         self._num_barriers += 1
-        slot = self._num_barriers % _BARRIER.num_slots
+        slot = self._num_barriers % BARRIER.num_slots
         nothing = np.zeros(1, np.float32)
         self._publish(box, slot, self._num_barriers, nothing)
         self._collect(box, slot, self._num_barriers, nothing, WaitOp.BARRIER)
@@ -133,27 +131,27 @@ class CpuCommunicator:
         """Unmap everything. Later calls raise AbortedError; closing twice is harmless."""
         if not self._boxes:
             return
-        self._fault = self._fault or "its communicator is closed"
+        self._fault.text = self._fault.text or "its communicator is closed"
         self._boxes.clear()
         self._local.release()
         self._heap.close()
 
     def _box(self, name: str) -> _Box:
-        if self._fault:
-            self._stop(f"mailbox {name!r} alone")
+        if self._fault.text:
+            self._fault.stop(f"mailbox {name!r} alone")
         return self._boxes[name]
 
     def _publish(self, box: _Box, slot: int, epoch: int, values: Vector) -> None:
-        _check_arguments(box, slot, values)
+        box.mailbox.check(slot, values)
         tag = self._tag.of(epoch)
         if self._control.aborted():
-            self._stop(f"publishing epoch {epoch} to mailbox {box.mailbox.spec.name!r}")
+            self._fault.stop(f"publishing epoch {epoch} to mailbox {box.mailbox.spec.name!r}")
         packed = words.pack(values, tag)
         for row in box.outgoing[slot]:
             words.store(row, packed)
 
     def _collect(self, box: _Box, slot: int, epoch: int, own: Vector, op: WaitOp) -> NDArray[np.float32]:
-        _check_arguments(box, slot, own)
+        box.mailbox.check(slot, own)
         tag = self._tag.of(epoch)
         started_ns = time.monotonic_ns()
         result = wait(
@@ -164,10 +162,10 @@ class CpuCommunicator:
             spins=self._spins,
         )
         if result is WaitResult.ABORT:
-            self._stop(f"waiting for epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
+            self._fault.stop(f"waiting for epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
         if result is WaitResult.TIMEOUT:
             record = self._record(box, slot, tag, op, time.monotonic_ns() - started_ns)
-            self._fault = "a wait had run out of time"
+            self._fault.text = "a wait had run out of time"
             self._control.request_abort(self.rank, record)
             raise DeviceError(record)
         values = words.payload(box.stripped)
@@ -208,19 +206,3 @@ class CpuCommunicator:
             elapsed_ns=elapsed_ns,
             label=box.mailbox.spec.name,
         )
-
-    def _stop(self, doing: str) -> NoReturn:
-        if not self._fault:
-            abort = self._control.abort()
-            self._fault = f"the engine is being stopped ({abort[0].name.lower()})" if abort else "the engine is being stopped"
-        raise AbortedError(f"rank {self.rank} left {doing}: {self._fault}")
-
-
-def _check_arguments(box: _Box, slot: int, values: Vector) -> None:
-    if values.shape != (box.length,) or values.dtype != np.float32 or not values.flags.c_contiguous:
-        raise ValueError(
-            f"mailbox {box.mailbox.spec.name!r} carries contiguous float32 vectors of {box.length} values, "
-            f"got {values.dtype} of shape {values.shape}"
-        )
-    if not 0 <= slot < box.mailbox.spec.num_slots:
-        raise IndexError(f"mailbox {box.mailbox.spec.name!r} has {box.mailbox.spec.num_slots} slots, got slot {slot}")

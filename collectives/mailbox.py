@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.abi import LINE_BYTES
 from kog_dist.collectives.api import MailboxSpec
@@ -28,6 +32,16 @@ class Mailbox:
         """First word of the row that `source` writes."""
         return self.first_word + (slot * self.world_size + source) * self.row_words
 
+    def check(self, slot: int, values: NDArray[Any]) -> None:
+        """ValueError or IndexError for a vector or a slot that this mailbox does not have."""
+        if values.shape != (self.spec.length,) or values.dtype != np.float32 or not values.flags.c_contiguous:
+            raise ValueError(
+                f"mailbox {self.spec.name!r} carries contiguous float32 vectors of {self.spec.length} values, "
+                f"got {values.dtype} of shape {values.shape}"
+            )
+        if not 0 <= slot < self.spec.num_slots:
+            raise IndexError(f"mailbox {self.spec.name!r} has {self.spec.num_slots} slots, got slot {slot}")
+
     @property
     def num_words(self) -> int:
         """Words of all slots."""
@@ -47,6 +61,10 @@ def place(mailboxes: Sequence[MailboxSpec], world_size: int) -> list[Mailbox]:
         placed.append(Mailbox(spec, index, first_word, row_words, world_size))
         first_word += placed[-1].num_words
     return placed
+
+
+# What every communicator's barrier uses; declared behind the others. 2d + 2 slots at delay 0.
+BARRIER = MailboxSpec("barrier", num_slots=2, length=1)
 
 
 def fingerprint(mailboxes: Sequence[MailboxSpec], world_size: int, epoch_bits: int) -> bytes:

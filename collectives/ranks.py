@@ -1,11 +1,11 @@
-"""Run a function on several CPU ranks, for tests and benchmarks: real processes, one short-lived supervisor, no pickle.
+"""Run a function on several ranks, for tests and benchmarks: real processes, one short-lived supervisor, no pickle.
 
     outcomes = run_ranks(4, "package.module:function", {"steps": 100})
 
 A child process imports the module and forks the ranks from itself, so eight ranks cost one interpreter start. It watches them,
 sets the abort word when one dies, raises or asks for it, kills what is left at the deadline, and dies with the caller. Arguments
-and results are JSON. The function gets a `RankContext` and makes its communicator from it, so the same body runs on other
-devices."""
+and results are JSON. The function gets a `RankContext` and makes its communicator from it, so the same body runs on CPU ranks and
+on GPUs, of which rank r then uses number r."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kog_dist.collectives.api import Communicator, MailboxSpec
 from kog_dist.control import AbortCause, ControlPage
 from kog_dist.errors import LaunchError
 from kog_dist.topology import LocalRendezvous, RankInfo, Rendezvous
 from kog_dist.wait import Deadline
+
+if TYPE_CHECKING:
+    from kog_dist.collectives.cuda import CudaCommunicator
 
 _PR_SET_PDEATHSIG = 1
 _POLL_MS = 5
@@ -43,13 +46,29 @@ class RankContext:
     rendezvous: Rendezvous
     arguments: Mapping[str, Any]
     deadline: Deadline
+    device: str = "cpu"
 
     def communicator(self, mailboxes: Sequence[MailboxSpec], **options: Any) -> Communicator:
-        """This rank's communicator over the mailboxes; options go to `CpuCommunicator.create`."""
+        """This rank's communicator over the mailboxes; options go to `create` of its class."""
+        if self.device == "cuda":
+            return self.cuda_communicator(mailboxes, **options)
         from kog_dist.collectives.cpu import CpuCommunicator
 
         return CpuCommunicator.create(
             mailboxes, rendezvous=self.rendezvous, control=self.control, deadline=self.deadline, **options
+        )
+
+    def cuda_communicator(self, mailboxes: Sequence[MailboxSpec], **options: Any) -> CudaCommunicator:
+        """The same on this rank's GPU, with what kernels of the caller need."""
+        from kog_dist.collectives.cuda import CudaCommunicator
+
+        return CudaCommunicator.create(
+            mailboxes,
+            rendezvous=self.rendezvous,
+            control=self.control,
+            deadline=self.deadline,
+            device=self.info.local_rank,
+            **options,
         )
 
 
@@ -70,14 +89,19 @@ def run_ranks(
     *,
     deadline_s: float = 60.0,
     search_path: Sequence[Path] = (),
+    device: str = "cpu",
+    environ: Mapping[str, str] | None = None,
 ) -> list[RankOutcome]:
     """Call `body` ("module:function") with a RankContext on every rank; returns the outcomes in the order of ranks.
 
-    `search_path` is put before sys.path. Nothing is left running, whatever happens. LaunchError when the ranks could not be
-    started."""
-    order = {"world_size": world_size, "body": body, "arguments": dict(arguments or {}), "deadline_s": deadline_s}
+    `search_path` is put before sys.path, `environ` over the environment. Nothing is left running, whatever happens. LaunchError
+    when the ranks could not be started."""
+    order = {
+        "world_size": world_size, "body": body, "arguments": dict(arguments or {}), "deadline_s": deadline_s, "device": device,
+    }  # fmt: skip
     paths = [*(str(path) for path in search_path), *(path or os.getcwd() for path in sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_MODULE_LOADING": "EAGER", **(environ or {})}  # lazy loading can wait for a kernel that waits for a peer
     command = [sys.executable, "-m", "kog_dist.collectives.ranks", json.dumps(order)]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
@@ -106,14 +130,14 @@ def _main(order: Mapping[str, Any]) -> list[dict[str, Any]]:
         pid = os.fork()
         if pid == 0:
             info = RankInfo(rank, world_size, rank, "ranks", control_fd=page.fd, rendezvous_fd=meeting.fd)
-            _run_rank(info, body, order["arguments"], deadline, reports[rank])
+            _run_rank(info, body, order, deadline, reports[rank])
         pids.append(pid)
     statuses = _watch(pids, page, deadline)
     return [{"rank": rank, "status": statuses[rank], **_read_report(reports[rank])} for rank in range(world_size)]
 
 
 def _run_rank(
-    info: RankInfo, body: Callable[[RankContext], Any], arguments: Mapping[str, Any], deadline: Deadline, report: int
+    info: RankInfo, body: Callable[[RankContext], Any], order: Mapping[str, Any], deadline: Deadline, report: int
 ) -> NoReturn:
     """Everything a rank does, in the forked child."""
     status = 1
@@ -121,7 +145,7 @@ def _run_rank(
         _die_with_parent()
         control = ControlPage.from_fd(os.dup(info.control_fd))
         meeting = LocalRendezvous.from_fd(os.dup(info.rendezvous_fd), info.rank, aborted=control.aborted)
-        outcome = {"result": body(RankContext(info, control, meeting, arguments, deadline))}
+        outcome = {"result": body(RankContext(info, control, meeting, order["arguments"], deadline, order["device"]))}
         status = 0
     except BaseException:
         outcome = {"error": traceback.format_exc()}

@@ -1,0 +1,88 @@
+// Bounded waits for words that other ranks (or other thread blocks) write, and the record of one that did not end.
+//
+// A waiting warp polls local memory and looks at `stopped` in shared memory; it never reads a clock. When it has polled for long it
+// leaves a note. A watchdog thread keeps the time of the notes: past the limit it writes the wait record, raises the device's abort
+// mirror and stops the thread block. It also brings the host's abort word to the mirror, so that only one thread reads over PCIe.
+#pragma once
+#include "abi.cuh"
+#include "words.cuh"
+
+namespace kog {
+
+constexpr u32 kNoRow = ~0u;
+constexpr u32 kRoundsBeforeNote = 256;
+enum WaitOp : u32 { kCollectOp = 1, kBarrierOp = 2 };  // abi.WaitOp
+
+// In shared memory, one for each warp that waits. Written by that warp, read by the watchdog.
+struct PeerNote {
+    volatile u32 waiting;  // 0, or the number of the wait
+    volatile u32 op, mailbox, slot, wanted;
+    volatile u32 num_rows, own_row, row_words, num_words;  // words i < num_words of each row; `own_row` is not waited for
+    const u64* volatile words;
+};
+
+// What a wait is about; for the record only.
+struct PeerPlace {
+    u32 op, mailbox, slot;
+};
+
+// Called by one thread of the waiting warp.
+__device__ __forceinline__ void begin_note(PeerNote& note, u32 number, const PeerPlace& place, u32 wanted, const u64* words,
+                                           u32 num_words, u32 num_rows, u32 own_row, u32 row_words) {
+    note.op = place.op, note.mailbox = place.mailbox, note.slot = place.slot, note.wanted = wanted;
+    note.words = words, note.num_words = num_words;
+    note.num_rows = num_rows, note.own_row = own_row, note.row_words = row_words;
+    note.waiting = number;
+}
+
+__device__ __forceinline__ void write_peer_record(const PeerNote& note, u32 rank, u64 elapsed_ns, KogWaitRecord* record) {
+    u32 missing = 0, peer = rank, seen = note.wanted;
+#pragma unroll 1
+    for (u32 row = 0; row < note.num_rows; ++row) {
+        if (row == note.own_row) continue;
+#pragma unroll 1
+        for (u32 i = 0; i < note.num_words; ++i) {
+            const u64 word = load_system(note.words + row * note.row_words + i);
+            if (!value_has_tag(word, note.wanted) && missing++ == 0)
+                peer = note.num_rows > 1 ? row : rank, seen = static_cast<u32>(word >> 32);
+        }
+    }
+    record->rank = rank, record->cta = blockIdx.x, record->phase = 0;
+    record->op = note.op, record->mailbox = note.mailbox, record->slot = note.slot;
+    record->peer = peer, record->num_missing = missing;
+    record->epoch_wanted = note.wanted, record->epoch_seen = seen;
+    record->elapsed_ns = elapsed_ns;
+}
+
+// One thread keeps the time for its thread block.
+template <int kNotes>
+struct PeerWatchdog {
+    const PeerNote* notes;
+    volatile u32* stopped;      // in shared memory: this thread block is leaving
+    u32* abort_mirror;          // in device memory: somebody called an abort
+    const u32* host_abort;      // the host's abort word, read by the first thread block
+    KogWaitRecord* record;      // written by the thread that raised the mirror
+    u32 rank;
+    u64 limit_ns;
+    u32 number[kNotes] = {};
+    u64 since_ns[kNotes] = {};
+
+    // Once in a while. False: the thread block is leaving.
+    __device__ __forceinline__ bool look() {
+        if (blockIdx.x == 0 && load_system_u32(host_abort) != 0) atomicExch(abort_mirror, 1u);
+        const u64 now = globaltimer_ns();
+#pragma unroll
+        for (int i = 0; i < kNotes; ++i) {
+            const u32 waiting = notes[i].waiting;
+            if (waiting == 0 || waiting != number[i]) number[i] = waiting, since_ns[i] = now;
+            if (now - since_ns[i] > limit_ns) {
+                if (atomicCAS(abort_mirror, 0u, 1u) == 0) write_peer_record(notes[i], rank, now - since_ns[i], record);
+                *stopped = 1;
+            }
+        }
+        if (load_relaxed_u32(abort_mirror) != 0) *stopped = 1;
+        return *stopped == 0;
+    }
+};
+
+}  // namespace kog
