@@ -22,6 +22,7 @@ from kog_dist import __version__
 from kog_dist.errors import ProtocolError
 from kog_dist.rpc.fields import (
     MAX_LOGIT_BIAS,
+    Check,
     any_number,
     array,
     check_shaping,
@@ -130,11 +131,25 @@ class _Checked:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]
+        for name, check in _checks_of(type(self)):
+            value = getattr(self, name)
             try:
-                object.__setattr__(self, item.name, item.metadata["check"](getattr(self, item.name)))
+                kept = check(value)
             except ValueError as error:
-                raise BadMessage(f"{_TAG_OF[type(self)]}: {item.name} {error}") from None
+                raise BadMessage(f"{_TAG_OF[type(self)]}: {name} {error}") from None
+            if kept is not value:
+                object.__setattr__(self, name, kept)
+
+
+@functools.cache
+def _checks_of(cls: type[Any]) -> tuple[tuple[str, Check], ...]:
+    """Names of a message's fields and their checks: there is a message for each token, and `fields` takes longer than they do."""
+    return tuple((item.name, item.metadata["check"]) for item in fields(cls))
+
+
+@functools.cache
+def _names_of(cls: type[Any]) -> frozenset[str]:
+    return frozenset(name for name, _ in _checks_of(cls))
 
 
 # ---- client -> coordinator ----
@@ -372,7 +387,7 @@ def build_hash() -> str:
 
 def encode(message: Message) -> bytes:
     """The frame of a message. Raises BadMessage if it is larger than MAX_MESSAGE_BYTES."""
-    body = {item.name: getattr(message, item.name) for item in fields(message)}
+    body = {name: getattr(message, name) for name, _ in _checks_of(type(message))}
     frame: bytes = MAGIC + bytes((PROTOCOL_VERSION,)) + msgpack.packb([_TAG_OF[type(message)], body])
     if len(frame) > MAX_MESSAGE_BYTES:
         raise BadMessage(
@@ -406,21 +421,20 @@ def _decode(frame: bytes, known: Mapping[str, type[Any]], sender: str, receiver:
             ErrorCode.PROTOCOL_VERSION,
         )
     tag, body = _unpack(frame[4:])
-    request_id = _readable_id(body)
     cls = known.get(tag)
     if cls is None:
-        raise BadMessage(f"unknown tag {tag[:40]!a}; known: {', '.join(known)}", request_id=request_id)
-    unknown = sorted(set(body) - {item.name for item in fields(cls)})
-    if unknown:
-        raise BadMessage(f"{tag}: unknown field {unknown[0][:40]!a}", request_id=request_id)
+        raise BadMessage(f"unknown tag {tag[:40]!a}; known: {', '.join(known)}", request_id=_readable_id(body))
+    if not body.keys() <= _names_of(cls):
+        unknown = min(body.keys() - _names_of(cls))
+        raise BadMessage(f"{tag}: unknown field {unknown[:40]!a}", request_id=_readable_id(body))
     try:
         return cls(**body)
     except BadMessage as error:
-        error.request_id = request_id
+        error.request_id = _readable_id(body)
         raise
     except TypeError:
-        missing = [item.name for item in fields(cls) if item.name not in body]
-        raise BadMessage(f"{tag}: fields are missing, among {', '.join(missing)}", request_id=request_id) from None
+        missing = [name for name, _ in _checks_of(cls) if name not in body]
+        raise BadMessage(f"{tag}: fields are missing, among {', '.join(missing)}", request_id=_readable_id(body)) from None
 
 
 def _unpack(packed: bytes) -> tuple[str, dict[str, Any]]:
