@@ -131,7 +131,7 @@ class _Checked:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for name, check in _checks_of(type(self)):
+        for name, check in _CHECKS[type(self)]:
             value = getattr(self, name)
             try:
                 kept = check(value)
@@ -139,17 +139,6 @@ class _Checked:
                 raise BadMessage(f"{_TAG_OF[type(self)]}: {name} {error}") from None
             if kept is not value:
                 object.__setattr__(self, name, kept)
-
-
-@functools.cache
-def _checks_of(cls: type[Any]) -> tuple[tuple[str, Check], ...]:
-    """Names of a message's fields and their checks: there is a message for each token, and `fields` takes longer than they do."""
-    return tuple((item.name, item.metadata["check"]) for item in fields(cls))
-
-
-@functools.cache
-def _names_of(cls: type[Any]) -> frozenset[str]:
-    return frozenset(name for name, _ in _checks_of(cls))
 
 
 # ---- client -> coordinator ----
@@ -374,6 +363,11 @@ EVENTS: Mapping[str, type[Any]] = {
     "status_report": StatusReport,
 }  # fmt: skip
 _TAG_OF = {cls: tag for tags in (REQUESTS, EVENTS) for tag, cls in tags.items()}
+# There is a message for each token, and to ask dataclasses for its fields takes longer than to check them.
+_CHECKS: Mapping[type[Any], tuple[tuple[str, Check], ...]] = {
+    cls: tuple((item.name, item.metadata["check"]) for item in fields(cls)) for cls in _TAG_OF
+}
+_FIELD_NAMES = {cls: frozenset(name for name, _ in checks) for cls, checks in _CHECKS.items()}
 
 
 @functools.cache
@@ -387,7 +381,7 @@ def build_hash() -> str:
 
 def encode(message: Message) -> bytes:
     """The frame of a message. Raises BadMessage if it is larger than MAX_MESSAGE_BYTES."""
-    body = {name: getattr(message, name) for name, _ in _checks_of(type(message))}
+    body = {name: getattr(message, name) for name, _ in _CHECKS[type(message)]}
     frame: bytes = MAGIC + bytes((PROTOCOL_VERSION,)) + msgpack.packb([_TAG_OF[type(message)], body])
     if len(frame) > MAX_MESSAGE_BYTES:
         raise BadMessage(
@@ -424,8 +418,8 @@ def _decode(frame: bytes, known: Mapping[str, type[Any]], sender: str, receiver:
     cls = known.get(tag)
     if cls is None:
         raise BadMessage(f"unknown tag {tag[:40]!a}; known: {', '.join(known)}", request_id=_readable_id(body))
-    if not body.keys() <= _names_of(cls):
-        unknown = min(body.keys() - _names_of(cls))
+    if not body.keys() <= _FIELD_NAMES[cls]:
+        unknown = min(body.keys() - _FIELD_NAMES[cls])
         raise BadMessage(f"{tag}: unknown field {unknown[:40]!a}", request_id=_readable_id(body))
     try:
         return cls(**body)
@@ -433,7 +427,7 @@ def _decode(frame: bytes, known: Mapping[str, type[Any]], sender: str, receiver:
         error.request_id = _readable_id(body)
         raise
     except TypeError:
-        missing = [name for name, _ in _checks_of(cls) if name not in body]
+        missing = [name for name, _ in _CHECKS[cls] if name not in body]
         raise BadMessage(f"{tag}: fields are missing, among {', '.join(missing)}", request_id=_readable_id(body)) from None
 
 
