@@ -19,7 +19,10 @@ _MAX_SHOWN = 60
 
 
 def read_body(raw: bytes) -> object:
-    """The JSON of a body. Raises ApiError: not UTF-8, not JSON, NaN or Infinity, a key given twice, nested too deeply."""
+    """The JSON of a body.
+
+    Raises ApiError: not UTF-8, not JSON, NaN or Infinity, a key given twice, text that is no Unicode, nested too deeply.
+    """
     try:
         parsed: object = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except RecursionError:
@@ -27,6 +30,11 @@ def read_body(raw: bytes) -> object:
     except ValueError as error:
         raise invalid(None, f"the body is not valid JSON: {str(error)[:200]}") from None
     _check_nesting(parsed)
+    if b"\\ud" in raw or b"\\uD" in raw:  # an escape may be half a character, which no encoding of text can express
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise invalid(None, "the body holds text that is not valid Unicode: a lone surrogate") from None
     return parsed
 
 
@@ -83,7 +91,9 @@ def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any], mod
     path, finding = max(
         ((path, finding) for path, finding in findings if path[:1] == first_field), key=lambda found: len(found[0])
     )
-    param = path_text(path)
+    param = path_text(path) or None
+    if param is None:
+        return invalid(None, f"the body has a field whose name is not valid Unicode: {_shown(finding['input'])}")
     if finding["type"] == "extra_forbidden":
         close = difflib.get_close_matches(str(path[-1]), model.model_fields, 1) if len(path) == 1 else []
         hint = f"; did you mean {close[0]}?" if close else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from kog_dist.gateway.openai.chat_request import JsonSchemaFormat
 from kog_dist.gateway.openai.request_model import (
@@ -27,6 +27,14 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ARRAY)]
 
 
+def _prompt_kind(prompt: object) -> str | None:
+    """Which of the forms a prompt has, by its first element, so that a complaint is about that form."""
+    if isinstance(prompt, list):
+        first = prompt[0] if prompt else None
+        return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
+    return "text" if isinstance(prompt, str) else None
+
+
 class CompletionRequest(SamplingFields):
     """One or several prompts to be continued."""
 
@@ -35,12 +43,15 @@ class CompletionRequest(SamplingFields):
         "echo": Refusal("the prompt is not repeated", (None, False)),
     }
 
-    prompt: (
-        str
-        | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_CHOICES)]
-    ) = Field(description=f"A text, token ids, or a list of them. Prompts times n: at most {MAX_CHOICES}.")
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[Ids, Tag("ids")]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES), Tag("texts")]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_CHOICES), Tag("lists of ids")],
+        Discriminator(
+            _prompt_kind, custom_error_type="prompt_kind", custom_error_message="must be a text, token ids, or a list of them"
+        ),
+    ] = Field(description=f"A text, token ids, or a list of them. Prompts times n: at most {MAX_CHOICES}.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = Field(default=None, description=f"Default: {DEFAULT_MAX_TOKENS}.")
     max_completion_tokens: Tokens | None = Field(default=None, description="The same; with both, the smaller one counts.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.rpc.fields import SHAPING_LIMITS
 from kog_dist.rpc.messages import MAX_ARRAY, MAX_SCHEMA_BYTES, MAX_SEED, BadMessage, ErrorCode, Generate
 
+_TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 _MAX_BYTES_PER_TOKEN: Final = 64  # a text with more of them per token of context cannot fit, and is not tokenized
 
 
@@ -76,10 +78,9 @@ def sampling_fields(request: SamplingFields, served: ServedModel) -> dict[str, A
 def _logit_bias(raw: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     bias = {}
     for key, value in raw.items():
-        token_id = int(key) if key.isascii() and key.isdigit() and len(key) <= 10 else -1
-        if str(token_id) != key or token_id >= vocab_size:
+        if not _TOKEN_ID.fullmatch(key) or int(key) >= vocab_size:
             raise invalid("logit_bias", f"logit_bias: {ascii(key)[:40]} is no token id; they are from 0 to {vocab_size - 1}")
-        bias[token_id] = value
+        bias[int(key)] = value
     return bias
 
 

@@ -1,0 +1,26 @@
+"""The demo model as the OpenAI layer sees it, with and without a chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.model.tokenizer import Tokenizer
+from tests.unit.gateway_openai.engine_script import TAGGED_TEMPLATE, TemplateTwin
+
+
+@pytest.fixture(scope="session")
+def base_model() -> ServedModel:
+    """No template: chats become plain text."""
+    tokenizer = Tokenizer.from_folder(Path(str(resources.files("kog_dist"))) / "models" / "demo")
+    return ServedModel("demo", ("demo-alias",), 2048, 4096, tokenizer, None, 1_700_000_000)
+
+
+@pytest.fixture(scope="session")
+def tagged_model(base_model: ServedModel) -> ServedModel:
+    """A template that has models write calls inside <tool_call>."""
+    return dataclasses.replace(base_model, chat_template=TemplateTwin(TAGGED_TEMPLATE))

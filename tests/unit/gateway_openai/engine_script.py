@@ -1,0 +1,111 @@
+"""An engine on paper: the events of an answer with a given text, cut anywhere, and readers of what a reply makes of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kog_dist.errors import RequestError
+from kog_dist.gateway.openai.reply import Planned
+from kog_dist.model.template_sandbox import RaisedByTemplate, make_environment
+from kog_dist.rpc.messages import Accepted, Done, FinishReason, Generate, Prefill, Tokens
+
+TAGGED_TEMPLATE = """\
+{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
+{%- for message in messages %}
+{{- '<|' ~ message.role ~ '|>' ~ message.content }}
+{%- for call in message.tool_calls or [] %}{{ '<tool_call>' ~ call.function | tojson ~ '</tool_call>' }}{% endfor %}
+{%- if message.content == 'refuse me' %}{{ raise_exception('no such thing') }}{% endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+
+
+class TemplateTwin:
+    """A chat template rendered in this process."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._template = make_environment().from_string(source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        try:
+            return self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        except RaisedByTemplate as error:
+            raise RequestError("chat_rejected", f"the chat template refuses the conversation: {error}") from None
+
+
+def events_of(
+    message: Generate,
+    pieces: Sequence[str],
+    finish: FinishReason = FinishReason.STOP,
+    num_cached: int = 0,
+) -> list[Any]:
+    """Accepted, a little prefill, one event with one token for each piece, and the end token with Done."""
+    num_prompt = len(message.prompt_ids or ())
+    assert message.max_tokens is not None
+    events: list[Any] = [
+        Accepted(message.request_id, 0, num_prompt, message.max_tokens),
+        Prefill(message.request_id, 1, num_prompt),
+    ]
+    num_top = message.logprobs or 0
+    for idx, piece in enumerate(pieces):
+        has = message.logprobs is not None
+        events.append(
+            Tokens(
+                message.request_id, idx, (300 + idx % 50,), piece, (), (),
+                logprobs=(-0.5 - idx,) if has else (),
+                top_ids=tuple(range(num_top)), top_logprobs=tuple(-0.25 * i for i in range(num_top)),
+            )
+        )  # fmt: skip
+    events.append(
+        Done(
+            message.request_id, finish, num_prompt, len(pieces), queue_s=0.5, total_s=2.0, prefill_s=0.25, ttft_s=0.75,
+            itl_p50_s=0.01, itl_p99_s=0.02, tokens_per_s=100.0 if len(pieces) > 1 else None, num_cached_tokens=num_cached,
+        )
+    )  # fmt: skip
+    return events
+
+
+def play(
+    planned: Planned,
+    pieces: Sequence[str],
+    finish: FinishReason = FinishReason.STOP,
+    num_cached: int = 0,
+) -> bytes:
+    """Everything that a stream says when every choice has this answer; choices are interleaved."""
+    scripts = [events_of(message, pieces, finish, num_cached) for message in planned.generates]
+    said = b""
+    for events in zip(*scripts, strict=True):
+        for choice, event in enumerate(events):
+            said += planned.reply.on_event(choice, event)
+    return said + planned.reply.end()
+
+
+def data_of(stream: bytes) -> list[Any]:
+    """The JSON of each event; "[DONE]" stays text. Checks the framing."""
+    assert stream == b"" or stream.endswith(b"\n\n")
+    found: list[Any] = []
+    for frame in stream.decode("ascii").split("\n\n")[:-1]:
+        *names, line = frame.split("\n")
+        assert line.startswith("data: ")
+        content = line.removeprefix("data: ")
+        found.append(content if content == "[DONE]" else json.loads(content))
+        for name in names:
+            assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def cut(text: str, cuts: Sequence[int]) -> list[str]:
+    """The text in pieces, cut at these places (any numbers)."""
+    places = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts)})
+    return [text[begin:end] for begin, end in itertools.pairwise(places)] or [""]
