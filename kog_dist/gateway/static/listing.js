@@ -10,7 +10,7 @@
 import { beginning, colourLine } from "./highlight.js";
 
 const LINES_PER_BLOCK = 50;
-const CHARACTERS_PER_FRAME = 24_000;
+const CHARACTERS_PER_FRAME = 12_000;
 /** A longer line is no longer painted again from its beginning. */
 const LONGEST_LAST_LINE = 600;
 /** Beyond this, text is plain: colours cost memory for each word. */

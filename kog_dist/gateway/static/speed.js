@@ -19,7 +19,7 @@ export class SpeedView {
   show(figures, now, last = false) {
     if (!last && now - this.#shownAt < REFRESH_MS) return;
     this.#shownAt = now;
-    element("rate").textContent = figures.tokensPerS === null ? "0" : rate(figures.tokensPerS);
+    element("rate").textContent = figures.tokensPerS === null && !last ? "0" : rate(figures.tokensPerS);
     element("ttft").textContent = duration(figures.ttftMs);
     element("itl-p50").textContent = duration(figures.itlP50Ms);
     element("itl-p99").textContent = duration(figures.itlP99Ms);

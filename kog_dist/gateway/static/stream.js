@@ -18,6 +18,7 @@ import { Failure } from "./failures.js";
  * @property {string | null} finishReason
  * @property {Usage | null} usage the last one of the read
  * @property {Record<string, number> | null} timings of the server, in the keys of llama.cpp
+ * @property {Failure | null} failure what ended the answer after these pieces
  *
  * @typedef {object} Usage
  * @property {number} prompt_tokens
@@ -72,24 +73,32 @@ export class ChunkReader {
    */
   receipt(events, at) {
     /** @type {Receipt} */
-    const receipt = { at, pieces: [], finishReason: null, usage: null, timings: null };
-    for (const event of events) {
-      if (event === "[DONE]") {
-        this.done = true;
-        continue;
-      }
-      const chunk = parsed(event);
-      if (chunk.error) throw Failure.ofEvent(chunk.error);
-      const choice = chunk.choices?.[0];
-      const text = choice?.text ?? choice?.delta?.content ?? "";
-      if (typeof text !== "string") throw Failure.unreadable("a chunk whose text is no text");
-      const numTokens = this.#numTokens(chunk, text);
-      if (text || numTokens) receipt.pieces.push({ text, numTokens });
-      receipt.finishReason = choice?.finish_reason ?? receipt.finishReason;
-      receipt.usage = chunk.usage ?? receipt.usage;
-      receipt.timings = chunk.timings ?? receipt.timings;
+    const receipt = { at, pieces: [], finishReason: null, usage: null, timings: null, failure: null };
+    try {
+      for (const event of events) this.#take(event, receipt);
+    } catch (error) {
+      if (!(error instanceof Failure)) throw error;
+      receipt.failure = error; // what came before it in the same read is part of the answer
     }
     return receipt;
+  }
+
+  /** @param {string} event @param {Receipt} receipt */
+  #take(event, receipt) {
+    if (event === "[DONE]") {
+      this.done = true;
+      return;
+    }
+    const chunk = parsed(event);
+    if (chunk.error) throw Failure.ofEvent(chunk.error);
+    const choice = chunk.choices?.[0];
+    const text = choice?.text ?? choice?.delta?.content ?? "";
+    if (typeof text !== "string") throw Failure.unreadable("a chunk whose text is no text");
+    const numTokens = this.#numTokens(chunk, text);
+    if (text || numTokens) receipt.pieces.push({ text, numTokens });
+    receipt.finishReason = choice?.finish_reason ?? receipt.finishReason;
+    receipt.usage = chunk.usage ?? receipt.usage;
+    receipt.timings = chunk.timings ?? receipt.timings;
   }
 
   /** Tokens that the chunk adds. A last chunk without a choice only sums up. */
@@ -147,6 +156,7 @@ async function* read(reader, silence) {
       const receipt = chunks.receipt(events.push(value), performance.now());
       finished ||= receipt.finishReason !== null;
       yield receipt;
+      if (receipt.failure) throw receipt.failure;
       if (chunks.done) return;
     }
     if (!finished) throw Failure.cutOff();

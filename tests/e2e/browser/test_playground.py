@@ -1,0 +1,438 @@
+"""The playground in a real browser, against a server that follows a script."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect
+
+from tests.e2e.browser.replay_server import NOTHING, ReplayServer, Script, wait_for
+
+ANSWER = ("    if", " n", " < 2", ":\n", "        return n\n", "    # sum\n", '    return "a"', " + fib(n - 1)\n")
+ANSWER_JS = "[...document.querySelectorAll('#{0} .block')].map((block) => block.textContent).join('')"
+
+
+def answer(page: Page, listing: str = "live") -> str:
+    """The text of the answer as it stands on the page, without the prompt."""
+    text = page.evaluate(ANSWER_JS.format(listing))
+    assert isinstance(text, str)
+    return text
+
+
+def run(page: Page, prompt: str | None = None) -> None:
+    if prompt is not None:
+        page.fill("#prompt", prompt)
+    page.click("#run")
+
+
+def ended(page: Page) -> None:
+    """Wait until the stream has ended and all of it has been painted."""
+    page.wait_for_function("() => !document.body.hasAttribute('data-running')")
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def test_an_answer_is_streamed_coloured_and_measured(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=ANSWER, tokens_per_s=400.0)
+    run(page, "def fib(n):\n")
+    ended(page)
+    assert answer(page) == "".join(ANSWER)
+    assert page.locator("#live .given").text_content() == "def fib(n):\n"
+    for colour, word in (("keyword", "if"), ("number", "2"), ("comment", "# sum"), ("string", '"a"'), ("call", "fib")):
+        expect(page.locator(f"#live .block .{colour}", has_text=word).first).to_be_visible()
+    body = server.served[0].body
+    assert body["prompt"] == "def fib(n):\n"
+    assert body["stream"] is True
+    assert (body["max_tokens"], body["temperature"]) == (512, 0.5)
+    expect(page.locator("#num-tokens")).to_have_text("8")
+    expect(page.locator("#outcome")).to_have_text("Finished")
+    expect(page.locator("#rate")).to_have_text(re.compile(rf"^[\d,.]+$|^{NOTHING}$"))  # nothing if all came at once
+    expect(page.locator("#ttft")).to_have_text(re.compile(r"^[\d.]+ (ms|s)$"))
+    expect(page.locator("#engine-ttft")).to_have_text("5.00 ms")
+    expect(page.locator("#engine-num-tokens")).to_have_text("8")
+    expect(page.locator("#announcement")).to_contain_text("Finished: 8 tokens")
+
+
+def test_the_same_answer_follows_at_100_tokens_per_second(page: Page, server: ReplayServer) -> None:
+    pieces = [f"x{idx} = {idx}\n" for idx in range(61)]
+    server.script = Script(pieces=pieces, tokens_per_s=3000.0)
+    began = page.evaluate("performance.now()")
+    run(page)
+    ended(page)
+    expect(page.locator("#time-live")).to_contain_text(" s")
+    assert len(answer(page, "replay")) < len(answer(page))
+    expect(page.locator("#verdict")).to_contain_text("0.60 s at 100 tokens/s")
+    expect(page.locator("#time-replay")).not_to_have_text(NOTHING)
+    assert page.evaluate("performance.now()") - began >= 600
+    expect(page.locator("#time-replay")).to_have_text("0.60 s")
+    assert answer(page, "replay") == "".join(pieces)
+
+
+def test_an_engine_slower_than_the_comparison_is_said_to_be_slower(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=ANSWER, tokens_per_s=25.0)
+    run(page)
+    ended(page)
+    expect(page.locator("#verdict")).to_contain_text("this engine was slower")
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_stop_cancels_the_request_and_keeps_what_came(page: Page, server: ReplayServer, how: str) -> None:
+    server.script = Script(pieces=["word "] * 100_000, tokens_per_s=500.0)
+    run(page)
+    page.wait_for_function("() => document.querySelector('#live .block').textContent.includes('word word')")
+    page.keyboard.press("Escape") if how == "Escape" else page.click("#stop")
+    ended(page)
+    assert server.served[0].disconnected.wait(5), "the server was not told"
+    assert server.served[0].num_sent < 100_000
+    expect(page.locator("#outcome")).to_have_text("Stopped")
+    kept = answer(page)
+    assert kept
+    assert kept == "word " * (len(kept) // 5)
+    expect(page.locator("#problem")).to_be_hidden()
+    expect(page.locator("#run")).to_be_enabled()
+
+
+def test_a_reload_cancels_the_request(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=["word "] * 100_000, tokens_per_s=500.0)
+    run(page)
+    page.wait_for_function("() => document.querySelector('#live .block').textContent.includes('word word')")
+    page.reload()
+    assert server.served[0].disconnected.wait(5), "the server was not told"
+    expect(page.locator("#run")).to_be_enabled()
+    assert answer(page) == ""
+
+
+FAILURES = [
+    (Script(status=429, message="64 requests wait", headers={"Retry-After": "7"}), "busy", "64 requests wait", "in 7 s"),
+    (Script(status=503, message="rank 1 is loading"), "not ready", "rank 1 is loading", "says ready"),
+    (Script(status=400, message="prompt of 9000 tokens exceeds 2048"), "refused", "9000 tokens", "Change"),
+    (Script(status=500, message="oops"), "failed", "oops", "log of kog-launch"),
+    (Script(pieces=ANSWER, end="error"), "cut off", "rank 2 was lost (rank_failed)", "exact beginning"),
+    (Script(pieces=ANSWER, end="close"), "cut off", "closed the connection", "exact beginning"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "title", "cause", "remedy"), FAILURES, ids=["429", "503", "400", "500", "error", "hang-up"])
+def test_failures_have_a_cause_a_remedy_and_a_retry(
+    page: Page, server: ReplayServer, script: Script, title: str, cause: str, remedy: str
+) -> None:
+    server.script = script
+    run(page)
+    problem = page.locator("#problem")
+    expect(problem).to_be_visible()
+    for words in (title, cause, remedy):
+        expect(problem).to_contain_text(words)
+    assert answer(page) == ("".join(ANSWER) if script.status == 200 else "")
+    server.script = Script(pieces=ANSWER)
+    page.click("#problem-retry")
+    expect(problem).to_be_hidden()
+    ended(page)
+    assert answer(page) == "".join(ANSWER)
+
+
+def test_a_server_that_is_gone_is_named(browser: Browser) -> None:
+    own = ReplayServer()
+    page = browser.new_page()
+    try:
+        page.goto(own.url)
+        expect(page.locator("#engine")).to_have_attribute("data-state", "ready")
+        own.close()
+        run(page)
+        expect(page.locator("#problem")).to_contain_text("Check that kog-launch is running")
+        expect(page.locator("#engine")).to_have_attribute("data-state", "unreachable")
+    finally:
+        page.close()
+
+
+def test_a_silent_server_is_given_up(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=ANSWER, end="hold")
+    failure = page.evaluate("""async () => {
+        const { receipts } = await import("/static/stream.js");
+        const signal = new AbortController().signal;
+        try {
+            for await (const _ of receipts("/v1/completions", {}, { headers: {}, signal, silenceLimitMs: 200 }));
+            return "no failure";
+        } catch (error) { return `${error.title}: ${error.cause}`; }
+    }""")
+    assert failure == "The server went silent: Nothing arrived for 0.2 s, so the request was cancelled."
+    assert server.served[0].disconnected.wait(5)
+
+
+def test_the_key_is_asked_for_and_sent_and_never_written_out(page: Page, server: ReplayServer) -> None:
+    server.api_key = "sk-secret"
+    server.script = Script(pieces=ANSWER)
+    run(page)
+    expect(page.locator("#problem")).to_contain_text("Incorrect API key")
+    page.click("#problem-key")
+    page.fill("#key", "sk-secret")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.getElementById('outcome').textContent === 'Finished'")
+    ended(page)
+    assert answer(page) == "".join(ANSWER)
+    page.click("#copy-request")
+    for form in ("#as-curl", "#as-python"):
+        page.click(form)
+        assert "KOG_API_KEY" in page.inner_text("#snippet")
+        assert "sk-secret" not in page.inner_text("#snippet")
+    assert page.evaluate("Object.values(localStorage).join() + document.cookie").find("sk-secret") == -1
+
+
+def test_a_conversation_goes_on_and_is_cleared(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=["Use ", "`sorted`:\n", "```python\n", "def f(): pass\n", "```\n"])
+    page.get_by_role("radio", name="Conversation").check()
+    for question in ("How?", "And then?"):
+        run(page, question)
+        ended(page)
+        expect(page.locator("#outcome")).to_have_text("Finished")
+    expect(page.locator("#live .keyword", has_text="def")).to_be_visible()
+    said = "Use `sorted`:\n```python\ndef f(): pass\n```\n"
+    assert [served.path for served in server.served] == ["/v1/chat/completions"] * 2
+    assert server.served[1].body["messages"] == [
+        {"role": "user", "content": "How?"}, {"role": "assistant", "content": said}, {"role": "user", "content": "And then?"},
+    ]  # fmt: skip
+    expect(page.locator(".turn")).to_have_count(2)
+    page.locator(".turn summary").first.click()
+    expect(page.locator(".turn pre").first).to_contain_text("And then?")
+    page.click("#clear")
+    expect(page.locator("#turns")).to_be_hidden()
+    run(page, "Again")
+    ended(page)
+    assert server.served[2].body["messages"] == [{"role": "user", "content": "Again"}]
+
+
+def test_sampling_controls_reach_the_request_and_its_code(page: Page, server: ReplayServer) -> None:
+    page.click(".sampling summary")
+    for field, value in (
+        ("temperature", "0.8"),
+        ("top-p", "0.9"),
+        ("max-tokens", "64"),
+        ("seed", "7"),
+        ("stop-texts", "\\ndef|it's"),
+    ):
+        page.fill(f"#{field}", value)
+    run(page, "x = 'é'")
+    ended(page)
+    wanted = {"prompt": "x = 'é'", "temperature": 0.8, "top_p": 0.9, "max_tokens": 64, "seed": 7, "stop": ["\ndef", "it's"]}
+    sent = server.served[0].body
+    assert {name: sent[name] for name in wanted} == wanted
+    expect(page.locator("#sampling-summary")).to_contain_text("temperature 0.8, at most 64 tokens")
+    page.fill("#temperature", "-1")
+    run(page)
+    assert len(server.served) == 1, "the browser refuses values out of range"
+
+
+def test_the_request_as_code_is_the_request(page: Page, server: ReplayServer) -> None:
+    page.fill("#prompt", 'def f():\n    return "it\'s" # $HOME `x` \\n')
+    page.click("#copy-request")
+    curl = page.inner_text("#snippet")
+    printed = subprocess.run(
+        ["bash", "-c", f"curl() {{ printf '%s\\0' \"$@\"; }}; {curl}"], capture_output=True, check=True, timeout=10
+    )
+    arguments = printed.stdout.decode().split("\0")
+    assert arguments[1] == f"{server.url}/v1/completions"
+    assert json.loads(arguments[arguments.index("-d") + 1])["prompt"] == 'def f():\n    return "it\'s" # $HOME `x` \\n'
+    page.click("#as-python")
+    calls: list[dict[str, object]] = []
+    openai = type("openai", (), {"OpenAI": lambda **options: _Recorder(calls, options)})
+    source = page.inner_text("#snippet").replace("from openai import OpenAI", "")
+    exec(source, {"OpenAI": openai.OpenAI})
+    assert calls[0]["base_url"] == f"{server.url}/v1"
+    assert calls[1]["prompt"] == 'def f():\n    return "it\'s" # $HOME `x` \\n'
+    assert calls[1]["stream"] is True
+
+
+class _Recorder:
+    """Stands for the client of `openai`: keeps what it is given."""
+
+    def __init__(self, calls: list[dict[str, object]], options: dict[str, object]) -> None:
+        calls.append(options)
+        self.completions = self
+        self._calls = calls
+
+    def create(self, **fields: object) -> Sequence[object]:
+        self._calls.append(fields)
+        return ()
+
+
+HOSTILE = (
+    "<script>window.pwned = 1</script>", "<img src=x onerror='window.pwned = 1'>", "\x1b[31mred\x1b[0m\x07\x00",
+    "a\u202eb\u2066c\u200f", "</span></div>&lt;b&amp;", "\u2028\u0085", "\r\n", "{{constructor}}", "# <b>comment</b>\n",
+    '"<i>string</i>"', "\U0001f600",
+)  # fmt: skip
+
+
+def test_what_a_model_writes_stays_text(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=HOSTILE)
+    run(page, "<script>window.pwned = 1</script>\u202e")
+    ended(page)
+    assert answer(page) == "".join(HOSTILE)
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("main script, main img, main b:not(.rank b), main i:not(.rank i)").count() == 0
+    codes = page.evaluate("[...document.querySelectorAll('#live .block .unseen')].map((each) => each.dataset.code)")
+    assert codes == [f"U+{code}" for code in ("001B", "001B", "0007", "0000", "202E", "2066", "200F", "2028", "0085", "000D")]
+    page.locator(".turn summary").click()
+    assert page.evaluate("window.pwned") is None
+
+
+def test_the_engine_state_and_its_ranks_are_shown(page: Page, server: ReplayServer) -> None:
+    expect(page.locator("#engine-sentence")).to_have_text("demo, 4 ranks · ready")
+    expect(page.locator(".rank")).to_have_count(4)
+    expect(page.locator(".rank .lanes i")).to_have_count(8)
+    server.script = Script(pieces=["x "] * 100_000, tokens_per_s=1000.0)
+    run(page)
+    expect(page.locator(".rank[data-active=true]")).to_have_count(4)
+    expect(page.locator(".rank-flow").first).to_contain_text("% of peak")
+    page.click("#stop")
+    expect(page.locator(".rank[data-active=false]")).to_have_count(4)
+
+
+def test_a_server_that_says_little_is_no_fault(page: Page, server: ReplayServer) -> None:
+    server.info = {}
+    server.readiness = (503, {"state": "loading", "reason": "rank 1 is loading"})
+    page.reload()
+    expect(page.locator("#engine-sentence")).to_have_text("loading: rank 1 is loading")
+    expect(page.locator("#ranks")).to_be_hidden()
+
+
+def test_light_and_dark(browser: Browser, page: Page, server: ReplayServer) -> None:
+    paper = "() => getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(paper) == "rgb(248, 249, 249)"
+    page.click("#theme")
+    assert page.evaluate(paper) == "rgb(18, 20, 22)"
+    page.reload()
+    assert page.evaluate(paper) == "rgb(18, 20, 22)", "the choice is remembered"
+    dark = browser.new_page(color_scheme="dark")
+    dark.goto(server.url)
+    assert dark.evaluate(paper) == "rgb(18, 20, 22)", "without a choice the system decides"
+    dark.close()
+
+
+CONTRASTS = """() => {
+    const luminance = (colour) => {
+        const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map((v) => v / 255)
+            .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const ground = (element) => {
+        for (; element; element = element.parentElement) {
+            const colour = getComputedStyle(element).backgroundColor;
+            if (!colour.endsWith(", 0)")) return colour;
+        }
+        return "rgb(255, 255, 255)";
+    };
+    const poor = [];
+    for (const element of document.querySelectorAll("body *")) {
+        const ownText = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+        if (!ownText || !element.checkVisibility() || element.matches(":disabled, :disabled *, noscript")) continue;
+        const [a, b] = [luminance(getComputedStyle(element).color), luminance(ground(element))].sort((x, y) => y - x);
+        const ratio = (a + 0.05) / (b + 0.05);
+        if (ratio < 4.5) poor.push(`${element.className || element.id || element.tagName}: ${ratio.toFixed(2)}`);
+    }
+    return poor;
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_contrast_is_at_least_4_5(page: Page, server: ReplayServer, theme: str) -> None:
+    page.evaluate("(theme) => { document.documentElement.dataset.theme = theme; }", theme)
+    server.script = Script(
+        pieces=("@cached\ndef f(x=1, y=None):\n", '    """Text."""\n', "    return g(x)  # why\n\x1b"), end="error"
+    )
+    run(page)
+    ended(page)
+    assert page.evaluate(CONTRASTS) == []
+
+
+def test_360_pixels_are_enough(browser: Browser, server: ReplayServer) -> None:
+    page = browser.new_page(viewport={"width": 360, "height": 740})
+    page.goto(server.url)
+    server.script = Script(pieces=[*ANSWER, "x" * 300, "\n"])
+    run(page, "# " + "long " * 40)
+    ended(page)
+    page.locator(".turn summary").click()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    outside = """() => [...document.querySelectorAll("main *")].filter((element) => element.checkVisibility()
+        && element.getBoundingClientRect().right > 360.5).map((element) => element.id || element.className)"""
+    assert page.evaluate(outside) == []
+    page.close()
+
+
+def test_the_keyboard_is_enough(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=ANSWER)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab") if page.evaluate("document.activeElement.id") != "prompt" else None
+    page.locator("#prompt").focus()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_function("() => document.getElementById('outcome').textContent === 'Finished'")
+    order = []
+    page.locator("#prompt").focus()
+    for _ in range(16):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        shown = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert shown != "none", f"{order[-1]} does not show that it has the focus"
+    named = [each for each in order if each in ("run", "copy-request", "continue", "copy-answer", "live", "replay", "clear")]
+    assert named == ["run", "copy-request", "continue", "copy-answer", "live", "replay", "clear"]
+
+
+def test_a_screen_reader_hears_sentences_not_tokens(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=["word "] * 200, tokens_per_s=1000.0)
+    page.evaluate("""() => {
+        window.heard = [];
+        new MutationObserver(() => heard.push(announcement.textContent)).observe(announcement, { childList: true });
+    }""")
+    run(page)
+    ended(page)
+    heard = page.evaluate("window.heard")
+    assert heard[0] == "Started."
+    assert heard[-1].startswith("Finished: 200 tokens")
+    assert len(heard) == 2
+    live = page.evaluate("[...document.querySelectorAll('[aria-live], [role=status], [role=alert]')].map((each) => each.id)")
+    assert sorted(live) == ["announcement", "copied", "problem"]
+    unnamed = """() => [...document.querySelectorAll("button, input, textarea, [role=region]")].filter((element) =>
+        !element.textContent.trim() && !element.labels?.length && !element.getAttribute("aria-label")
+        && !element.getAttribute("aria-labelledby")).map((element) => element.id)"""
+    assert page.evaluate(unnamed) == []
+
+
+def test_less_motion_when_asked(browser: Browser, server: ReplayServer) -> None:
+    context: BrowserContext = browser.new_context(reduced_motion="reduce")
+    page = context.new_page()
+    page.goto(server.url)
+    server.script = Script(pieces=["word "] * 800, tokens_per_s=1000.0)
+    page.evaluate("""() => {
+        window.paints = 0;
+        new MutationObserver(() => { window.paints++; }).observe(live, { childList: true, subtree: true, characterData: true });
+    }""")
+    run(page)
+    page.wait_for_function(f"() => {ANSWER_JS.format('live')}.length === 4000")
+    assert page.evaluate("window.paints") <= 8, "four times a second, not with every frame"
+    context.close()
+
+
+def test_scrolling_up_stops_following(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=[f"line {idx}\n" for idx in range(100_000)], tokens_per_s=1000.0)
+    run(page)
+    page.wait_for_function("() => live.scrollTop > 600")
+    page.locator("#live").hover()
+    page.mouse.wheel(0, -300)
+    page.wait_for_function("() => live.scrollHeight - live.clientHeight - live.scrollTop > 200")
+    top = page.evaluate("live.scrollTop")
+    height = page.evaluate("live.scrollHeight")
+    page.wait_for_function(f"() => live.scrollHeight > {height} + 600")
+    assert abs(page.evaluate("live.scrollTop") - top) < 310  # the wheel may still have been turning
+    page.click("#stop")
+
+
+def test_a_visible_wait(page: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=ANSWER, first_after_s=60.0)
+    run(page)
+    expect(page.locator("#outcome")).to_have_text("Waiting for the first token")
+    wait_for(lambda: len(server.served) == 1, "the request")
+    page.click("#stop")
+    expect(page.locator("#outcome")).to_have_text("Stopped")
