@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from kog_dist import __version__
 from kog_dist.gateway import documents, status, tokens
 from kog_dist.gateway.answers import AnswerResponse
-from kog_dist.gateway.errors import not_serving, on_api_error, on_http_exception
+from kog_dist.gateway.errors import not_serving, on_api_error, on_http_exception, on_mistake
 from kog_dist.gateway.intake import received
 from kog_dist.gateway.metrics import CONTENT_TYPE
 from kog_dist.gateway.openai.body import read_body
@@ -45,6 +45,7 @@ def make_app(service: Service) -> FastAPI:
     )
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(Exception, on_mistake)
     _add_answers(app, service)
     _add_models(app, service)
     _add_tokens(app, service)
@@ -71,15 +72,17 @@ def _served(service: Service) -> ServedModel:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    for path, plan in PLANS.items():
-
-        async def answer(request: Request, path: str = path, plan: Plan = plan) -> Response:
+    def endpoint(path: str, plan: Plan) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
                 served = _served(service)
                 planned = await asyncio.to_thread(lambda: plan(read_body(raw), served))
             return AnswerResponse(planned, service, path)
 
-        app.add_api_route(path, answer, methods=["POST"], **documents.of(path))
+        return answer
+
+    for path, plan in PLANS.items():
+        app.add_api_route(path, endpoint(path, plan), methods=["POST"], **documents.of(path))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -102,16 +105,18 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    for path, work in (("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
-
-        async def answer(request: Request, work: Callable[..., dict[str, Any]] = work) -> Response:
+    def endpoint(work: Callable[[object, ServedModel], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
                 if service.served is None:
                     raise not_serving(service.readiness.health())
                 served = service.served
                 return json_response(await asyncio.to_thread(lambda: work(read_body(raw), served)))
 
-        app.add_api_route(path, answer, methods=["POST"], **documents.of(path))
+        return answer
+
+    for path, work in (("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
+        app.add_api_route(path, endpoint(work), methods=["POST"], **documents.of(path))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

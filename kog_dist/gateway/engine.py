@@ -69,11 +69,11 @@ class EngineBridge:
         """Keep a connection, ask for the state, look after silent requests; until cancelled."""
         try:
             while True:
+                self._tend()
                 begin_s = time.monotonic()
                 await asyncio.sleep(ASK_EVERY_S)
                 if time.monotonic() - begin_s > HELD_UP_S:
                     self.readiness.forgive()
-                self._tend()
         finally:
             self.close()
 

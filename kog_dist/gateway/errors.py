@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,6 +15,8 @@ from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 from kog_dist.gateway.readiness import RETRY_AFTER_S, Health
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MISTAKE: Final = ApiError(500, SERVER, "internal_error", None, "the gateway made a mistake; its log says where")
 
 
 def error_response(error: ApiError) -> Response:
@@ -74,3 +76,8 @@ async def on_api_error(_request: Request, error: Exception) -> Response:
     """What an endpoint refuses."""
     assert isinstance(error, ApiError)
     return error_response(error)
+
+
+async def on_mistake(_request: Request, _error: Exception) -> Response:
+    """What must not happen; the guard writes it to the log."""
+    return error_response(MISTAKE)

@@ -12,9 +12,9 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kog_dist.gateway.bind import is_loopback
-from kog_dist.gateway.errors import send_error
+from kog_dist.gateway.errors import MISTAKE, send_error
 from kog_dist.gateway.logs import Level, Log
-from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
+from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -58,12 +58,21 @@ class Guard:
             extra += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin")]
             extra += [(b"access-control-expose-headers", b"x-request-id, retry-after")]
         started = False
+        is_read = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
+
+        async def receive_on() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
 
         async def send_on(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message.get("headers", ()), *extra]
+                if not is_read:  # nobody waits for the rest of a body that is refused
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
@@ -73,16 +82,14 @@ class Guard:
             elif scope["method"] == "OPTIONS" and origin and b"access-control-request-method" in headers:
                 await _answer_preflight(send_on)
             else:
-                await self._app(scope, receive, send_on)
+                await self._app(scope, receive_on, send_on)
         except Exception as error:  # the last resort: a mistake of ours must not look like a lost connection
             self._log.problem(
                 "internal_error", f"{scope['method']} {scope['path']}: {type(error).__name__}: {error}", level=Level.ERROR,
                 request_id=scope["kog.request_id"], where=_where(error),
             )  # fmt: skip
             if not started:
-                await send_error(
-                    send_on, ApiError(500, SERVER, "internal_error", None, "the gateway made a mistake; see its log")
-                )
+                await send_error(send_on, MISTAKE)
 
     # ---- decisions ----
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str) -> ApiError | None:

@@ -97,7 +97,7 @@ class Readiness:
     # ---- the judgement ----
     def health(self) -> Health:
         """State and reason, in one sentence."""
-        if self.is_draining:
+        if self.is_draining and (self.report is None or self.report.state is not EngineState.FAILED):
             return Health(State.DRAINING, "this service is being stopped and takes no new requests")
         if self._mismatch is not None:
             return Health(State.FAILED, self._mismatch)
@@ -123,7 +123,7 @@ class Readiness:
         oldest_s, rank = max(((age_s, rank) for rank, age_s in enumerate(report.beat_ages_s)), default=(0.0, 0))
         if oldest_s > self._silent_rank_s:
             return Health(State.FAILED, f"rank {rank} has given no sign of life for {oldest_s:.1f} s")
-        if (stuck_s := self._clock() - self._progressed_s) > STUCK_S:
+        if report.running is not None and (stuck_s := self._clock() - self._progressed_s) > STUCK_S:
             return Health(State.FAILED, f"the running request has not got on for {stuck_s:.0f} s, though all ranks are alive")
         return Health(State.READY, "all ranks answer")
 

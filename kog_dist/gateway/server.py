@@ -18,6 +18,7 @@ from kog_dist.gateway.protocol import with_limits
 from kog_dist.gateway.service import Service
 
 CLOSE_S = 1.0  # for connections to close once every answer has been written
+FIRST_WORD_S = 0.3
 
 
 class Server(uvicorn.Server):
@@ -50,39 +51,51 @@ async def serve(service: Service, listener: socket.socket, api_key: str | None) 
     loop = asyncio.get_running_loop()
     server = make_server(service, api_key, listener.getsockname()[1], service.limits)
     stop = asyncio.Event()
-    num_signals = 0
 
     def on_signal() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        service.drain()
-        stop.set()
-        if num_signals > 1:
+        if stop.is_set():
             server.should_exit = server.force_exit = True
+        stop.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
+    await run(service, server, listener, stop)
+
+
+async def run(service: Service, server: Server, listener: socket.socket, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set, drain, and close everything."""
     bridge = asyncio.create_task(service.bridge.run())
+    await _first_word(service)
     serving = asyncio.create_task(server.serve([listener]))
     stopping = asyncio.create_task(_stop_when_drained(stop, service, server))
     try:
         while not server.started and not serving.done():
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.001)
         service.announce()
-        done, _ = await asyncio.wait([serving, bridge], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([serving, bridge, stopping], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # what ended it, if that was an error
     finally:
         server.should_exit = True
-        for task in (stopping, bridge):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
-        await asyncio.gather(stopping, bridge, return_exceptions=True)
+        stopping.cancel()
+        await asyncio.gather(serving, stopping, return_exceptions=True)
+        bridge.cancel()
+        await asyncio.gather(bridge, return_exceptions=True)
         service.close()
+
+
+async def _first_word(service: Service) -> None:
+    """An engine that is there is heard before the first client asks how it is."""
+    for _ in range(round(FIRST_WORD_S / 0.01)):
+        if service.readiness.is_connected and service.served is not None:
+            return
+        await asyncio.sleep(0.01)
 
 
 async def _stop_when_drained(stop: asyncio.Event, service: Service, server: Server) -> None:
     await stop.wait()
-    await service.drained()
-    server.should_exit = True
+    service.drain()
+    drained = asyncio.create_task(service.drained())
+    while not drained.done() and not server.force_exit:
+        await asyncio.wait([drained], timeout=0.05)
+    drained.cancel()
