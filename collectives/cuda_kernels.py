@@ -42,7 +42,8 @@ class ChainShape:
     @property
     def num_threads(self) -> int:
         """Threads of a thread block: kChainThreads."""
-        return 32 * (-(-self.rows // 32) + (12 if self.everyone else 0) + 1)
+        gather_warps = min(12, -(-self.length // 64)) if self.everyone else 0
+        return 32 * (-(-self.rows // 32) + gather_warps + 1)
 
     @property
     def shift(self) -> int:
@@ -65,12 +66,22 @@ class ChainShape:
 
 def exchange_cubin(num_ranks: int) -> Cubin:
     """The collectives that the host launches, `kccl_exchange`."""
-    return _build("exchange.cu", {"ranks.cuh": _constants({"kRanks": num_ranks})})
+    return _build("exchange.cu", {"ranks.cuh": ranks_header(num_ranks)})
 
 
 def handoff_cubin(num_ranks: int, num_ctas: int, rows: int) -> Cubin:
     """The exchange at the end of a token, alone, `kccl_handoff`: `num_ctas` thread blocks that own `rows` rows each."""
-    return _build("handoff.cu", {"handoff_shape.cuh": _constants({"kRanks": num_ranks, "kCtas": num_ctas, "kRows": rows})})
+    return _build("handoff.cu", {"handoff_shape.cuh": handoff_header(num_ranks, num_ctas, rows)})
+
+
+def ranks_header(num_ranks: int) -> str:
+    """`ranks.cuh`."""
+    return _constants({"kRanks": num_ranks})
+
+
+def handoff_header(num_ranks: int, num_ctas: int, rows: int) -> str:
+    """`handoff_shape.cuh`."""
+    return _constants({"kRanks": num_ranks, "kCtas": num_ctas, "kRows": rows})
 
 
 def chain_cubin(shape: ChainShape) -> Cubin:

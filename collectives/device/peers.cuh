@@ -94,7 +94,7 @@ __device__ __forceinline__ bool wait_for_peers(PeerWords<kRanks>& got, const u64
     const bool mine = laneid() < count;
     u32 rounds = 0;
     while (!__all_sync(kFullWarp, !mine || got.ready(tag))) {
-        if (load_shared_u32(stopped)) return false;
+        if (must_leave(stopped)) return false;
         if (++rounds == kRoundsBeforeNote && laneid() == 0) begin_note(note, tag | 1u << 31, place, tag, rows, count, kRanks, rank, row_words);
         if (mine) got.load(rows + laneid(), row_words, rank);
     }
@@ -213,7 +213,7 @@ __device__ __forceinline__ bool collect_candidates(const KogPeers& peers, const 
             for (int k = 0; k < kMany; ++k)
                 if (32 * k + laneid() < kNumCtas) fold(static_cast<u32>(words[k].x), static_cast<u32>(words[k].y));
         }
-        if (pending && load_shared_u32(stopped)) return false;
+        if (pending && must_leave(stopped)) return false;
         if (++rounds == kRoundsBeforeNote && laneid() == 0)
             begin_note(note, tag | 1u << 31, {kCollectOp, box.index, slot}, tag, rows, 2 * kNumCtas, kRanks, kNoRow, box.row_words);
     }

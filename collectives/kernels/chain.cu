@@ -10,7 +10,10 @@
 
 namespace kog {
 
-constexpr int kOwnerWarps = (kRows + 31) / 32, kGatherWarps = kEveryone ? 12 : 0;
+constexpr u32 kUnits = kLength / 2;  // of two values, which travel in one store
+constexpr int kOwnerWarps = (kRows + 31) / 32;
+// Every gathering warp has words to wait for: one that had none would run ahead of the others.
+constexpr int kGatherWarps = !kEveryone ? 0 : kUnits >= 12 * 32 ? 12 : (kUnits + 31) / 32;
 constexpr int kWarpRows = kRows < 32 ? kRows : 32;  // of an owner warp
 constexpr int kChainThreads = 32 * (kOwnerWarps + kGatherWarps + 1);
 constexpr int kNotes = kOwnerWarps + kGatherWarps;
@@ -85,13 +88,13 @@ struct Chain {
     __device__ __forceinline__ bool gathered(u32 step) {
         const u32 bar = shared_address(&shared.gathered);
         while (!__all_sync(kFullWarp, mbar_try(bar, step & 1)))
-            if (load_shared_u32(stopped)) return false;
+            if (must_leave(stopped)) return false;
         return true;
     }
 
     // A gathering warp reads its slice of the totals of every step. x is free when a word of the step arrives: that took all owners.
     __device__ __forceinline__ bool gather() {
-        constexpr u32 kUnits = kLength / 2, kMany = (kUnits + 32 * 12 - 1) / (32 * 12);
+        constexpr u32 kGatherThreads = kGatherWarps > 0 ? 32 * kGatherWarps : 32, kMany = (kUnits + kGatherThreads - 1) / kGatherThreads;
         const KogChainParams& params = launch.params;
         const u32 first = (warp - kOwnerWarps) * 32 + laneid();
 #pragma unroll 1
@@ -104,21 +107,21 @@ struct Chain {
                 bool ready = true;
 #pragma unroll
                 for (u32 k = 0; k < kMany; ++k)
-                    if (first + 384 * k < kUnits) got[k] = load_relaxed_x2(words + 2 * (first + 384 * k));
+                    if (first + kGatherThreads * k < kUnits) got[k] = load_relaxed_x2(words + 2 * (first + kGatherThreads * k));
 #pragma unroll
                 for (u32 k = 0; k < kMany; ++k)
-                    if (first + 384 * k < kUnits) ready = ready && value_has_tag(got[k].x, epoch) && value_has_tag(got[k].y, epoch);
+                    if (first + kGatherThreads * k < kUnits) ready = ready && value_has_tag(got[k].x, epoch) && value_has_tag(got[k].y, epoch);
                 if (__all_sync(kFullWarp, ready)) break;
-                if (load_shared_u32(stopped)) return false;
+                if (must_leave(stopped)) return false;
                 if (++rounds == kRoundsBeforeNote && laneid() == 0)
                     begin_note(shared.notes[warp], epoch | 1u << 31, {kCollectOp, 1, epoch & 1}, epoch, words, kLength, 1, kNoRow, 0);
             }
             if (rounds >= kRoundsBeforeNote && laneid() == 0) shared.notes[warp].waiting = 0;
 #pragma unroll
             for (u32 k = 0; k < kMany; ++k)
-                if (first + 384 * k < kUnits) {
-                    shared.x[2 * (first + 384 * k)] = __uint_as_float(static_cast<u32>(got[k].x));
-                    shared.x[2 * (first + 384 * k) + 1] = __uint_as_float(static_cast<u32>(got[k].y));
+                if (first + kGatherThreads * k < kUnits) {
+                    shared.x[2 * (first + kGatherThreads * k)] = __uint_as_float(static_cast<u32>(got[k].x));
+                    shared.x[2 * (first + kGatherThreads * k) + 1] = __uint_as_float(static_cast<u32>(got[k].y));
                 }
             __syncwarp();
             if (laneid() == 0) mbar_arrive(shared_address(&shared.gathered));

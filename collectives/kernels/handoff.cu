@@ -61,7 +61,7 @@ __device__ __forceinline__ bool handoff_steps(const HandoffLaunch& launch, Hando
         }
 #pragma unroll
         for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-        if (load_shared_u32(stopped)) return false;
+        if (must_leave(stopped)) return false;
         if (noted) shared.notes[0].waiting = 0;
 
         const u32 slot = epoch & 1, id = peers.rank * kCtas + cta;
