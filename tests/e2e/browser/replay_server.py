@@ -196,18 +196,22 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
             "predicted_per_token_ms": seconds * 1e3 / max(1, served.num_sent - 1),
             "predicted_per_second": served.num_sent / seconds,
         }  # fmt: skip
-        last = {"index": 0, "finish_reason": script.finish_reason, **({"delta": {}} if chat else {"text": ""})}
+        last = {"index": 0, "finish_reason": script.finish_reason, **_piece(chat, "")}
         writer.write(
             _event({"choices": [last]}) + _event({"choices": [], "usage": usage, "timings": timings}) + b"data: [DONE]\n\n"
         )
 
 
 def _frame(chat: bool, text: str, count: int | None) -> bytes:
-    choice = {"index": 0, "finish_reason": None, **({"delta": {"content": text}} if chat else {"text": text})}
+    choice = {"index": 0, "finish_reason": None, **_piece(chat, text)}
     chunk: dict[str, Any] = {"id": "cmpl-1", "object": "chunk", "created": 1, "model": "demo", "choices": [choice]}
     if count is not None:
         chunk["usage"] = {"prompt_tokens": 12, "completion_tokens": count, "total_tokens": 12 + count}
     return _event(chunk)
+
+
+def _piece(chat: bool, text: str) -> dict[str, Any]:
+    return {"delta": {"content": text}} if chat else {"text": text}
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

@@ -236,9 +236,8 @@ def test_the_request_as_code_is_the_request(page: Page, server: ReplayServer) ->
     assert json.loads(arguments[arguments.index("-d") + 1])["prompt"] == 'def f():\n    return "it\'s" # $HOME `x` \\n'
     page.click("#as-python")
     calls: list[dict[str, object]] = []
-    openai = type("openai", (), {"OpenAI": lambda **options: _Recorder(calls, options)})
     source = page.inner_text("#snippet").replace("from openai import OpenAI", "")
-    exec(source, {"OpenAI": openai.OpenAI})
+    exec(source, {"OpenAI": lambda **options: _Recorder(calls, options)})
     assert calls[0]["base_url"] == f"{server.url}/v1"
     assert calls[1]["prompt"] == 'def f():\n    return "it\'s" # $HOME `x` \\n'
     assert calls[1]["stream"] is True

@@ -1,0 +1,53 @@
+"""The playground as `kog-launch` serves it: the bundled model, a stop that reaches the ranks, and the loss of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+from playwright.sync_api import Browser, expect
+
+from kog_dist.bench.session import EngineSession, until
+from kog_dist.rpc.messages import Tokens
+from tests.e2e.browser.test_playground import answer, ended, run
+
+PROMPT = "def fibonacci(n):\n"
+
+
+def test_the_page_of_a_real_engine(browser: Browser, session: EngineSession) -> None:
+    session.launch("--ranks=2", "--port=0", "--api-key=sk-real-key")
+    with session.connect() as client:
+        until(lambda: "http://" in session.output(stream="out"), 20, session.output)
+        found = re.search(r"http://[\d.]+:\d+", session.output(stream="out"))
+        assert found is not None
+        page = browser.new_page()
+        page.goto(found[0])
+        page.click("#key-button")
+        page.fill("#key", "sk-real-key")
+        page.keyboard.press("Enter")
+        expect(page.locator("#engine-sentence")).to_have_text("demo, 2 ranks · ready")
+
+        page.click(".sampling summary")
+        page.fill("#temperature", "0")
+        page.fill("#max-tokens", "40")
+        run(page, PROMPT)
+        ended(page)
+        events = client.generate(prompt=PROMPT, max_tokens=40)
+        assert answer(page) == "".join(event.text for event in events if isinstance(event, Tokens))
+        expect(page.locator("#num-tokens")).to_have_text("40")
+        expect(page.locator("#engine-num-tokens")).to_have_text("40")
+        expect(page.locator("#engine-rate")).not_to_be_empty()
+
+        page.fill("#max-tokens", "2000")
+        run(page)
+        page.wait_for_function("() => document.querySelectorAll('#live .block')[0].textContent.length > 20")
+        page.keyboard.press("Escape")
+        expect(page.locator("#outcome")).to_have_text("Stopped")
+        until(lambda: client.status().num_cancelled == 1, 5, lambda: str(client.status()))
+
+        run(page)
+        page.wait_for_function("() => document.querySelectorAll('#live .block')[0].textContent.length > 20")
+        os.kill(session.processes()["rank 1"], signal.SIGKILL)
+        expect(page.locator("#problem")).to_contain_text("cut off")
+        page.close()
