@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 from kog_dist.errors import LaunchError
 
@@ -42,9 +43,16 @@ class Kernel:
 
     def launch(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int) -> None:
         """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter."""
+        self._launch(_driver().cuLaunchCooperativeKernel, num_ctas, num_threads, params, stream_ptr)
+
+    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int) -> None:
+        """Queue an ordinary launch of any number of thread blocks, with one by-value parameter."""
+        self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))
+
+    def _launch(self, call: Any, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *extra: Any) -> None:
         raw = ctypes.create_string_buffer(params, len(params))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(raw))
-        code = _driver().cuLaunchCooperativeKernel(
-            self._function, num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, ctypes.c_void_p(stream_ptr), pointers
+        code = call(
+            self._function, num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, ctypes.c_void_p(stream_ptr), pointers, *extra
         )
         _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads")

@@ -8,7 +8,7 @@ copies, and memory that packing has freed is not overwritten too early.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +27,12 @@ BUFFER_BYTES = 4 * 2**20  # of page-locked memory; two for each reader
 AHEAD_BYTES = 256 * 2**20  # of tensors that are read before they are asked for
 
 
-def load_weights(shape: KernelShape, checkpoint: Checkpoint) -> DeviceWeights:
+def load_weights(
+    shape: KernelShape, checkpoint: Checkpoint, observe: Callable[[str, GpuArray], None] | None = None
+) -> DeviceWeights:
     """Read and pack what a rank needs of a checkpoint; no value passes through float32 or stays on the host.
+
+    `observe` is shown every tensor, as it goes into the packing: its name and the rank's rows of it.
 
     With `checkpoint.verify` the bytes of the rank's own parts are compared with the manifest on the way, and all values must be
     finite, which the GPU looks at. GPU memory at the peak: what `from_tensors` says and AHEAD_BYTES; host memory: 2 * READERS
@@ -37,7 +41,14 @@ def load_weights(shape: KernelShape, checkpoint: Checkpoint) -> DeviceWeights:
     import cupy
 
     with _opened(shape, checkpoint) as tensors:
-        weights = from_tensors(shape, tensors.take)
+
+        def take(name: str) -> GpuArray:
+            words = tensors.take(name)
+            if observe is not None:
+                observe(name, words)
+            return words
+
+        weights = from_tensors(shape, take)
         tensors.check_finite()
     cupy.get_default_memory_pool().free_all_blocks()
     cupy.get_default_pinned_memory_pool().free_all_blocks()

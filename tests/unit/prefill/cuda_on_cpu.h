@@ -1,0 +1,113 @@
+// Enough of CUDA to run the kernels of prefill.cu on a CPU: the threads of a block are threads, its blocks run one after the other.
+// Stands in for collectives/device/ptx.cuh, of which it has what those kernels use.
+#pragma once
+#include <barrier>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __host__
+#define __constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static
+
+struct Index {
+    unsigned x;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+inline thread_local Index threadIdx, blockIdx, blockDim;
+inline std::unique_ptr<std::barrier<>> block_barrier;
+inline std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
+inline float shuffled[1024];
+
+inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline float __shfl_xor_sync(unsigned, float value, int offset) {
+    std::barrier<>& warp = *warp_barriers[threadIdx.x / 32];
+    shuffled[threadIdx.x] = value;
+    warp.arrive_and_wait();
+    const float theirs = shuffled[threadIdx.x ^ offset];
+    warp.arrive_and_wait();
+    return theirs;
+}
+inline float __expf(float x) { return std::exp(x); }
+
+namespace kog {
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+constexpr u32 kFullWarp = 0xffffffffu;
+inline u32 laneid() { return threadIdx.x & 31; }
+
+inline float float_of(u32 bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+struct Bf16 {
+    static u32 narrow(float value) {
+        u32 bits;
+        std::memcpy(&bits, &value, 4);
+        return std::isfinite(value) ? (bits + ((bits >> 16 & 1) + 0x7fffu)) >> 16 : bits >> 16;
+    }
+    static u32 pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
+    static float low(u32 packed) { return float_of(packed << 16); }
+    static float high(u32 packed) { return float_of(packed & 0xffff0000u); }
+};
+struct Fp16 {
+    static u32 narrow(float value) {
+        const _Float16 half = static_cast<_Float16>(value);
+        u16 bits;
+        std::memcpy(&bits, &half, 2);
+        return bits;
+    }
+    static u32 pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
+    static float low(u32 packed) {
+        const u16 bits = static_cast<u16>(packed);
+        _Float16 half;
+        std::memcpy(&half, &bits, 2);
+        return half;
+    }
+    static float high(u32 packed) { return low(packed >> 16); }
+};
+
+// Run all blocks of a launch.
+template <class Params>
+void launch(void (*kernel)(Params), unsigned num_ctas, unsigned num_threads, const void* raw) {
+    Params params;
+    std::memcpy(&params, raw, sizeof(Params));
+    block_barrier = std::make_unique<std::barrier<>>(num_threads);
+    warp_barriers.clear();
+    for (unsigned first = 0; first < num_threads; first += 32)
+        warp_barriers.push_back(std::make_unique<std::barrier<>>(num_threads - first < 32 ? num_threads - first : 32));
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < num_threads; ++i)
+        threads.emplace_back([=] {
+            threadIdx.x = i, blockDim.x = num_threads;
+            for (unsigned cta = 0; cta < num_ctas; ++cta) {
+                blockIdx.x = cta;
+                kernel(params);
+                block_barrier->arrive_and_wait();
+            }
+        });
+    for (std::thread& thread : threads) thread.join();
+}
+}  // namespace kog

@@ -1,0 +1,109 @@
+"""Small models for the tests of prefill: everything of one rank on a CPU, and the interpreter that goes on from its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kog_dist.decode.interpreter import Interpreter
+from kog_dist.decode.plan import make_plan
+from kog_dist.model.checkpoint import Checkpoint
+from kog_dist.model.layout import EMBEDDING
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.buffers import Buffers
+from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
+from kog_dist.workers.prefill.exchange import OneRank, SumExchange
+from kog_dist.workers.prefill.layers import Layers
+from kog_dist.workers.prefill.matrices import matrices_of
+from kog_dist.workers.prefill.operations import TorchOperations
+from kog_dist.workers.prefill.prefill import HostRunner, Prefill
+
+SPLITS = 8
+SIZES = (8, 16)
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "intermediate_size": 128, "vocab_size": 97,
+    "max_context": 256, "num_lanes": 4, "delay": 2, "sliding_window": 37, "window_layers": (0, 1, 3),
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "delayed": {},
+    "delay 1, norm scales per lane": {"delay": 1, "shared_norm_scale": False},
+    "delay beyond the layers": {"delay": 9, "early_comm": False},
+    "no early communication": {"early_comm": False},
+    "no attention communication": {"attention_comm": False},
+    "all blocking": {"delay": 0, "num_lanes": 2},
+    "one lane, no windows": {"num_lanes": 1, "delay": 0, "sliding_window": None, "window_layers": ()},
+    "many query heads per KV head": {"num_kv_heads": 4},
+}  # fmt: skip
+
+
+def layout_of(spec: ModelSpec, num_lanes: int) -> CacheLayout:
+    """As `KernelShape` has it."""
+    window = min(spec.sliding_window or spec.max_context, spec.max_context)
+    batches = [-(-positions // (BATCH * SPLITS)) for positions in (window, spec.max_context)]
+    return CacheLayout(spec, num_lanes, SPLITS, *batches)
+
+
+class Rank:
+    """One rank's prefill, with its own copy of the monokernel's cache."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        lanes: range | None = None,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        exchange: SumExchange | None = None,
+        sizes: tuple[int, ...] = SIZES,
+    ) -> None:
+        self.spec, self.checkpoint = checkpoint.spec, checkpoint
+        self.lanes = lanes or range(self.spec.num_lanes)
+        self.layout = layout_of(self.spec, len(self.lanes))
+        self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype)
+        self.buffers = Buffers(self.layout, dtype, max(sizes), "cpu")
+        operations = TorchOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
+        self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype)
+        self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())
+        runner = HostRunner(self.layers, self.buffers, sizes)
+        self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes)
+
+    def tensor(self, name: str) -> Tensor:
+        return torch.from_numpy(self.checkpoint.tensor(name))
+
+    def run(self, ids: list[int], start: int = 0) -> int:
+        return self.prefill.run(ids, start, should_stop=lambda: False)
+
+    def interpreter(self, num_tokens: int) -> Interpreter:
+        """An interpreter whose KV cache holds what the monokernel's does, as far as windowed layers still have it."""
+        engine = interpreter(self.checkpoint, str(self.cache.dtype).removeprefix("torch."))
+        for layer in range(self.spec.num_layers):
+            first = self.layout.first_kept(layer, num_tokens)
+            for part, kept in zip(
+                self.layout.load(self.cache, layer, first, num_tokens), (engine.memory.keys, engine.memory.values), strict=True
+            ):
+                by_lane = part.float().transpose(0, 1).reshape(len(self.lanes), -1, num_tokens - first, self.spec.head_dim)
+                kept[layer][0][:, :, first:num_tokens] = by_lane.numpy()
+        engine._cursor.held[0] = num_tokens
+        return engine
+
+
+def interpreter(checkpoint: Checkpoint, kv_dtype: str) -> Interpreter:
+    """All lanes on one CPU rank."""
+    spec = checkpoint.spec
+    return Interpreter(make_plan(spec, 1), 0, checkpoint.rank_weights(range(spec.num_lanes)), None, kv_dtype=kv_dtype)
+
+
+def token_ids(spec: ModelSpec, count: int) -> list[int]:
+    """A prompt."""
+    ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, count).tolist()
+    return ids
+
+
+def relative_error(found: NDArray[Any] | Tensor, wanted: NDArray[Any] | Tensor) -> float:
+    """|found - wanted| / |wanted|."""
+    a, b = (np.asarray(part, np.float64) for part in (found, wanted))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

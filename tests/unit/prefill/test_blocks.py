@@ -1,0 +1,38 @@
+"""Which positions are computed together."""
+
+from __future__ import annotations
+
+import pytest
+
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
+
+
+def test_blocks_cover_every_position_once_and_waste_little() -> None:
+    for start in (0, 1, 128, 500, 3900):
+        for end in range(start, start + 1300, 7):
+            found = blocks(start, end)
+            assert [p for block in found for p in range(block.start, block.end)] == list(range(start, end))
+            assert all(block.size in BLOCK_SIZES and 0 < block.num_tokens <= block.size for block in found)
+            assert all(block.num_tokens == block.size for block in found[:-1]), "only the last one is padded"
+            assert not found or found[-1].size - found[-1].num_tokens < BLOCK_SIZES[0]
+
+
+def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
+    for end in (1, 127, 128, 129, 600, 1023, 2047, 3999):
+        whole = blocks(0, end)
+        for done in range(len(whole)):
+            if whole[done].start % BLOCK_SIZES[-1] == 0 or done == 0:
+                assert blocks(whole[done].start, end) == whole[done:]
+
+
+@pytest.mark.parametrize(
+    ("end", "sizes"),
+    [(50, [128]), (128, [128]), (129, [256]), (300, [256, 128]), (385, [512]), (512, [512]), (1100, [512, 512, 128])],
+)
+def test_sizes(end: int, sizes: list[int]) -> None:
+    assert [block.size for block in blocks(0, end)] == sizes
+
+
+def test_a_block_knows_its_padding() -> None:
+    assert blocks(3900, 3950) == [Block(3900, 128, 50)]
+    assert blocks(7, 7) == []

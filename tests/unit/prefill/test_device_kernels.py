@@ -1,0 +1,64 @@
+"""The fused kernels of prefill.cu: on a CPU they do what the twin in torch says; built for a GPU, nothing spills."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kog_dist.cuda import build as compiler
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.layout import EMBEDDING
+from kog_dist.model.spec import Block, ModelSpec, ReduceMode, laneformer_2b
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.buffers import Buffers
+from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill.exchange import OneRank
+from kog_dist.workers.prefill.layers import Layers
+from kog_dist.workers.prefill.operations import TorchOperations
+from kog_dist.workers.prefill.prefill import HostRunner, Prefill
+from kog_dist.workers.prefill.prefill_abi import prefill_header
+from tests.unit.prefill.emulated import EmulatedOperations
+from tests.unit.prefill.models import SMALL, Rank, token_ids
+
+TINY: dict[str, Any] = {
+    **SMALL, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 32, "num_layers": 4, "max_context": 40,
+    "delay": 1, "attention_comm": False, "sliding_window": 3, "window_layers": (0, 1),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.device_operations.MAX_THREADS", 32)  # threads are expensive here
+    kv_dtype, spec = "bfloat16", ModelSpec(**TINY)
+    assert {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
+    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, kv_dtype=getattr(torch, kv_dtype), sizes=(2,))
+    cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
+    buffers = Buffers(rank.layout, torch.float16, 2, "cpu")
+    made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
+    runner = HostRunner(Layers(spec, rank.matrices, made, OneRank()), buffers, (2,))
+    emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,))
+    ids = token_ids(spec, 5)
+    for found, start in ((3, 0), (5, 3)):  # the second one begins with the first one's cache
+        assert rank.run(ids[:found], start) == found
+        assert emulated.run(ids[:found], start, should_stop=lambda: False) == found
+        wanted, got = rank.cache.float(), cache.float()
+        assert (wanted != 0).any()
+        assert torch.equal(wanted != 0, got != 0), "other places of the cache were written"
+        assert ((wanted - got).norm() / wanted.norm()) < 1e-3
+        assert (wanted != got).float().mean() < 0.01
+    assert isinstance(rank.layers.operations, TorchOperations)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_kernels_build_without_spills(tmp_path: Path) -> None:
+    layout = CacheLayout.of(KernelShape(laneformer_2b(), range(8)))
+    header = prefill_header(layout, num_positions=4096 + 512, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    sources = compiler.read_sources(("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+    cubin = compiler.build({**sources, "prefill_shape.cuh": header}, "prefill.cu", folder=tmp_path)
+    assert "Compiling entry function 'residual_delayed'" in cubin.log
+    assert "spilled" not in cubin.log

@@ -1,0 +1,198 @@
+"""Prefill is the same function as decoding token by token, however it is cut; it obeys a stop and admits what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kog_dist.decode.sampling import Sampling
+from kog_dist.errors import ConfigError
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.laneformer import Laneformer
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.buffers import Buffers
+from kog_dist.workers.prefill.exchange import CommunicatorExchange
+from tests.multi.test_bits import ThreadExchange, run_ranks
+from tests.unit.prefill.models import SMALL, VARIANTS, Rank, interpreter, layout_of, relative_error, token_ids
+
+PROMPT = 141  # tokens; beyond the ring of windowed layers
+Make = Callable[[dict[str, Any]], Checkpoint]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    """Checkpoints with random weights, by what differs from SMALL."""
+    made: dict[str, Checkpoint] = {}
+
+    def checkpoint(overrides: dict[str, Any]) -> Checkpoint:
+        key = repr(overrides)
+        if key not in made:
+            folder: Path = tmp_path_factory.mktemp("model")
+            spec = ModelSpec(**{**SMALL, **overrides})
+            write_checkpoint(folder, spec, random_tensors(spec, 7), manifest=False)
+            made[key] = open_checkpoint(folder)
+        return made[key]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield checkpoint
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_function_as_token_by_token(make: Make, variant: str) -> None:
+    checkpoint = make(VARIANTS[variant])
+    rank, ids = Rank(checkpoint), token_ids(checkpoint.spec, PROMPT)
+    assert rank.run(ids[:-1]) == PROMPT - 1
+    slow = interpreter(checkpoint, "bfloat16")
+    for position, token in enumerate(ids[:-1]):
+        slow.step(token, position, None)
+    fast = rank.interpreter(PROMPT - 1)
+    for layer in range(checkpoint.spec.num_layers):
+        first = rank.layout.first_kept(layer, PROMPT - 1)
+        for found, wanted in ((fast.memory.keys, slow.memory.keys), (fast.memory.values, slow.memory.values)):
+            a, b = (part[layer][0][:, :, first : PROMPT - 1] for part in (found, wanted))
+            assert (a != b).mean() < 0.02, f"layer {layer}: rounding falls on another side too often"
+            assert relative_error(a, b) < 1e-3
+    token = ids[-1]
+    for position in range(PROMPT - 1, PROMPT + 4):  # decoding goes on, through windows that end in the prompt
+        outputs = [engine.step(token, position, Sampling(), gather_logits=True) for engine in (fast, slow)]
+        logits = [output.logits for output in outputs]
+        assert logits[0] is not None
+        assert logits[1] is not None
+        assert relative_error(logits[0], logits[1]) < 1e-3
+        token = outputs[1].token_id
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
+def test_products_in_binary16_stay_within_the_limit(make: Make, kv_dtype: torch.dtype) -> None:
+    checkpoint = make({})
+    rank, ids = Rank(checkpoint, dtype=torch.float16, kv_dtype=kv_dtype), token_ids(checkpoint.spec, PROMPT)
+    rank.run(ids[:-1])
+    output = rank.interpreter(PROMPT - 1).step(ids[-1], PROMPT - 1, Sampling(), gather_logits=True)
+    oracle = Laneformer.from_checkpoint(checkpoint.folder, torch.float64).eval()
+    oracle.round_keys_and_values(kv_dtype)
+    with torch.no_grad():
+        wanted = oracle(torch.tensor([ids]))[0, -1]
+    assert output.logits is not None
+    assert relative_error(output.logits, wanted) < 2e-3
+
+
+def test_the_same_bits_however_often_it_is_stopped(make: Make) -> None:
+    checkpoint = make({})
+    ids = token_ids(checkpoint.spec, PROMPT)
+    whole = Rank(checkpoint, dtype=torch.float16)
+    whole.run(ids)
+    cut = Rank(checkpoint, dtype=torch.float16)
+    position, num_runs = 0, 0
+    while position < PROMPT:
+        asked = iter((False, True))
+        position = cut.prefill.run(ids, position, should_stop=lambda asked=asked: next(asked))  # type: ignore[misc]
+        num_runs += 1
+    assert num_runs == 9
+    assert torch.equal(whole.cache, cut.cache)
+    others = Rank(checkpoint, dtype=torch.float16)
+    others.run([*ids[:64], *ids[30:60]])  # a conversation that leaves the first one at the end of a block
+    others.run(ids, 64)
+    assert torch.equal(whole.cache, others.cache)
+
+
+def test_a_prefix_from_the_cache_is_used_wherever_it_ends(make: Make) -> None:
+    checkpoint = make({})
+    ids = token_ids(checkpoint.spec, PROMPT)
+    whole = Rank(checkpoint)
+    whole.run(ids)
+    for start in (1, 59, 129, 140):
+        rank = Rank(checkpoint)
+        rank.run(ids[:start])
+        assert rank.run(ids, start) == PROMPT
+        assert relative_error(rank.cache.float(), whole.cache.float()) < 1e-3
+
+
+def test_padding_is_never_stored(make: Make) -> None:
+    checkpoint = make({})
+    ids = token_ids(checkpoint.spec, PROMPT)
+    rank = Rank(checkpoint)
+    rank.run(ids[:129])
+    empty = Rank(checkpoint)
+    empty.run(ids[:129])
+    empty.run(ids[:130], 129)  # seven of eight rows are padding
+    for layer in range(checkpoint.spec.num_layers):
+        for part, other in zip(rank.layout.parts(rank.cache, layer), rank.layout.parts(empty.cache, layer), strict=True):
+            differing = (part != other).sum()
+            assert 0 < differing <= part[:, 0, 0, 0].numel(), "one position of every head"
+
+
+def test_a_stop_keeps_what_was_computed(make: Make) -> None:
+    checkpoint = make({})
+    ids = token_ids(checkpoint.spec, PROMPT)
+    rank, seen = Rank(checkpoint), list[int]()
+    reached = rank.prefill.run(ids, 0, should_stop=lambda: len(seen) >= 2, on_progress=seen.append)
+    assert seen == [16, 32, 48], "the third one was queued when the second one ended"
+    assert reached == 48
+    assert rank.run(ids, reached) == PROMPT
+    assert Rank(checkpoint).prefill.run(ids, 0, should_stop=lambda: True) == 0
+    assert rank.prefill.run(ids, PROMPT, should_stop=lambda: False) == PROMPT
+
+
+def test_values_out_of_range_store_nothing(make: Make) -> None:
+    checkpoint = make({})
+    ids = token_ids(checkpoint.spec, PROMPT)
+    rank = Rank(checkpoint, dtype=torch.float16)
+    rank.run(ids[:20])
+    before, wqkv = rank.cache.clone(), rank.matrices[2].wqkv
+    wqkv.mul_(60000)
+    assert rank.run(ids, 20) == 20
+    assert torch.equal(rank.cache, before)
+    wqkv.div_(60000)
+    assert rank.run(ids, 20) == PROMPT, "the next request is unharmed"
+
+
+@pytest.mark.parametrize("variant", ["delayed", "no attention communication", "all blocking"])
+def test_ranks_that_share_the_lanes(make: Make, variant: str) -> None:
+    checkpoint = make(VARIANTS[variant])
+    spec, ids = checkpoint.spec, token_ids(checkpoint.spec, 75)
+    alone = Rank(checkpoint)
+    alone.run(ids)
+
+    def work(rank: int, comm: ThreadExchange, world_size: int) -> Rank:
+        lanes = spec.lanes_of_rank(rank, world_size)
+        made = Rank(checkpoint, lanes=lanes, exchange=CommunicatorExchange(spec, 16, comm))  # type: ignore[arg-type]
+        made.run(ids[:40])
+        made.run(ids, 40)
+        return made
+
+    for world_size in {2, spec.num_lanes}:
+        for rank in run_ranks(world_size, lambda rank, comm, world_size=world_size: work(rank, comm, world_size)):  # type: ignore[misc]
+            heads = slice(rank.lanes[0] * spec.lane_kv_heads, (rank.lanes[-1] + 1) * spec.lane_kv_heads)
+            for layer in range(spec.num_layers):
+                for found, wanted in ((rank.buffers.keys, alone.buffers.keys), (rank.buffers.values, alone.buffers.values)):
+                    assert relative_error(found[layer, :75], wanted[layer, :75, heads]) < 1e-3
+
+
+def test_what_does_not_fit_is_refused(make: Make) -> None:
+    checkpoint = make({})
+    rank, ids = Rank(checkpoint), token_ids(checkpoint.spec, 257)
+    with pytest.raises(ConfigError, match="prefill from position 0 to 257 is not within the model's context of 256"):
+        rank.run(ids)
+    with pytest.raises(ConfigError, match="prefill from position 9 to 5"):
+        rank.run(ids[:5], 9)
+    assert rank.run(ids[:256]) == 256, "padding reaches beyond the context"
+    odd = ModelSpec(**{**SMALL, "hidden_size": 60, "num_heads": 6, "num_kv_heads": 6, "num_lanes": 2})
+    with pytest.raises(ConfigError, match="multiple of 8, the model has 60"):
+        Buffers(layout_of(odd, 2), torch.float16, 8, "cpu")
+
+
+def test_memory_is_counted() -> None:
+    spec = ModelSpec(**SMALL)
+    buffers = Buffers(layout_of(spec, 4), torch.float16, 16, "cpu")
+    small, large = buffers.rows(8), buffers.rows(16)
+    assert small.stream.data_ptr() == large.stream.data_ptr(), "blocks of different sizes share the memory"
+    kept = 2 * spec.num_layers * (256 + 16) * 8 * spec.head_dim * 2
+    assert kept < buffers.num_bytes < kept + 2**20
+    assert np.prod(large.partials[0][0].shape) == 4 * 16 * 64

@@ -1,0 +1,1 @@
+"""Prefill of a prompt on one GPU rank: see docs/prefill.md."""

@@ -1,0 +1,41 @@
+"""Which positions of a prompt are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better.
+BLOCK_SIZES = (128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring positions. Rows behind `num_tokens` are padding, whose results nobody reads."""
+
+    start: int
+    size: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.start + self.num_tokens
+
+
+def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES) -> list[Block]:
+    """The blocks of positions `start` to `end` - 1; `sizes` ascend.
+
+    A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast blocks were
+    queued. Largest blocks come first: where a prompt was left at the end of one, going on there gives the blocks that the whole
+    prompt has. A rest is padded if that wastes less than the smallest block, else cut again.
+    """
+    found = []
+    while start < end:
+        rest = end - start
+        holding = next((size for size in sizes if size >= rest), None)
+        if holding is None or holding - rest >= sizes[0]:
+            holding = max(size for size in sizes if size <= rest)
+        found.append(Block(start, holding, min(holding, rest)))
+        start += holding
+    return found

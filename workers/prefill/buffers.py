@@ -1,0 +1,104 @@
+"""Memory that prefill works in: activations of one block, keys and values of the whole context, and where the block stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from kog_dist.errors import ConfigError
+from kog_dist.model.rope import rope_table
+from kog_dist.workers.prefill.cache_layout import CacheLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+UNIT = 8  # neighbouring values that a thread of the fused kernels takes at once
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Views for a block of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type.
+
+    `partials[block][slot]` is p of layer i at slot i % (delay + 1), and so are `own_sums`, its sum over the hosted lanes.
+    """
+
+    size: int
+    stream: Tensor  # (L, size, D) T
+    inverse_rms: Tensor  # (L, size) float32
+    qkv: Tensor  # (L, size, rows) T: query, key, value rows of wqkv, without 1 / rms
+    query: Tensor  # (size, L * heads, head_dim) T
+    gate_up: Tensor  # (L, size, 2F) T, without 1 / rms
+    activation: Tensor  # (L, size, F) T
+    partials: tuple[tuple[Tensor, ...], ...]  # (L, size, D) T
+    own_sums: tuple[tuple[Tensor, ...], ...]  # (size, D) float32
+    query_bounds: Tensor  # int32: 0, size
+
+
+class Buffers:
+    """Everything that blocks of at most `max_size` tokens need, on `device`. Blocks of different sizes share the memory.
+
+    Keys and values are kept for all positions of the context, rounded to the cache's type, as values of T. Padding may reach
+    beyond the context. Raises ConfigError for shapes that the fused kernels cannot take.
+    """
+
+    def __init__(self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str) -> None:
+        import torch
+
+        spec = layout.spec
+        for what, size in (("hidden size", spec.hidden_size), ("FFN columns of a lane", spec.lane_ffn)):
+            if size % UNIT:
+                raise ConfigError(f"prefill needs a {what} that is a multiple of {UNIT}, the model has {size}")
+        self.layout, self.spec, self.dtype, self.max_size, self.device = layout, spec, dtype, max_size, device
+        self._memory: dict[str, Tensor] = {}
+        cos, sin = (torch.from_numpy(table) for table in rope_table(spec, spec.max_context))
+        self.rope = torch.stack((cos, sin), dim=-1).to(device)  # (max_context, head_dim / 2, 2)
+        num_rows = spec.max_context + max_size
+        self.prompt = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        # First position of the block; 0 and one past its last row, as flash attention wants the bounds of keys; that of the next.
+        self.place = torch.zeros(4, dtype=torch.int32, device=device)
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)  # 1: a value was not finite
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all of it."""
+        held = (self.rope, self.prompt, self.keys, self.values, self.place, self.overflow)
+        return sum(array.nbytes for array in (*held, *self._memory.values()))
+
+    def rows(self, size: int) -> Rows:
+        """The views of a block of `size` tokens."""
+        import torch
+
+        assert size <= self.max_size
+        spec, lanes = self.spec, self.layout.num_lanes
+        d, dim = spec.hidden_size, spec.head_dim
+        heads = lanes * spec.lane_heads
+        slots = range(spec.delay + 1)
+        bounds = torch.tensor([0, size], dtype=torch.int32, device=self.device)
+
+        def view(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            """The front of the memory `name`, which is made for the largest block."""
+            if name not in self._memory:
+                largest = prod(shape) // size * self.max_size
+                self._memory[name] = torch.zeros(largest, dtype=dtype, device=self.device)
+            return self._memory[name][: prod(shape)].view(shape)
+
+        def by_slot(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> tuple[tuple[Tensor, ...], ...]:
+            return tuple(tuple(view(f"{name} {block} {slot}", *shape, dtype=dtype) for slot in slots) for block in range(2))
+
+        return Rows(
+            size=size,
+            stream=view("stream", lanes, size, d),
+            inverse_rms=view("inverse rms", lanes, size, dtype=torch.float32),
+            qkv=view("qkv", lanes, size, (spec.lane_heads + 2 * spec.lane_kv_heads) * dim),
+            query=view("query", size, heads, dim),
+            gate_up=view("gate up", lanes, size, 2 * spec.lane_ffn),
+            activation=view("activation", lanes, size, spec.lane_ffn),
+            partials=by_slot("partial", lanes, size, d),
+            own_sums=by_slot("own sum", size, d, dtype=torch.float32),
+            query_bounds=bounds,
+        )

@@ -1,0 +1,104 @@
+"""Where the monokernel keeps keys and values (phases/attend.cuh), for those who fill or read its cache from outside.
+
+The cache is, layer by layer, [lane][kv_head][split][batch] of batches of 16 positions. Position p belongs to split p % splits,
+and is number p / splits there; a windowed layer has room for `capacity` positions, and p takes the place of p - capacity. A batch
+is 16 rows of K, then 8 pairs of rows of V: for every dimension the value of the even position and that of the odd one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BATCH = 16  # positions
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The cache of one rank that hosts `num_lanes` lanes."""
+
+    spec: ModelSpec
+    num_lanes: int
+    splits: int
+    window_batches: int
+    full_batches: int
+
+    @classmethod
+    def of(cls, shape: KernelShape) -> CacheLayout:
+        """That of a build of the monokernel."""
+        return cls(shape.spec, shape.num_lanes, shape.splits, shape.window_batches, shape.full_batches)
+
+    @property
+    def batch_values(self) -> int:
+        """16-bit values of a batch."""
+        return 2 * BATCH * self.spec.head_dim
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all hosted lanes."""
+        return self.num_lanes * self.spec.lane_kv_heads
+
+    @cached_property
+    def first_batches(self) -> tuple[int, ...]:
+        """First batch of every layer, and the number of all at the end."""
+        sizes = [self.heads * self.splits * self.batches(layer) for layer in range(self.spec.num_layers)]
+        return tuple(np.cumsum([0, *sizes]).tolist())
+
+    @property
+    def num_values(self) -> int:
+        """16-bit values of the whole cache."""
+        return self.first_batches[-1] * self.batch_values
+
+    def batches(self, layer: int) -> int:
+        """Batches of one split of a KV head."""
+        return self.full_batches if self.spec.window(layer) is None else self.window_batches
+
+    def capacity(self, layer: int) -> int:
+        """Positions that a layer keeps."""
+        return BATCH * self.splits * self.batches(layer)
+
+    def first_kept(self, layer: int, end: int) -> int:
+        """The oldest of the positions before `end` that a layer still has."""
+        return max(0, end - self.capacity(layer))
+
+    def parts(self, cache: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """K (heads, splits, batches, 16, head_dim) and V (heads, splits, batches, 8, head_dim, 2) of a layer: views.
+
+        `cache` has `num_values` 16-bit values.
+        """
+        first, last = (batch * self.batch_values for batch in self.first_batches[layer : layer + 2])
+        rows = cache[first:last].view(self.heads, self.splits, self.batches(layer), 2, BATCH * self.spec.head_dim)
+        shape = (self.heads, self.splits, self.batches(layer))
+        keys = rows[..., 0, :].view(*shape, BATCH, self.spec.head_dim)
+        return keys, rows[..., 1, :].view(*shape, BATCH // 2, self.spec.head_dim, 2)
+
+    def store(self, cache: Tensor, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
+        """Write the positions from `first` on; keys and values (positions, heads, head_dim) have the type of `cache`."""
+        kept = max(first, self.first_kept(layer, first + len(keys)))
+        keys, values = keys[kept - first :], values[kept - first :]
+        split, batch, row = self._places(layer, kept, len(keys), cache)
+        k, v = self.parts(cache, layer)
+        k[:, split, batch, row] = keys.transpose(0, 1)
+        v[:, split, batch, row // 2, :, row % 2] = values
+
+    def load(self, cache: Tensor, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (positions, heads, head_dim) of the positions `first` to `last` - 1, which it must still have."""
+        split, batch, row = self._places(layer, first, last - first, cache)
+        k, v = self.parts(cache, layer)
+        return k[:, split, batch, row].transpose(0, 1), v[:, split, batch, row // 2, :, row % 2]
+
+    def _places(self, layer: int, first: int, count: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        import torch
+
+        positions = torch.arange(first, first + count, device=like.device)
+        slot = positions // self.splits % (BATCH * self.batches(layer))
+        return positions % self.splits, slot // BATCH, slot % BATCH

@@ -1,0 +1,157 @@
+"""The operations of a block on a GPU: cuBLAS products, flash attention, and the fused kernels of prefill.cu for the rest.
+
+All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
+for any place in any prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kog_dist.cuda import build as compiler
+from kog_dist.cuda.driver import Kernel
+from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
+from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+_KERNELS = (
+    "begin", "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_local", "swiglu", "load_cache",
+    "store_cache",
+)  # fmt: skip
+
+
+def build(header: str) -> compiler.Cubin:
+    """The cubin of prefill.cu with this `prefill_shape.cuh`. Raises CompileError with the compiler's log."""
+    return compiler.build({**compiler.read_sources(*_SOURCE_FOLDERS), "prefill_shape.cuh": header}, "prefill.cu")
+
+
+class DeviceOperations:
+    """`Operations` on a GPU. The products' type is binary16.
+
+    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or LaunchError.
+    """
+
+    def __init__(self, buffers: Buffers, embedding: Tensor, cache: Tensor, *, weight_dtype: str, kv_dtype: str) -> None:
+        self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
+        header = prefill_header(
+            self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype
+        )  # fmt: skip
+        cubin = build(header)
+        self.build_log = cubin.log
+        self._bind(embedding, cache, {name: partial(_queue, Kernel(cubin.path, name, 0)) for name in _KERNELS})
+
+    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
+        """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
+        buffers = self.buffers
+        self._launchers = launchers
+        self._held = (embedding, cache)  # the kernels have their addresses
+        self._params = np.zeros((), PREFILL_PARAMS.dtype)
+        pointers = {
+            "prompt": buffers.prompt, "place": buffers.place, "overflow": buffers.overflow, "embedding": embedding,
+            "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
+        }  # fmt: skip
+        for name, tensor in pointers.items():
+            self._params[f"{name}_ptr"] = tensor.data_ptr()
+        self._row_threads = threads_for(self.spec.hidden_size // UNIT)
+
+    def _launch(self, kernel: str, num_ctas: int, num_threads: int, **fields: Tensor | int | None) -> None:
+        """`fields`: a tensor fills the pointer of its name, a number the field."""
+        params = self._params.copy()
+        for name, value in fields.items():
+            if isinstance(value, int):
+                params[name] = value
+            else:
+                params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
+        self._launchers[kernel](num_ctas, num_threads, params.tobytes())
+
+    def begin(self, rows: Rows) -> None:
+        """See `Operations`."""
+        self._launch("begin", 1, 1, size=rows.size)
+
+    def embed(self, rows: Rows) -> None:
+        """See `Operations`."""
+        self._launch("embed", rows.size, self._row_threads, size=rows.size, stream=rows.stream, inverse_rms=rows.inverse_rms)
+
+    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """See `Operations`."""
+        import torch
+
+        torch.bmm(x, matrix.transpose(1, 2), out=out)
+
+    def append(self, rows: Rows, layer: int) -> None:
+        """See `Operations`."""
+        self._launch(
+            "append", rows.size, MAX_THREADS, size=rows.size, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query,
+            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+        )  # fmt: skip
+
+    def attend(self, rows: Rows, layer: int) -> Tensor:
+        """See `Operations`. The query's rows stand at the end of the keys, whose number is read on the device."""
+        import torch
+
+        keys, values, window = self.buffers.keys[layer], self.buffers.values[layer], self.spec.window(layer)
+        mixed = torch.ops.aten._flash_attention_forward(
+            rows.query, keys, values, rows.query_bounds, self.buffers.place[1:3], rows.size, len(keys), 0.0, True, False,
+            scale=self.spec.head_dim**-0.5, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        )[0]  # fmt: skip
+        by_lane: Tensor = mixed.view(rows.size, self.layout.num_lanes, -1)
+        return by_lane.transpose(0, 1)
+
+    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+        """See `Operations`."""
+        size = partial.shape[1]
+        self._launch("lane_sum", size, self._row_threads, size=size, partial=partial, own_sum=own_sum)
+
+    def residual(
+        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+    ) -> None:
+        """See `Operations`."""
+        self._launch(
+            f"residual_{mode.value}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
+            inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum,
+        )  # fmt: skip
+
+    def swiglu(self, rows: Rows) -> None:
+        """See `Operations`."""
+        self._launch(
+            "swiglu", rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT), inverse_rms=rows.inverse_rms,
+            gate_up=rows.gate_up, activation=rows.activation,
+        )  # fmt: skip
+
+    def load_cache(self, last: int) -> None:
+        """See `Operations`."""
+        self._copy("load_cache", 0, last)
+
+    def store_cache(self, first: int, last: int) -> None:
+        """See `Operations`."""
+        self._copy("store_cache", first, last)
+
+    def _copy(self, kernel: str, first: int, last: int) -> None:
+        pairs = self.layout.heads * self.spec.head_dim // 2
+        if last > first:
+            self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
+
+
+def _queue(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
+    import torch
+
+    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
+
+
+def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:
+    """For `load_weights`: hands tensors of 16-bit words on the GPU (cupy) to `Matrices.take`, without a copy."""
+    import torch
+
+    def observe(name: str, words: Any) -> None:
+        if wants(name):
+            take(name, torch.as_tensor(words.view(np.int16), device="cuda").view(getattr(torch, weight_dtype)))
+
+    return observe

@@ -1,0 +1,82 @@
+"""Sums over the lanes of all ranks during prefill. With a delay, what is published is wanted only some layers later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kog_dist.collectives.api import Communicator, MailboxSpec
+from kog_dist.model.spec import Block, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAILBOX = "prefill"
+
+
+class SumExchange(Protocol):
+    """Collective: all ranks run the same blocks and layers in the same order.
+
+    On a GPU both calls queue work (and may be captured in a graph): `publish` should send on a stream of its own, behind what is
+    queued, and `total` make the current stream wait for what has arrived. Up to `delay` layers lie between the two.
+    """
+
+    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+        """Send this rank's `own_sum` (size, D) float32 of a layer; it stays unchanged for `delay` more layers."""
+
+    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+        """The sum (size, D) over all ranks of what they published, as a binary tree of neighbours. May be called twice."""
+
+
+class OneRank:
+    """A rank that hosts all lanes: the total is its own sum."""
+
+    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+        """Nothing to send."""
+
+    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+        """The own sum."""
+        return own_sum
+
+
+def mailbox(spec: ModelSpec, max_size: int) -> MailboxSpec:
+    """What `CommunicatorExchange` needs: 2 * delay + 2 slots, as docs/plan.md says of an exchange of all with all."""
+    return MailboxSpec(MAILBOX, 2 * (2 * spec.delay + 2), max_size * spec.hidden_size)
+
+
+class CommunicatorExchange:
+    """Ranks that a communicator of CPU ranks connects. Both kinds of blocks take turns in one mailbox."""
+
+    def __init__(self, spec: ModelSpec, max_size: int, communicator: Communicator) -> None:
+        self._box, self._comm = mailbox(spec, max_size), communicator
+        self._kept_layers = spec.delay + 1
+        self._epoch = 0
+        self._sent: dict[tuple[Block, int], tuple[int, int]] = {}  # layer and epoch of what was published last, by place
+        self._totals: dict[tuple[Block, int], tuple[int, Tensor]] = {}
+
+    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+        """See `SumExchange`."""
+        self._epoch += 1
+        self._sent[block, layer % self._kept_layers] = (layer, self._epoch)
+        self._totals.pop((block, layer % self._kept_layers), None)
+        self._comm.publish(MAILBOX, self._epoch % self._box.num_slots, self._epoch, self._padded(own_sum))
+
+    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+        """See `SumExchange`."""
+        import torch
+
+        place = (block, layer % self._kept_layers)
+        if place not in self._totals:
+            sent_layer, epoch = self._sent[place]
+            assert sent_layer == layer, f"the sum of layer {layer} was not published; its place holds layer {sent_layer}"
+            summed = self._comm.delayed_reduce(MAILBOX, epoch % self._box.num_slots, epoch, self._padded(own_sum))
+            self._totals[place] = (layer, torch.from_numpy(summed[: own_sum.numel()]).view_as(own_sum))
+        kept_layer, total = self._totals[place]
+        assert kept_layer == layer
+        return total
+
+    def _padded(self, own_sum: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        row = np.zeros(self._box.length, np.float32)
+        row[: own_sum.numel()] = own_sum.reshape(-1).numpy()
+        return row

@@ -1,0 +1,69 @@
+"""One block of tokens through all layers: the model's formula, with its delayed sums, as operations in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.workers.prefill.buffers import Rows
+from kog_dist.workers.prefill.exchange import SumExchange
+from kog_dist.workers.prefill.matrices import LayerMatrices
+from kog_dist.workers.prefill.operations import Operations
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Layers:
+    """The layers of one rank's lanes. `run` leaves the keys and values of a block's tokens in `Buffers`, and nothing else."""
+
+    def __init__(self, spec: ModelSpec, matrices: Sequence[LayerMatrices], operations: Operations, exchange: SumExchange) -> None:
+        self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
+
+    def run(self, rows: Rows) -> None:
+        """The next block. Collective when there are several ranks."""
+        do = self.operations
+        do.begin(rows)
+        do.embed(rows)
+        for layer, matrices in enumerate(self.matrices):
+            do.product(rows.stream, matrices.wqkv, rows.qkv)
+            do.append(rows, layer)
+            if matrices.wo is None or matrices.w13 is None or matrices.w2 is None:
+                return  # the last layer: its keys and values are all that a later token sees of it
+            partial = self._partial(rows, Block.ATTENTION, layer)
+            do.product(do.attend(rows, layer), matrices.wo, partial)
+            self._reduce(rows, Block.ATTENTION, layer, partial)
+            do.product(rows.stream, matrices.w13, rows.gate_up)
+            do.swiglu(rows)
+            partial = self._partial(rows, Block.MLP, layer)
+            do.product(rows.activation, matrices.w2, partial)
+            self._reduce(rows, Block.MLP, layer, partial)
+
+    def _reduce(self, rows: Rows, block: Block, layer: int, partial: Tensor) -> None:
+        """Add a block's partial sums to the streams, as docs/plan.md says of RESIDUAL."""
+        do, spec, exchange = self.operations, self.spec, self.exchange
+        own_sum = self._own_sum(rows, block, layer)
+        feeds = spec.feeds_layer(layer, block)
+        is_fed_on = feeds is not None and feeds < spec.num_layers - 1  # nothing of the last layer is summed
+        mode = spec.reduce_mode(layer, block)
+        if mode is ReduceMode.BLOCKING:
+            do.lane_sum(partial, own_sum)
+            exchange.publish(block, layer, own_sum)
+            do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None)
+            return
+        past: Tensor | None = None
+        total: Tensor | None = None
+        if mode is ReduceMode.DELAYED:
+            past_layer = layer - spec.delay
+            past = self._partial(rows, block, past_layer)
+            total = exchange.total(block, past_layer, self._own_sum(rows, block, past_layer))
+        do.residual(rows, mode, partial, past, total, own_sum if is_fed_on else None)
+        if is_fed_on:
+            exchange.publish(block, layer, own_sum)
+
+    def _partial(self, rows: Rows, block: Block, layer: int) -> Tensor:
+        return rows.partials[block][layer % (self.spec.delay + 1)]
+
+    def _own_sum(self, rows: Rows, block: Block, layer: int) -> Tensor:
+        return rows.own_sums[block][layer % (self.spec.delay + 1)]

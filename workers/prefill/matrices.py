@@ -1,0 +1,117 @@
+"""A rank's weights as matrices: a second copy, beside the monokernel's tape, which whole blocks of tokens are multiplied with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
+from kog_dist.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_NORMS = ("attention_norm", "ffn_norm")
+_MATRICES = {
+    "wqkv": ("attention.wq", "attention.wk", "attention.wv"),
+    "wo": ("attention.wo",),
+    "w13": ("feed_forward.w1", "feed_forward.w3"),
+    "w2": ("feed_forward.w2",),
+}
+_NORM_OF = {"wqkv": "attention_norm", "w13": "ffn_norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMatrices:
+    """One layer of the hosted lanes, (lanes, out, in), in the type of the products.
+
+    Norm weights are multiplied into the columns of the matrices behind them, in float32, before these are rounded.
+    The last layer has `wqkv` alone: prefill computes nothing else of it.
+    """
+
+    wqkv: Tensor  # query rows, key rows, value rows
+    wo: Tensor | None
+    w13: Tensor | None  # gate rows, up rows
+    w2: Tensor | None
+
+
+class Matrices:
+    """Collects the layers of a model while its tensors pass by, in any order; a layer is made as soon as it is complete.
+
+    `take` wants the rows of the hosted lanes (all lanes of the model have the same number of rows), as floating-point values.
+    Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._spec, self._dtype = spec, dtype
+        self._names = {name: layer for layer in range(spec.num_layers) for name in _tensor_names(spec, layer)}
+        self._waiting: dict[int, dict[str, Tensor]] = {layer: {} for layer in range(spec.num_layers)}
+        self._made: dict[int, LayerMatrices] = {}
+
+    def wants(self, name: str) -> bool:
+        """Whether a tensor belongs to a matrix."""
+        return name in self._names
+
+    def take(self, name: str, values: Tensor) -> None:
+        """A tensor passes by. Those that are not wanted are left alone."""
+        if not self.wants(name):
+            return
+        layer = self._names[name]
+        waiting = self._waiting[layer]
+        waiting[name] = values
+        names = _tensor_names(self._spec, layer)
+        if len(waiting) == len(names):
+            self._made[layer] = self._make(layer, [waiting[name] for name in names])
+            waiting.clear()
+
+    def layers(self) -> list[LayerMatrices]:
+        """All layers, once every tensor has passed."""
+        missing = [layer for layer in range(self._spec.num_layers) if layer not in self._made]
+        assert not missing, f"tensors of layers {missing} did not pass"
+        return [self._made[layer] for layer in range(self._spec.num_layers)]
+
+    def _make(self, layer: int, tensors: list[Tensor]) -> LayerMatrices:
+        by_part = dict(zip(_parts(self._spec, layer), tensors, strict=True))
+
+        def matrix(name: str) -> Tensor | None:
+            if not all(part in by_part for part in _MATRICES[name]):
+                return None
+            return self._matrix([by_part[part] for part in _MATRICES[name]], by_part.get(_NORM_OF.get(name, "")))
+
+        wqkv = matrix("wqkv")
+        assert wqkv is not None
+        return LayerMatrices(wqkv, matrix("wo"), matrix("w13"), matrix("w2"))
+
+    def _matrix(self, parts: list[Tensor], norm: Tensor | None) -> Tensor:
+        lanes, _, columns = parts[0].shape
+        matrix = parts[0].new_empty((lanes, sum(part.shape[1] for part in parts), columns), dtype=self._dtype)
+        row = 0
+        for part in parts:
+            target = matrix[:, row : row + part.shape[1]]
+            target.copy_(part if norm is None else part.float() * norm.float().reshape(-1, 1, columns))
+            row += part.shape[1]
+        return matrix
+
+
+def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Tensor], dtype: torch.dtype) -> list[LayerMatrices]:
+    """The matrices of a model whose whole tensors can be asked for by name."""
+    matrices = Matrices(spec, dtype)
+    for name, layout in tensor_layouts(spec).items():
+        if matrices.wants(name):
+            values = tensor(name)
+            matrices.take(name, values[lanes[0] : lanes[-1] + 1] if len(layout.parts) > 1 else values)
+    return matrices.layers()
+
+
+def _parts(spec: ModelSpec, layer: int) -> list[str]:
+    """Names within a layer of the tensors that prefill multiplies with."""
+    if layer == spec.num_layers - 1:
+        return ["attention_norm", *_MATRICES["wqkv"]]
+    return [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
+
+
+def _tensor_names(spec: ModelSpec, layer: int) -> list[str]:
+    prefix = layer_prefix(layer)
+    return [norm_name(spec, prefix + part) if part in _NORMS else f"{prefix}{part}.weight" for part in _parts(spec, layer)]

@@ -1,0 +1,184 @@
+"""The operations of a block in plain torch: what they mean, and what runs on a CPU.
+
+Values are stored in the products' type T and computed in float32. Nothing here depends on how many rows of a block are padding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol
+
+from kog_dist.errors import ConfigError
+from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.prefill.buffers import Buffers, Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Operations(Protocol):
+    """One rank's arithmetic. Every operation works on what `Buffers` and `Rows` hold; on a GPU they are queued in order."""
+
+    def begin(self, rows: Rows) -> None:
+        """Go on to the next block: `place` = its first position, the bounds of its keys, and where the one after it begins."""
+
+    def embed(self, rows: Rows) -> None:
+        """Streams of all lanes = the tokens' embedding rows; `inverse_rms` of them."""
+
+    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K) of each lane."""
+
+    def append(self, rows: Rows, layer: int) -> None:
+        """From `qkv` and 1 / rms: turned queries; keys (turned) and values, rounded to the cache's type."""
+
+    def attend(self, rows: Rows, layer: int) -> Tensor:
+        """Outputs (L, size, heads * head_dim) of all heads; a token sees itself and what the layer's window holds before it."""
+
+    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+        """own_sum (size, D) float32 = sum over the hosted lanes of `partial`, as a binary tree of neighbours."""
+
+    def residual(
+        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+    ) -> None:
+        """h += total (blocking), p + (total - past) (delayed) or sqrt(lanes of the model) * p (local); then 1 / rms of h.
+
+        `total` (size, D) float32 is a sum over the lanes of the whole model. `own_sum`, if given, becomes that of `partial`.
+        """
+
+    def swiglu(self, rows: Rows) -> None:
+        """activation = silu(gate) * up, with 1 / rms applied to both."""
+
+    def load_cache(self, last: int) -> None:
+        """Keys and values of the positions before `last`, as far as the layers still have them, from the monokernel's cache."""
+
+    def store_cache(self, first: int, last: int) -> None:
+        """Keys and values of these positions to the monokernel's cache; nothing if `overflow` is set."""
+
+
+class TorchOperations:
+    """`Operations` in plain torch. `cache` (16-bit values of the cache's type) is the monokernel's."""
+
+    def __init__(self, buffers: Buffers, embedding: Tensor, cache: Tensor) -> None:
+        self.buffers, self.embedding, self.cache = buffers, embedding, cache
+        self.spec, self.layout = buffers.spec, buffers.layout
+        if cache.numel() != self.layout.num_values:
+            raise ConfigError(f"the KV cache has {cache.numel()} values, its layout has {self.layout.num_values}")
+
+    def begin(self, rows: Rows) -> None:
+        """See `Operations`."""
+        place = self.buffers.place
+        place[0] = place[3]
+        place[2] = place[0] + rows.size
+        place[3] = place[2]
+
+    def embed(self, rows: Rows) -> None:
+        """See `Operations`."""
+        start = int(self.buffers.place[0])
+        ids = self.buffers.prompt[start : start + rows.size].long()
+        rows.stream.copy_(self.embedding[ids].expand_as(rows.stream))
+        self._norm(rows)
+
+    def _norm(self, rows: Rows) -> None:
+        squares = rows.stream.float().square().mean(-1)
+        rows.inverse_rms.copy_((squares + self.spec.norm_eps).rsqrt())
+
+    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """See `Operations`."""
+        out.copy_(x.float() @ matrix.float().transpose(1, 2))
+
+    def append(self, rows: Rows, layer: int) -> None:
+        """See `Operations`."""
+        import torch
+
+        spec, start, lanes = self.spec, int(self.buffers.place[0]), len(rows.stream)
+        scaled = rows.qkv.float() * rows.inverse_rms[..., None]
+        heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
+        positions = torch.arange(start, start + rows.size, device=heads.device).clamp(max=spec.max_context - 1)
+        cos, sin = self.buffers.rope[positions].unbind(-1)  # (size, head_dim / 2)
+        even, odd = (
+            heads[..., : spec.lane_heads + spec.lane_kv_heads, :].view(*heads.shape[:2], -1, spec.head_dim // 2, 2).unbind(-1)
+        )
+        cos, sin = cos[:, None], sin[:, None]
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+        query, key = turned[:, :, : spec.lane_heads], turned[:, :, spec.lane_heads :]
+        value = heads[..., spec.lane_heads + spec.lane_kv_heads :, :]
+        rows.query.view(rows.size, lanes, spec.lane_heads, -1).copy_(query.transpose(0, 1))
+        finite = bool(rows.query.isfinite().all())
+        for part, kept in ((key, self.buffers.keys), (value, self.buffers.values)):
+            target = kept[layer, start : start + rows.size].view(rows.size, lanes, spec.lane_kv_heads, -1)
+            target.copy_(part.to(self.cache.dtype).transpose(0, 1))
+            finite = finite and bool(target.isfinite().all())
+        if not finite:
+            self.buffers.overflow.fill_(1)
+
+    def attend(self, rows: Rows, layer: int) -> Tensor:
+        """See `Operations`."""
+        import torch
+
+        start, end = int(self.buffers.place[0]), int(self.buffers.place[2])
+        window = self.spec.window(layer)
+        positions = torch.arange(start, end, device=rows.query.device)[:, None]
+        first = 0 if window is None else max(0, start - window + 1)
+        others = torch.arange(first, end, device=rows.query.device)
+        seen = others <= positions
+        if window is not None:
+            seen &= others > positions - window
+        group = self.spec.lane_heads // self.spec.lane_kv_heads
+        query = rows.query.float().view(rows.size, -1, group, self.spec.head_dim).permute(1, 2, 0, 3)
+        keys, values = (
+            kept[layer, first:end].float().transpose(0, 1)[:, None] for kept in (self.buffers.keys, self.buffers.values)
+        )
+        scores = (query @ keys.transpose(2, 3)) * self.spec.head_dim**-0.5  # (L * KV heads, group, size, positions)
+        chances = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        mixed = (chances @ values).to(rows.query.dtype)  # (L * KV heads, group, size, head_dim)
+        by_lane = mixed.view(len(rows.stream), self.spec.lane_heads, rows.size, self.spec.head_dim)
+        outputs: Tensor = by_lane.transpose(1, 2).reshape(len(rows.stream), rows.size, -1)
+        return outputs
+
+    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+        """See `Operations`."""
+        terms = partial.float()
+        while len(terms) > 1:
+            terms = terms[0::2] + terms[1::2]
+        own_sum.copy_(terms[0])
+
+    def residual(
+        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+    ) -> None:
+        """See `Operations`."""
+        if mode is ReduceMode.BLOCKING:
+            assert total is not None
+            added = total
+        elif mode is ReduceMode.DELAYED:
+            assert total is not None
+            assert past is not None
+            added = partial.float() + (total - past.float())
+        else:
+            added = partial.float() * math.sqrt(self.spec.num_lanes)
+        rows.stream.copy_(rows.stream.float() + added)
+        if own_sum is not None:
+            self.lane_sum(partial, own_sum)
+        self._norm(rows)
+
+    def swiglu(self, rows: Rows) -> None:
+        """See `Operations`."""
+        import torch
+
+        gate, up = (rows.gate_up.float() * rows.inverse_rms[..., None]).chunk(2, dim=-1)
+        rows.activation.copy_(torch.nn.functional.silu(gate) * up)
+
+    def load_cache(self, last: int) -> None:
+        """See `Operations`."""
+        for layer in range(self.spec.num_layers):
+            first = self.layout.first_kept(layer, last)
+            keys, values = self.layout.load(self.cache, layer, first, last)
+            self.buffers.keys[layer, first:last] = keys.to(self.buffers.dtype)
+            self.buffers.values[layer, first:last] = values.to(self.buffers.dtype)
+
+    def store_cache(self, first: int, last: int) -> None:
+        """See `Operations`."""
+        if int(self.buffers.overflow):
+            return
+        for layer in range(self.spec.num_layers):
+            keys, values = (kept[layer, first:last].to(self.cache.dtype) for kept in (self.buffers.keys, self.buffers.values))
+            self.layout.store(self.cache, layer, first, keys, values)

@@ -1,0 +1,283 @@
+// The operations of prefill that are no matrix products and no attention, fused so that each value is read and written as rarely
+// as can be: they are bounded by memory. `workers/prefill/operations.py` defines them; the names are the same. A thread takes
+// kUnit neighbouring values of a row at a time (16 bytes). Activations are binary16, arithmetic is float32.
+#include "ptx.cuh"
+#include "prefill_shape.cuh"
+
+namespace kog {
+
+constexpr int kUnits = kHidden / kUnit, kFfnUnits = kFfn / kUnit;
+constexpr int kPairs = kHeadDim / 2;                     // of one head
+constexpr int kTurned = (kHeads + kKvHeads) * kPairs;    // pairs of a lane that rotate: queries, keys
+constexpr int kLanePairs = kTurned + kKvHeads * kPairs;  // and its values
+constexpr int kKvPairs = kKvHeads * kPairs;
+constexpr int kBatchBytes = 2 * kBatch * kHeadDim * 2;
+static_assert(kUnit == 8 && kHidden % kUnit == 0 && kFfn % kUnit == 0, "a unit is 16 bytes");
+
+struct Unit {
+    float v[kUnit];
+};
+__device__ __forceinline__ Unit widened(const uint4& packed) {
+    return {{Fp16::low(packed.x), Fp16::high(packed.x), Fp16::low(packed.y), Fp16::high(packed.y), Fp16::low(packed.z),
+             Fp16::high(packed.z), Fp16::low(packed.w), Fp16::high(packed.w)}};
+}
+__device__ __forceinline__ uint4 narrowed(const Unit& unit) {
+    return make_uint4(Fp16::pack(unit.v[0], unit.v[1]), Fp16::pack(unit.v[2], unit.v[3]), Fp16::pack(unit.v[4], unit.v[5]),
+                      Fp16::pack(unit.v[6], unit.v[7]));
+}
+__device__ __forceinline__ Unit float_unit(const float* from) {
+    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+}
+__device__ __forceinline__ void store_unit(float* to, const Unit& unit) {
+    reinterpret_cast<float4*>(to)[0] = make_float4(unit.v[0], unit.v[1], unit.v[2], unit.v[3]);
+    reinterpret_cast<float4*>(to)[1] = make_float4(unit.v[4], unit.v[5], unit.v[6], unit.v[7]);
+}
+__device__ __forceinline__ float square_sum(const Unit& unit) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < kUnit; ++k) sum += unit.v[k] * unit.v[k];
+    return sum;
+}
+// Binary tree over the lanes' partials, fed lane by lane in order.
+struct LaneTree {
+    Unit waiting[5];  // by level: a sum that waits for its neighbour
+    Unit sum;         // after the last lane
+
+    __device__ __forceinline__ void add(int lane, const Unit& partial) {  // `lane` is a constant in unrolled loops
+        sum = partial;
+#pragma unroll
+        for (int level = 0; level < 5; ++level) {
+            if (1 << level >= kLanes) break;
+            if ((lane >> level & 1) == 0) {
+                waiting[level] = sum;
+                break;
+            }
+#pragma unroll
+            for (int k = 0; k < kUnit; ++k) sum.v[k] = waiting[level].v[k] + sum.v[k];
+        }
+    }
+};
+static_assert(kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "lanes are a power of two");
+
+// 1 / rms of a row in every lane from the threads' sums of squares. Called by all threads of a block, whole warps.
+__device__ __forceinline__ void store_inverse_rms(float (&squares)[kLanes], float* inverse_rms, u32 row, u32 size) {
+    __shared__ float sums[kRowThreads / 32][kLanes];
+    const u32 warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) squares[lane] += __shfl_xor_sync(kFullWarp, squares[lane], offset);
+        if (laneid() == 0) sums[warp][lane] = squares[lane];
+    }
+    __syncthreads();
+    for (u32 lane = threadIdx.x; lane < kLanes; lane += blockDim.x) {
+        float sum = 0;
+        for (u32 i = 0; i < num_warps; ++i) sum += sums[i][lane];
+        inverse_rms[lane * size + row] = 1.0f / sqrtf(sum * (1.0f / kHidden) + kNormEps);
+    }
+}
+
+__device__ __forceinline__ bool is_finite_pair(u32 packed) {
+    return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
+}
+
+enum class Mode { kBlocking, kDelayed, kLocal };
+
+// One thread block per row; a thread has the same columns of all lanes.
+template <Mode kMode>
+__device__ __forceinline__ void residual(const KogPrefillParams& params) {
+    const u32 row = blockIdx.x, size = params.size;
+    uint4* __restrict__ stream = reinterpret_cast<uint4*>(params.stream_ptr);
+    const uint4* __restrict__ partial = reinterpret_cast<const uint4*>(params.partial_ptr);
+    const uint4* __restrict__ past = reinterpret_cast<const uint4*>(params.past_ptr);
+    const float* __restrict__ totals = reinterpret_cast<const float*>(params.total_ptr) + static_cast<u64>(row) * kHidden;
+    float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr);
+    float squares[kLanes] = {};
+    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+        Unit total{};
+        if (kMode != Mode::kLocal) total = float_unit(totals + unit * kUnit);
+        LaneTree tree;
+#pragma unroll
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const u64 at = (static_cast<u64>(lane) * size + row) * kUnits + unit;
+            Unit h = widened(stream[at]), p{}, old{};
+            if (kMode != Mode::kBlocking) p = widened(partial[at]), tree.add(lane, p);
+            if (kMode == Mode::kDelayed) old = widened(past[at]);
+#pragma unroll
+            for (int k = 0; k < kUnit; ++k) {
+                if (kMode == Mode::kBlocking) h.v[k] += total.v[k];
+                else if (kMode == Mode::kDelayed) h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
+                else h.v[k] += p.v[k] * kLocalScale;
+            }
+            const uint4 rounded = narrowed(h);
+            stream[at] = rounded;
+            squares[lane] += square_sum(widened(rounded));  // of what the next product reads
+        }
+        if (kMode != Mode::kBlocking && own_sum) store_unit(own_sum + static_cast<u64>(row) * kHidden + unit * kUnit, tree.sum);
+    }
+    store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
+}
+
+// Where K of a position stands in the monokernel's cache (see cache_layout.py), in bytes; V of its pair follows `kBatch` rows later.
+struct CachePlace {
+    unsigned char *key_row, *value_pair;
+    bool is_odd;
+
+    __device__ __forceinline__ CachePlace(u64 cache, u32 layer, u32 kv_head, u32 position) {
+        const u32 batches = kIsWindowed[layer] ? kWindowBatches : kFullBatches;
+        const u32 slot = position / kSplits % (batches * kBatch), row = slot % kBatch;
+        const u64 batch = kFirstBatches[layer] + (static_cast<u64>(kv_head) * kSplits + position % kSplits) * batches + slot / kBatch;
+        unsigned char* at = reinterpret_cast<unsigned char*>(cache) + batch * kBatchBytes;
+        key_row = at + row * kHeadDim * 2;
+        value_pair = at + kBatch * kHeadDim * 2 + (row >> 1) * kHeadDim * 4;
+        is_odd = row & 1;
+    }
+};
+
+// One thread block per layer and position, kPairs * KV heads pairs of values.
+template <bool kToCache>
+__device__ __forceinline__ void copy_cache(const KogPrefillParams& params) {
+    const u32 count = params.last - params.first, layer = blockIdx.x / count, position = params.first + blockIdx.x % count;
+    const u32 capacity = (kIsWindowed[layer] ? kWindowBatches : kFullBatches) * kBatch * kSplits;
+    if (position + capacity < params.last) return;  // what came later stands there
+    int* overflow = reinterpret_cast<int*>(params.overflow_ptr);
+    if (kToCache && *overflow) return;
+    const u64 plain = (static_cast<u64>(layer) * kPositions + position) * kLanes * kKvPairs;
+    u32* keys = reinterpret_cast<u32*>(params.keys_ptr) + plain;
+    u32* values = reinterpret_cast<u32*>(params.values_ptr) + plain;
+    for (u32 i = threadIdx.x; i < kLanes * kKvPairs; i += blockDim.x) {
+        const u32 kv_head = i / kPairs, pair = i % kPairs;
+        const CachePlace place(params.cache_ptr, layer, kv_head, position);
+        u32* key = reinterpret_cast<u32*>(place.key_row) + pair;
+        u16* value = reinterpret_cast<u16*>(place.value_pair) + 4 * pair + place.is_odd;
+        if (kToCache) {
+            *key = KvFormat::pack(Fp16::low(keys[i]), Fp16::high(keys[i]));
+            const u32 packed = KvFormat::pack(Fp16::low(values[i]), Fp16::high(values[i]));
+            value[0] = static_cast<u16>(packed), value[2] = static_cast<u16>(packed >> 16);
+        } else {
+            const u32 stored = value[0] | static_cast<u32>(value[2]) << 16;
+            const u32 key_pair = Fp16::pack(KvFormat::low(*key), KvFormat::high(*key));
+            const u32 value_pair = Fp16::pack(KvFormat::low(stored), KvFormat::high(stored));
+            keys[i] = key_pair, values[i] = value_pair;
+            if (!is_finite_pair(key_pair) || !is_finite_pair(value_pair)) *overflow = 1;
+        }
+    }
+}
+
+}  // namespace kog
+
+using namespace kog;
+
+extern "C" {
+
+__global__ void begin(const __grid_constant__ KogPrefillParams params) {
+    int* place = reinterpret_cast<int*>(params.place_ptr);
+    const int start = place[3], end = start + static_cast<int>(params.size);
+    place[0] = start, place[2] = end, place[3] = end;
+}
+
+__global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ KogPrefillParams params) {
+    const u32 row = blockIdx.x, size = params.size;
+    const u32 token = reinterpret_cast<const u32*>(params.prompt_ptr)[*reinterpret_cast<const int*>(params.place_ptr) + row];
+    const uint4* words = reinterpret_cast<const uint4*>(params.embedding_ptr) + static_cast<u64>(token) * kUnits;
+    uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
+    float squares[kLanes] = {};
+    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+        const uint4 w = words[unit];
+        const uint4 rounded = make_uint4(
+            Fp16::pack(WeightFormat::low(w.x), WeightFormat::high(w.x)), Fp16::pack(WeightFormat::low(w.y), WeightFormat::high(w.y)),
+            Fp16::pack(WeightFormat::low(w.z), WeightFormat::high(w.z)), Fp16::pack(WeightFormat::low(w.w), WeightFormat::high(w.w)));
+        const float sum = square_sum(widened(rounded));
+#pragma unroll
+        for (int lane = 0; lane < kLanes; ++lane) {
+            stream[(static_cast<u64>(lane) * size + row) * kUnits + unit] = rounded;
+            squares[lane] += sum;
+        }
+    }
+    store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
+}
+
+// One thread block per row.
+__global__ void __launch_bounds__(kMaxThreads) append(const __grid_constant__ KogPrefillParams params) {
+    const u32 row = blockIdx.x, size = params.size;
+    const u32 position = *reinterpret_cast<const int*>(params.place_ptr) + row;
+    const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) +
+                         static_cast<u64>(position < kMaxContext ? position : kMaxContext - 1) * kPairs;
+    const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
+    const u32* qkv = reinterpret_cast<const u32*>(params.qkv_ptr);
+    u32* query = reinterpret_cast<u32*>(params.query_ptr) + static_cast<u64>(row) * kLanes * kHeads * kPairs;
+    u32* keys = reinterpret_cast<u32*>(params.keys_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
+    u32* values = reinterpret_cast<u32*>(params.values_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
+    bool finite = true;
+    for (u32 i = threadIdx.x; i < kLanes * kLanePairs; i += blockDim.x) {
+        const u32 lane = i / kLanePairs, at = i % kLanePairs;
+        const u32 packed = qkv[(static_cast<u64>(lane) * size + row) * kLanePairs + at];
+        const float scale = inverse_rms[lane * size + row];
+        const float even = Fp16::low(packed) * scale, odd = Fp16::high(packed) * scale;
+        float first = even, second = odd;
+        if (at < kTurned) {
+            const float2 turn = rope[at % kPairs];
+            first = even * turn.x - odd * turn.y, second = even * turn.y + odd * turn.x;
+        }
+        u32 rounded;
+        if (at < kHeads * kPairs) {
+            rounded = Fp16::pack(first, second);
+            query[lane * kHeads * kPairs + at] = rounded;
+        } else {
+            const u32 kept = KvFormat::pack(first, second);
+            rounded = Fp16::pack(KvFormat::low(kept), KvFormat::high(kept));
+            if (at < kTurned) keys[lane * kKvPairs + at - kHeads * kPairs] = rounded;
+            else values[lane * kKvPairs + at - kTurned] = rounded;
+        }
+        finite = finite && is_finite_pair(rounded);
+    }
+    if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
+}
+
+// One thread block per row.
+__global__ void __launch_bounds__(kRowThreads) lane_sum(const __grid_constant__ KogPrefillParams params) {
+    const u32 row = blockIdx.x;
+    const uint4* partial = reinterpret_cast<const uint4*>(params.partial_ptr);
+    float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr) + static_cast<u64>(row) * kHidden;
+    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+        LaneTree tree;
+#pragma unroll
+        for (int lane = 0; lane < kLanes; ++lane)
+            tree.add(lane, widened(partial[(static_cast<u64>(lane) * params.size + row) * kUnits + unit]));
+        store_unit(own_sum + unit * kUnit, tree.sum);
+    }
+}
+
+__global__ void __launch_bounds__(kRowThreads, 2) residual_blocking(const __grid_constant__ KogPrefillParams params) {
+    residual<Mode::kBlocking>(params);
+}
+__global__ void __launch_bounds__(kRowThreads, 2) residual_delayed(const __grid_constant__ KogPrefillParams params) {
+    residual<Mode::kDelayed>(params);
+}
+__global__ void __launch_bounds__(kRowThreads, 2) residual_local(const __grid_constant__ KogPrefillParams params) {
+    residual<Mode::kLocal>(params);
+}
+
+// One thread block per lane and row.
+__global__ void __launch_bounds__(kMaxThreads) swiglu(const __grid_constant__ KogPrefillParams params) {
+    const u64 row = blockIdx.x;
+    const float scale = reinterpret_cast<const float*>(params.inverse_rms_ptr)[row];
+    const uint4* gates = reinterpret_cast<const uint4*>(params.gate_up_ptr) + row * 2 * kFfnUnits;
+    uint4* activation = reinterpret_cast<uint4*>(params.activation_ptr) + row * kFfnUnits;
+    for (u32 unit = threadIdx.x; unit < kFfnUnits; unit += blockDim.x) {
+        const Unit gate = widened(gates[unit]), up = widened(gates[kFfnUnits + unit]);
+        Unit result;
+#pragma unroll
+        for (int k = 0; k < kUnit; ++k) {
+            const float g = gate.v[k] * scale;
+            result.v[k] = g / (1.0f + __expf(-g)) * (up.v[k] * scale);
+        }
+        activation[unit] = narrowed(result);
+    }
+}
+
+__global__ void __launch_bounds__(kMaxThreads) load_cache(const __grid_constant__ KogPrefillParams params) { copy_cache<false>(params); }
+__global__ void __launch_bounds__(kMaxThreads) store_cache(const __grid_constant__ KogPrefillParams params) { copy_cache<true>(params); }
+
+}  // extern "C"

@@ -1,0 +1,67 @@
+"""What the fused kernels of prefill.cu are compiled for, and the parameters of their launches."""
+
+from __future__ import annotations
+
+import math
+
+from kog_dist.abi import Field, Struct
+from kog_dist.collectives.cuda_abi import device_header
+from kog_dist.workers.cuda.kernel_shape import FORMATS
+from kog_dist.workers.prefill.buffers import UNIT
+from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
+
+MAX_THREADS = 512  # of a thread block
+PREFILL_PARAMS = Struct(
+    "PrefillParams",
+    "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
+    (
+        Field("prompt_ptr", "u64", "uint32 (max_context + largest block)"),
+        Field("place_ptr", "u64", "int32: start of the block; 0, end of its keys; start of the next block"),
+        Field("overflow_ptr", "u64", "int32: set to 1 when a value is not finite"),
+        Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
+        Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
+        Field("stream_ptr", "u64", "binary16 (lanes, size, hidden)"),
+        Field("inverse_rms_ptr", "u64", "float32 (lanes, size)"),
+        Field("qkv_ptr", "u64", "binary16 (lanes, size, rows)"),
+        Field("query_ptr", "u64", "binary16 (size, lanes * heads, head_dim)"),
+        Field("keys_ptr", "u64", "binary16 (layers, positions, lanes * KV heads, head_dim), all positions or of one layer"),
+        Field("values_ptr", "u64", "like keys"),
+        Field("gate_up_ptr", "u64", "binary16 (lanes, size, 2 * ffn)"),
+        Field("activation_ptr", "u64", "binary16 (lanes, size, ffn)"),
+        Field("partial_ptr", "u64", "binary16 (lanes, size, hidden)"),
+        Field("past_ptr", "u64", "like partial, of an earlier layer"),
+        Field("total_ptr", "u64", "float32 (size, hidden)"),
+        Field("own_sum_ptr", "u64", "float32 (size, hidden); 0 = not wanted"),
+        Field("cache_ptr", "u64", "the monokernel's KV cache"),
+        Field("size", "u32", "rows of the block"),
+        Field("first", "u32", "first position to copy"),
+        Field("last", "u32", "one past the last position to copy"),
+    ),
+)
+
+
+def threads_for(num_items: int) -> int:
+    """Threads of a block for so many items, each of which one thread takes: whole warps."""
+    return min(MAX_THREADS, -(-num_items // 32) * 32)
+
+
+def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str, kv_dtype: str) -> str:
+    """`prefill_shape.cuh`. `num_positions`: rows of the plain keys and values of one layer."""
+    spec = layout.spec
+    numbers = {
+        "kLanes": layout.num_lanes, "kHidden": spec.hidden_size, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads,
+        "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kLayers": spec.num_layers, "kMaxContext": spec.max_context,
+        "kPositions": num_positions, "kSplits": layout.splits, "kWindowBatches": layout.window_batches,
+        "kFullBatches": layout.full_batches, "kBatch": BATCH, "kUnit": UNIT, "kMaxThreads": MAX_THREADS,
+        "kRowThreads": threads_for(spec.hidden_size // UNIT),
+    }  # fmt: skip
+    floats = {"kNormEps": spec.norm_eps, "kLocalScale": math.sqrt(spec.num_lanes)}
+    lines = [device_header("kog_dist.workers.prefill.prefill_abi", (PREFILL_PARAMS,)), "namespace kog {"]
+    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
+    is_windowed = ", ".join("false" if spec.window(layer) is None else "true" for layer in range(spec.num_layers))
+    first_batches = ", ".join(map(str, layout.first_batches))
+    lines += [f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};"]
+    lines += [f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};"]
+    lines += [f"using WeightFormat = {FORMATS[weight_dtype]};", f"using KvFormat = {FORMATS[kv_dtype]};"]
+    return "\n".join([*lines, "}  // namespace kog", ""])
