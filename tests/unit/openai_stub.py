@@ -60,6 +60,13 @@ def chat(texts: Sequence[str], *, usage: dict[str, Any] | None = None, finish: s
     return [*chunks, *([event({"choices": [], "usage": usage})] if usage else []), DONE]
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = False  # `server_close` waits for them
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that resets its connection is nothing to talk about."""
+
+
 @contextmanager
 def openai_stub(*answers: Scripted) -> Iterator[OpenAiStub]:
     """A stub that serves until the block ends."""
@@ -98,7 +105,7 @@ def openai_stub(*answers: Scripted) -> Iterator[OpenAiStub]:
         def log_message(self, *_: Any) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     stub = OpenAiStub(f"http://127.0.0.1:{server.server_address[1]}", list(answers))
     thread = threading.Thread(target=lambda: server.serve_forever(0.01))
     thread.start()

@@ -11,7 +11,9 @@ import pytest
 SLOW = ("torch", "numpy", "zmq", "tokenizers", "safetensors", "jinja2", "rich", "psutil")
 
 
-@pytest.mark.parametrize("module", ["kog_dist.launch.cli", "kog_dist.rpc.cli", "kog_dist.bench.cli", "kog_dist.doctor.cli"])
+@pytest.mark.parametrize(
+    "module", ["kog_dist.launch.cli", "kog_dist.rpc.cli", "kog_dist.bench.cli", "kog_dist.doctor.cli", "kog_dist.chat.cli"]
+)
 def test_help_imports_nothing_slow(module: str) -> None:
     program = (
         f"import sys; sys.argv = ['command', '--help']\n"

@@ -1,0 +1,174 @@
+"""`kog-chat` at work: questions from a terminal, one after the other, or one from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kog_dist.chat.conversation import Conversation
+from kog_dist.chat.screen import Meter, Screen, now, summary
+from kog_dist.chat.service import Service, ServiceFacts
+from kog_dist.errors import ConfigError, KogError
+from kog_dist.rpc.output import OutputError, silence
+
+EXIT_INTERRUPTED: Final = 130
+MAX_PIPED_BYTES: Final = 1 << 22
+_PROMPT: Final = "> "
+
+
+@dataclass
+class Answer:
+    """What came of one question."""
+
+    text: str
+    meter: Meter
+    finish_reason: str | None = None
+    is_cancelled: bool = False
+    error: KogError | None = None
+
+
+def url_of_instance(instance: str, http_name: str = "http.json") -> str | None:
+    """Where the HTTP service of an engine of this user is, if it runs and has one."""
+    from kog_dist.instance import instances_root, is_stale
+
+    if not instance or "/" in instance or instance.startswith("."):
+        return None
+    folder = instances_root() / instance
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if not is_stale(folder):
+            return str(json.loads((folder / http_name).read_text(encoding="utf-8"))["url"])
+    return None
+
+
+class ChatSession:
+    """One service, one conversation, one screen."""
+
+    def __init__(self, service: Service, facts: ServiceFacts, conversation: Conversation, screen: Screen) -> None:
+        self._service, self._facts, self._conversation, self._screen = service, facts, conversation, screen
+
+    def ask(self, prompt: str, *, shows_rate: bool = True) -> Answer:
+        """Send a question and show the answer as it comes. Ctrl-C ends the answer: its connection closes, the engine stops."""
+        path, body = self._conversation.request(prompt, counts_tokens=self._facts.num_ranks is not None)
+        answer, screen = Answer("", Meter(now())), self._screen
+        parts: list[str] = []
+        try:
+            with screen.answer(), closing(self._service.stream(path, body)) as pieces:
+                for piece in pieces:
+                    now_s = now()
+                    answer.meter.take(piece, now_s)
+                    answer.finish_reason = piece.finish_reason or answer.finish_reason
+                    if piece.text:
+                        parts.append(piece.text)
+                    screen.write(piece.text, now_s)
+                    if shows_rate:
+                        screen.rate_line(answer.meter.line(now_s, self._facts.num_ranks), now_s)
+        except KeyboardInterrupt:
+            answer.is_cancelled = True
+        except OSError as error:
+            raise _no_output(error) from None
+        except KogError as error:
+            answer.error = error
+        answer.text = "".join(parts)
+        return answer
+
+    # ---- on a terminal ----
+    def talk(self) -> int:
+        """Questions and commands until Ctrl-D. Returns the exit code."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # editing and history of `input`
+        facts = self._facts
+        ranks = f" on {facts.num_ranks} ranks" if facts.num_ranks else ""
+        mode = "continues what you write" if self._conversation.is_completion else "answers"
+        self._screen.say(f"{facts.model}{ranks} at {self._service.url} {mode}; /help lists commands, Ctrl-D ends")
+        while True:
+            try:
+                line = _read_line()
+                if line.startswith("/"):
+                    self._screen.say(self._conversation.command(line))
+                elif line.strip():
+                    self._turn(line)
+            except EOFError:
+                self._screen.say("")
+                return 0
+            except KeyboardInterrupt:
+                self._screen.say("\n(Ctrl-D ends kog-chat)")
+            except OutputError:
+                raise
+            except KogError as error:
+                self._screen.say(f"kog-chat: {error}")
+
+    def _turn(self, prompt: str) -> None:
+        answer = self.ask(prompt)
+        end = "" if answer.text.endswith("\n") or not answer.text else "\n"
+        sys.stdout.write(end)
+        sys.stdout.flush()
+        if answer.error is not None:
+            self._screen.say(f"kog-chat: {answer.error}")
+        elif answer.is_cancelled:
+            self._screen.say("[cancelled]")
+        if answer.meter.first_s is not None:
+            self._screen.say(summary(answer.meter, answer.finish_reason, self._facts.num_ranks))
+        if not self._conversation.is_completion:
+            self._conversation.add(prompt, answer.text)
+
+    # ---- from a pipe, or with --prompt ----
+    def answer_once(self, prompt: str, *, quiet: bool) -> int:
+        """The answer alone on standard output, its speed on standard error. Returns the exit code."""
+        answer = self.ask(prompt)
+        if answer.text and not answer.text.endswith("\n"):
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+        if answer.error is not None:
+            raise answer.error
+        if answer.is_cancelled:
+            return EXIT_INTERRUPTED
+        if not quiet:
+            self._screen.say(summary(answer.meter, answer.finish_reason, self._facts.num_ranks))
+        return 0
+
+
+def _read_line() -> str:
+    """A line of input, with those that it goes on in. Raises EOFError at Ctrl-D."""
+    line = input(_PROMPT)
+    while line.endswith("\\"):
+        line = line[:-1] + "\n" + input(". ")
+    return line
+
+
+def piped_prompt() -> str:
+    """All of standard input. Raises ConfigError if it is no text, or too much of it."""
+    raw = sys.stdin.buffer.read(MAX_PIPED_BYTES + 1)
+    if len(raw) > MAX_PIPED_BYTES:
+        raise ConfigError(f"standard input has more than {MAX_PIPED_BYTES >> 20} MiB, which fits no context; send less")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not text.strip():
+        raise ConfigError("standard input is empty; write a prompt to it, or start kog-chat on a terminal")
+    return text
+
+
+def _no_output(error: OSError) -> KogError:
+    silence(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return BrokenOutput("the reader of standard output has enough")
+    return OutputError(f"the answer cannot be written to standard output: {error.strerror}; send it somewhere else")
+
+
+class BrokenOutput(OutputError):
+    """Standard output was closed by its reader, as `head` does: no failure, but the end."""
+
+
+def read_key_file(path: Path) -> str:
+    """The key in a file, without blanks around it. Raises ConfigError if it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the API key file {path} cannot be read: {error}") from None
