@@ -17,6 +17,7 @@ from kog_dist.errors import KogError
 from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
+from kog_dist.launch.http import EngineOfGateway, HttpGateway
 from kog_dist.launch.outcome import EXIT_OK, EXIT_RANK_DIED, INTERRUPTED, Outcome, client_outcome
 from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.ray_cluster import RayCluster, leave
@@ -40,11 +41,17 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
 
     Raises KogError for what is wrong before the cluster was asked for anything.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events:
+    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
         try:
+            http = HttpGateway.open(settings) if request is None else None
+            if http is not None:
+                stack.callback(http.close)
             target = choose_ray_target(settings)
             with driver_folder() as place:
-                launcher = RayLauncher(settings, target, request, place, signals, events)
+                if http is not None:
+                    folder = EngineOfGateway(target.folder, target.model_name, place.path, place.path / ACCESS_NAME)
+                    http.start(folder, events.log_dir)
+                launcher = RayLauncher(settings, target, request, place, signals, events, http)
                 outcome = launcher.run()
         except KogError as error:
             outcome = Outcome(error.exit_code, "cannot_start", str(error))
@@ -88,9 +95,10 @@ class RayLauncher:
 
     def __init__(
         self, settings: LaunchConfig, target: Target, request: PromptRequest | None, place: DriverFolder, signals: StopSignals,
-        events: EventLog,
+        events: EventLog, http: HttpGateway | None = None,
     ) -> None:  # fmt: skip
         self._settings, self._target, self._request, self._place = settings, target, request, place
+        self._http = http
         self._signals, self._events = signals, events
         self._instance = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
         self._begin_s = time.monotonic()
@@ -122,6 +130,8 @@ class RayLauncher:
                 generation += 1
                 self._events.say(f"{outcome.sentence}; starting it again as generation {generation}", error=True)
         finally:
+            if self._http is not None:
+                self._http.begin_stop()
             self._end_client()
             self.has_lost_cluster = cluster.is_lost()
             cluster.close()
@@ -146,6 +156,8 @@ class RayLauncher:
                     if line.is_error or self._request is None:
                         self._events.say(line.text, error=line.is_error)
                 self._look_at_client(gang)
+                if self._http is not None and (ended := self._http.look(self._events.say, has_served=was_ready)) is not None:
+                    return ended, was_ready
                 if cluster.is_lost():
                     return self._of_both(Outcome(EXIT_RANK_DIED, "cluster_lost", _CLUSTER_LOST)), was_ready
                 if (ended := self._answer_signals(gang)) is not None:
@@ -163,7 +175,7 @@ class RayLauncher:
 
     def _announce(self, gang: RayGang, cluster: RayCluster, took_s: float) -> None:
         assert gang.access is not None
-        if gang.access.server_public is not None:
+        if gang.access.server_public is not None or self._http is not None:
             self._write_key(gang.access)
         if self._request is not None:
             self._start_client(gang.access, self._request)
@@ -176,9 +188,10 @@ class RayLauncher:
                 f"generation {gang.generation} on node {gang.node}, {gang.access.address}, ready after {took_s:.1f} s"
             )
             return
+        url = f", {self._http.url}" if self._http is not None else ""
         self._events.say(
             f"{self._target.model_name} on {size} rank{'s' if size > 1 else ''} ({self._target.device}; {where}), instance "
-            f"{gang.instance}, {gang.access.address}{key}, ready after {took_s:.1f} s"
+            f"{gang.instance}, {gang.access.address}{key}{url}, ready after {took_s:.1f} s"
         )
 
     def _write_key(self, access: Access) -> None:
@@ -186,7 +199,7 @@ class RayLauncher:
         path = self._place.path / ACCESS_NAME
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-            json.dump(asdict(access), stream)
+            json.dump({name: value for name, value in asdict(access).items() if value is not None}, stream)
 
     # ---- the client of the one request ----
     def _start_client(self, access: Access, request: PromptRequest) -> None:
@@ -226,6 +239,8 @@ class RayLauncher:
             self._stop_deadline = Deadline.after(limit_s + STOP_MARGIN_S)
             if self._client is None:
                 gang.begin_stop(drain=True, signum=self._signal())
+                if self._http is not None:
+                    self._http.begin_stop()
             elif self._signal() is signal.SIGINT:
                 self._client.send(signal.SIGINT)  # it cancels; SIGTERM lets its request finish
         if self._stop_deadline is not None and self._stop_deadline.expired():

@@ -252,7 +252,7 @@ class Supervisor:
         engine = self._engine
         states = [engine.control.state(rank) for rank in range(engine.world_size)]
         if not deadline.expired():
-            self._progress.show(waiting_for(states))
+            self._progress.show("waiting for the HTTP gateway" if engine.is_ready() else waiting_for(states))
             return None
         waiting = [rank for rank, state in enumerate(states) if state not in (RankState.READY, RankState.RUNNING)]
         engine.abort(AbortCause.STARTUP_FAILED, waiting[0] if waiting else COORDINATOR)

@@ -45,9 +45,16 @@ class EngineSession:
 
     # ---- commands ----
     def environment(self) -> dict[str, str]:
-        """What commands of this session see: no settings of the caller, an own runtime folder, no colours."""
+        """What commands of this session see: no settings of the caller, an own runtime folder, no colours; HTTP only with --http."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-        return {**inherited, _MARK: self.mark, "XDG_RUNTIME_DIR": str(self.folder), "NO_COLOR": "1", **self.variables}
+        return {
+            **inherited,
+            _MARK: self.mark,
+            "XDG_RUNTIME_DIR": str(self.folder),
+            "NO_COLOR": "1",
+            "KOG_HTTP": "no",
+            **self.variables,
+        }
 
     def run(self, module: str, arguments: Sequence[str], timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run `python -m module arguments` to its end."""
@@ -65,9 +72,8 @@ class EngineSession:
         return process
 
     def launch(self, *arguments: str, name: str = "launch") -> subprocess.Popen[bytes]:
-        """Start `kog-launch --instance engine arguments`; without HTTP, unless a --port is among them."""
-        http = [] if any(word.startswith("--port") for word in arguments) else ["--no-http"]
-        return self.start("kog_dist.launch.cli", [*arguments, *http, f"--instance={INSTANCE}"], name)
+        """Start `kog-launch --instance engine arguments`."""
+        return self.start("kog_dist.launch.cli", [*arguments, f"--instance={INSTANCE}"], name)
 
     def output(self, name: str = "launch", stream: str = "err") -> str:
         """What a started command has written so far; `stream` is out or err."""

@@ -41,6 +41,15 @@ def test_description_names_every_setting_with_its_source(tmp_path: Path) -> None
     assert rows["stall_timeout"] == ["1", "default"]
 
 
+def test_a_key_is_never_shown() -> None:
+    resolved = resolve({}, {"KOG_API_KEY": "s3cret-s3cret"}, None)
+    assert resolved.config.api_key == "s3cret-s3cret"
+    assert "s3cret" not in resolved.describe() + repr(resolved)
+    with pytest.raises(ConfigError) as caught:
+        resolve({"api_key": "s3cret with blanks"}, {}, None)
+    assert "s3cret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "text", "expected"),
     [
@@ -55,6 +64,12 @@ def test_description_names_every_setting_with_its_source(tmp_path: Path) -> None
         ({}, {}, "verify = 1", "verify must be true or false, got 1"),
         ({}, {}, "ranks = ", "is not valid TOML"),
         ({"ranks": -1}, {}, "", "--ranks: ranks must be between 1 and 1024"),
+        ({"port": 65536}, {}, "", "--port: port must be between 0 and 65535"),
+        ({"api_key": "short"}, {}, "", "--api-key: api_key must be 8 to 1024 visible ASCII characters without blanks, it has 5"),
+        ({"api_key": "long enough to be one"}, {}, "", "without blanks, it has 21"),
+        ({"api_key": "abcdefgh", "api_key_file": "k"}, {}, "", "api_key and api_key_file exclude each other"),
+        ({"cors_origin": "https://a.example/page"}, {}, "", "cors_origin 'https://a.example/page' must be like https://"),
+        ({"log_format": "xml"}, {}, "", "log_format 'xml' is not available; use text or json"),
         ({"device": "tpu"}, {}, "", "--device: device 'tpu' is not available; use auto or cpu or cuda"),
         ({"launcher": "slurm"}, {}, "", "--launcher: launcher 'slurm' is not available; use auto or local or mpi or ray"),
         ({"replicas": 0}, {}, "", "--replicas: replicas must be between 1 and 256, got 0"),

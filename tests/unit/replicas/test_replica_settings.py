@@ -48,7 +48,7 @@ def test_a_replica_is_a_plain_engine_with_the_settings_of_the_run() -> None:
         step_timeout=5.0, log_dir="/logs",
     )  # fmt: skip
     assert replica_arguments(settings, "fleet.r1", None) == [
-        "/m", "--launcher=local", "--instance=fleet.r1", "--ranks=2", "--no-verify", "--step-timeout=5.0",
+        "/m", "--launcher=local", "--instance=fleet.r1", "--no-http", "--ranks=2", "--no-verify", "--step-timeout=5.0",
     ]  # fmt: skip
 
 
