@@ -45,7 +45,7 @@ class EngineSession:
 
     # ---- commands ----
     def environment(self) -> dict[str, str]:
-        """What commands of this session see: no settings of the caller, an own runtime folder, no colours; HTTP only with --http."""
+        """What commands see: no settings of the caller, an own runtime folder, no colours, no HTTP but with --http."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         return {
             **inherited,
