@@ -143,14 +143,17 @@ def test_required_tools_are_called(client: openai.OpenAI, choice: Any) -> None:
     body: Any = {**GREEDY, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 100}
     answer = client.chat.completions.create(**body).choices[0]
     assert answer.finish_reason == "tool_calls"
-    (call,) = answer.message.tool_calls or ()
+    assert answer.message.tool_calls is not None
+    (call,) = answer.message.tool_calls
     assert call.type == "function"
     arguments = json.loads(call.function.arguments)
     assert arguments in ({"city": "Paris"}, {"city": "Oslo"}, {"unit": "C"}, {"unit": "F"})
     assert choice == "required" or call.function.name == "set_unit"
     with client.chat.completions.stream(**body) as stream:
         stream.until_done()
-        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+        calls = stream.get_final_completion().choices[0].message.tool_calls
+    assert calls is not None
+    (streamed,) = calls
     assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
     history = [*MESSAGES, answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     assert client.chat.completions.create(**GREEDY, messages=history, tools=TOOLS, max_tokens=4).choices[0].message.content

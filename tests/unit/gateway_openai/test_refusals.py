@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,3 +249,10 @@ def test_defaults_of_a_model_are_checked() -> None:
     for wrong in ({"temperature": -1}, {"top_p": 2}, {"top_k": 1.5}, {"min_p": "0"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SamplingDefaults.from_generation_config(wrong)
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, ResponsesRequest])
+def test_every_field_is_documented(model: Any) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "openai.md").read_text(encoding="utf-8")
+    for name in {*model.model_fields, *model.refused} - {"messages", "text"}:
+        assert f"`{name}`" in text, f"docs/openai.md says nothing of {name}"
