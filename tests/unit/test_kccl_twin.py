@@ -101,6 +101,13 @@ def test_slots_are_enough_when_tags_wrap(folder: Path) -> None:
         assert all(found[rank].tobytes() == expected.tobytes() for rank in range(3))
 
 
+def test_one_slot_fewer_loses_words(folder: Path) -> None:
+    """Also shows that the twin's schedules are unkind enough to find such a mistake."""
+    for delay in (0, 1):
+        _, text = exchange(folder, 3, random_values(3, 20, 2), delay=delay, mode=5, seed=1)
+        assert text, "no wait ran out of time, though a word was overwritten before it was read"
+
+
 def test_every_bit_pattern_is_gathered(folder: Path) -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, (3, 4, 40), dtype=np.uint32)
     bits[:, :, :6] = (0, 0x80000000, 1, 0x7F800001, 0xFFFFFFFF, 0xFF800000)

@@ -1,6 +1,6 @@
 // exchange SEED DELAY STEPS LENGTH TAG_BITS MODE INPUT OUTPUT: every rank publishes epoch e and collects epoch e - DELAY, each an
 // operation of its own, at its own pace. MODE: 1 gather, 2 sum; 3: the last rank is silent in the last epoch and the waits (of 50 us) run out;
-// 4: the same, and the host aborts. INPUT: float32 (ranks, steps, length). OUTPUT: float32 (ranks, steps - delay, results).
+// 4: the same, and the host aborts; 5: a sum with one slot too few. INPUT: float32 (ranks, steps, length). OUTPUT: float32 (ranks, steps - delay, results).
 #include "exchange.cu"
 #include "run.h"
 
@@ -11,7 +11,7 @@ int main(int, char** argv) {
     const u32 delay = atoi(argv[2]), steps = atoi(argv[3]), length = atoi(argv[4]), bits = atoi(argv[5]), mode = atoi(argv[6]);
     begin(atoi(argv[1]));
     const std::vector<float> input = read_floats(argv[7]);
-    const u32 row_words = (length + 15) / 16 * 16, num_slots = 2 * delay + 2, first_word = 16;
+    const u32 row_words = (length + 15) / 16 * 16, num_slots = 2 * delay + (mode == 5 ? 1 : 2), first_word = 16;
     const u32 collects = mode == 1 ? 1 : 2, width = collects == 1 ? kRanks * length : length;
     std::vector<Gpu> gpus(kRanks);
     std::vector<std::vector<u32>> done(kRanks);
@@ -20,7 +20,7 @@ int main(int, char** argv) {
     std::vector<u32> next(kRanks, 0);
     std::vector<std::vector<float>> result(kRanks);
     std::vector<float> output(kRanks * (steps - delay) * width);
-    const u32 silent = mode >= 3 ? kRanks - 1 : ~0u;
+    const u32 silent = mode == 3 || mode == 4 ? kRanks - 1 : ~0u;
     const auto start = [&](u32 rank) {
         const u32 epoch = next[rank] / 2 + 1;
         const bool publishes = next[rank] % 2 == 0;
@@ -33,7 +33,7 @@ int main(int, char** argv) {
         kog::ExchangeLaunch launch{};
         launch.params = {reinterpret_cast<uintptr_t>(values), reinterpret_cast<uintptr_t>(result[rank].data()), first_word, row_words, 5,
                          wanted % num_slots, length, wanted & static_cast<u32>((1ull << bits) - 1), publishes, publishes ? 0 : collects};
-        launch.waits = waits_of<KogWaits>(gpus[rank], mode == 3 ? 50 : 1000000);
+        launch.waits = waits_of<KogWaits>(gpus[rank], mode == 3 || mode == 5 ? 50 : 1000000);
         launch.peers = peers_of<KogPeers>(gpus, rank);
         gpus[rank].launch.start(1, kog::kExchangeThreads, [launch, rank](u32) {
             kog::exchange(launch, shared_of<kog::ExchangeShared>(rank, 0));

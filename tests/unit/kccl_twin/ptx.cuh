@@ -58,7 +58,8 @@ struct Fiber {
     Block* block = nullptr;
     TwinIndex thread{}, block_idx{};
     u64 num_operations = 0, num_syncs = 0;
-    u32* running = nullptr;  // of its launch
+    u32* running = nullptr;      // of its launch
+    const void* gpu = nullptr;  // its launch: one GPU runs one at a time
 };
 struct Store {
     u64* to;
@@ -72,6 +73,8 @@ inline std::vector<Fiber*> runnable;
 inline std::vector<Store> in_flight;
 inline char* arena = nullptr;
 inline u64 now_ns = 1;
+inline std::vector<const void*> gpus;      // those that ever launched something
+inline const void* slow_gpu = nullptr;     // its threads hardly run; which one it is changes now and then
 
 inline void yield() { swapcontext(&current->context, &scheduler); }
 inline void maybe_yield() {
@@ -143,6 +146,9 @@ struct Launch {
     void start(u32 num_blocks, u32 num_threads, const std::function<void(u32)>& body) {
         fibers.clear(), warps.clear(), blocks.clear();
         running = num_blocks * num_threads;
+        bool known = false;
+        for (const void* gpu : gpus) known = known || gpu == this;
+        if (!known) gpus.push_back(this);
         for (u32 b = 0; b < num_blocks; ++b) {
             blocks.push_back(std::make_unique<Block>());
             blocks.back()->num_threads = num_threads;
@@ -151,7 +157,7 @@ struct Launch {
                 auto fiber = std::make_unique<Fiber>();
                 fiber->stack = std::unique_ptr<char[]>(new char[kStackBytes]);
                 fiber->warp = warps.back().get(), fiber->block = blocks.back().get();
-                fiber->thread.x = t, fiber->block_idx.x = b, fiber->running = &running;
+                fiber->thread.x = t, fiber->block_idx.x = b, fiber->running = &running, fiber->gpu = this;
                 fiber->body = [body, b] { body(b); };
                 getcontext(&fiber->context);
                 fiber->context.uc_stack.ss_sp = fiber->stack.get(), fiber->context.uc_stack.ss_size = kStackBytes;
@@ -173,7 +179,11 @@ inline void step() {
         if (in_flight.empty()) exit(6);
         return;
     }
-    current = runnable[random_bits() % runnable.size()];
+    if (random_bits() % 20000 == 0) slow_gpu = random_bits() % 4 ? gpus[random_bits() % gpus.size()] : nullptr;
+    for (int tries = 0; tries < 12; ++tries) {
+        current = runnable[random_bits() % runnable.size()];
+        if (current->gpu != slow_gpu) break;
+    }
     swapcontext(&scheduler, &current->context);
 }
 inline void flush() {
