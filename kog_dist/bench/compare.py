@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NUM_RESAMPLES: Final = 2000
 LEAST_REQUESTS: Final = 5  # fewer say nothing about how much they vary
 CONFIDENCE: Final = 0.95
+_BLOCK = 1 << 20  # drawn values at a time
 _NEEDED = ("errors", "ttfts", "itls", "output_lens")
 # What should be equal for the figures to mean the same; the names are those of the result.
 _SAME = ("model_id", "backend", "num_prompts", "request_rate", "burstiness", "max_concurrency")
@@ -122,12 +123,22 @@ def _interval(first: NDArray[Any], second: NDArray[Any], seed: int) -> tuple[flo
     import numpy as np
 
     generator = np.random.default_rng(seed)
-    medians = [
-        [np.median(generator.choice(sample, len(sample))) for _ in range(NUM_RESAMPLES)] for sample in (first, second)
-    ]  # fmt: skip
-    ratio = np.asarray(medians[1]) / np.asarray(medians[0])
+    medians = [_resampled_medians(sample, generator) for sample in (first, second)]
+    ratio = medians[1] / medians[0]
     low, high = np.quantile(ratio, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
+
+
+def _resampled_medians(sample: NDArray[Any], generator: Any) -> NDArray[Any]:
+    """(NUM_RESAMPLES,) medians of samples drawn with replacement, in blocks of bounded memory."""
+    import numpy as np
+
+    rows = max(1, _BLOCK // len(sample))
+    blocks = [
+        np.median(generator.choice(sample, (min(rows, NUM_RESAMPLES - start), len(sample))), axis=1)
+        for start in range(0, NUM_RESAMPLES, rows)
+    ]
+    return np.concatenate(blocks)
 
 
 def _dict(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
