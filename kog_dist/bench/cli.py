@@ -97,6 +97,28 @@ def latency(
 
 
 @app.command()
+def prefill(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
+    spec: Annotated[str, typer.Option(help="Shape with random weights, if no MODEL is given: 2b.")] = "2b",
+    prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,2048,4000",
+    repeats: Annotated[int, typer.Option(help="Prompts of each length; the median counts.")] = 10,
+    choices: Annotated[
+        str, typer.Option(help="Ways to cut a prompt: default, no pairs, to 512, to 512 no pairs, or all.")
+    ] = "default",
+    load: Annotated[bool, typer.Option("--load", help="Measure loading with and without the matrices of prefill, too.")] = False,
+) -> None:
+    """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
+    from kog_dist.bench import prefill as benchmark
+
+    names = tuple(benchmark.CHOICES) if choices == "all" else tuple(choices.split(","))
+    if not set(names) <= set(benchmark.CHOICES):
+        raise ConfigError(f"--choices must be all or one or more of {', '.join(benchmark.CHOICES)}, got {choices!r}")
+    if repeats < 1:
+        raise ConfigError("--repeats must be at least 1")
+    benchmark.run(model, spec, _counts(prompts, "--prompts"), repeats, names, with_load=load)
+
+
+@app.command()
 def inspect(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")

@@ -33,6 +33,7 @@ class Rows:
     activation: Tensor  # (L, size, F) T
     partials: tuple[tuple[Tensor, ...], ...]  # (L, size, D) T
     own_sums: tuple[tuple[Tensor, ...], ...]  # (size, D) float32
+    place: Tensor  # int32: first position of the block; 0 and one past its last row, the bounds of its keys
     query_bounds: Tensor  # int32: 0, size
 
 
@@ -59,18 +60,17 @@ class Buffers:
         shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        # First position of the block; 0 and one past its last row, as flash attention wants the bounds of keys; that of the next.
-        self.place = torch.zeros(4, dtype=torch.int32, device=device)
+        self.next_start = torch.zeros(1, dtype=torch.int32, device=device)  # where the next block begins
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)  # 1: a value was not finite
 
     @property
     def num_bytes(self) -> int:
         """Memory of all of it."""
-        held = (self.rope, self.prompt, self.keys, self.values, self.place, self.overflow)
+        held = (self.rope, self.prompt, self.keys, self.values, self.next_start, self.overflow)
         return sum(array.nbytes for array in (*held, *self._memory.values()))
 
-    def rows(self, size: int) -> Rows:
-        """The views of a block of `size` tokens."""
+    def rows(self, size: int, turn: int = 0) -> Rows:
+        """The views of a block of `size` tokens. Blocks that run at the same time take different `turn`s, and share nothing."""
         import torch
 
         assert size <= self.max_size
@@ -82,10 +82,11 @@ class Buffers:
 
         def view(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             """The front of the memory `name`, which is made for the largest block."""
-            if name not in self._memory:
+            key = f"{name} {turn}"
+            if key not in self._memory:
                 largest = prod(shape) // size * self.max_size
-                self._memory[name] = torch.zeros(largest, dtype=dtype, device=self.device)
-            return self._memory[name][: prod(shape)].view(shape)
+                self._memory[key] = torch.zeros(largest, dtype=dtype, device=self.device)
+            return self._memory[key][: prod(shape)].view(shape)
 
         def by_slot(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> tuple[tuple[Tensor, ...], ...]:
             return tuple(tuple(view(f"{name} {block} {slot}", *shape, dtype=dtype) for slot in slots) for block in range(2))
@@ -100,5 +101,6 @@ class Buffers:
             activation=view("activation", lanes, size, spec.lane_ffn),
             partials=by_slot("partial", lanes, size, d),
             own_sums=by_slot("own sum", size, d, dtype=torch.float32),
+            place=torch.zeros(3, dtype=torch.int32, device=self.device),
             query_bounds=bounds,
         )

@@ -55,7 +55,7 @@ class DeviceOperations:
         self._held = (embedding, cache)  # the kernels have their addresses
         self._params = np.zeros((), PREFILL_PARAMS.dtype)
         pointers = {
-            "prompt": buffers.prompt, "place": buffers.place, "overflow": buffers.overflow, "embedding": embedding,
+            "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
         }  # fmt: skip
         for name, tensor in pointers.items():
@@ -74,11 +74,14 @@ class DeviceOperations:
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
-        self._launch("begin", 1, 1, size=rows.size)
+        self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
     def embed(self, rows: Rows) -> None:
         """See `Operations`."""
-        self._launch("embed", rows.size, self._row_threads, size=rows.size, stream=rows.stream, inverse_rms=rows.inverse_rms)
+        self._launch(
+            "embed", rows.size, self._row_threads, size=rows.size, place=rows.place, stream=rows.stream,
+            inverse_rms=rows.inverse_rms,
+        )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
@@ -89,7 +92,8 @@ class DeviceOperations:
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
         self._launch(
-            "append", rows.size, MAX_THREADS, size=rows.size, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query,
+            "append", rows.size, MAX_THREADS, size=rows.size, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
+            query=rows.query,
             keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
@@ -99,7 +103,7 @@ class DeviceOperations:
 
         keys, values, window = self.buffers.keys[layer], self.buffers.values[layer], self.spec.window(layer)
         mixed = torch.ops.aten._flash_attention_forward(
-            rows.query, keys, values, rows.query_bounds, self.buffers.place[1:3], rows.size, len(keys), 0.0, True, False,
+            rows.query, keys, values, rows.query_bounds, rows.place[1:3], rows.size, len(keys), 0.0, True, False,
             scale=self.spec.head_dim**-0.5, window_size_left=-1 if window is None else window - 1, window_size_right=0,
         )[0]  # fmt: skip
         by_lane: Tensor = mixed.view(rows.size, self.layout.num_lanes, -1)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block
-from kog_dist.workers.prefill.buffers import Buffers
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM, Block
+from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
 from kog_dist.workers.prefill.exchange import OneRank, SumExchange
@@ -36,17 +36,26 @@ def prefill_for(
     *,
     exchange: SumExchange | None = None,
     sizes: Sequence[int] = BLOCK_SIZES,
+    paired_from: int = PAIRED_FROM,
 ) -> Prefill:
     """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
 
-    Takes some hundred ms: compiles or loads the fused kernels, and runs and captures a block of each size. Collective when there
-    are several ranks. Raises CompileError, LaunchError, or ConfigError for a model that it cannot run.
+    Takes some hundred ms: compiles or loads the fused kernels, and runs and captures a block of each size. With an `exchange`
+    this is collective, and blocks do not run in pairs, since its sums are told apart by layer alone. Raises CompileError,
+    LaunchError, or ConfigError for a model that it cannot run.
     """
-    return Prefill(runner_for(kernel, matrices, exchange, sizes), max_context=kernel.shape.spec.max_context, sizes=sizes)
+    if exchange is not None:
+        paired_from = max(sizes) + 1
+    runner = runner_for(kernel, matrices, exchange, sizes, paired_from)
+    return Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=sizes, paired_from=paired_from)
 
 
 def runner_for(
-    kernel: Monokernel, matrices: Sequence[LayerMatrices], exchange: SumExchange | None, sizes: Sequence[int]
+    kernel: Monokernel,
+    matrices: Sequence[LayerMatrices],
+    exchange: SumExchange | None,
+    sizes: Sequence[int],
+    paired_from: int,
 ) -> GraphRunner:
     """The runner of `prefill_for`."""
     import numpy as np
@@ -58,30 +67,84 @@ def runner_for(
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     layers = Layers(shape.spec, matrices, operations, exchange or OneRank())
-    return GraphRunner(layers, buffers, sizes, torch.cuda.ExternalStream(kernel.stream.ptr))  # type: ignore[no-untyped-call]
+    stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
+    return GraphRunner(layers, buffers, sizes, paired_from, stream)
+
+
+class TwoStreams:
+    """See `Together`: the first block's work goes to `stream`, the second one's to another, as long as they run."""
+
+    def __init__(self, stream: torch.cuda.Stream, other: torch.cuda.Stream, num_layers: int) -> None:
+        import torch
+
+        self._stream, self._other = stream, other
+        self._events = [torch.cuda.Event() for _ in range(num_layers)]  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """See `Together`."""
+        self._other.wait_stream(self._stream)
+        yield
+
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        """See `Together`."""
+        import torch
+
+        with torch.cuda.stream(self._other):
+            yield
+
+    def appended(self, layer: int) -> None:
+        """See `Together`."""
+        self._events[layer].record(self._stream)
+
+    def wait_for(self, layer: int) -> None:
+        """See `Together`."""
+        self._other.wait_event(self._events[layer])
+
+    def join(self) -> None:
+        """See `Together`."""
+        self._stream.wait_stream(self._other)
 
 
 class GraphRunner:
-    """See `Runner`. A block of each size is captured once; everything that differs between blocks is in device memory."""
+    """See `Runner`. Each size is captured once, alone and as a pair; what differs between blocks is in device memory."""
 
-    def __init__(self, layers: Layers, buffers: Buffers, sizes: Sequence[int], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, layers: Layers, buffers: Buffers, sizes: Sequence[int], paired_from: int, stream: torch.cuda.Stream
+    ) -> None:
         import torch
 
         self.layers, self.buffers, self.stream = layers, buffers, stream
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of blocks
         self._rows = {size: buffers.rows(size) for size in sizes}  # the graphs have their addresses
+        self._second_rows = {size: buffers.rows(size, 1) for size in sizes if size >= paired_from}
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
         with torch.no_grad(), exact_products(), torch.cuda.stream(stream):
             for size in sorted(sizes, reverse=True):
-                buffers.place.zero_()
-                layers.run(self._rows[size])  # warms up: workspaces, modules
-                stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    layers.run(self._rows[size])
-                self._graphs[size] = graph
+                for count in (1, 2) if size >= paired_from else (1,):
+                    buffers.next_start.zero_()
+                    self._queue_layers(size, count)  # warms up: workspaces, modules
+                    stream.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                        self._queue_layers(size, count)
+                    self._graphs[size, count] = graph
         stream.synchronize()
+
+    def _queue_layers(self, size: int, count: int) -> None:
+        """The work of one block or a pair, on the current stream."""
+        if count == 1:
+            self.layers.run(self._rows[size])
+            return
+        together = TwoStreams(self.stream, self._other, self.layers.spec.num_layers)
+        self.layers.run_pair(self._rows[size], self._second_rows[size], together=together)
+
+    def rows(self, size: int) -> Rows:
+        """The memory of a block that runs alone, or of the first one of a pair."""
+        return self._rows[size]
 
     def begin(self, token_ids: Sequence[int], start: int) -> None:
         """See `Runner`."""
@@ -90,13 +153,13 @@ class GraphRunner:
         with torch.cuda.stream(self.stream):
             load_prompt(self.buffers, self.layers.operations, token_ids, start)
 
-    def queue(self, block: Block) -> Callable[[], bool]:
+    def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
         """See `Runner`."""
         import torch
 
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
-            self._graphs[block.size].replay()
+            self._graphs[group[0].size, len(group)].replay()
             ended.record()
         return ended.query
 

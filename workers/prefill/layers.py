@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
 
 from kog_dist.model.spec import Block, ModelSpec, ReduceMode
 from kog_dist.workers.prefill.buffers import Rows
@@ -15,6 +16,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Hook = Callable[[int], None]
+
+
+class Together(Protocol):
+    """Two queues of work on one device, for blocks that run at the same time."""
+
+    def first(self) -> AbstractContextManager[None]:
+        """What is queued within belongs to the first block."""
+
+    def second(self) -> AbstractContextManager[None]:
+        """What is queued within belongs to the second block."""
+
+    def appended(self, layer: int) -> None:
+        """The first block's keys and values of a layer are queued."""
+
+    def wait_for(self, layer: int) -> None:
+        """The second block goes on when they are there."""
+
+    def join(self) -> None:
+        """What is queued from here on waits for both."""
+
+
+def _nothing(_layer: int) -> None:
+    pass
+
+
 class Layers:
     """The layers of one rank's lanes. `run` leaves the keys and values of a block's tokens in `Buffers`, and nothing else."""
 
@@ -23,14 +50,30 @@ class Layers:
 
     def run(self, rows: Rows) -> None:
         """The next block. Collective when there are several ranks."""
+        self.operations.begin(rows)
+        self.forward(rows)
+
+    def run_pair(self, first: Rows, second: Rows, *, together: Together) -> None:
+        """The next two blocks, the second one beside the first: it waits for the first one's keys and values, layer by layer."""
+        self.operations.begin(first)
+        self.operations.begin(second)
+        with together.first():
+            self.forward(first, appended=together.appended)
+        with together.second():
+            self.forward(second, before_attention=together.wait_for)
+        together.join()
+
+    def forward(self, rows: Rows, *, appended: Hook = _nothing, before_attention: Hook = _nothing) -> None:
+        """A block that has begun. The hooks are called with the layer."""
         do = self.operations
-        do.begin(rows)
         do.embed(rows)
         for layer, matrices in enumerate(self.matrices):
             do.product(rows.stream, matrices.wqkv, rows.qkv)
             do.append(rows, layer)
+            appended(layer)
             if matrices.wo is None or matrices.w13 is None or matrices.w2 is None:
                 return  # the last layer: its keys and values are all that a later token sees of it
+            before_attention(layer)
             partial = self._partial(rows, Block.ATTENTION, layer)
             do.product(do.attend(rows, layer), matrices.wo, partial)
             self._reduce(rows, Block.ATTENTION, layer, partial)

@@ -20,7 +20,7 @@ class Operations(Protocol):
     """One rank's arithmetic. Every operation works on what `Buffers` and `Rows` hold; on a GPU they are queued in order."""
 
     def begin(self, rows: Rows) -> None:
-        """Go on to the next block: `place` = its first position, the bounds of its keys, and where the one after it begins."""
+        """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
     def embed(self, rows: Rows) -> None:
         """Streams of all lanes = the tokens' embedding rows; `inverse_rms` of them."""
@@ -66,14 +66,13 @@ class TorchOperations:
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
-        place = self.buffers.place
-        place[0] = place[3]
-        place[2] = place[0] + rows.size
-        place[3] = place[2]
+        rows.place[0] = self.buffers.next_start[0]
+        rows.place[2] = rows.place[0] + rows.size
+        self.buffers.next_start[0] = rows.place[2]
 
     def embed(self, rows: Rows) -> None:
         """See `Operations`."""
-        start = int(self.buffers.place[0])
+        start = int(rows.place[0])
         ids = self.buffers.prompt[start : start + rows.size].long()
         rows.stream.copy_(self.embedding[ids].expand_as(rows.stream))
         self._norm(rows)
@@ -90,7 +89,7 @@ class TorchOperations:
         """See `Operations`."""
         import torch
 
-        spec, start, lanes = self.spec, int(self.buffers.place[0]), len(rows.stream)
+        spec, start, lanes = self.spec, int(rows.place[0]), len(rows.stream)
         scaled = rows.qkv.float() * rows.inverse_rms[..., None]
         heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
         positions = torch.arange(start, start + rows.size, device=heads.device).clamp(max=spec.max_context - 1)
@@ -115,7 +114,7 @@ class TorchOperations:
         """See `Operations`."""
         import torch
 
-        start, end = int(self.buffers.place[0]), int(self.buffers.place[2])
+        start, end = int(rows.place[0]), int(rows.place[2])
         window = self.spec.window(layer)
         positions = torch.arange(start, end, device=rows.query.device)[:, None]
         first = 0 if window is None else max(0, start - window + 1)

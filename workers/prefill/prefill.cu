@@ -173,8 +173,9 @@ extern "C" {
 
 __global__ void begin(const __grid_constant__ KogPrefillParams params) {
     int* place = reinterpret_cast<int*>(params.place_ptr);
-    const int start = place[3], end = start + static_cast<int>(params.size);
-    place[0] = start, place[2] = end, place[3] = end;
+    int* next_start = reinterpret_cast<int*>(params.next_start_ptr);
+    const int start = *next_start, end = start + static_cast<int>(params.size);
+    place[0] = start, place[2] = end, *next_start = end;
 }
 
 __global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ KogPrefillParams params) {

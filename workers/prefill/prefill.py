@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kog_dist.errors import ConfigError
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM, Block, blocks, pairs
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.operations import Operations
 
-BLOCKS_QUEUED = 2  # the next one starts without the host
+GROUPS_QUEUED = 2  # the next one starts without the host
 POLL_S = 20e-6
 
 
@@ -23,8 +23,8 @@ class Runner(Protocol):
     def begin(self, token_ids: Sequence[int], start: int) -> None:
         """A new prompt, whose first `start` tokens are in the monokernel's cache."""
 
-    def queue(self, block: Block) -> Callable[[], bool]:
-        """Queue the next block; what comes back says whether it has ended."""
+    def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
+        """Queue the next block, or two of one size that run at the same time; what comes back says whether they have ended."""
 
     def finish(self, first: int, last: int) -> bool:
         """Store these positions in the monokernel's cache, when all blocks have ended; False if a value was not finite."""
@@ -36,8 +36,10 @@ class Prefill:
     With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked.
     """
 
-    def __init__(self, runner: Runner, *, max_context: int, sizes: Sequence[int] = BLOCK_SIZES) -> None:
-        self._runner, self._max_context, self._sizes = runner, max_context, tuple(sizes)
+    def __init__(
+        self, runner: Runner, *, max_context: int, sizes: Sequence[int] = BLOCK_SIZES, paired_from: int = PAIRED_FROM
+    ) -> None:
+        self._runner, self._max_context, self._sizes, self._paired_from = runner, max_context, tuple(sizes), paired_from
 
     def run(
         self,
@@ -50,28 +52,28 @@ class Prefill:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
         That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block and while one is
-        waited for, and what is queued by then (at most `BLOCKS_QUEUED` blocks, some milliseconds) still counts. If a value left
-        the range of the products' type, nothing is stored and `start` comes back; the monokernel can go on from there. `on_progress`
-        is called with the number of positions after every block. Raises ConfigError if the tokens do not fit into the context.
+        waited for, and what is queued by then (some milliseconds of work) still counts. If a value left the range of the
+        products' type, nothing is stored and `start` comes back; the monokernel can go on from there. `on_progress` is called
+        with the number of positions after every block or pair. Raises ConfigError if the tokens do not fit into the context.
         """
         if not 0 <= start <= len(token_ids) <= self._max_context:
             raise ConfigError(
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
-        waiting = deque(blocks(start, len(token_ids), self._sizes))
+        waiting = deque(pairs(blocks(start, len(token_ids), self._sizes), self._paired_from))
         if not waiting:
             return start
         self._runner.begin(token_ids, start)
-        queued: deque[tuple[Block, Callable[[], bool]]] = deque()
+        queued: deque[tuple[int, Callable[[], bool]]] = deque()  # where it ends, whether it has
         reached = start
         while waiting or queued:
             if waiting and should_stop():
                 waiting.clear()
-            elif waiting and len(queued) < BLOCKS_QUEUED:
-                block = waiting.popleft()
-                queued.append((block, self._runner.queue(block)))
+            elif waiting and len(queued) < GROUPS_QUEUED:
+                group = waiting.popleft()
+                queued.append((group[-1].end, self._runner.queue(group)))
             elif queued[0][1]():
-                reached = queued.popleft()[0].end
+                reached = queued.popleft()[0]
                 on_progress(reached)
             else:
                 time.sleep(POLL_S)
@@ -89,9 +91,10 @@ class HostRunner:
         """See `Runner`."""
         load_prompt(self._buffers, self._layers.operations, token_ids, start)
 
-    def queue(self, block: Block) -> Callable[[], bool]:
-        """See `Runner`."""
-        self._layers.run(self._rows[block.size])
+    def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
+        """See `Runner`. Two blocks run one after the other, which is the same function."""
+        for block in group:
+            self._layers.run(self._rows[block.size])
         return lambda: True
 
     def finish(self, first: int, last: int) -> bool:
@@ -106,7 +109,7 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
 
     buffers.prompt[: len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)
     buffers.prompt[len(token_ids) :] = 0  # padding: any token will do
-    buffers.place[3] = start
+    buffers.next_start.fill_(start)
     buffers.overflow.zero_()
     if start:
         operations.load_cache(start)

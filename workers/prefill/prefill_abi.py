@@ -16,7 +16,8 @@ PREFILL_PARAMS = Struct(
     "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
     (
         Field("prompt_ptr", "u64", "uint32 (max_context + largest block)"),
-        Field("place_ptr", "u64", "int32: start of the block; 0, end of its keys; start of the next block"),
+        Field("place_ptr", "u64", "int32: start of the block; 0, end of its keys"),
+        Field("next_start_ptr", "u64", "int32: where the next block begins"),
         Field("overflow_ptr", "u64", "int32: set to 1 when a value is not finite"),
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),

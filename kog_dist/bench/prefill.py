@@ -1,0 +1,242 @@
+"""`kog-bench prefill`: time from a prompt to its first token on one GPU, and what its operations cost."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kog_dist.bench.gpu import free_memory, gpu_name
+from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.shapes import SEED, named_spec, random_checkpoint
+from kog_dist.decode.sampling import Sampling
+from kog_dist.errors import ConfigError
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, random_tensor
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.load import load_weights
+from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM
+from kog_dist.workers.prefill.gpu import GraphRunner, exact_products, matrices_for, runner_for
+from kog_dist.workers.prefill.matrices import LayerMatrices
+from kog_dist.workers.prefill.prefill import Prefill
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEVER = 1 << 30  # no block is so large
+# Sizes of blocks and the one from which they run in pairs: what could be the default.
+CHOICES: dict[str, tuple[tuple[int, ...], int]] = {
+    "default": (BLOCK_SIZES, PAIRED_FROM),
+    "no pairs": (BLOCK_SIZES, NEVER),
+    "to 512": (tuple(size for size in BLOCK_SIZES if size <= 512), PAIRED_FROM),
+    "to 512 no pairs": (tuple(size for size in BLOCK_SIZES if size <= 512), NEVER),
+}
+_CACHED, _ADDED = 3900, 50  # a conversation that goes on
+_REPEATS_OF_OPERATIONS = 20
+_LONGEST_TOKEN_S = 10.0
+
+
+def run(
+    model: str | None, spec_name: str, prompts: tuple[int, ...], repeats: int, choices: tuple[str, ...], *, with_load: bool
+) -> None:
+    """Measure and print the report; its last line is one JSON object."""
+    configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "repeats": repeats, "gpu": gpu_name()}
+    before = machine()
+    figures: dict[str, Any] = {}
+    if with_load:
+        figures["load"] = _load(model, spec_name)
+    kernel, matrices = _kernel(model, spec_name)
+    longest = kernel.shape.spec.max_context - 1
+    if max(prompts) > longest:
+        raise ConfigError(f"--prompts {max(prompts)}: the model's context leaves room for {longest} tokens")
+    figures["prompts"] = []
+    for choice in choices:
+        sizes, paired_from = CHOICES[choice]
+        begin_s = time.monotonic()
+        runner = runner_for(kernel, matrices, None, sizes, paired_from)
+        made_s = round(time.monotonic() - begin_s, 2)
+        print(f"{choice}: captured in {made_s} s, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
+        prefill = Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=sizes, paired_from=paired_from)
+        for figure in _measure(kernel, prefill, prompts, repeats):
+            figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
+        if choice == choices[0]:
+            figures["operations"] = _operations(runner, sizes)
+            figures["rows_have_the_bits_of_the_largest_block"] = _row_bits(runner, sizes)
+        del runner, prefill
+        free_memory()
+    finish("prefill", configuration, before, figures)
+
+
+def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, list[LayerMatrices]]:
+    if model is not None:
+        checkpoint = open_checkpoint(Path(model), verify=False)
+        lanes = range(checkpoint.spec.num_lanes)
+        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+        matrices, observe = matrices_for(shape)
+        return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices.layers()
+    spec = named_spec(spec_name)
+    shape = KernelShape(spec, range(spec.num_lanes))
+    matrices, observe = matrices_for(shape)
+
+    def tensor(name: str) -> Any:
+        first, last = needed_rows(shape, name)
+        words = random_tensor(spec, name, SEED, shape.weight_dtype)[first:last]
+        observe(name, words)
+        return words
+
+    return Monokernel(shape, from_tensors(shape, tensor)), matrices.layers()
+
+
+def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Prefill and first token of each length, then of a conversation that goes on, and token by token for comparison."""
+    max_context = kernel.shape.spec.max_context
+    ids = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, max_context).tolist()
+    cases = [(length, 0) for length in prompts]
+    if max_context > _CACHED + _ADDED:
+        cases.append((_CACHED + _ADDED, _CACHED))
+    figures = []
+    for length, cached in cases:
+        times = [_first_token(kernel, prefill, ids[:length], cached) for _ in range(repeats + 1)][1:]
+        prefill_ms, first_ms = (percentile([time_s[i] * 1e3 for time_s in times], 0.5) for i in range(2))
+        figure = {
+            "prompt": length, "cached": cached, "prefill_ms": round(prefill_ms, 3), "first_token_ms": round(first_ms, 3),
+            "p99_first_token_ms": round(percentile([time_s[1] * 1e3 for time_s in times], 0.99), 3),
+        }  # fmt: skip
+        figures.append(figure)
+        print(
+            f"  prompt {length:5}, {cached:5} cached: prefill {prefill_ms:8.3f} ms, first token {first_ms:8.3f} ms median, "
+            f"{figure['p99_first_token_ms']:8.3f} p99",
+            flush=True,
+        )
+    return figures
+
+
+def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float]:
+    """Seconds from the prompt to a full cache, and to the first token in host memory. What is cached there was put before."""
+    begin_s = time.perf_counter()
+    reached = prefill.run(ids[:-1], cached, should_stop=lambda: False)
+    filled_s = time.perf_counter()
+    if reached != len(ids) - 1:
+        raise ConfigError(f"prefill gave up at position {reached}: a value left the range of binary16")
+    kernel.begin(ids, 1, Sampling(), first_position=reached)
+    kernel.launch(1)
+    while kernel.token(0) is None and time.perf_counter() < filled_s + _LONGEST_TOKEN_S:
+        pass
+    first_s = time.perf_counter()
+    kernel.finish()
+    return filled_s - begin_s, first_s - begin_s
+
+
+def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Microseconds of every operation by itself, in a block at position 0 and one at the end of the context."""
+    figures: list[dict[str, Any]] = []
+    for size in sizes:
+        cells = []
+        for name, operation, flops, num_bytes in itertools.chain(_products(runner, size), _others(runner, size)):
+            us = _time_us(runner, operation)
+            figure = {"size": size, "operation": name, "us": round(us, 1)}
+            figure |= {"tflop_per_s": round(flops / us / 1e6, 1)} if flops else {}
+            figure |= {"tb_per_s": round(num_bytes / us / 1e6, 2)} if num_bytes else {}
+            figures.append(figure)
+            rate = f" ({flops / us / 1e6:.0f} TFLOP/s)" if flops else f" ({num_bytes / us / 1e6:.1f} TB/s)" if num_bytes else ""
+            cells.append(f"{name} {us:.1f}{rate}")
+        print(f"  us at {size} rows: {', '.join(cells)}", flush=True)
+    return figures
+
+
+_Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLOP and bytes; 0: not of interest
+
+
+def _products(runner: GraphRunner, size: int) -> list[_Case]:
+    rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
+    assert matrices.wo is not None
+    assert matrices.w13 is not None
+    assert matrices.w2 is not None
+    mixed = rows.query.view(size, len(rows.stream), -1).transpose(0, 1)
+    partial = rows.partials[0][0]
+    shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
+        ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, partial),
+        ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, partial),
+    ]  # fmt: skip
+    return [
+        (name, lambda x=x, matrix=matrix, out=out: do.product(x, matrix, out), 2 * size * matrix.numel(), 0)  # type: ignore[misc]
+        for name, x, matrix, out in shapes
+    ]
+
+
+def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
+    rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
+    partial, past = rows.partials[0][0], rows.partials[0][-1]
+    total, own_sum = rows.own_sums[0][0], rows.own_sums[0][-1]
+    yield "append", lambda: do.append(rows, 0), 0, 2 * rows.qkv.nbytes
+    yield "swiglu", lambda: do.swiglu(rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
+    if spec.delay:
+        moved = 4 * rows.stream.nbytes + 2 * total.nbytes
+        yield "residual", lambda: do.residual(rows, ReduceMode.DELAYED, partial, past, total, own_sum), 0, moved
+    for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
+        for start in (0, spec.max_context - size):
+            rows.place[0], rows.place[2] = start, start + size
+            yield f"attend of the {kind} layer at {start}", lambda layer=layer: do.attend(rows, layer), 0, 0  # type: ignore[misc]
+
+
+def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
+    import torch
+
+    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS_OF_OPERATIONS)]  # type: ignore[no-untyped-call]
+        for event in events:
+            operation()
+            event.record()
+        runner.stream.synchronize()
+    times = [1000 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return percentile(times, 0.5)
+
+
+def _row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, bool]]:
+    """Whether each product gives a row the same bits in a block of every size as in the largest one."""
+    import torch
+
+    found: dict[str, dict[str, bool]] = {}
+    generator = torch.Generator("cuda").manual_seed(1)
+    with torch.no_grad(), exact_products():
+        for name in ("wqkv", "wo", "w13", "w2"):
+            matrix = getattr(runner.layers.matrices[0], name)
+            lanes, out_rows, columns = matrix.shape
+            x = torch.randn(lanes, max(sizes), columns, device="cuda", dtype=torch.float16, generator=generator)
+            outputs = {}
+            for size in sizes:
+                outputs[size] = torch.empty(lanes, size, out_rows, device="cuda", dtype=torch.float16)
+                runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
+            largest = outputs[max(sizes)]
+            found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}
+    print(f"  rows have the bits of the largest block: {found}", flush=True)
+    return found
+
+
+def _load(model: str | None, spec_name: str) -> dict[str, float]:
+    """Seconds from a checkpoint in the page cache to weights on the GPU, without and with the matrices of prefill."""
+    import cupy
+
+    made = nullcontext(Path(model)) if model else random_checkpoint(named_spec(spec_name), None)
+    times: dict[str, float] = {}
+    with made as path:
+        checkpoint = open_checkpoint(path, verify=False)
+        lanes = range(checkpoint.spec.num_lanes)
+        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+        for name in ("first", "without", "with"):
+            matrices, observe = matrices_for(shape)
+            begin_s = time.monotonic()
+            weights = load_weights(shape, checkpoint, observe if name == "with" else None)
+            cupy.cuda.Device().synchronize()
+            times[name] = round(time.monotonic() - begin_s, 3)
+            del weights, matrices, observe
+            free_memory()
+    print(f"loading: {times['without']} s, with the matrices of prefill {times['with']} s", flush=True)
+    return times
