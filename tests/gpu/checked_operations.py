@@ -1,0 +1,88 @@
+"""Prefill's operations on the GPU, each compared at once with its twin in torch: the first one that is wrong is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.prefill.buffers import Buffers, Rows
+from kog_dist.workers.prefill.operations import Operations, TorchOperations
+
+LIMIT = 2e-3  # relative, of one operation: binary16 rounds to 2.4e-4 on average, sums in another order add to it
+
+
+class CheckedOperations:
+    """`Operations` that leave behind what the device did. `errors`: the largest relative error of each operation."""
+
+    def __init__(self, device: Operations, twin: TorchOperations, buffers: Buffers) -> None:
+        self.device, self.twin, self.buffers = device, twin, buffers
+        self.errors: dict[str, float] = {}
+
+    def _compare(self, name: str, outputs: dict[str, Tensor], run: Callable[[Operations], None]) -> None:
+        before = {key: tensor.clone() for key, tensor in outputs.items()}
+        run(self.device)
+        found = {key: tensor.clone() for key, tensor in outputs.items()}
+        for key, tensor in outputs.items():
+            tensor.copy_(before[key])
+        run(self.twin)
+        for key, tensor in outputs.items():
+            wanted, got = tensor.double(), found[key].double()
+            error = float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            self.errors[name] = max(self.errors.get(name, 0.0), error)
+            assert error < LIMIT, f"{name}: {key} is wrong by {error:.1e}"
+            tensor.copy_(found[key])
+
+    def begin(self, rows: Rows) -> None:
+        outputs = {"place": rows.place, "next start": self.buffers.next_start}
+        self._compare("begin", outputs, lambda do: do.begin(rows))
+
+    def embed(self, rows: Rows) -> None:
+        outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
+        self._compare("embed", outputs, lambda do: do.embed(rows))
+
+    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
+
+    def append(self, rows: Rows, layer: int) -> None:
+        outputs = {
+            "query": rows.query, "keys": self.buffers.keys[layer], "values": self.buffers.values[layer],
+            "overflow": self.buffers.overflow,
+        }  # fmt: skip
+        self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, layer))
+
+    def attend(self, rows: Rows, layer: int) -> Tensor:
+        results: list[Tensor] = []
+        mixed = torch.empty(len(rows.stream), rows.size, rows.query.numel() // rows.size // len(rows.stream), device="cuda")
+
+        def run(do: Operations) -> None:
+            results.append(do.attend(rows, layer))
+            mixed.copy_(results[-1])
+
+        self._compare(f"attention of layer {layer}", {"outputs": mixed}, run)
+        return results[0]
+
+    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+        self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(partial, own_sum))
+
+    def residual(
+        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+    ) -> None:
+        outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
+        if own_sum is not None:
+            outputs["own sum"] = own_sum
+        self._compare(f"{mode.value} residual", outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum))
+
+    def swiglu(self, rows: Rows) -> None:
+        self._compare("swiglu", {"activation": rows.activation}, lambda do: do.swiglu(rows))
+
+    def load_cache(self, last: int) -> None:
+        outputs = {"keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow}
+        self._compare("load cache", outputs, lambda do: do.load_cache(last))
+
+    def store_cache(self, first: int, last: int) -> None:
+        outputs: dict[str, Any] = {"cache": self.twin.cache}
+        self._compare("store cache", outputs, lambda do: do.store_cache(first, last))

@@ -1,0 +1,232 @@
+"""Prefill beside the monokernel: every operation against its twin, the same function as token by token, bits, stops.
+
+`pytest tests/gpu/test_prefill.py -s` prints the errors. Timings: `kog-bench prefill`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kog_dist.decode.sampling import Sampling
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.laneformer import Laneformer
+from kog_dist.model.layout import tensor_layouts
+from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, random_tensor
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.load import load_weights
+from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.exchange import OneRank
+from kog_dist.workers.prefill.gpu import GraphRunner, matrices_for, prefill_for, runner_for
+from kog_dist.workers.prefill.layers import Layers
+from kog_dist.workers.prefill.matrices import LayerMatrices
+from kog_dist.workers.prefill.operations import TorchOperations
+from kog_dist.workers.prefill.prefill import HostRunner, Prefill
+from tests.gpu.checked_operations import CheckedOperations
+from tests.gpu.test_monokernel import DEMO, VARIANTS
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
+
+SIZES, PAIRED_FROM = (16, 32, 64), 32
+LIMIT = 2e-3
+SPEC, SEED = laneformer_2b(), 1
+IDS_2B = np.random.default_rng(1).integers(0, SPEC.vocab_size, SPEC.max_context).tolist()
+
+
+class Prepared:
+    """A small random model: kernel, matrices of prefill, oracle in float64 with rounded keys and values."""
+
+    def __init__(self, folder: Path, overrides: dict[str, Any], kv_dtype: str) -> None:
+        self.spec = ModelSpec(**{**DEMO, **overrides})
+        write_checkpoint(folder, self.spec, random_tensors(self.spec, 7), manifest=False)
+        self.oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
+        self.oracle.round_keys_and_values(getattr(torch, kv_dtype))
+        self.shape = KernelShape(self.spec, range(self.spec.num_lanes), kv_dtype=kv_dtype)
+        collected, observe = matrices_for(self.shape)
+        self.kernel = Monokernel(self.shape, load_weights(self.shape, open_checkpoint(folder), observe))
+        self.matrices = collected.layers()
+        self.ids: list[int] = np.random.default_rng(1).integers(0, self.spec.vocab_size, self.spec.max_context).tolist()
+
+    def oracle_logits(self, num_tokens: int) -> np.ndarray[Any, Any]:
+        with torch.no_grad():
+            return np.asarray(self.oracle(torch.tensor([self.ids[:num_tokens]], device="cuda"))[0].cpu().numpy())
+
+    def prefill(self, sizes: tuple[int, ...] = SIZES, paired_from: int = PAIRED_FROM) -> Prefill:
+        return prefill_for(self.kernel, self.matrices, sizes=sizes, paired_from=paired_from)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Prepared:
+    return Prepared(tmp_path, {}, "bfloat16")
+
+
+def fill(prefill: Prefill, ids: list[int], start: int = 0) -> None:
+    assert prefill.run(ids, start, should_stop=lambda: False) == len(ids)
+
+
+def decode(kernel: Monokernel, ids: list[int], first_position: int) -> np.ndarray[Any, Any]:
+    """Logits of the last of `ids`, token by token from `first_position` on."""
+    kernel.begin(ids, 1, Sampling(), first_position=first_position)
+    kernel.launch(len(ids) - first_position)
+    kernel.finish()
+    return np.asarray(kernel.logits.get())
+
+
+def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:
+    return float(np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str) -> None:
+    model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
+    runner = runner_for(model.kernel, model.matrices, None, (32,), 1 << 30)
+    embedding = torch.as_tensor(model.kernel.weights.embedding.view(np.int16), device="cuda").view(torch.bfloat16)
+    cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
+    twin = TorchOperations(runner.buffers, embedding, cache)
+    checked = CheckedOperations(runner.layers.operations, twin, runner.buffers)
+    eager = HostRunner(Layers(model.spec, model.matrices, checked, OneRank()), runner.buffers, (32,))
+    with torch.no_grad():
+        prefill = Prefill(eager, max_context=model.spec.max_context, sizes=(32,))
+        fill(prefill, model.ids[:150])
+        fill(prefill, model.ids[:190], 150)
+    print(variant, kv_dtype, {name: f"{error:.1e}" for name, error in checked.errors.items()})
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_after_prefill_match_the_oracle(tmp_path: Path, variant: str, kv_dtype: str) -> None:
+    model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
+    prefill, wanted, errors = model.prefill(), model.oracle_logits(700), {}
+    for length in (2, 17, 65, 130, 300, 700):
+        fill(prefill, model.ids[: length - 1])
+        errors[length] = relative_error(decode(model.kernel, model.ids[:length], length - 1), wanted[length - 1])
+    fill(prefill, model.ids[:299])
+    decode(model.kernel, model.ids[:310], 299)  # some tokens by the kernel, then prefill goes on behind them
+    fill(prefill, model.ids[:699], 310)
+    errors[-1] = relative_error(decode(model.kernel, model.ids[:700], 699), wanted[699])
+    print(variant, kv_dtype, {length: f"{error:.1e}" for length, error in errors.items()})
+    assert max(errors.values()) < LIMIT, errors
+
+
+def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepared) -> None:
+    ids, prefill = demo.ids[:501], demo.prefill()
+    fill(prefill, ids[:-1])
+    cache = demo.kernel.kv.copy()
+    logits = decode(demo.kernel, ids, 500)
+    answer = demo.kernel.generate(ids[:3], 5)  # something else in between
+    for attempt in range(3):
+        position = 0
+        while position < 500:
+            left = iter([False] * (1 + attempt))
+            position = prefill.run(ids[:-1], position, should_stop=lambda left=left: next(left, True))  # type: ignore[misc]
+        assert bool((demo.kernel.kv == cache).all()), f"attempt {attempt}"
+        assert np.array_equal(decode(demo.kernel, ids, 500).view(np.uint32), logits.view(np.uint32))
+    alone = demo.prefill(paired_from=1 << 30)
+    fill(alone, ids[:-1])
+    assert bool((demo.kernel.kv == cache).all()), "pairs of blocks have other bits than the same blocks one by one"
+    assert demo.kernel.generate(ids[:3], 5) == answer
+
+
+def test_a_stop_ends_it_and_what_is_there_counts(demo: Prepared) -> None:
+    prefill, seen = demo.prefill(), list[int]()
+    reached = prefill.run(demo.ids[:900], 0, should_stop=lambda: bool(seen), on_progress=seen.append)
+    assert 64 <= reached < 900
+    assert seen == sorted(seen)
+    assert seen[-1] == reached
+    fill(prefill, demo.ids[:900], reached)
+    assert relative_error(decode(demo.kernel, demo.ids[:901], 900), demo.oracle_logits(901)[-1]) < LIMIT
+
+
+def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
+    prefill = demo.prefill()
+    fill(prefill, demo.ids[:100])
+    before = demo.kernel.kv.copy()
+    matrix = demo.matrices[2].wqkv
+    kept = matrix.clone()
+    matrix.fill_(60000)
+    torch.cuda.synchronize()  # the kernel's stream does not wait for this one
+    assert prefill.run(demo.ids[:300], 100, should_stop=lambda: False) == 100
+    assert bool((demo.kernel.kv == before).all())
+    matrix.copy_(kept)
+    torch.cuda.synchronize()
+    fill(prefill, demo.ids[:300], 100)
+
+
+# ---- the 2B shape ----
+@pytest.fixture(scope="module")
+def big() -> Iterator[tuple[Monokernel, list[LayerMatrices]]]:
+    import cupy
+
+    shape = KernelShape(SPEC, range(SPEC.num_lanes))
+    matrices, observe = matrices_for(shape)
+
+    def tensor(name: str) -> Any:
+        first, last = needed_rows(shape, name)
+        words = random_tensor(SPEC, name, SEED)[first:last]
+        observe(name, words)
+        return words
+
+    yield Monokernel(shape, from_tensors(shape, tensor)), matrices.layers()
+    cupy.get_default_memory_pool().free_all_blocks()
+    torch.cuda.empty_cache()
+
+
+def test_2b_logits_bits_and_times(big: tuple[Monokernel, list[LayerMatrices]]) -> None:
+    kernel, matrices = big
+    runner = runner_for(kernel, matrices, None, BLOCK_SIZES, 512)
+    prefill = Prefill(runner, max_context=SPEC.max_context, sizes=BLOCK_SIZES, paired_from=512)
+    found = {}
+    for length in (2, 128, 512, 513, 2048, 4000):
+        fill(prefill, IDS_2B[: length - 1])
+        cache = kernel.kv.copy()
+        found[length] = decode(kernel, IDS_2B[:length], length - 1)
+        fill(prefill, IDS_2B[: length - 1])
+        assert bool((kernel.kv == cache).all()), f"{length} tokens again have other bits"
+    fill(prefill, IDS_2B[:3900])
+    begin_s = time.perf_counter()
+    fill(prefill, IDS_2B[:3950], 3900)
+    print(f"50 tokens behind 3900: {1e3 * (time.perf_counter() - begin_s):.2f} ms")
+    found[3951] = decode(kernel, IDS_2B[:3951], 3950)
+    _check_stop(prefill)
+    errors = {length: relative_error(found[length], wanted) for length, wanted in _oracle_logits(sorted(found)).items()}
+    print("2B, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
+    assert max(errors.values()) < LIMIT, errors
+    assert isinstance(runner, GraphRunner)
+
+
+def _check_stop(prefill: Prefill) -> None:
+    """A stop in the middle of the longest prompt is obeyed at once."""
+    asked_at: list[float] = []
+
+    def stop() -> bool:
+        asked_at.append(time.perf_counter())
+        return len(asked_at) > 1
+
+    assert prefill.run(IDS_2B[:3999], 0, should_stop=stop) < 3999
+    assert time.perf_counter() - asked_at[1] < 0.1
+
+
+def _oracle_logits(lengths: list[int]) -> dict[int, np.ndarray[Any, Any]]:
+    """The last logits of prompts, in float64 on the GPU: 18.6 GB."""
+    with torch.device("meta"):
+        module = Laneformer(SPEC, seed=None)
+    weights = {
+        name: torch.as_tensor(random_tensor(SPEC, name, SEED).view(np.int16), device="cuda").view(torch.bfloat16).double()
+        for name in tensor_layouts(SPEC)
+    }
+    module.load_state_dict(weights, assign=True)
+    module = module.to("cuda", torch.float64).eval()
+    module.round_keys_and_values(torch.bfloat16)
+    with torch.no_grad():
+        streams = module.streams(torch.tensor([IDS_2B[: max(lengths)]], device="cuda"))
+        logits = module.logits(streams[:, :, [length - 1 for length in lengths]])[0].cpu().numpy()
+    return dict(zip(lengths, logits, strict=True))
