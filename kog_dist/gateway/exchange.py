@@ -66,13 +66,16 @@ class Exchange:
         if isinstance(event, Error):
             self.fail(choice, from_rpc(event), event)
         elif isinstance(event, Accepted | Alive | Prefill | Done):
-            self._put(choice, self.reply.on_event(choice, event))
+            self._put(choice, self.reply.on_event(choice, event), is_growing=False)
             if isinstance(event, Alive | Prefill) and time.monotonic() - self._written_s > self._limits.keepalive_s:
                 self._put(choice, self.reply.keepalive)
             if not isinstance(event, Alive):
                 self._decided(choice)
             if isinstance(event, Done):
                 self._done(choice, event)
+            if self.reply.is_over and not self._is_over:  # one choice was cancelled: nobody wants the others
+                self._end()
+                self.cancel()
 
     def _decided(self, choice: int) -> None:
         self._undecided.discard(choice)
@@ -82,7 +85,7 @@ class Exchange:
     def _done(self, choice: int, event: Done) -> None:
         self.last[choice] = event
         if len(self.last) == len(self._planned.generates):
-            self._put(choice, self.reply.end())
+            self._put(choice, self.reply.end(), is_growing=False)
             self._end()
 
     def fail(self, choice: int, error: ApiError, event: Error | None = None) -> None:
@@ -96,10 +99,13 @@ class Exchange:
         self._end()
         self.cancel()
 
-    def _put(self, choice: int, frames: bytes) -> None:
+    def _put(self, choice: int, frames: bytes, *, is_growing: bool = True) -> None:
+        """Keep frames for the client. What begins or ends an answer comes once, and repeats all of it in the Responses API: it is
+        bounded by the request and the context, and says nothing about how fast the client reads (`is_growing` false).
+        """
         if not frames or not self._planned.stream:
             return
-        if self._num_bytes + len(frames) > self._limits.buffer_bytes:
+        if is_growing and self._num_bytes + len(frames) > self._limits.buffer_bytes:
             self._metrics.slow_reader_dropped()
             held = f"{self._limits.buffer_bytes >> 10} KiB of this answer were waiting to be read"
             self.fail(
