@@ -36,7 +36,7 @@ def plan_chat(body: object, served: ServedModel) -> Planned:
     """The RPC requests and the reply of a chat. May take up to a second in the template's process. Raises ApiError."""
     request = parse(ChatRequest, body)
     check_model(request.model, served)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     answer_schema = format_schema(request.response_format, "response_format")
     use = _tool_use(request, served, has_format=answer_schema is not None)

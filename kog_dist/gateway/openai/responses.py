@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from kog_dist.gateway.openai.body import parse
 from kog_dist.gateway.openai.chat_request import CalledFunction, Message, ToolCall
 from kog_dist.gateway.openai.errors import invalid
-from kog_dist.gateway.openai.logprobs import TokenNames
+from kog_dist.gateway.openai.logprobs import TokenNames, to_json
 from kog_dist.gateway.openai.planning import (
     Stamp,
     answer_limit,
@@ -144,23 +144,31 @@ def _text(content: str | Sequence[InputPart]) -> str:
 
 
 # ---- what the response says of the request ----
+_MAX_REPEATED: Final = 1 << 16  # bytes of a request that its response repeats, three times in a stream
+
+
 def _outline(request: ResponsesRequest, stamp: Stamp, served: ServedModel, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of the response that are known before the answer."""
+    """The members of the response that are known before the answer. A long request is not repeated in full."""
     dumped = request.model_dump(mode="json", by_alias=True, exclude_none=True, include={"text", "tools", "tool_choice"})
     tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in dumped.get("tools", ())]
     text = dumped.get("text", {})
     text.setdefault("format", TextFormat(type="text").model_dump())
     text.pop("verbosity", None)
+    instructions = request.instructions
+    metadata = request.metadata if isinstance(request.metadata, dict) else {}
+    if len(to_json([tools, text, instructions, metadata])) > _MAX_REPEATED:
+        instructions, metadata = None, {}
+        tools = [{**tool, "description": None, "parameters": None} for tool in tools]
     return {
         "id": stamp.id,
         "object": "response",
         "created_at": stamp.created_s,
         "model": served.name,
         "background": False,
-        "instructions": request.instructions,
+        "instructions": instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": None,
-        "metadata": request.metadata if isinstance(request.metadata, dict) else {},
+        "metadata": metadata,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": request.prompt_cache_key,
