@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
-.PHONY: demo test lint types check cluster bench clean
+.PHONY: demo test lint types check cluster service bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -26,6 +26,9 @@ check: $(VENV)/.installed-dev
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
 	$(BIN)/python -m pytest -m cluster
+
+service: $(VENV)/.installed-dev  ## what needs minutes of hostile HTTP traffic, and is not part of `make test`
+	$(BIN)/python -m pytest -m service -s
 
 bench: $(VENV)/.installed  ## speed of the demo model on this machine's CPU ranks
 	$(BIN)/kog-bench decode

@@ -1,0 +1,59 @@
+"""Clients that read slowly, say half of what they should, or vanish: `python -m tests.e2e.hostile_clients PORT COUNT SECONDS`.
+
+A process of its own, so that what it costs is not counted as the gateway's. Prints what it did as one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import sys
+from collections import Counter
+
+PAUSE_S = 4.0  # mean time between two acts of a client
+BODY = json.dumps({"prompt": "x = ", "max_tokens": 400, "stream": True}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+REQUEST = HEAD % len(BODY) + BODY
+
+
+async def act(port: int, done: Counter[str]) -> None:
+    """One thing that a client should not do."""
+    kind = random.choice(("vanish", "vanish_reading", "never_read", "half_head", "half_body", "garbage"))
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    loop = asyncio.get_running_loop()
+    with connection, contextlib.suppress(OSError):
+        async with asyncio.timeout(5.0):
+            await loop.sock_connect(connection, ("127.0.0.1", port))
+        sent = {"half_head": REQUEST[:40], "half_body": REQUEST[:-5], "garbage": random.randbytes(200)}.get(kind, REQUEST)
+        await loop.sock_sendall(connection, sent)
+        if kind == "vanish_reading":
+            async with asyncio.timeout(5.0):
+                await loop.sock_recv(connection, 500)
+        elif kind != "vanish":
+            await asyncio.sleep(random.uniform(0.5, 6.0))
+    done[kind] += 1
+
+
+async def client(port: int, end_s: float, done: Counter[str]) -> None:
+    loop = asyncio.get_running_loop()
+    while loop.time() < end_s:
+        await asyncio.sleep(random.uniform(0, 2 * PAUSE_S))
+        with contextlib.suppress(TimeoutError):
+            await act(port, done)
+
+
+async def main(port: int, count: int, seconds: float) -> None:
+    random.seed(1)
+    done: Counter[str] = Counter()
+    end_s = asyncio.get_running_loop().time() + seconds
+    await asyncio.gather(*(client(port, end_s, done) for _ in range(count)))
+    print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
