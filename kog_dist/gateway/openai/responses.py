@@ -41,7 +41,7 @@ __all__ = ["ResponseReply", "ResponsesRequest", "plan_response"]
 
 def plan_response(body: object, served: ServedModel) -> Planned:
     """The RPC request and the reply of a response. May take up to a second in the template's process. Raises ApiError."""
-    request = parse(ResponsesRequest, _without_hosted_tools(body))
+    request = parse(ResponsesRequest, without_hosted_tools(body))
     check_model(request.model, served)
     answer_schema = _format_schema(request)
     use = _tool_use(request, served, has_format=answer_schema is not None)
@@ -68,7 +68,7 @@ def plan_response(body: object, served: ServedModel) -> Planned:
     return Planned((message,), bool(request.stream), ResponseReply(outline, use.parser(), names, stream=bool(request.stream)))
 
 
-def _without_hosted_tools(body: object) -> object:
+def without_hosted_tools(body: object) -> object:
     """The body without tools that OpenAI would run: the model is not told of them, and so never calls them."""
     tools = body.get("tools") if isinstance(body, dict) else None
     if not isinstance(body, dict) or not isinstance(tools, list):
