@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
+WORKERS ?= 2
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
 .PHONY: demo test lint types check cluster service bench clean
@@ -21,8 +22,11 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
+# Files of the first part are independent of one another and without limits of time that a second process could break; what is
+# end to end has the machine to itself.
 check: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/multi tests/unit
+	$(BIN)/python -m pytest tests/e2e tests/gpu
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
 	$(BIN)/python -m pytest -m cluster

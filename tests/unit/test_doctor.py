@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -440,19 +441,24 @@ def test_settings_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(network.settings()).startswith("problem: KOG_RANK: there is no setting 'rank'; did you mean ranks?")
 
 
-def test_instances(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="kog-") as folder:  # short: a long path is a finding of its own
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        check_instances(Path(folder))
+
+
+def check_instances(runtime: Path) -> None:
     running = Instance.acquire("alive")
-    dead = tmp_path / "kog" / "dead"
+    dead = runtime / "kog" / "dead"
     dead.mkdir()
     (dead / LEASE_FILE).touch()
     text = shown(instances.instances())
-    assert f"ok: instance folders: {tmp_path / 'kog'}, mode 0700" in text
+    assert f"ok: instance folders: {runtime / 'kog'}, mode 0700" in text
     assert f"ok: running: alive, process {os.getpid()} (" in text
     assert f"warning: {dead} is left of an engine that was killed" in text
     assert dead.exists(), "the doctor changes nothing"
     running.remove()
-    (tmp_path / "kog").chmod(0o755)
+    (runtime / "kog").chmod(0o755)
     assert shown(instances.instances()).startswith("problem: ")
 
 

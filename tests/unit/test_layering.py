@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def source_files() -> list[Path]:
     linked = {ROOT / "kog_dist" / folder for folder in FOLDERS}
     found += [p for p in (ROOT / "kog_dist").rglob("*.py") if not any(link in p.parents for link in linked)]
     return sorted(found)
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file; nobody changes it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def layer_of_module(name: str) -> str | None:
@@ -53,7 +60,7 @@ def test_imports_point_down(path: Path) -> None:
     own = FOLDERS.get(relative.parts[0], "core")
     if relative.parts[:2] in (("kog_dist", "bench"), ("kog_dist", "doctor")):
         own = "launch"  # benchmarks drive whole engines, and the doctor asks about all parts of them
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     for name in imports(tree):
         assert name.split(".")[0] not in BANNED, f"{relative} imports {name}: no pickle anywhere"
         target = layer_of_module(name)
@@ -68,7 +75,7 @@ def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
     relative = str(path.relative_to(ROOT))
     if relative in TORCH_MODULES or relative.startswith(("kog_dist/train/",)):
         return
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     for name in imports(tree, top_only=True):
         assert name.split(".")[0] not in HEAVY, (
             f"{relative} imports {name} at its top; import it inside the function that needs it"
@@ -77,7 +84,7 @@ def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
 
 @pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_code_from_text(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call):
             name = (
                 node.func.id
@@ -95,12 +102,12 @@ def test_no_code_from_text(path: Path) -> None:
 def test_router_knows_no_model_and_no_engine() -> None:
     allowed = ("kog_dist.router", "kog_dist.rpc", "kog_dist.errors")
     for path in sorted((ROOT / "kog_dist" / "router").glob("*.py")):
-        ours = {name for name in imports(ast.parse(path.read_text(encoding="utf-8"))) if name.startswith("kog_dist.")}
+        ours = {name for name in imports(parsed(path)) if name.startswith("kog_dist.")}
         assert all(name.startswith(allowed) for name in ours), f"{path.name} imports {ours}"
 
 
 def test_client_needs_only_messages_and_transport() -> None:
     allowed = {"kog_dist", "kog_dist.errors", "kog_dist.rpc", "kog_dist.rpc.messages", "kog_dist.rpc.transport", "kog_dist.wait"}
     path = ROOT / "kog_dist" / "rpc" / "client.py"
-    ours = {name for name in imports(ast.parse(path.read_text(encoding="utf-8"))) if name.startswith("kog_dist")}
+    ours = {name for name in imports(parsed(path)) if name.startswith("kog_dist")}
     assert ours <= allowed | {name for name in ours if name.rsplit(".", 1)[0] in allowed - {"kog_dist", "kog_dist.rpc"}}
