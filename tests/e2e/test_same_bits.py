@@ -1,33 +1,69 @@
-"""The same tokens, and bitwise the same logits, whatever the number of ranks; and the oracle's tokens."""
+"""The same tokens, and bitwise the same logits, whatever the number of ranks; and the oracle's tokens.
+
+One engine of each size answers all questions; nothing is taken from the cache of an earlier one.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from kog_dist.bench.session import EngineSession
+from kog_dist.bench.session import running
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import Done, FinishReason, Tokens
 
 NUM_TOKENS = 256
 PROMPT_IDS = (17, 300, 42, 7, 99, 1024)
 WORLD_SIZES = (1, 2, 4, 8)
+SHAPED = {
+    "max_tokens": 32, "temperature": 1.2, "seed": 9, "top_p": 0.9, "top_k": 200, "min_p": 0.001, "repetition_penalty": 1.1,
+    "presence_penalty": 0.2, "logit_bias": {300: -4.0}, "logprobs": 3,
+}  # fmt: skip
+QUESTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_tokens": NUM_TOKENS, "logit_digests": True},
+    "sampled": {"max_tokens": 64, "temperature": 0.8, "seed": 7, "logit_digests": True},
+    "other seed": {"max_tokens": 64, "temperature": 0.8, "seed": 8, "logit_digests": True},
+    "shaped": SHAPED,
+}
 
 
-def answer(session: EngineSession, model: Path, ranks: int, *arguments: str) -> tuple[list[int], list[str]]:
-    """Token ids and logit digests of one `kog-launch --prompt-ids --json`."""
-    ids = ",".join(map(str, PROMPT_IDS))
-    done = session.run(
-        "kog_dist.launch.cli",
-        [str(model), f"--ranks={ranks}", f"--prompt-ids={ids}", "--ignore-eos", "--json", "--logit-digests", *arguments],
-        timeout_s=150.0,
-    )
-    assert done.returncode == 0, done.stderr
-    assert session.leftovers() == []
-    whole = json.loads(done.stdout)
-    assert whole["finish_reason"] == "length"
-    assert len(whole["logit_digests"]) == len(whole["token_ids"])
-    return whole["token_ids"], whole["logit_digests"]
+class Answer(NamedTuple):
+    """All that can differ: tokens, SHA-256 of each step's logits, log-probabilities, and those of the most likely tokens."""
+
+    token_ids: list[int]
+    digests: list[str]
+    logprobs: list[float]
+    top: list[tuple[int, float]]
+
+
+def ask(client: Client, keywords: Mapping[str, Any]) -> Answer:
+    *events, last = client.generate(prompt_ids=PROMPT_IDS, ignore_eos=True, reuse_kv=False, timeout_s=150.0, **keywords)
+    assert isinstance(last, Done)
+    assert (last.finish_reason, last.num_cached_tokens) == (FinishReason.LENGTH, 0)
+    answer = Answer([], [], [], [])
+    for event in events:
+        if isinstance(event, Tokens):
+            answer.token_ids.extend(event.token_ids)
+            answer.digests.extend(event.digests)
+            answer.logprobs.extend(event.logprobs)
+            answer.top.extend(zip(event.top_ids, event.top_logprobs, strict=True))
+    assert len(answer.token_ids) == keywords["max_tokens"]
+    return answer
+
+
+@pytest.fixture(scope="module")
+def answers(demo_model: Path) -> dict[int, dict[str, Answer]]:
+    """World size -> question -> answer."""
+    found = {}
+    for ranks in WORLD_SIZES:
+        with running(str(demo_model), "--device=cpu", f"--ranks={ranks}") as (session, client):
+            assert client.status().world_size == ranks
+            found[ranks] = {name: ask(client, keywords) for name, keywords in QUESTIONS.items()}
+        assert session.leftovers() == []
+    return found
 
 
 def oracle_greedy(model: Path) -> list[int]:
@@ -46,42 +82,25 @@ def oracle_greedy(model: Path) -> list[int]:
     return ids
 
 
-@pytest.mark.timeout(400)  # eight ranks on two busy cores take their time
-def test_greedy_tokens_and_logits(session: EngineSession, demo_model: Path) -> None:
-    first, *others = [answer(session, demo_model, ranks, f"--max-tokens={NUM_TOKENS}") for ranks in WORLD_SIZES]
-    assert len(first[0]) == NUM_TOKENS
-    assert len(set(first[1])) == NUM_TOKENS, "every step has other logits"
-    for ranks, other in zip(WORLD_SIZES[1:], others, strict=True):
-        assert other == first, f"{ranks} ranks differ from one"
-    assert first[0] == oracle_greedy(demo_model)
+@pytest.mark.timeout(500)  # the first one waits for the engines: eight ranks on two busy cores take their time
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_number_of_ranks_gives_the_same(answers: dict[int, dict[str, Answer]], question: str) -> None:
+    first = answers[1][question]
+    if "logit_digests" in QUESTIONS[question]:
+        assert len(set(first.digests)) == len(first.token_ids), "every step has other logits"
+    for ranks in WORLD_SIZES[1:]:
+        assert answers[ranks][question] == first, f"{ranks} ranks differ from one"
 
 
 @pytest.mark.timeout(400)
-def test_sampled_tokens_and_logits(session: EngineSession, demo_model: Path) -> None:
-    flags = ["--max-tokens=64", "--temperature=0.8", "--seed=7"]
-    first, *others = [answer(session, demo_model, ranks, *flags) for ranks in WORLD_SIZES]
-    for ranks, other in zip(WORLD_SIZES[1:], others, strict=True):
-        assert other == first, f"{ranks} ranks differ from one"
-    other_seed = answer(session, demo_model, 1, "--max-tokens=64", "--temperature=0.8", "--seed=8")
-    assert other_seed[0] != first[0]
+def test_greedy_tokens_are_the_oracle_s(answers: dict[int, dict[str, Answer]], demo_model: Path) -> None:
+    assert answers[1]["greedy"].token_ids == oracle_greedy(demo_model)
 
 
-def test_shaped_tokens_and_logprobs(session: EngineSession, demo_model: Path) -> None:
-    ids = ",".join(map(str, PROMPT_IDS))
-    flags = ["--ignore-eos", "--json", "--max-tokens=32", "--temperature=1.2", "--seed=9", "--top-p=0.9", "--top-k=200"]
-    flags += ["--min-p=0.001", "--repetition-penalty=1.1", "--presence-penalty=0.2", "--logit-bias=300=-4", "--logprobs=3"]
-    answers = []
-    for ranks in (1, 4):
-        done = session.run(
-            "kog_dist.launch.cli", [str(demo_model), f"--ranks={ranks}", f"--prompt-ids={ids}", *flags], timeout_s=100.0
-        )
-        assert done.returncode == 0, done.stderr
-        whole = json.loads(done.stdout)
-        answers.append((whole["token_ids"], whole["logprobs"]))
-    assert answers[0] == answers[1]
-    token_ids, logprobs = answers[0]
-    assert [token["token_id"] for token in logprobs] == token_ids
-    assert 300 not in token_ids
-    for token in logprobs:
-        assert len(token["top"]) == 3
-        assert token["logprob"] <= token["top"][0]["logprob"] <= 0
+@pytest.mark.timeout(400)
+def test_seeds_and_shaping_matter(answers: dict[int, dict[str, Answer]]) -> None:
+    assert answers[1]["other seed"].token_ids != answers[1]["sampled"].token_ids != answers[1]["greedy"].token_ids[:64]
+    shaped = answers[1]["shaped"]
+    assert 300 not in shaped.token_ids
+    assert len(shaped.logprobs) == len(shaped.token_ids) == len(shaped.top) / 3
+    assert all(own <= best <= 0 for own, (_, best) in zip(shaped.logprobs, shaped.top[::3], strict=True))
