@@ -22,8 +22,7 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# Files of the first part are independent of one another and without limits of time that a second process could break; what is
-# end to end has the machine to itself.
+# Files of the first part share nothing and have no tight limits of time; what is end to end has the machine to itself.
 check: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/multi tests/unit
 	$(BIN)/python -m pytest tests/e2e tests/gpu
