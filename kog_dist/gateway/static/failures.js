@@ -60,7 +60,7 @@ export class Failure extends Error {
   /** The server ended the stream with an error. @param {{message?: unknown, code?: unknown}} error */
   static ofEvent(error) {
     const code = typeof error.code === "string" ? ` (${error.code})` : "";
-    return new Failure("The answer was cut off", `${text(error.message) ?? "The engine reported an error."}${code}`,
+    return new Failure("The answer was cut off", sentence(`${text(error.message) ?? "The engine reported an error"}${code}`),
       "What is shown is an exact beginning of the answer. Try again to get all of it.");
   }
 
@@ -86,13 +86,20 @@ export class Failure extends Error {
 /** The sentence of an OpenAI error body, if there is one. @param {Response} response */
 async function message(response) {
   try {
-    return text((await response.json()).error?.message);
+    const said = text((await response.json()).error?.message);
+    return said && sentence(said);
   } catch {
     return null; // an HTML page of some proxy, or nothing
   }
 }
 
+/** With a capital and a full stop, whoever wrote it. @param {string} words */
+function sentence(words) {
+  const begun = words[0].toUpperCase() + words.slice(1);
+  return /[.!?]$/.test(begun) ? begun : `${begun.replace(/\.(?= \([a-z_]+\)$)/, "")}.`;
+}
+
 /** @param {unknown} value @returns {string | null} */
 function text(value) {
-  return typeof value === "string" && value.trim() ? value.slice(0, 600) : null;
+  return typeof value === "string" && value.trim() ? value.trim().slice(0, 600) : null;
 }

@@ -43,6 +43,7 @@ const views = {
 };
 
 let run = /** @type {Run | null} */ (null);
+let sent = /** @type {import("./request.js").Request | null} */ (null);
 let latest = { prompt: "", answer: "" };
 let drafts = { completion: COMPLETIONS[0].prompt, conversation: "" };
 let needsKey = false;
@@ -109,16 +110,17 @@ async function start() {
   run?.abandon();
   problem.hide();
   const request = currentRequest();
+  sent = request;
   const asked = { mode: request.mode, prompt: prompt.value };
   const chat = request.mode === "conversation";
   for (const listing of [views.live, views.slow]) {
-    listing.begin(chat ? "prose" : guessLanguage(asked.prompt), chat ? "" : asked.prompt);
+    listing.begin(chat ? "prose" : guessLanguage(asked.prompt), chat ? `${asked.prompt}\n\n` : asked.prompt);
   }
   const mine = new Run(views, sampling().maxTokens);
   run = mine;
   showRunning(true, "Waiting for the first token");
   announcer.began(() => mine.figures());
-  element("rate").scrollIntoView({ block: "nearest" });
+  showSpeed();
   if (chat) setPrompt("");
   const outcome = await mine.follow(request, key.headers(), (receipt) => {
     if (receipt.pieces.length) element("outcome").textContent = "";
@@ -145,12 +147,20 @@ function finished(asked, outcome) {
   askEngine();
 }
 
+/** On a small screen the figures are below the prompt. */
+function showSpeed() {
+  const speed = element("speed");
+  if (speed.getBoundingClientRect().bottom > innerHeight) speed.scrollIntoView({ block: "start" });
+}
+
 /** @param {boolean} running @param {string} words */
 function showRunning(running, words) {
+  const hadFocus = document.activeElement; // a disabled button would lose it
   document.body.toggleAttribute("data-running", running);
   element("live").setAttribute("aria-busy", String(running));
   button("run").disabled = running;
   button("stop").disabled = !running;
+  if (hadFocus === button("run") || hadFocus === button("stop")) button(running ? "stop" : "run").focus({ preventScroll: true });
   element("outcome").textContent = words;
   if (running) for (const id of ["continue", "copy-answer"]) button(id).hidden = true;
 }
@@ -216,7 +226,10 @@ addEventListener("pagehide", () => run?.abandon());
 
 button("stop").addEventListener("click", () => run?.stop());
 button("key-button").addEventListener("click", () => enterKey(false));
-button("copy-request").addEventListener("click", () => requestDialog.show(currentRequest(), needsKey || key.isSet));
+button("copy-request").addEventListener("click", () => {
+  const request = prompt.value === "" && sent !== null ? sent : currentRequest(); // a message that was sent is no longer in its box
+  requestDialog.show(request, needsKey || key.isSet);
+});
 button("copy-answer").addEventListener("click", () => copy(latest.answer, button("copy-answer")));
 button("continue").addEventListener("click", () => setPrompt(latest.prompt + latest.answer));
 button("clear").addEventListener("click", () => {

@@ -80,11 +80,11 @@ export class RaceView {
     this.#verdict.textContent = "Both start at the first token, with the same answer.";
   }
 
-  /** @param {number} numLive @param {number} numSlow tokens shown */
-  move(numLive, numSlow) {
+  /** @param {number} numLive @param {number} numSlow tokens shown @param {number} elapsedMs since the first token */
+  move(numLive, numSlow, elapsedMs) {
     this.#goal = Math.max(this.#goal, numLive);
-    this.#live.move(numLive / this.#goal);
-    this.#slow.move(numSlow / this.#goal);
+    this.#live.move(numLive / this.#goal, elapsedMs);
+    this.#slow.move(numSlow / this.#goal, elapsedMs);
   }
 
   /** The answer is complete. @param {number} numTokens @param {number} liveMs @param {Replay} replay */
@@ -104,24 +104,30 @@ export class RaceView {
 class Track {
   /** @param {string} id @param {string} timeId */
   constructor(id, timeId) {
+    this.finished = false;
     this.element = /** @type {HTMLElement} */ (document.getElementById(id));
     this.time = /** @type {HTMLElement} */ (document.getElementById(timeId));
   }
 
   reset() {
-    this.move(0);
-    this.time.textContent = "–";
+    this.finished = false;
+    this.#show(0, "–");
   }
 
-  /** @param {number} share of the way */
-  move(share) {
-    this.element.style.setProperty("--progress", Math.min(1, share).toFixed(4));
+  /** @param {number} share of the way @param {number} elapsedMs the clock runs until the finish */
+  move(share, elapsedMs) {
+    if (!this.finished) this.#show(share, `${(elapsedMs / 1000).toFixed(1)} s`);
   }
 
   /** @param {string} time */
   finish(time) {
-    this.move(1);
-    this.time.textContent = time;
+    this.finished = true;
+    this.#show(1, time);
+  }
+
+  #show(share, time) {
+    this.element.style.setProperty("--progress", Math.min(1, share).toFixed(4));
+    if (this.time.textContent !== time) this.time.textContent = time;
   }
 }
 

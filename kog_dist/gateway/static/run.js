@@ -141,7 +141,7 @@ export class Run {
     live.paint();
     slow.append(this.#replay.due(now));
     slow.paint();
-    race.move(this.#pace.numTokens, this.#replay.numShown);
+    if (this.#pace.firstAt !== null) race.move(this.#pace.numTokens, this.#replay.numShown, Math.max(0, now - this.#pace.firstAt));
     if (this.#replay.finishedMs !== null && this.#pace.numTokens > 0) race.finishSlow(this.#replay.finishedMs);
     if (!this.#streaming) return;
     const figures = this.#pace.figures();

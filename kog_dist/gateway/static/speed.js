@@ -46,10 +46,10 @@ export class SpeedView {
   }
 }
 
-/** Tokens received over time, as bars: from 10 ms each; whenever the width is used up, neighbours merge and the bars stand for twice the time. */
+/** Tokens received over time, as bars: from 25 ms each; whenever the width is used up, neighbours merge and the bars stand for twice the time. */
 export class Trace {
-  static #kBars = 128;
-  static #kSliceMs = 10;
+  static #kBars = 64;
+  static #kSliceMs = 25;
   #canvas;
   #counts = /** @type {number[]} */ ([]);
   #sliceMs = Trace.#kSliceMs;
@@ -102,7 +102,7 @@ export class Trace {
     const pitch = clientWidth / Trace.#kBars;
     for (let idx = 0; idx < this.#counts.length; idx++) {
       const height = ((this.#counts[idx] ?? 0) / highest) * clientHeight;
-      context.fillRect(idx * pitch, clientHeight - height, Math.max(1, pitch - 1.5), height);
+      context.fillRect(idx * pitch, clientHeight - height, Math.max(1, pitch - 2), height);
     }
   }
 }

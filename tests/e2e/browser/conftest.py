@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Error, Page, expect, sync_playwright
 
 from tests.e2e.browser.replay_server import ReplayServer
 
@@ -50,15 +50,28 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def shared_page(context: BrowserContext) -> Page:
+    return context.new_page()
+
+
 @pytest.fixture
-def page(context: BrowserContext, server: ReplayServer) -> Iterator[Page]:
-    """The playground, loaded. Fails the test if the page breaks its security policy or throws."""
+def page(shared_page: Page, server: ReplayServer) -> Iterator[Page]:
+    """The playground, loaded anew. Fails the test if the page breaks its security policy or throws."""
     faults: list[str] = []
-    made = context.new_page()
-    made.on("pageerror", lambda error: faults.append(f"exception: {error}"))
-    made.on("console", lambda message: faults.append(message.text) if "Content Security Policy" in message.text else None)
-    made.goto(server.url)
-    yield made
-    made.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
-    made.close()
+
+    def on_error(error: Error) -> None:
+        faults.append(f"exception: {error}")
+
+    def on_message(message: ConsoleMessage) -> None:
+        if "Content Security Policy" in message.text:
+            faults.append(message.text)
+
+    shared_page.on("pageerror", on_error)
+    shared_page.on("console", on_message)
+    shared_page.goto(server.url)
+    yield shared_page
+    shared_page.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
+    shared_page.remove_listener("pageerror", on_error)
+    shared_page.remove_listener("console", on_message)
     assert faults == []

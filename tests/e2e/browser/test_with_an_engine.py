@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 
 from playwright.sync_api import Browser, expect
 
 from kog_dist.bench.session import EngineSession, until
+from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.messages import Tokens
 from tests.e2e.browser.test_playground import answer, ended, run
 
@@ -16,13 +17,12 @@ PROMPT = "def fibonacci(n):\n"
 
 
 def test_the_page_of_a_real_engine(browser: Browser, session: EngineSession) -> None:
-    session.launch("--ranks=2", "--port=0", "--api-key=sk-real-key")
+    session.launch("--http", "--port=0", "--ranks=2", "--api-key=sk-real-key")
     with session.connect() as client:
-        until(lambda: "http://" in session.output(stream="out"), 20, session.output)
-        found = re.search(r"http://[\d.]+:\d+", session.output(stream="out"))
-        assert found is not None
+        announced = session.instance_folder / HTTP_FILE
+        until(announced.exists, 30, session.output)
         page = browser.new_page()
-        page.goto(found[0])
+        page.goto(json.loads(announced.read_text(encoding="utf-8"))["url"])
         page.click("#key-button")
         page.fill("#key", "sk-real-key")
         page.keyboard.press("Enter")
