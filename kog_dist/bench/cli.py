@@ -103,7 +103,7 @@ def prefill(
     prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,2048,4000",
     repeats: Annotated[int, typer.Option(help="Prompts of each length; the median counts.")] = 10,
     choices: Annotated[
-        str, typer.Option(help="Ways to cut a prompt: default, no pairs, to 512, to 512 no pairs, or all.")
+        str, typer.Option(help="Ways to cut a prompt: default, no pairs, to 256, to 512, to 512 no pairs, or all.")
     ] = "default",
     load: Annotated[bool, typer.Option("--load", help="Measure loading with and without the matrices of prefill, too.")] = False,
 ) -> None:
@@ -283,6 +283,28 @@ def gateway(
     if not 0 < rate <= 1e5 or not 2 <= tokens <= 30_000 or repeats < 1:
         raise ConfigError("--rate must be from 0 to 100000, --tokens from 2 to 30000, --repeats at least 1")
     benchmark.run(rate, num_tokens=tokens, repeats=repeats)
+
+
+@app.command()
+def collectives(
+    gpus: Annotated[int, typer.Option(help="GPUs, a rank each. Under mpirun: as many as it has started.")] = 4,
+    sizes: Annotated[str, typer.Option(help="Bytes of each all-reduce: 6144,12288.")] = "6144,12288",
+    steps: Annotated[int, typer.Option(help="Dependent all-reduces in one launch.")] = 1000,
+    repeats: Annotated[int, typer.Option(help="Launches; the median counts.")] = 11,
+    libraries: Annotated[bool, typer.Option(help="Measure NCCL and torch symmetric memory, too.")] = True,
+    kills: Annotated[int, typer.Option(help="Times that a rank is killed while all others spin.")] = 0,
+    out: Annotated[str | None, typer.Option(help="Folder for collectives.json and collectives.png.")] = None,
+) -> None:
+    """Microseconds of an all-reduce inside a kernel, beside NCCL and torch. Code 1: a killed rank held the others up."""
+    from kog_dist.bench import collectives as benchmark
+
+    chosen = _counts(sizes, "--sizes")
+    if not 2 <= gpus <= 8 or any(size % 4096 and size % 6144 for size in chosen) or steps < 1 or repeats < 1 or kills < 0:
+        raise ConfigError(
+            "--gpus must be from 2 to 8, --sizes multiples of 4096 or 6144, --steps and --repeats at least 1, --kills at least 0"
+        )
+    if not benchmark.run(gpus, chosen, steps=steps, repeats=repeats, libraries=libraries, kills=kills, folder=out):
+        raise typer.Exit(1)
 
 
 def _counts(text: str, option: str = "--ranks") -> tuple[int, ...]:
