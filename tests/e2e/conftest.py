@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from kog_dist.bench.session import EngineSession, engine_session
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
+
+NUM_PLAIN_TOKENS = 128
+PLAIN_PROMPT = ("--prompt-ids=17,300,42,7,99,1024", "--ignore-eos", "--json", f"--max-tokens={NUM_PLAIN_TOKENS}")
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +33,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo_model() -> Path:
     """The bundled demo model."""
     return Path(str(resources.files("kog_dist"))) / "models" / "demo"
+
+
+@pytest.fixture(scope="session")
+def plain_tokens(demo_model: Path) -> list[int]:
+    """The tokens that every launcher must give for `PLAIN_PROMPT`: those of one rank that kog-launch started by itself."""
+    with engine_session() as made:
+        done = made.run("kog_dist.launch.cli", [str(demo_model), "--ranks=1", "--launcher=local", *PLAIN_PROMPT])
+    assert done.returncode == 0, done.stderr
+    return tokens_in(done.stdout)
+
+
+def tokens_in(output: str) -> list[int]:
+    """Token ids of the answer to `PLAIN_PROMPT` that some command printed among other lines."""
+    line = next(line for line in output.splitlines() if line.startswith("{"))
+    ids: list[int] = json.loads(line)["token_ids"]
+    assert len(ids) == NUM_PLAIN_TOKENS
+    return ids
 
 
 @pytest.fixture

@@ -22,22 +22,23 @@ _STARTED_S = 60.0
 class RayDaemons:
     """A head without resources and nodes that are added. Commands of `session` find the cluster; all of it dies with `close`."""
 
-    def __init__(self, session: EngineSession) -> None:
+    def __init__(self, session: EngineSession, *, dashboard: bool = False) -> None:
         self.session = session
         self._nodes: list[subprocess.Popen[bytes]] = []
         session.variables |= {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }  # fmt: skip
-        self._wait(
-            self._begin("--head", "--num-cpus=0", "--port=0", "--dashboard-port=0", f"--temp-dir={session.folder / 'ray'}")
-        )
+        shown = ["--dashboard-port=0"] if dashboard else ["--include-dashboard=false"]
+        self._wait(self._begin("--head", "--num-cpus=0", "--port=0", *shown, f"--temp-dir={session.folder / 'ray'}"))
         found = re.search(r"--address='([\d.]+:\d+)'", self._output(0))
         assert found is not None, self._output(0)
         self.address = found[1]
-        dashboard = re.search(r"http://[\d.]+:\d+", self._output(0))
-        assert dashboard is not None, self._output(0)
-        session.variables |= {"RAY_ADDRESS": self.address, "RAY_API_SERVER_ADDRESS": dashboard[0]}
+        session.variables |= {"RAY_ADDRESS": self.address}
+        if dashboard:
+            address = re.search(r"http://[\d.]+:\d+", self._output(0))
+            assert address is not None, self._output(0)
+            session.variables |= {"RAY_API_SERVER_ADDRESS": address[0]}
 
     def add_node(self, num_cpus: int) -> int:
         """Start a node; returns the pid of its raylet."""
@@ -100,9 +101,9 @@ def _is_below(pid: int, ancestor: int) -> bool:
 
 
 @contextlib.contextmanager
-def ray_daemons(session: EngineSession) -> Iterator[RayDaemons]:
-    """A cluster that leaves nothing behind."""
-    daemons = RayDaemons(session)
+def ray_daemons(session: EngineSession, *, dashboard: bool = False) -> Iterator[RayDaemons]:
+    """A cluster that leaves nothing behind. Jobs need its dashboard."""
+    daemons = RayDaemons(session, dashboard=dashboard)
     try:
         yield daemons
     finally:

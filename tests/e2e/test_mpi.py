@@ -11,6 +11,7 @@ import pytest
 
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import RequestFailed
+from tests.e2e.conftest import PLAIN_PROMPT, tokens_in
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
 
 RANKS = 2
@@ -18,7 +19,6 @@ CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
 ENDED_S = 3.0  # the promise: three seconds after the death of any rank mpirun has ended
 LOADED_S = 20.0  # for what has no promise of its own; a loaded machine is slow
 SCREEN_LINES = 24
-PROMPT_IDS = "17,300,42,7,99,1024"
 
 
 @pytest.fixture(params=FLAVOURS)
@@ -32,18 +32,6 @@ def under_mpirun(session: EngineSession, flavour: str, num_ranks: int) -> None:
 
 def assert_clean(session: EngineSession) -> None:
     until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
-
-
-def answer(session: EngineSession, model: Path, *arguments: str) -> list[int]:
-    """Token ids of one prompt."""
-    done = session.run(
-        "kog_dist.launch.cli",
-        [str(model), f"--prompt-ids={PROMPT_IDS}", "--ignore-eos", "--json", "--max-tokens=256", *arguments],
-        timeout_s=100.0,
-    )
-    assert done.returncode == 0, done.stderr
-    ids: list[int] = json.loads(done.stdout)["token_ids"]
-    return ids
 
 
 def memory_of_mpich() -> set[Path]:
@@ -60,14 +48,15 @@ def without_progress(errors: str) -> list[str]:
     return [line for line in lines if not line.startswith("kog-launch: waiting for ")]
 
 
-def test_tokens_are_those_of_a_plain_engine(session: EngineSession, demo_model: Path, flavour: str) -> None:
-    mpirun_or_skip(flavour, 1)
-    plain = answer(session, demo_model, "--ranks=1")
-    assert len(plain) == 256
-    for num_ranks in (1, 2, 4):
-        under_mpirun(session, flavour, num_ranks)
-        assert answer(session, demo_model, "--launcher=mpi") == plain
-        assert session.leftovers() == []
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_tokens_are_those_of_a_plain_engine(
+    session: EngineSession, demo_model: Path, plain_tokens: list[int], flavour: str, num_ranks: int
+) -> None:
+    under_mpirun(session, flavour, num_ranks)
+    done = session.run("kog_dist.launch.cli", [str(demo_model), "--launcher=mpi", *PLAIN_PROMPT], timeout_s=100.0)
+    assert done.returncode == 0, done.stderr
+    assert tokens_in(done.stdout) == plain_tokens
+    assert session.leftovers() == []
 
 
 def test_serving_has_one_banner_and_logs_of_all_ranks(session: EngineSession, tiny_model: Path, flavour: str) -> None:

@@ -7,7 +7,6 @@ reach it over TCP; the private cluster of the last test is the opposite.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens
 from kog_dist.rpc.transport import Access
+from tests.e2e.conftest import PLAIN_PROMPT, tokens_in
 from tests.e2e.ray_daemons import BIN, RayDaemons, ray_daemons
 
 pytestmark = pytest.mark.skipif(
@@ -32,7 +32,6 @@ RANKS = 2
 NUM_CPUS = 4  # of each node
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
 LOADED_S = 60.0  # for what has no promise of its own; a loaded machine is slow
-PROMPT = ("--prompt-ids=17,300,42,7,99,1024", "--ignore-eos", "--json", "--max-tokens=256")
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +41,12 @@ def daemons() -> Iterator[RayDaemons]:
         yield cluster
 
 
-@pytest.fixture
-def plain_tokens(session: EngineSession) -> list[int]:
-    done = session.run("kog_dist.launch.cli", ["--ranks=1", "--launcher=local", *PROMPT])
-    assert done.returncode == 0, done.stderr
-    return tokens_in(done.stdout)
-
-
-def tokens_in(output: str) -> list[int]:
-    """Token ids of the answer that some command printed among other lines."""
-    line = next(line for line in output.splitlines() if line.startswith("{"))
-    ids: list[int] = json.loads(line)["token_ids"]
-    assert len(ids) == 256
-    return ids
+@pytest.fixture(scope="module")
+def job_daemons() -> Iterator[RayDaemons]:
+    """A cluster that takes jobs: they go through a dashboard, which takes its time to start."""
+    with engine_session() as session, ray_daemons(session, dashboard=True) as cluster:
+        cluster.add_node(NUM_CPUS)
+        yield cluster
 
 
 def ray_job(daemons: RayDaemons, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,21 +89,24 @@ def stream(client: Client) -> Iterator[StreamEvent]:
 
 
 @pytest.mark.timeout(240)
-def test_tokens_from_actors_and_from_a_job(daemons: RayDaemons, plain_tokens: list[int]) -> None:
-    session = daemons.session
-    job = ["job", "submit", "--", "kog-launch", "--launcher", "ray", "--ranks", str(RANKS), *PROMPT]
-    with subprocess.Popen([BIN / "ray", *job], env=session.environment(), stdout=subprocess.PIPE, text=True) as submitted:
-        done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=auto", *PROMPT], timeout_s=100.0)
-        job_output, _ = submitted.communicate(timeout=100)
+def test_tokens_from_actors(daemons: RayDaemons, plain_tokens: list[int]) -> None:
+    done = daemons.session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=auto", *PLAIN_PROMPT], timeout_s=100.0)
     assert done.returncode == 0, done.stderr
     assert tokens_in(done.stdout) == plain_tokens
-    assert submitted.returncode == 0, job_output
-    assert tokens_in(job_output) == plain_tokens
     engines_are_gone(daemons, CLEAN_S + 1.0)
 
 
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+def test_tokens_from_a_job(job_daemons: RayDaemons, plain_tokens: list[int]) -> None:
+    submitted = ray_job(job_daemons, "submit", "--", "kog-launch", "--launcher", "ray", "--ranks", str(RANKS), *PLAIN_PROMPT)
+    assert submitted.returncode == 0, submitted.stdout
+    assert tokens_in(submitted.stdout) == plain_tokens
+    engines_are_gone(job_daemons, CLEAN_S + 1.0)
+
+
 def test_too_few_resources_are_named(daemons: RayDaemons) -> None:
-    done = daemons.session.run("kog_dist.launch.cli", ["--ranks=8", "--startup-timeout=1.5", *PROMPT])
+    done = daemons.session.run("kog_dist.launch.cli", ["--ranks=8", "--startup-timeout=1.5", *PLAIN_PROMPT])
     assert done.returncode == 3
     last = done.stderr.splitlines()[-1]
     assert re.fullmatch(
@@ -122,7 +117,8 @@ def test_too_few_resources_are_named(daemons: RayDaemons) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-def test_a_cancelled_job_finishes_the_running_request(daemons: RayDaemons) -> None:
+def test_a_cancelled_job_finishes_the_running_request(job_daemons: RayDaemons) -> None:
+    daemons = job_daemons
     submitted = ray_job(
         daemons, "submit", "--no-wait", "--submission-id=serving", "--", "kog-launch", "--launcher", "ray", "--ranks", str(RANKS)
     )  # fmt: skip
@@ -194,7 +190,7 @@ def test_every_loss_leads_to_a_new_generation(daemons: RayDaemons, tiny_model: P
 
 @pytest.mark.timeout(240)
 def test_private_cluster(session: EngineSession, plain_tokens: list[int]) -> None:
-    done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=ray", *PROMPT], timeout_s=100.0)
+    done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=ray", *PLAIN_PROMPT], timeout_s=100.0)
     assert done.returncode == 0, done.stderr
     assert tokens_in(done.stdout) == plain_tokens
     until(lambda: not session.leftovers(), CLEAN_S + 1.0, lambda: f"left behind: {session.leftovers()}")
