@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[tuple[int, ...], int]] = {
     "default": (BLOCK_SIZES, PAIRED_FROM),
     "no pairs": (BLOCK_SIZES, NEVER),
     "to 512": (tuple(size for size in BLOCK_SIZES if size <= 512), PAIRED_FROM),
+    "to 256": (tuple(size for size in BLOCK_SIZES if size <= 256), 256),
     "to 512 no pairs": (tuple(size for size in BLOCK_SIZES if size <= 512), NEVER),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on

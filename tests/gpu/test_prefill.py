@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.control import ControlPage, DecodeRequest
+from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Sampling
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.topology import RankInfo
+from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, random_tensor
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.engines import cuda
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.exchange import OneRank
 from kog_dist.workers.prefill.gpu import GraphRunner, matrices_for, prefill_for, runner_for
@@ -31,12 +37,16 @@ from kog_dist.workers.prefill.matrices import LayerMatrices
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedOperations
-from tests.gpu.test_monokernel import DEMO, VARIANTS
+from tests.gpu.test_monokernel import DEMO
+from tests.gpu.test_monokernel import VARIANTS as KERNEL_VARIANTS
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
 SIZES, PAIRED_FROM = (16, 32, 64), 32
+# Slices of the FFN that are no multiple of 8 are not for prefill.
+VARIANTS = {**KERNEL_VARIANTS, "nothing divides": {**KERNEL_VARIANTS["nothing divides"], "intermediate_size": 608}}
 LIMIT = 2e-3
+BUNDLED = Path(str(resources.files("kog_dist"))) / "models" / "demo"
 SPEC, SEED = laneformer_2b(), 1
 IDS_2B = np.random.default_rng(1).integers(0, SPEC.vocab_size, SPEC.max_context).tolist()
 
@@ -230,3 +240,30 @@ def _oracle_logits(lengths: list[int]) -> dict[int, np.ndarray[Any, Any]]:
         streams = module.streams(torch.tensor([IDS_2B[: max(lengths)]], device="cuda"))
         logits = module.logits(streams[:, :, [length - 1 for length in lengths]])[0].cpu().numpy()
     return dict(zip(lengths, logits, strict=True))
+
+
+# ---- the engine ----
+def test_engine_with_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "USE_PREFILL", True)
+    control = ControlPage.create(1, 2048)
+    info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
+    engine = cuda.CudaEngine(WorkerArgs(info, str(BUNDLED), "cuda:0", "bfloat16", True, 60.0, 10.0), control)
+    engine.startup()
+    prompt = tuple(np.random.default_rng(2).integers(0, 4096, 1500).tolist())
+
+    def digests(seq: int, request: DecodeRequest) -> list[bytes | None]:
+        assert engine.run(seq, request) is Finish.LENGTH
+        entries = [control.ring.get(seq, index) for index in range(request.max_tokens)]
+        return [entry.digest for entry in entries if entry is not None]
+
+    whole = DecodeRequest(prompt=prompt, max_tokens=8, ignore_eos=True, logit_digests=True)
+    first = digests(1, whole)
+    assert len(set(first)) == 8
+    assert digests(2, whole) == first
+    begin_s = time.monotonic()
+    control.cancel(3)
+    assert engine.run(3, whole) is Finish.CANCELLED
+    assert time.monotonic() - begin_s < 0.25
+    assert digests(4, whole) == first
+    engine.close()
+    control.close()

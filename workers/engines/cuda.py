@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ CHUNK_STEPS = 64
 CHUNKS_QUEUED = 2  # the next one starts without the host
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
+USE_PREFILL = False  # until tests/gpu/test_prefill.py has passed on a GPU
+MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 
 
 class Token(Protocol):
@@ -79,12 +81,27 @@ class Kernel(Protocol):
         """Forget caches and words, in which values that are not finite may stand."""
 
 
+class Prefiller(Protocol):
+    """What this engine needs of `prefill.Prefill`."""
+
+    def run(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        *,
+        should_stop: Callable[[], bool],
+        on_progress: Callable[[int], None],
+    ) -> int:
+        """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then."""
+
+
 class CudaEngine:
     """See `Engine`. Hosts all lanes of the model on one GPU."""
 
     def __init__(self, args: WorkerArgs, control: ControlPage) -> None:
         self._args, self._control, self._rank = args, control, args.info.rank
         self._kernel: Kernel | None = None
+        self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._max_context = 0
 
     # ---- startup ----
@@ -109,13 +126,21 @@ class CudaEngine:
         from kog_dist.workers.cuda.kernel_shape import KernelShape
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.cuda.monokernel import Monokernel
+        from kog_dist.workers.prefill.buffers import misfit
+        from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
 
         cupy.cuda.Device(device_index(self._args.device)).use()
         spec = checkpoint.spec
         shape = KernelShape(spec, spec.lanes_of_rank(0, 1), weight_dtype=checkpoint.dtype, kv_dtype=self._args.kv_dtype)
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
-        kernel: Kernel = Monokernel(shape, load_weights(shape, checkpoint), rank=self._rank)
+        kernel: Kernel
+        if not USE_PREFILL or misfit(spec):
+            kernel = Monokernel(shape, load_weights(shape, checkpoint), rank=self._rank)
+            return kernel
+        matrices, observe = matrices_for(shape)
+        kernel = made = Monokernel(shape, load_weights(shape, checkpoint, observe), rank=self._rank)
+        self._prefill = prefill_for(made, matrices.layers())
         return kernel
 
     # ---- requests ----
@@ -125,13 +150,34 @@ class CudaEngine:
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
         limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
         with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
+            num_cached = self._prefilled(seq, request, heartbeat)
             if request.is_shaped:
-                return self._run_shaped(seq, request, heartbeat)
-            return self._run_plain(seq, request, heartbeat)
+                return self._run_shaped(seq, request, heartbeat, num_cached)
+            return self._run_plain(seq, request, heartbeat, num_cached)
 
-    def _run_plain(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> Finish:
+    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> int:
+        """Positions that the KV cache holds once the prompt without its last token has gone through prefill.
+
+        Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
+        """
+        start, num_wanted = request.kv.num_cached, len(request.prompt) - 1
+        if self._prefill is None or num_wanted - start < MIN_PREFILL_TOKENS:
+            return start
+
+        def progress(position: int) -> None:
+            heartbeat.progress()
+            self._control.set_progress(self._rank, seq, position)
+
+        def should_stop() -> bool:
+            return self._control.aborted() or self._control.cancelled(seq)
+
+        held = self._prefill.run(request.prompt[:num_wanted], start, should_stop=should_stop, on_progress=progress)
+        progress(held)
+        return held
+
+    def _run_plain(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int) -> Finish:
         """The kernel decodes many tokens in a launch and chooses them itself."""
-        kernel, num_prompt, num_cached = self._kernel, len(request.prompt), request.kv.num_cached
+        kernel, num_prompt = self._kernel, len(request.prompt)
         assert kernel is not None
         max_tokens = min(request.max_tokens, self._max_context - num_prompt)
         sampling = Sampling(request.temperature, request.seed)
@@ -151,9 +197,9 @@ class CudaEngine:
                 return token.finish
         raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")
 
-    def _run_shaped(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> Finish:
+    def _run_shaped(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, held: int) -> Finish:
         """The kernel decodes one token at a time, and the host chooses from its logits, as rank 0 of CPU ranks does."""
-        kernel, held = self._kernel, request.kv.num_cached
+        kernel = self._kernel
         assert kernel is not None
         root = RootChoice(seq, request, self._control, len(kernel.logits), step_timeout_s=self._args.step_timeout_s)
         tokens, index = list(request.prompt), 0
@@ -239,7 +285,7 @@ class CudaEngine:
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._kernel = None
+        self._kernel = self._prefill = None
 
 
 class Launches:
@@ -299,11 +345,11 @@ def device_index(device: str) -> int:
 
 @contextmanager
 def translated_errors(device: str) -> Iterator[None]:
-    """Errors of cupy as one sentence of ours; it is not imported here, so that the engine's logic runs without it in tests."""
+    """Errors of cupy and torch as one sentence of ours; neither is imported here, so that tests run the engine without them."""
     try:
         yield
     except Exception as error:
-        if not type(error).__module__.startswith("cupy"):
+        if not type(error).__module__.startswith(("cupy", "torch")):
             raise
         name = type(error).__name__
         if name == "OutOfMemoryError":

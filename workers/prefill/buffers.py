@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
+from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 
 if TYPE_CHECKING:
@@ -48,9 +49,8 @@ class Buffers:
         import torch
 
         spec = layout.spec
-        for what, size in (("hidden size", spec.hidden_size), ("FFN columns of a lane", spec.lane_ffn)):
-            if size % UNIT:
-                raise ConfigError(f"prefill needs a {what} that is a multiple of {UNIT}, the model has {size}")
+        if finding := misfit(spec):
+            raise ConfigError(f"prefill cannot run this model: it has {finding}")
         self.layout, self.spec, self.dtype, self.max_size, self.device = layout, spec, dtype, max_size, device
         self._memory: dict[str, Tensor] = {}
         cos, sin = (torch.from_numpy(table) for table in rope_table(spec, spec.max_context))
@@ -104,3 +104,9 @@ class Buffers:
             place=torch.zeros(3, dtype=torch.int32, device=self.device),
             query_bounds=bounds,
         )
+
+
+def misfit(spec: ModelSpec) -> str:
+    """What of a model the fused kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
+    sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
+    return "; ".join(f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT)

@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused(make: Make) -> None:
         rank.run(ids[:5], 9)
     assert rank.run(ids[:256]) == 256, "padding reaches beyond the context"
     odd = ModelSpec(**{**SMALL, "hidden_size": 60, "num_heads": 6, "num_kv_heads": 6, "num_lanes": 2})
-    with pytest.raises(ConfigError, match="multiple of 8, the model has 60"):
+    with pytest.raises(ConfigError, match=r"it has 60 values in a stream \(a multiple of 8\)"):
         Buffers(layout_of(odd, 2), torch.float16, 8, "cpu")
 
 

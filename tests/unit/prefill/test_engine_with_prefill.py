@@ -1,0 +1,98 @@
+"""The CUDA engine hands prompts to prefill and the last token to the kernel; both are played by Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kog_dist.control import ControlPage, DecodeRequest, KvUse
+from kog_dist.decode.ring import Finish
+from kog_dist.topology import RankInfo
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
+from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
+
+BLOCK = 16
+
+
+class ScriptedPrefill:
+    """Blocks of 16 tokens. `gives_up`: it stores nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []  # tokens, start
+        self.gives_up = False
+        self.before_block: Callable[[], None] = lambda: None
+
+    def run(
+        self, token_ids: Sequence[int], start: int, *, should_stop: Callable[[], bool], on_progress: Callable[[int], None]
+    ) -> int:
+        self.calls.append((len(token_ids), start))
+        position = start
+        while position < len(token_ids) and not should_stop():
+            self.before_block()
+            position = min(position + BLOCK, len(token_ids))
+            on_progress(position)
+        return start if self.gives_up else position
+
+
+@pytest.fixture
+def control() -> Iterator[ControlPage]:
+    page = ControlPage.create(1, MAX_CONTEXT)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def parts(control: ControlPage) -> tuple[CudaEngine, ScriptedKernel, ScriptedPrefill]:
+    info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
+    engine = CudaEngine(WorkerArgs(info, "model", "cuda:0", "bfloat16", True, 10.0, 10.0), control)
+    kernel, prefill = ScriptedKernel(), ScriptedPrefill()
+    engine._kernel, engine._prefill, engine._max_context = kernel, prefill, MAX_CONTEXT
+    return engine, kernel, prefill
+
+
+Parts = tuple[CudaEngine, ScriptedKernel, ScriptedPrefill]
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_the_kernel_begins_with_the_last_token(control: ControlPage, parts: Parts, logprobs: int | None) -> None:
+    engine, kernel, prefill = parts
+    assert engine.run(1, request(num_prompt=100, max_tokens=5, logprobs=logprobs)) is Finish.LENGTH
+    assert prefill.calls == [(99, 0)]
+    assert kernel.begun[0] == (100, 99)
+    assert [entry.token_id for entry in answer(control)] == [199, 200, 201, 202, 203]
+    engine.run(2, request(num_prompt=150, max_tokens=5, kv=KvUse(num_cached=104), logprobs=logprobs))
+    assert prefill.calls[1] == (149, 104)
+    assert control.progress(2) == 154
+
+
+def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    engine.run(1, request(num_prompt=MIN_PREFILL_TOKENS, max_tokens=2))
+    engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
+    assert prefill.calls == []
+    assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
+
+
+def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    blocks: list[int] = []
+
+    def cancel_in_the_second() -> None:
+        blocks.append(1)
+        if len(blocks) == 2:
+            control.cancel(1)
+            kernel.cancelled = True  # the scripted kernel runs whole launches at once; the real one looks while it runs
+
+    prefill.before_block = cancel_in_the_second
+    assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
+    assert kernel.begun == [(100, 2 * BLOCK)]
+
+
+def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    prefill.gives_up = True
+    assert engine.run(1, request(num_prompt=100, max_tokens=5, kv=KvUse(num_cached=7))) is Finish.LENGTH
+    assert kernel.begun == [(100, 7)]
+    assert len(answer(control)) == 5
