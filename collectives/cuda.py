@@ -33,6 +33,7 @@ from kog_dist.wait import Deadline, WaitResult, wait
 
 _PUBLISH_ONLY, _GATHER, _SUM, _BARRIER_WAIT = range(4)  # `Collects` in exchange.cu
 _OK, _STOPPED = 1, 2  # `ExchangeStatus`
+_NOT_READY = 600  # cudaErrorNotReady
 _LEAVE_S = 5.0  # for a kernel to start and to leave, beyond its own limit
 
 
@@ -52,6 +53,7 @@ class CudaCommunicator:
         self.heap = heap
         self.mailboxes = {mailbox.spec.name: mailbox for mailbox in mailboxes}
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._runtime: Any = cupy.cuda.runtime
         self._kernel, self._control, self._timeout_s = kernel, control, timeout_s
         self._tag = words.EpochTag(epoch_bits)
         self._fault = Fault(heap.rank, control)
@@ -147,9 +149,7 @@ class CudaCommunicator:
         """
         limit_s = (self._timeout_s if timeout_s is None else timeout_s) + _LEAVE_S
         with cuda_errors(f"rank {self.rank}: {doing}"):
-            result = wait(
-                lambda: bool(self.stream.done), aborted=lambda: False, deadline=Deadline.after(limit_s), on_poll=self._attend
-            )
+            result = wait(self._ended, aborted=lambda: False, deadline=Deadline.after(limit_s), on_poll=self._attend)
         if result is WaitResult.TIMEOUT:
             self._fault.text = "its GPU did not answer"
             self._control.request_abort(self.rank)
@@ -158,6 +158,13 @@ class CudaCommunicator:
             self._left(doing, label)
 
     # --------------------------------------------------------------------------------------------------------------------------
+
+    def _ended(self) -> bool:
+        """Whether the stream is empty. Raises what cupy raises when a kernel on it has failed."""
+        code = int(self._runtime.streamQuery(self.stream.ptr))
+        if code not in (0, _NOT_READY):
+            self.stream.synchronize()
+        return code == 0
 
     def _attend(self) -> None:
         self._control.beat(self.rank)

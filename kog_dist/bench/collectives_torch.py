@@ -34,9 +34,9 @@ def measure(context: RankContext) -> dict[str, Any]:
         figures[method] = {}
         for num_bytes in context.arguments["sizes"]:
             try:
-                step, keep = _METHODS[method](num_bytes // 4, device)
+                step, give_back = _METHODS[method](num_bytes // 4, device)
                 figures[method][str(num_bytes)] = _time(step, int(context.arguments["repeats"]))
-                del keep
+                give_back()
             except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # libraries differ in what they have
                 figures[method][str(num_bytes)] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         dist.barrier()
@@ -51,13 +51,17 @@ def _torch() -> tuple[Any, Any]:
     return importlib.import_module("torch"), importlib.import_module("torch.distributed")
 
 
-def _nccl(length: int, device: Any) -> tuple[Step, Any]:
+def _nothing() -> None:
+    """What most methods have to give back."""
+
+
+def _nccl(length: int, device: Any) -> tuple[Step, Step]:
     torch, dist = _torch()
     values = torch.randn(length, device=device)
-    return lambda: dist.all_reduce(values, op=dist.ReduceOp.AVG), values
+    return lambda: dist.all_reduce(values, op=dist.ReduceOp.AVG), _nothing
 
 
-def _nccl_window(length: int, device: Any) -> tuple[Step, Any]:
+def _nccl_window(length: int, device: Any) -> tuple[Step, Step]:
     """Memory that NCCL has allocated and registered as a symmetric window."""
     torch, dist = _torch()
     backend = dist.group.WORLD._get_backend(device)
@@ -65,10 +69,10 @@ def _nccl_window(length: int, device: Any) -> tuple[Step, Any]:
     with torch.cuda.use_mem_pool(pool):
         values = torch.randn(length, device=device)
     backend.register_mem_pool(pool, symm=True)
-    return lambda: dist.all_reduce(values), (pool, values)
+    return lambda: dist.all_reduce(values), lambda: backend.deregister_mem_pool(pool)
 
 
-def _one_shot(length: int, device: Any) -> tuple[Step, Any]:
+def _one_shot(length: int, device: Any) -> tuple[Step, Step]:
     """Every rank reads all; the result goes into another symmetric buffer, which is the next input."""
     torch, dist = _torch()
     group = dist.group.WORLD.group_name
@@ -80,14 +84,14 @@ def _one_shot(length: int, device: Any) -> tuple[Step, Any]:
         reduce(buffers[0], "sum", group, buffers[1])
         buffers.reverse()
 
-    return step, buffers
+    return step, _nothing
 
 
-def _two_shot(length: int, device: Any) -> tuple[Step, Any]:
+def _two_shot(length: int, device: Any) -> tuple[Step, Step]:
     torch, dist = _torch()
     group = dist.group.WORLD.group_name
     values = _symmetric(length, device)
-    return lambda: torch.ops.symm_mem.two_shot_all_reduce_(values, "sum", group), values
+    return lambda: torch.ops.symm_mem.two_shot_all_reduce_(values, "sum", group), _nothing
 
 
 def _symmetric(length: int, device: Any) -> Any:
@@ -99,7 +103,7 @@ def _symmetric(length: int, device: Any) -> Any:
     return values
 
 
-_METHODS: dict[str, Callable[[int, Any], tuple[Step, Any]]] = {
+_METHODS: dict[str, Callable[[int, Any], tuple[Step, Step]]] = {
     "nccl": _nccl, "nccl window": _nccl_window, "torch one-shot": _one_shot, "torch two-shot": _two_shot,
 }  # fmt: skip
 
