@@ -103,7 +103,7 @@ def prefill(
     prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,2048,4000",
     repeats: Annotated[int, typer.Option(help="Prompts of each length; the median counts.")] = 10,
     choices: Annotated[
-        str, typer.Option(help="Ways to cut a prompt: default, no pairs, to 256, to 512, to 512 no pairs, or all.")
+        str, typer.Option(help="Ways to do it: default, cublaslt, no pairs, to 256, to 512, to 512 no pairs, or all.")
     ] = "default",
     load: Annotated[bool, typer.Option("--load", help="Measure loading with and without the matrices of prefill, too.")] = False,
 ) -> None:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM
-from kog_dist.workers.prefill.gpu import GraphRunner, exact_products, matrices_for, runner_for
+from kog_dist.workers.prefill.gpu import LIBRARY, GraphRunner, exact_products, matrices_for, runner_for
 from kog_dist.workers.prefill.matrices import LayerMatrices
 from kog_dist.workers.prefill.prefill import Prefill
 
@@ -31,13 +32,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NEVER = 1 << 30  # no block is so large
+LIBRARIES = ("cublas", "cublaslt")
 # Sizes of blocks and the one from which they run in pairs: what could be the default.
-CHOICES: dict[str, tuple[tuple[int, ...], int]] = {
-    "default": (BLOCK_SIZES, PAIRED_FROM),
-    "no pairs": (BLOCK_SIZES, NEVER),
-    "to 512": (tuple(size for size in BLOCK_SIZES if size <= 512), PAIRED_FROM),
-    "to 256": (tuple(size for size in BLOCK_SIZES if size <= 256), 256),
-    "to 512 no pairs": (tuple(size for size in BLOCK_SIZES if size <= 512), NEVER),
+CHOICES: dict[str, tuple[tuple[int, ...], int, str]] = {
+    "default": (BLOCK_SIZES, PAIRED_FROM, LIBRARY),
+    "cublaslt": (BLOCK_SIZES, PAIRED_FROM, "cublaslt"),
+    "no pairs": (BLOCK_SIZES, NEVER, LIBRARY),
+    "to 512": (tuple(size for size in BLOCK_SIZES if size <= 512), PAIRED_FROM, LIBRARY),
+    "to 256": (tuple(size for size in BLOCK_SIZES if size <= 256), 256, LIBRARY),
+    "to 512 no pairs": (tuple(size for size in BLOCK_SIZES if size <= 512), NEVER, LIBRARY),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
@@ -59,9 +62,9 @@ def run(
         raise ConfigError(f"--prompts {max(prompts)}: the model's context leaves room for {longest} tokens")
     figures["prompts"] = []
     for choice in choices:
-        sizes, paired_from = CHOICES[choice]
+        sizes, paired_from, library = CHOICES[choice]
         begin_s = time.monotonic()
-        runner = runner_for(kernel, matrices, None, sizes, paired_from)
+        runner = runner_for(kernel, matrices, None, sizes, paired_from, library)
         made_s = round(time.monotonic() - begin_s, 2)
         print(f"{choice}: captured in {made_s} s, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
         prefill = Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=sizes, paired_from=paired_from)
@@ -69,7 +72,7 @@ def run(
             figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
         if choice == choices[0]:
             figures["operations"] = _operations(runner, sizes)
-            figures["rows_have_the_bits_of_the_largest_block"] = _row_bits(runner, sizes)
+            figures["rows_have_the_bits_of_the_largest_block"] = {name: _row_bits(runner, sizes, name) for name in LIBRARIES}
         del runner, prefill
         free_memory()
     finish("prefill", configuration, before, figures)
@@ -140,8 +143,8 @@ def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any
     figures: list[dict[str, Any]] = []
     for size in sizes:
         cells = []
-        for name, operation, flops, num_bytes in itertools.chain(_products(runner, size), _others(runner, size)):
-            us = _time_us(runner, operation)
+        for name, operation, flops, num_bytes, library in itertools.chain(_products(runner, size), _others(runner, size)):
+            us = _time_us(runner, operation, library)
             figure = {"size": size, "operation": name, "us": round(us, 1)}
             figure |= {"tflop_per_s": round(flops / us / 1e6, 1)} if flops else {}
             figure |= {"tb_per_s": round(num_bytes / us / 1e6, 2)} if num_bytes else {}
@@ -152,61 +155,69 @@ def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any
     return figures
 
 
-_Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLOP and bytes; 0: not of interest
+_Case = tuple[str, Callable[[], object], int, int, str]  # name, what to run, its FLOP and bytes (0: not of interest), library
 
 
-def _products(runner: GraphRunner, size: int) -> list[_Case]:
+def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
     assert matrices.wo is not None
     assert matrices.w13 is not None
     assert matrices.w2 is not None
     mixed = rows.query.view(size, len(rows.stream), -1).transpose(0, 1)
-    partial = rows.partials[0][0]
     shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
-        ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, partial),
-        ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, partial),
+        ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
+        ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
     ]  # fmt: skip
-    return [
-        (name, lambda x=x, matrix=matrix, out=out: do.product(x, matrix, out), 2 * size * matrix.numel(), 0)  # type: ignore[misc]
-        for name, x, matrix, out in shapes
-    ]
+    for library in LIBRARIES:
+        for name, x, matrix, out in shapes:
+            product = partial(do.product, x, matrix, out)
+            yield f"{name} by {library}", product, 2 * size * matrix.numel(), 0, library
 
 
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
-    partial, past = rows.partials[0][0], rows.partials[0][-1]
+    now, past = rows.partials[0][0], rows.partials[0][-1]
     total, own_sum = rows.own_sums[0][0], rows.own_sums[0][-1]
-    yield "append", lambda: do.append(rows, 0), 0, 2 * rows.qkv.nbytes
-    yield "swiglu", lambda: do.swiglu(rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
+    yield "append", partial(do.append, rows, 0), 0, 2 * rows.qkv.nbytes, LIBRARY
+    yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, LIBRARY
     if spec.delay:
         moved = 4 * rows.stream.nbytes + 2 * total.nbytes
-        yield "residual", lambda: do.residual(rows, ReduceMode.DELAYED, partial, past, total, own_sum), 0, moved
+        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, total, own_sum)
+        yield "residual", residual, 0, moved, LIBRARY
     for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
         for start in (0, spec.max_context - size):
             rows.place[0], rows.place[2] = start, start + size
-            yield f"attend of the {kind} layer at {start}", lambda layer=layer: do.attend(rows, layer), 0, 0  # type: ignore[misc]
+            yield f"attend of the {kind} layer at {start}", partial(do.attend, rows, layer), 0, 0, LIBRARY
 
 
-def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
+def _time_us(runner: GraphRunner, operation: Callable[[], object], library: str) -> float:
+    """Of one run among many in a graph. Small matrices are then found in the L2 cache, which in a block they are not."""
     import torch
 
-    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS_OF_OPERATIONS)]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), exact_products(library), torch.cuda.stream(runner.stream):
+        operation()
+        runner.stream.synchronize()
+        with torch.cuda.graph(graph, stream=runner.stream, capture_error_mode="thread_local"):
+            for _ in range(_REPEATS_OF_OPERATIONS):
+                operation()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]  # type: ignore[no-untyped-call]
         for event in events:
-            operation()
+            graph.replay()
             event.record()
         runner.stream.synchronize()
-    times = [1000 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    times = [1000 * a.elapsed_time(b) / _REPEATS_OF_OPERATIONS for a, b in itertools.pairwise(events)]
     return percentile(times, 0.5)
 
 
-def _row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, bool]]:
+def _row_bits(runner: GraphRunner, sizes: Sequence[int], library: str) -> dict[str, dict[str, bool]]:
     """Whether each product gives a row the same bits in a block of every size as in the largest one."""
     import torch
 
     found: dict[str, dict[str, bool]] = {}
     generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad(), exact_products():
+    with torch.no_grad(), exact_products(library):
         for name in ("wqkv", "wo", "w13", "w2"):
             matrix = getattr(runner.layers.matrices[0], name)
             lanes, out_rows, columns = matrix.shape
@@ -217,7 +228,7 @@ def _row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, 
                 runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
             largest = outputs[max(sizes)]
             found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}
-    print(f"  rows have the bits of the largest block: {found}", flush=True)
+    print(f"  {library}: rows have the bits of the largest block: {found}", flush=True)
     return found
 
 

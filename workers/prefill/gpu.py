@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 
+LIBRARY = "cublas"  # of the products; `kog-bench prefill --choices all` measures cublaslt, too
+
+
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through."""
     import torch
@@ -37,6 +40,7 @@ def prefill_for(
     exchange: SumExchange | None = None,
     sizes: Sequence[int] = BLOCK_SIZES,
     paired_from: int = PAIRED_FROM,
+    library: str = LIBRARY,
 ) -> Prefill:
     """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
 
@@ -46,7 +50,7 @@ def prefill_for(
     """
     if exchange is not None:
         paired_from = max(sizes) + 1
-    runner = runner_for(kernel, matrices, exchange, sizes, paired_from)
+    runner = runner_for(kernel, matrices, exchange, sizes, paired_from, library)
     return Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=sizes, paired_from=paired_from)
 
 
@@ -56,8 +60,9 @@ def runner_for(
     exchange: SumExchange | None,
     sizes: Sequence[int],
     paired_from: int,
+    library: str = LIBRARY,
 ) -> GraphRunner:
-    """The runner of `prefill_for`."""
+    """The runner of `prefill_for`; `library` is cublas or cublaslt."""
     import numpy as np
     import torch
 
@@ -68,7 +73,7 @@ def runner_for(
     operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     layers = Layers(shape.spec, matrices, operations, exchange or OneRank())
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
-    return GraphRunner(layers, buffers, sizes, paired_from, stream)
+    return GraphRunner(layers, buffers, sizes, paired_from, stream, library)
 
 
 class TwoStreams:
@@ -111,7 +116,13 @@ class GraphRunner:
     """See `Runner`. Each size is captured once, alone and as a pair; what differs between blocks is in device memory."""
 
     def __init__(
-        self, layers: Layers, buffers: Buffers, sizes: Sequence[int], paired_from: int, stream: torch.cuda.Stream
+        self,
+        layers: Layers,
+        buffers: Buffers,
+        sizes: Sequence[int],
+        paired_from: int,
+        stream: torch.cuda.Stream,
+        library: str,
     ) -> None:
         import torch
 
@@ -122,7 +133,7 @@ class GraphRunner:
         self._second_rows = {size: buffers.rows(size, 1) for size in sizes if size >= paired_from}
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
-        with torch.no_grad(), exact_products(), torch.cuda.stream(stream):
+        with torch.no_grad(), exact_products(library), torch.cuda.stream(stream):
             for size in sorted(sizes, reverse=True):
                 for count in (1, 2) if size >= paired_from else (1,):
                     buffers.next_start.zero_()
@@ -173,14 +184,16 @@ class GraphRunner:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Products sum in float32 to the end: torch may otherwise let cuBLAS add partial sums in binary16."""
+def exact_products(library: str) -> Iterator[None]:
+    """Products by this library, summed in float32 to the end: torch may otherwise let it add partial sums in binary16."""
     import torch
 
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_fp16_reduced_precision_reduction
+    matmul, prefer = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
+    before, library_before = matmul.allow_fp16_reduced_precision_reduction, prefer()
     matmul.allow_fp16_reduced_precision_reduction = False
+    prefer(library)
     try:
         yield
     finally:
         matmul.allow_fp16_reduced_precision_reduction = before
+        prefer(library_before)

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from kog_dist.errors import ConfigError
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM, Block, blocks, pairs
 from kog_dist.workers.prefill.buffers import Buffers, Rows
@@ -107,7 +109,7 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     """Put a prompt and the keys and values of its first `start` tokens in place."""
     import torch
 
-    buffers.prompt[: len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)
+    buffers.prompt[: len(token_ids)] = torch.from_numpy(np.array(token_ids, np.int32))
     buffers.prompt[len(token_ids) :] = 0  # padding: any token will do
     buffers.next_start.fill_(start)
     buffers.overflow.zero_()
