@@ -1,0 +1,129 @@
+"""Blocks and pairs captured once and replayed: the runner's order of things, with CUDA graphs played by Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.buffers import Rows
+from kog_dist.workers.prefill.exchange import OneRank
+from kog_dist.workers.prefill.gpu import GraphRunner
+from kog_dist.workers.prefill.layers import Layers
+from kog_dist.workers.prefill.operations import Operations
+from kog_dist.workers.prefill.prefill import Prefill
+from tests.unit.prefill.models import SMALL, Rank, token_ids
+
+SIZES, PAIRED_FROM = (8, 16), 16
+
+
+class Graph:
+    """What was called while it was captured, to be called again."""
+
+    capturing: Graph | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for call in self.calls:
+            call()
+
+
+class Event:
+    recorded = False
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return self.recorded
+
+
+class Stream:
+    def wait_event(self, event: Event) -> None:
+        assert event.recorded, "the second block waits for what the first one has not queued"
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Captured:
+    """`Operations` that a graph being captured remembers."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        call = getattr(self._operations, name)
+
+        def run(*arguments: Any) -> object:
+            result = call(*arguments)
+            if Graph.capturing is not None:
+                again = (lambda: result.copy_(call(*arguments))) if name == "attend" else (lambda: call(*arguments))
+                Graph.capturing.calls.append(again)
+            return result
+
+        return run
+
+
+@contextmanager
+def capture(graph: Graph, **options: Any) -> Iterator[None]:
+    assert options["capture_error_mode"] == "thread_local", "a heartbeat thread must not spoil a capture"
+    Graph.capturing = graph
+    yield
+    Graph.capturing = None
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank, GraphRunner]:
+    """A rank for the expected cache, one that `runner` fills, and the runner."""
+    for name, fake in {
+        "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": capture, "synchronize": lambda: None,
+        "graph_pool_handle": lambda: (0, 0), "stream": lambda stream: nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    spec = ModelSpec(**SMALL)
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
+    checkpoint = open_checkpoint(tmp_path)
+    expected, rank = (Rank(checkpoint, dtype=torch.float16, sizes=SIZES) for _ in range(2))
+    operations: Any = Captured(rank.layers.operations)
+    layers = Layers(spec, rank.matrices, operations, OneRank())
+    stream: Any = Stream()
+    return expected, rank, GraphRunner(layers, rank.buffers, SIZES, PAIRED_FROM, stream, "cublas")
+
+
+def test_pairs_and_single_blocks_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> None:
+    expected, rank, runner = made
+    prefill = Prefill(runner, max_context=rank.spec.max_context, sizes=SIZES, paired_from=PAIRED_FROM)
+    ids = token_ids(rank.spec, 87)
+    for start, end in ((0, 20), (20, 87), (0, 87)):  # 16 + 4; two pairs and 3; two pairs, 16 and 7
+        assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
+        assert expected.run(ids[:end], start) == end
+        assert torch.equal(rank.cache, expected.cache)
+    graphs: Any = runner._graphs
+    assert {key: graph.num_replays for key, graph in graphs.items()} == {(16, 1): 2, (16, 2): 4, (8, 1): 3}
+
+
+def test_a_pair_shares_nothing_but_keys_and_values(made: tuple[Rank, Rank, GraphRunner]) -> None:
+    _, _, runner = made
+
+    def addresses(rows: Rows) -> set[int]:
+        tensors = [value for value in vars(rows).values() if isinstance(value, Tensor)]
+        tensors += [tensor for by_block in (*rows.partials, *rows.own_sums) for tensor in by_block]
+        return {tensor.data_ptr() for tensor in tensors}
+
+    assert not addresses(runner._rows[16]) & addresses(runner._second_rows[16])
+    assert runner._second_rows.keys() == {16}
