@@ -29,6 +29,7 @@ export class Listing {
   #state = beginning("plain");
   #numPainted = 0;
   #follows = true;
+  #grown = false;
   #lastTop = 0;
 
   /** @param {HTMLElement} scroller becomes the view; it scrolls along until the reader scrolls up */
@@ -76,7 +77,15 @@ export class Listing {
       this.#lastLine = "";
     }
     this.#tail.replaceChildren(...nodes(colourLine(this.#state, this.#lastLine).runs));
-    this.#scrollAlong();
+    this.#grown = true;
+  }
+
+  /** Scroll to the end, unless the reader has scrolled up. Needs the layout: call it when nothing else changes in this frame. */
+  follow() {
+    if (!this.#follows || !this.#grown) return;
+    this.#grown = false;
+    this.#scroller.scrollTop = this.#scroller.scrollHeight;
+    this.#lastTop = this.#scroller.scrollTop;
   }
 
   #showGiven(given) {
@@ -123,12 +132,6 @@ export class Listing {
     this.#block.className = "block";
     this.#block.append(this.#tail);
     this.#scroller.append(this.#block);
-  }
-
-  #scrollAlong() {
-    if (!this.#follows) return;
-    this.#scroller.scrollTop = this.#scroller.scrollHeight;
-    this.#lastTop = this.#scroller.scrollTop;
   }
 
   #noticeScrolling() {

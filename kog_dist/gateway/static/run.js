@@ -143,10 +143,13 @@ export class Run {
     slow.paint();
     if (this.#pace.firstAt !== null) race.move(this.#pace.numTokens, this.#replay.numShown, Math.max(0, now - this.#pace.firstAt));
     if (this.#replay.finishedMs !== null && this.#pace.numTokens > 0) race.finishSlow(this.#replay.finishedMs);
-    if (!this.#streaming) return;
-    const figures = this.#pace.figures();
-    speed.show(figures, now);
-    trace.refresh(now);
-    if (figures.tokensPerS !== null) ranks.flow(figures.tokensPerS, now);
+    if (this.#streaming) {
+      const figures = this.#pace.figures();
+      speed.show(figures, now);
+      trace.refresh(now);
+      if (figures.tokensPerS !== null) ranks.flow(figures.tokensPerS, now);
+    }
+    live.follow(); // last: one layout for everything
+    slow.follow();
   }
 }

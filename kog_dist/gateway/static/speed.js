@@ -54,12 +54,16 @@ export class Trace {
   #counts = /** @type {number[]} */ ([]);
   #sliceMs = Trace.#kSliceMs;
   #beganAt = 0;
+  #colour = "";
   #drawnAt = -Infinity;
 
   /** @param {HTMLCanvasElement} canvas */
   constructor(canvas) {
     this.#canvas = canvas;
-    new ResizeObserver(() => this.draw()).observe(canvas);
+    new ResizeObserver(() => this.#measure()).observe(canvas);
+    new MutationObserver(() => this.#recolour()).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#recolour());
+    this.#recolour();
   }
 
   /** @param {number} at the first token's moment, or the request's */
@@ -89,20 +93,29 @@ export class Trace {
     this.draw();
   }
 
+  #recolour() {
+    this.#colour = getComputedStyle(this.#canvas).color;
+    this.draw();
+  }
+
+  /** As many pixels as the screen has. Asks for the layout, so only when the size has changed. */
+  #measure() {
+    this.#canvas.width = Math.round(this.#canvas.clientWidth * devicePixelRatio);
+    this.#canvas.height = Math.round(this.#canvas.clientHeight * devicePixelRatio);
+    this.draw();
+  }
+
   draw() {
-    const { clientWidth, clientHeight } = this.#canvas;
-    const scale = devicePixelRatio || 1;
-    this.#canvas.width = Math.round(clientWidth * scale);
-    this.#canvas.height = Math.round(clientHeight * scale);
     const context = this.#canvas.getContext("2d");
-    if (!context || this.#counts.length === 0) return;
-    context.scale(scale, scale);
-    context.fillStyle = getComputedStyle(this.#canvas).color;
+    if (!context) return;
+    const { width, height: tallest } = this.#canvas;
+    context.clearRect(0, 0, width, tallest);
+    context.fillStyle = this.#colour;
     const highest = this.#counts.reduce((most, value) => Math.max(most, value ?? 0), 1);
-    const pitch = clientWidth / Trace.#kBars;
+    const pitch = width / Trace.#kBars;
     for (let idx = 0; idx < this.#counts.length; idx++) {
-      const height = ((this.#counts[idx] ?? 0) / highest) * clientHeight;
-      context.fillRect(idx * pitch, clientHeight - height, Math.max(1, pitch - 2), height);
+      const height = ((this.#counts[idx] ?? 0) / highest) * tallest;
+      context.fillRect(idx * pitch, tallest - height, Math.max(1, pitch - 2 * devicePixelRatio), height);
     }
   }
 }

@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+import time
+from dataclasses import asdict, dataclass
 
+import pytest
 from playwright.sync_api import CDPSession, Page
 
 from tests.e2e.browser.replay_server import ReplayServer, Script
@@ -30,68 +33,97 @@ def code_pieces(count: int) -> list[str]:
     return (pieces * (1 + count // len(pieces)))[:count]
 
 
-def test_4000_tokens_per_second_stay_smooth_and_exact(page: Page, server: ReplayServer) -> None:
-    pieces = code_pieces(NUM_TOKENS)
+@dataclass(frozen=True)
+class Smoothness:
+    """What the page's main thread did while an answer arrived; milliseconds of wall clock, but for `busy`."""
+
+    tokens_per_s: float
+    num_frames: int
+    gap_p50: float
+    gap_p99: float
+    gap_max: float
+    longest_task: float
+    busy: float  # CPU time of the main thread over the time that passed
+
+    @property
+    def is_smooth(self) -> bool:
+        """The bounds leave room for other work on two cores; docs/playground.md has the figures of a run."""
+        return self.gap_p50 < 40 and self.gap_p99 < 150 and self.gap_max < 400 and self.longest_task < 200
+
+
+def one_run(page: Page, server: ReplayServer, pieces: list[str]) -> Smoothness:
+    """Stream the pieces; whatever the machine does besides, all of the text must be on the page."""
     server.script = Script(pieces=pieces, tokens_per_s=TOKENS_PER_S)
+    page.goto(server.url)
     page.fill("#prompt", "# go\n")
     session = page.context.new_cdp_session(page)
-    session.send("Performance.enable")
-    before = _metrics(session)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before_s, began_s = cpu_s(session), time.monotonic()
     page.evaluate(WATCH)
     run(page)
     page.wait_for_function("() => !document.body.hasAttribute('data-running')", timeout=60_000)
-    page.wait_for_function(f"(length) => {ANSWER_JS.format('live')}.length === length", arg=len("".join(pieces)), timeout=20_000)
+    length = len("".join(pieces))
+    page.wait_for_function(f"(length) => {ANSWER_JS.format('live')}.length === length", arg=length, timeout=20_000)
     watched = page.evaluate("window.watched")
-    after = _metrics(session)
-
+    busy = (cpu_s(session) - before_s) / (time.monotonic() - began_s)
+    session.detach()
     assert answer(page) == "".join(pieces)
-    assert page.inner_text("#num-tokens") == f"{NUM_TOKENS:,}"
-    rate = float(page.inner_text("#rate").replace(",", ""))
+    assert page.inner_text("#num-tokens") == f"{len(pieces):,}"
     gaps = sorted(watched["gaps"])
-    middle, late, longest = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)], gaps[-1]
-    longest_task = max(watched["tasks"], default=0)
-    share = (_busy_s(after) - _busy_s(before)) / (after["Timestamp"] - before["Timestamp"])
-    print(f"{rate:.0f} tokens/s; {len(gaps)} frames, gaps p50 {middle:.1f} p99 {late:.1f} max {longest:.1f} ms")
-    print(f"{len(watched['tasks'])} long tasks, longest {longest_task:.0f} ms; main thread busy for {share:.0%} of the time")
-    assert rate > 0.5 * TOKENS_PER_S, "the machine is too busy for this test to say anything, or the page holds up the stream"
-    # The bounds leave room for other work on two cores; docs/playground.md has the figures of a run.
-    assert longest_task < 300
-    assert middle < 60
-    assert late < 250
-    assert longest < 600
-    assert share < 0.7
+    rate = float(page.inner_text("#rate").replace(",", ""))
+    return Smoothness(
+        tokens_per_s=rate, num_frames=len(gaps), gap_p50=gaps[len(gaps) // 2], gap_p99=gaps[int(len(gaps) * 0.99)],
+        gap_max=gaps[-1], longest_task=max(watched["tasks"], default=0.0), busy=busy,
+    )  # fmt: skip
 
 
-def _busy_s(metrics: dict[str, float]) -> float:
-    return metrics["ScriptDuration"] + metrics["LayoutDuration"] + metrics["RecalcStyleDuration"]
+def cpu_s(session: CDPSession) -> float:
+    """CPU seconds that the main thread has spent in tasks."""
+    metrics = {metric["name"]: metric["value"] for metric in session.send("Performance.getMetrics")["metrics"]}
+    return float(metrics["TaskDuration"])
 
 
-def _metrics(session: CDPSession) -> dict[str, float]:
-    answered = session.send("Performance.getMetrics")
-    return {metric["name"]: metric["value"] for metric in answered["metrics"]}
+def test_4000_tokens_per_second_stay_smooth_and_exact(page: Page, server: ReplayServer) -> None:
+    """A page that is too slow is so each time; a machine that is busy with other things gets two more chances."""
+    pieces = code_pieces(NUM_TOKENS)
+    runs = []
+    for _ in range(3):
+        runs.append(one_run(page, server, pieces))
+        print({name: round(value, 2) for name, value in asdict(runs[-1]).items()})
+        assert runs[-1].busy < 0.6
+        if runs[-1].is_smooth and runs[-1].tokens_per_s > 0.9 * TOKENS_PER_S:
+            return
+    pytest.fail(f"not smooth, three times: {runs}")
 
 
 def test_an_answer_of_100000_tokens_is_painted_in_bounded_steps(page: Page, server: ReplayServer) -> None:
-    """Not through the network: what the page does when a long answer comes at once, as after it was in the background."""
+    """What the page does when a long answer comes at once, as after it was in the background.
+
+    It is painted three times; of each step the fastest counts, since what else the machine does is not the page's.
+    """
     text = "".join(code_pieces(100_000))
-    painted = page.evaluate(
-        """async (text) => {
-            const { Listing } = await import("/static/listing.js");
-            const listing = new Listing(document.getElementById("live"));
-            listing.begin("python");
-            listing.append(text);
-            const steps = [];
-            while (!listing.settled) {
-                await new Promise(requestAnimationFrame);
-                const began = performance.now();
-                listing.paint();
-                steps.push(performance.now() - began);
-            }
-            return { steps, exact: document.getElementById("live").textContent === text };
-        }""",
-        text,
-    )
-    assert painted["exact"]
-    steps = sorted(painted["steps"])
+    paintings = []
+    for _ in range(3):
+        painted = page.evaluate(PAINT_ALL, text)
+        assert painted["exact"]
+        paintings.append(painted["steps"])
+    steps = sorted(min(same) for same in zip(*paintings, strict=True))
     print(f"{len(text)} characters in {len(steps)} frames, step p50 {steps[len(steps) // 2]:.1f} ms, longest {steps[-1]:.1f} ms")
-    assert steps[-1] < 300
+    assert steps[-1] < 100
+
+
+PAINT_ALL = """async (text) => {
+    const { Listing } = await import("/static/listing.js");
+    const scroller = document.getElementById("live");
+    const listing = new Listing(scroller);
+    listing.begin("python");
+    listing.append(text);
+    const steps = [];
+    while (!listing.settled) {
+        await new Promise(requestAnimationFrame);
+        const began = performance.now();
+        listing.paint();
+        steps.push(performance.now() - began);
+    }
+    return { steps, exact: scroller.textContent === text };
+}"""
