@@ -25,7 +25,7 @@ def test_sizes_of_structs_are_multiples_of_eight() -> None:
 def test_threads_of_the_exchange_are_those_of_its_source() -> None:
     found = re.search(r"kExchangeWarps = (\d+)", device_sources()["exchange.cu"])
     assert found is not None
-    assert cuda_kernels.EXCHANGE_THREADS == 32 * (int(found[1]) + 1)
+    assert 32 * (int(found[1]) + 1) == cuda_kernels.EXCHANGE_THREADS
 
 
 def test_only_ptx_has_assembly() -> None:
