@@ -17,7 +17,7 @@ const ANSWER_WITHIN_MS = 5_000;
  * @property {{name: string, state: string, is_running: boolean}[]} [replicas] engines behind a router
  *
  * @typedef {object} Readiness
- * @property {string} state loading, ready, degraded, draining, failed; or unreachable, or locked without the key
+ * @property {string} state loading, ready, degraded, draining, failed; or unreachable
  * @property {string} reason
  */
 
@@ -62,18 +62,18 @@ export async function readiness(key) {
   } catch {
     return { state: "unreachable", reason: "The server does not answer. Is kog-launch running?" };
   }
-  if (response.status === 401 || response.status === 403) return { state: "locked", reason: "The server wants an API key." };
   const said = await response.json().catch(() => ({}));
   const state = typeof said.state === "string" ? said.state : response.ok ? "ready" : "failed";
   return { state, reason: typeof said.reason === "string" ? said.reason : "" };
 }
 
-/** @param {ApiKey} key @returns {Promise<EngineInfo | null>} null where the server has nothing to tell, or wants a key first */
+/** @param {ApiKey} key @returns {Promise<EngineInfo | "locked" | null>} null where the server has nothing to tell; locked: it wants a key */
 export async function engineInfo(key) {
   try {
     const response = await ask("/kog/info", key);
+    if (response.status === 401 || response.status === 403) return "locked";
     const info = response.ok ? await response.json() : null;
-    return info !== null && typeof info === "object" ? info : null;
+    return typeof info === "object" ? info : null;
   } catch {
     return null; // the readiness says why
   }

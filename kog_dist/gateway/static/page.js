@@ -176,12 +176,13 @@ async function enterKey(retry) {
 
 async function askEngine() {
   const { state, reason } = await readiness(key);
-  needsKey ||= state === "locked";
-  const info = state === "unreachable" ? null : await engineInfo(key);
+  const told = state === "unreachable" ? null : await engineInfo(key);
+  const info = told === "locked" ? null : told;
+  needsKey ||= told === "locked";
   element("engine").dataset.state = state;
   const what = [info?.model?.id, number(info?.ranks, "rank"), number(info?.replicas, "replica")].filter(Boolean).join(", ");
-  element("engine-sentence").textContent =
-    state === "ready" ? [what, "ready"].filter(Boolean).join(" · ") : [state, reason].filter(Boolean).join(": ");
+  const words = state === "ready" ? [what, "ready", told === "locked" && "the server wants an API key"] : [state, reason];
+  element("engine-sentence").textContent = words.filter(Boolean).join(state === "ready" ? " · " : ": ");
   if (info === null) return;
   views.ranks.describe(info);
   const untouched = chatStyle === null && turns.length === 0 && prompt.value === COMPLETIONS[0].prompt && !run;
@@ -211,6 +212,9 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   start();
 });
+form.addEventListener("invalid", () => {
+  element("sampling").setAttribute("open", ""); // a browser says nothing about a field that it cannot show
+}, { capture: true });
 form.addEventListener("change", (event) => {
   if (/** @type {HTMLInputElement} */ (event.target).name === "mode") modeChosen();
 });

@@ -33,7 +33,7 @@ def opened(browser: Browser, server: ReplayServer, width: int, height: int, sche
     expect(page.locator("#engine")).to_have_attribute("data-state", "ready")
     page.fill("#prompt", PROMPT)
     page.click(".sampling summary")
-    page.fill("#max-tokens", "4096")
+    page.fill("#max-tokens", "8192")
     page.click(".sampling summary")
     return page
 

@@ -163,6 +163,8 @@ def test_a_silent_server_is_given_up(page: Page, server: ReplayServer) -> None:
 def test_the_key_is_asked_for_and_sent_and_never_written_out(page: Page, server: ReplayServer) -> None:
     server.api_key = "sk-secret"
     server.script = Script(pieces=ANSWER)
+    page.reload()
+    expect(page.locator("#engine-sentence")).to_contain_text("wants an API key")
     run(page)
     expect(page.locator("#problem")).to_contain_text("Incorrect API key")
     page.click("#problem-key")
@@ -219,7 +221,10 @@ def test_sampling_controls_reach_the_request_and_its_code(page: Page, server: Re
     assert {name: sent[name] for name in wanted} == wanted
     expect(page.locator("#sampling-summary")).to_contain_text("temperature 0.8, at most 64 tokens")
     page.fill("#temperature", "-1")
+    page.click(".sampling summary")
+    expect(page.locator("#temperature")).to_be_hidden()
     run(page)
+    expect(page.locator("#temperature")).to_be_focused()
     assert len(server.served) == 1, "the browser refuses values out of range"
 
 
