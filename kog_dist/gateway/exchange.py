@@ -35,6 +35,7 @@ class Exchange:
         self._undecided = set(range(len(planned.generates)))
         self._opened = asyncio.Event()
         self._wake: asyncio.Future[None] | None = None
+        self.write_now: Callable[[bytes], bool] | None = None  # writes at once what the client can take, or says that it cannot
         self._written_s = time.monotonic()
 
     def begin(self, submit: Callable[..., Call]) -> None:
@@ -47,9 +48,14 @@ class Exchange:
 
         def take(event: Event) -> None:
             if isinstance(event, Tokens):
-                meter.tokens(len(event.token_ids), time.monotonic())
-                if not self._is_over:
-                    self._put(choice, reply.on_event(choice, event))
+                now_s = time.monotonic()
+                meter.tokens(len(event.token_ids), now_s)
+                if self._is_over:
+                    return
+                frames = reply.on_event(choice, event)
+                if not frames and now_s - self._written_s > self._limits.keepalive_s:
+                    frames = reply.keepalive  # tokens without text, of a model without a tokenizer
+                self._put(choice, frames)
             else:
                 self._take_rare(choice, meter, event)
 
@@ -112,9 +118,16 @@ class Exchange:
                 choice, ApiError(503, SERVER, "slow_reader", None, f"the client reads too slowly: {held}; it was cancelled")
             )
             return
+        if self.write_now is not None and self._is_waited_for() and self.write_now(frames):
+            self._written_s = time.monotonic()
+            return
         self._frames.append(frames)
         self._count(len(frames))
         self._wake_up()
+
+    def _is_waited_for(self) -> bool:
+        """Whether the one who writes has written all there was, and waits."""
+        return not self._frames and self._wake is not None and not self._wake.done()
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes

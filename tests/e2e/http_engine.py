@@ -22,12 +22,16 @@ class HttpEngine:
 
     def __init__(self, session: EngineSession, launcher: subprocess.Popen[bytes]) -> None:
         self.session, self.launcher = session, launcher
-        until(lambda: "ready after" in session.output() or launcher.poll() is not None, READY_S, session.output)
+        until(lambda: "ready after" in self.said() or launcher.poll() is not None, READY_S, session.output)
         assert launcher.poll() is None, session.output()
         found = self.announced()
         self.url = str(found["url"])
-        assert f", {self.url}, ready after" in session.output()
+        assert f", {self.url}, ready after" in self.said()
         self.http = httpx.Client(base_url=self.url, timeout=ENDED_S, trust_env=False)
+
+    def said(self) -> str:
+        """What the launcher has told its user so far."""
+        return self.session.output(stream="out")
 
     def announced(self) -> dict[str, Any]:
         """http.json of the instance."""
