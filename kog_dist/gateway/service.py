@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.errors import CheckpointError
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
 from kog_dist.gateway.engine import EngineBridge
+from kog_dist.gateway.engine_facts import engine_facts, read_spec
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.logs import Log
 from kog_dist.gateway.metrics import Metrics
 from kog_dist.gateway.openai.served import SamplingDefaults, ServedModel
 from kog_dist.gateway.readiness import Readiness
+from kog_dist.hardware.gpus import read_inventory
 from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import StatusReport, Welcome
@@ -42,6 +44,7 @@ class Service:
         self.welcome: Welcome | None = None
         self.served: ServedModel | None = None  # None until the engine has said what it serves
         self.facts = EngineFacts()
+        self._spec, self._gpus = read_spec(args.model), read_inventory().gpus
         self.metrics = Metrics(args.model_name or "unknown")
         self.answering: set[Exchange] = set()
         self.bodies_bytes = 0  # of request bodies that are in memory
@@ -62,7 +65,7 @@ class Service:
         self.readiness.mismatch(None)
         if self.metrics.model_name != welcome.model:
             self.metrics = Metrics(welcome.model, max_context=welcome.max_context)
-        self.facts = EngineFacts(max_context=welcome.max_context)
+        self.facts = EngineFacts(max_context=welcome.max_context)  # the rest with the first report
         self.metrics.engine_facts(self.facts)
         self.welcome = welcome
         self.served = ServedModel(
@@ -72,6 +75,9 @@ class Service:
 
     def _on_report(self, report: StatusReport | None) -> None:
         self.metrics.engine_report(report)
+        if report is not None and self.welcome is not None and not self.facts.bytes_per_token:
+            self.facts = engine_facts(self.welcome.max_context, self._spec, report, self._gpus)
+            self.metrics.engine_facts(self.facts)
 
     # ---- life ----
     def announce(self) -> None:

@@ -1,0 +1,43 @@
+"""What an engine reads for one token and how fast its memory is, from the model's folder and from what it says of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kog_dist.errors import KogError
+from kog_dist.gateway.engine_metrics import EngineFacts
+from kog_dist.hardware.gpus import Gpu
+from kog_dist.model.published_config import read_config_file
+from kog_dist.model.spec import ModelSpec
+from kog_dist.rpc.messages import StatusReport
+
+CPU_WEIGHT_BYTES = 4  # CPU ranks keep weights as float32
+GPU_WEIGHT_BYTES = 2  # GPUs as they are on disk: 16 bit
+
+
+def read_spec(folder: str | None) -> ModelSpec | None:
+    """The model's shape; None where nobody told the folder, or it has no config.json of a model that we know."""
+    if folder is None:
+        return None
+    try:
+        return read_config_file(Path(folder))
+    except KogError:
+        return None  # a folder with a tokenizer alone serves a gateway as well
+
+
+def engine_facts(max_context: int, spec: ModelSpec | None, report: StatusReport, gpus: Sequence[Gpu]) -> EngineFacts:
+    """Facts of one engine; of one of them where a router speaks for several. `gpus`: those of this machine.
+
+    The peak is known only if every rank has a GPU that is here and tells its memory's clock.
+    """
+    if spec is None or not report.world_size:
+        return EngineFacts(max_context)
+    places = report.rank_places  # only ranks on GPUs say theirs
+    bytes_per_token = spec.bytes_per_token(GPU_WEIGHT_BYTES if places else CPU_WEIGHT_BYTES)
+    num_ranks = report.world_size // max(1, len(report.replica_names))
+    peaks = [gpu.peak_bytes_s for place in places for gpu in gpus if place.startswith(str(gpu))]
+    if not places or len(peaks) != len(places) or not all(peaks):
+        return EngineFacts(max_context, bytes_per_token)
+    source = f"{num_ranks} x memory clock x bus width (NVML)" if num_ranks > 1 else "memory clock x bus width (NVML)"
+    return EngineFacts(max_context, bytes_per_token, num_ranks * min(peaks), source)

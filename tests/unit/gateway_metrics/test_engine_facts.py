@@ -1,0 +1,55 @@
+"""Bytes per token and the peak that they are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from kog_dist.gateway.engine_facts import engine_facts, read_spec
+from kog_dist.gateway.engine_metrics import EngineFacts
+from kog_dist.hardware.gpus import Gpu
+from kog_dist.model.spec import laneformer_2b
+from kog_dist.rpc.messages import EngineState, StatusReport
+
+H200 = Gpu(0, "GPU-0123456789ab", "NVIDIA H200", "0000:01:00.0", peak_bytes_s=4.9e12)
+GPUS = (H200, replace(H200, index=1, uuid="GPU-ba9876543210"))
+REPORT = StatusReport(EngineState.READY, "one", "demo", "b", 1, 2, (), (), 1.0, None, (), 4, 0, 0, 0, 0, 0, 0, 0)
+
+
+def on_gpus(*gpus: Gpu) -> StatusReport:
+    return replace(REPORT, world_size=len(gpus), rank_places=tuple(f"{gpu}, pinned to CPUs 0-7" for gpu in gpus))
+
+
+def test_cpu_ranks_read_float32_and_have_no_known_peak() -> None:
+    spec = laneformer_2b()
+    assert engine_facts(4096, spec, REPORT, GPUS) == EngineFacts(
+        4096, 4 * (spec.num_parameters - spec.vocab_size * spec.hidden_size)
+    )
+
+
+def test_gpus_together() -> None:
+    facts = engine_facts(4096, laneformer_2b(), on_gpus(*GPUS), GPUS)
+    assert facts.bytes_per_token == laneformer_2b().bytes_per_token(2)
+    assert facts.peak_bytes_s == 9.8e12
+    assert facts.peak_source == "2 x memory clock x bus width (NVML)"
+    assert engine_facts(4096, laneformer_2b(), on_gpus(H200), GPUS).peak_source == "memory clock x bus width (NVML)"
+
+
+def test_of_several_engines_one() -> None:
+    report = replace(on_gpus(*GPUS), replica_names=("r0", "r1"))
+    assert engine_facts(4096, laneformer_2b(), report, GPUS).peak_bytes_s == 4.9e12
+
+
+def test_no_peak_without_every_gpu_s_own() -> None:
+    for here in ((), (H200,), (H200, replace(GPUS[1], peak_bytes_s=0.0))):
+        facts = engine_facts(4096, laneformer_2b(), on_gpus(*GPUS), here)
+        assert (facts.bytes_per_token > 0, facts.peak_bytes_s) == (True, 0.0)
+
+
+def test_unknown_models_have_no_facts(tmp_path: Path) -> None:
+    assert read_spec(None) is read_spec(str(tmp_path)) is None
+    assert engine_facts(64, None, REPORT, ()) == EngineFacts(64)
+    demo = read_spec(str(Path(str(resources.files("kog_dist"))) / "models" / "demo"))
+    assert demo is not None
+    assert demo.num_lanes == 8
