@@ -16,7 +16,8 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
 
-from tests.e2e.openai_service import openai_service
+from kog_dist.bench.session import engine_session
+from tests.e2e.http_engine import http_engine
 
 Result = TypeVar("Result")
 KINDS = pytest.mark.parametrize("kind", [OpenAIChatModel, OpenAIResponsesModel])
@@ -32,8 +33,8 @@ class Forecast(BaseModel):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with openai_service() as address:
-        yield address
+    with engine_session() as session, http_engine(session, "--ranks=2", "--device=cpu") as engine:
+        yield f"{engine.url}/v1"
 
 
 def with_model(kind: Any, url: str, use: Callable[[Model], Awaitable[Result]]) -> Result:

@@ -10,7 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.e2e.openai_service import openai_service
+from kog_dist.bench.session import engine_session
+from tests.e2e.http_engine import http_engine
 
 MODEL = "default"
 TEXT = "def add(a, b):"
@@ -39,7 +40,11 @@ class Verdict(BaseModel):
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    with openai_service() as url, openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60.0) as made:
+    with (
+        engine_session() as session,
+        http_engine(session, "--ranks=2", "--device=cpu") as engine,
+        openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0, timeout=60.0) as made,
+    ):
         yield made
 
 
