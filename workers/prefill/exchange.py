@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kog_dist.collectives.api import Communicator, MailboxSpec
+from kog_dist.collectives.api import MailboxSpec
+from kog_dist.decode.exchange_calls import Exchange
 from kog_dist.model.spec import Block, ModelSpec
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def mailbox(spec: ModelSpec, max_size: int) -> MailboxSpec:
 class CommunicatorExchange:
     """Ranks that a communicator of CPU ranks connects. Both kinds of blocks take turns in one mailbox."""
 
-    def __init__(self, spec: ModelSpec, max_size: int, communicator: Communicator) -> None:
+    def __init__(self, spec: ModelSpec, max_size: int, communicator: Exchange) -> None:
         self._box, self._comm = mailbox(spec, max_size), communicator
         self._kept_layers = spec.delay + 1
         self._epoch = 0

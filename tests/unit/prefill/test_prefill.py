@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +13,19 @@ import numpy as np
 import pytest
 import torch
 
+from kog_dist.collectives.cpu import CpuCommunicator
+from kog_dist.control import ControlPage
+from kog_dist.decode.exchange_calls import Exchange
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.topology import LocalRendezvous
+from kog_dist.wait import Deadline
 from kog_dist.workers.prefill.buffers import Buffers
-from kog_dist.workers.prefill.exchange import CommunicatorExchange
-from tests.multi.test_bits import ThreadExchange, run_ranks
+from kog_dist.workers.prefill.exchange import CommunicatorExchange, mailbox
+from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, interpreter, layout_of, relative_error, token_ids
 
 PROMPT = 141  # tokens; beyond the ring of windowed layers
@@ -153,26 +161,54 @@ def test_values_out_of_range_store_nothing(make: Make) -> None:
     assert rank.run(ids, 20) == PROMPT, "the next request is unharmed"
 
 
-@pytest.mark.parametrize("variant", ["delayed", "no attention communication", "all blocking"])
-def test_ranks_that_share_the_lanes(make: Make, variant: str) -> None:
-    checkpoint = make(VARIANTS[variant])
+def check_ranks(checkpoint: Checkpoint, world_size: int, run: Callable[[int, Callable[[Exchange], Rank]], Rank]) -> None:
+    """`run` makes a communicator of a rank and calls what it is given; the ranks' keys and values are those of one rank."""
     spec, ids = checkpoint.spec, token_ids(checkpoint.spec, 75)
     alone = Rank(checkpoint)
     alone.run(ids)
 
-    def work(rank: int, comm: ThreadExchange, world_size: int) -> Rank:
-        lanes = spec.lanes_of_rank(rank, world_size)
-        made = Rank(checkpoint, lanes=lanes, exchange=CommunicatorExchange(spec, 16, comm))  # type: ignore[arg-type]
-        made.run(ids[:40])
-        made.run(ids, 40)
-        return made
+    def prefilled(index: int, comm: Exchange) -> Rank:
+        lanes = spec.lanes_of_rank(index, world_size)
+        rank = Rank(checkpoint, lanes=lanes, exchange=CommunicatorExchange(spec, 16, comm))
+        rank.run(ids[:40])
+        rank.run(ids, 40)
+        return rank
 
-    for world_size in {2, spec.num_lanes}:
-        for rank in run_ranks(world_size, lambda rank, comm, world_size=world_size: work(rank, comm, world_size)):  # type: ignore[misc]
-            heads = slice(rank.lanes[0] * spec.lane_kv_heads, (rank.lanes[-1] + 1) * spec.lane_kv_heads)
-            for layer in range(spec.num_layers):
-                for found, wanted in ((rank.buffers.keys, alone.buffers.keys), (rank.buffers.values, alone.buffers.values)):
-                    assert relative_error(found[layer, :75], wanted[layer, :75, heads]) < 1e-3
+    with ThreadPoolExecutor(world_size) as pool:
+        ranks = list(pool.map(lambda index: run(index, partial(prefilled, index)), range(world_size)))
+    for rank in ranks:
+        heads = slice(rank.lanes[0] * spec.lane_kv_heads, (rank.lanes[-1] + 1) * spec.lane_kv_heads)
+        for layer in range(spec.num_layers):
+            for found, wanted in ((rank.buffers.keys, alone.buffers.keys), (rank.buffers.values, alone.buffers.values)):
+                assert relative_error(found[layer, :75], wanted[layer, :75, heads]) < 1e-3
+
+
+@pytest.mark.parametrize(("variant", "world_size"), [("delayed", 4), ("no attention communication", 2), ("all blocking", 2)])
+def test_ranks_that_share_the_lanes(make: Make, variant: str, world_size: int) -> None:
+    board = Board(world_size)
+    check_ranks(make(VARIANTS[variant]), world_size, lambda index, prefilled: prefilled(ThreadExchange(board, index)))
+
+
+def test_ranks_with_the_communicator_of_cpu_ranks(make: Make) -> None:
+    checkpoint = make({})
+    page, meeting = ControlPage.create(2, 16), LocalRendezvous.create(2)
+
+    def run(index: int, prefilled: Callable[[Exchange], Rank]) -> Rank:
+        rendezvous = LocalRendezvous.from_fd(os.dup(meeting.fd), index, aborted=page.aborted)
+        comm = CpuCommunicator.create(
+            [mailbox(checkpoint.spec, 16)], rendezvous=rendezvous, control=page, deadline=Deadline.after(30), timeout_s=30.0
+        )
+        try:
+            rank = prefilled(comm)
+            comm.barrier()
+        finally:
+            comm.close()
+            rendezvous.close()
+        return rank
+
+    check_ranks(checkpoint, 2, run)
+    meeting.close()
+    page.close()
 
 
 def test_what_does_not_fit_is_refused(make: Make) -> None:
