@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kog_dist.cuda.errors import cuda_errors
+from kog_dist.errors import LaunchError
 from kog_dist.instance import process_start_time
 
 _HOST_TO_DEVICE: Final = 1
@@ -70,11 +71,14 @@ class CupyMemory:
     """See `DeviceMemory`. `ordinal` is the GPU's number in this process; it becomes the thread's current device."""
 
     def __init__(self, ordinal: int) -> None:
-        with cuda_errors(f"using GPU {ordinal}"):
+        try:
             import cupy
-
+        except ImportError:
+            raise LaunchError("ranks on GPUs need cupy, which is not installed: pip install 'kog-dist[cuda]'") from None
+        with cuda_errors(f"using GPU {ordinal}"):
             self._runtime: Any = cupy.cuda.runtime
             cupy.cuda.Device(ordinal).use()
+            self._runtime.deviceSynchronize()  # makes the context, which modules are loaded into
             bus_id = str(self._runtime.deviceGetPCIBusId(ordinal))
         self._gpu = f"GPU {ordinal} ({bus_id})"
         self.place = Place(_host_identity(), os.getpid(), process_start_time(os.getpid()) or 0, bus_id, ordinal)

@@ -4,8 +4,8 @@
     streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes
     candidates       best token of each thread block of each rank, copies for all readers; two slots in turn
 
-Epochs of the sums are those of the plan (`decode/plan.py`): token * summed layers + place of the layer among them, with tokens from 1;
-the slot is that place. Candidates have the token's number as epoch. See docs/kccl.md.
+Epochs of the sums are those of the plan (`decode/plan.py`): token * summed layers + place of the layer among them. Tokens count
+from 1, and the slot is that place. Candidates have the token's number as epoch. See docs/kccl.md.
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ def _run_rank(
     status = 1
     try:
         _die_with_parent()
+        os.dup2(2, 1)  # what libraries print must not mix with the supervisor's report
         control = ControlPage.from_fd(os.dup(info.control_fd))
         meeting = LocalRendezvous.from_fd(os.dup(info.rendezvous_fd), info.rank, aborted=control.aborted)
         outcome = {"result": body(RankContext(info, control, meeting, order["arguments"], deadline, order["device"]))}

@@ -1,6 +1,10 @@
 // Thin names for the PTX that the device code uses; the only file with inline assembly.
 #pragma once
 
+#ifndef INFINITY  // NVRTC has no math.h
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
 namespace kog {
 
 using u16 = unsigned short;
@@ -22,6 +26,13 @@ __device__ __forceinline__ u32 opaque(u32 value) {
 __device__ __forceinline__ u64 globaltimer_ns() {
     u64 now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Cycles of this multiprocessor; wraps.
+__device__ __forceinline__ u32 clock_cycles() {
+    u32 now;
+    asm volatile("mov.u32 %0, %clock;" : "=r"(now));
     return now;
 }
 
@@ -77,9 +88,12 @@ __device__ __forceinline__ void drop_registers() {
 }
 
 // ---- memory ----
+// What createpolicy.fractional.L2::evict_last gives: such lines leave L2 last. A constant, since it would take two registers.
+constexpr u64 kKeepInL2 = 0x14f0000000000000ull;
+
 __device__ __forceinline__ ulonglong2 load_relaxed_x2(const u64* p) {
     ulonglong2 v;
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v2.b64 {%0, %1}, [%2], %3;" : "=l"(v.x), "=l"(v.y) : "l"(p), "l"(kKeepInL2) : "memory");
     return v;
 }
 __device__ __forceinline__ u64 load_relaxed(const u64* p) {
@@ -111,23 +125,23 @@ __device__ __forceinline__ void store_system(u64* p, u64 a) {
     asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(p), "l"(a) : "memory");
 }
 __device__ __forceinline__ void store_relaxed_x2(u64* p, u64 a, u64 b) {
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+    asm volatile("st.relaxed.gpu.global.L2::cache_hint.v2.b64 [%0], {%1, %2}, %3;" ::"l"(p), "l"(a), "l"(b), "l"(kKeepInL2) : "memory");
 }
 __device__ __forceinline__ void store_relaxed(u64* p, u64 a) {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(a) : "memory");
+    asm volatile("st.relaxed.gpu.global.L2::cache_hint.b64 [%0], %1, %2;" ::"l"(p), "l"(a), "l"(kKeepInL2) : "memory");
 }
 __device__ __forceinline__ void store_system_x2(u64* p, u64 a, u64 b) {
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
-// Loads of global or shared memory that this thread block writes too; a barrier stands between the writer and the reader.
-__device__ __forceinline__ void load_generic(const void* p, uint4& v) {
-    asm volatile("ld.v4.b32 {%0, %1, %2, %3}, [%4];"
+// Loads of global memory that this thread may have written before.
+__device__ __forceinline__ void load_global(const void* p, uint4& v) {
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p)
                  : "memory");
 }
-__device__ __forceinline__ void load_generic(const void* p, uint2& v) {
-    asm volatile("ld.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+__device__ __forceinline__ void load_global(const void* p, uint2& v) {
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
 }
 __device__ __forceinline__ void load_shared(u32 address, uint4& v) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -145,6 +159,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 address) {  // another warp m
 }
 __device__ __forceinline__ void store_shared(u32 address, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+__device__ __forceinline__ float load_shared_f32(u32 address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
 }
 __device__ __forceinline__ void store_shared(u32 address, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");

@@ -14,10 +14,13 @@ __device__ __forceinline__ u32 round_to_16_bits(float value) {
     u32 bits = __float_as_uint(value);
     return bits + ((bits & 0x7f800000u) == 0x7f800000u ? 0u : 0x80u);
 }
+// Half of a pair word: a value, and the byte of the tag that goes with the first (0) or second (1) value.
+__device__ __forceinline__ u32 make_half_word(float value, u32 tag_byte) {
+    return (round_to_16_bits(value) & 0xffffff00u) | (tag_byte & 0xffu);
+}
+__device__ __forceinline__ u64 join_halves(u32 first, u32 second) { return static_cast<u64>(second) << 32 | first; }
 __device__ __forceinline__ u64 make_pair_word(float first, float second, u32 tag) {
-    u32 low = (round_to_16_bits(first) & 0xffffff00u) | (tag & 0xffu);
-    u32 high = (round_to_16_bits(second) & 0xffffff00u) | ((tag >> 8) & 0xffu);
-    return static_cast<u64>(high) << 32 | low;
+    return join_halves(make_half_word(first, tag), make_half_word(second, tag >> 8));
 }
 __device__ __forceinline__ bool has_tag(u64 word, u32 tag) {
     u32 low = static_cast<u32>(word), high = static_cast<u32>(word >> 32);

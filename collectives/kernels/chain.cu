@@ -25,6 +25,7 @@ struct ChainLaunch {
     KogWaits waits;
     KogPeers peers;
 };
+static_assert(sizeof(ChainLaunch) == sizeof(KogChainParams) + sizeof(KogWaits) + sizeof(KogPeers), "the host packs them one after the other");
 
 struct ChainShared {
     float x[kLength];

@@ -14,6 +14,7 @@ struct ExchangeLaunch {
     KogWaits waits;
     KogPeers peers;
 };
+static_assert(sizeof(ExchangeLaunch) == sizeof(KogExchangeParams) + sizeof(KogWaits) + sizeof(KogPeers), "the host packs them one after the other");
 
 struct ExchangeShared {
     PeerNote notes[kExchangeWarps];

@@ -15,6 +15,7 @@ struct HandoffLaunch {
     KogWaits waits;
     KogPeers peers;
 };
+static_assert(sizeof(HandoffLaunch) == sizeof(KogHandoffParams) + sizeof(KogWaits) + sizeof(KogPeers), "the host packs them one after the other");
 
 struct HandoffShared {
     PeerNote notes[1];

@@ -13,6 +13,7 @@ from kog_dist.bench.collectives_kccl import chains
 from kog_dist.bench.collectives_mpi import in_mpi
 from kog_dist.bench.collectives_table import table, write
 from kog_dist.bench.collectives_torch import ENVIRON, TUNED
+from kog_dist.bench.gpu import require_gpus
 from kog_dist.bench.report import finish, machine
 from kog_dist.collectives.ranks import run_ranks
 from kog_dist.errors import LaunchError
@@ -57,6 +58,7 @@ def run(
             return True
         world_size, libraries, kills = started.world_size, False, 0
     else:
+        require_gpus(world_size)
         kccl = _run(world_size, f"{_KCCL}:chains", arguments, {})[0]
     figures: dict[str, Any] = {"world_size": world_size, "kccl": kccl, "libraries": {}}
     for name, environ, methods in _LIBRARIES if libraries else ():

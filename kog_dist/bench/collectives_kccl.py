@@ -7,6 +7,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,13 @@ WAIT_LIMIT_S = 2.0
 def mailbox_of(length: int) -> str:
     """Chains of one length share a mailbox: its epochs go on from chain to chain."""
     return f"chain {length}"
+
+
+def compile_together(context: RankContext, shapes: Sequence[ChainShape]) -> None:
+    """Each rank compiles its share; all find all of them in the cache afterwards."""
+    for shape in shapes[context.info.rank :: context.info.world_size]:
+        chain_cubin(shape)
+    context.rendezvous.barrier(context.deadline)
 
 
 @dataclass
@@ -94,10 +102,7 @@ def chains(context: RankContext) -> list[dict[str, Any]]:
     """Median, fastest and slowest microseconds of a step, for every shape of the arguments."""
     world_size, arguments = context.info.world_size, context.arguments
     shapes = [ChainShape(world_size, length, rows, everyone) for length, rows, everyone in arguments["shapes"]]
-    if context.info.rank == 0:
-        for shape in shapes:
-            chain_cubin(shape)  # the others find them in the cache
-    context.rendezvous.barrier(context.deadline)
+    compile_together(context, shapes)
     lengths = sorted({shape.length for shape in shapes})
     comm = context.cuda_communicator([MailboxSpec(mailbox_of(length), 2, length) for length in lengths], timeout_s=WAIT_LIMIT_S)
     loaded = [Chain.load(comm, shape) for shape in shapes]

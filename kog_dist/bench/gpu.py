@@ -16,6 +16,17 @@ def gpu_name() -> str:
         return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
 
 
+def require_gpus(count: int) -> str:
+    """Name of the GPUs. Raises LaunchError when there are fewer than `count`."""
+    name = gpu_name()
+    import cupy
+
+    present = int(cupy.cuda.runtime.getDeviceCount())
+    if present < count:
+        raise LaunchError(f"this benchmark was asked to use {count} GPUs, and {present} can be seen; give --gpus {present}")
+    return name
+
+
 def free_memory() -> None:
     """Give unused memory of cupy's pool back."""
     import cupy

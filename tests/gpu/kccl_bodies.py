@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_dist.bench.collectives_kccl import WARM_STEPS, Chain, mailbox_of
+from kog_dist.bench.collectives_kccl import WARM_STEPS, Chain, compile_together, mailbox_of
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cuda_abi import HANDOFF_PARAMS
 from kog_dist.collectives.cuda_kernels import ChainShape, handoff_cubin
@@ -56,6 +56,7 @@ def chain_bits(context: RankContext) -> list[str]:
         for everyone in (False, True)
         if length > 2 or not everyone
     ]  # fmt: skip
+    compile_together(context, shapes)
     lengths = sorted({shape.length for shape in shapes})
     comm = context.cuda_communicator([MailboxSpec(mailbox_of(length), 2, length) for length in lengths], timeout_s=2.0)
     chains = [Chain.load(comm, shape) for shape in shapes]
