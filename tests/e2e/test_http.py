@@ -44,7 +44,7 @@ def test_a_second_start_on_the_port_fails_at_once_and_names_the_first(served: Ht
     assert f"it is in use by process {served.launcher.pid} (" in done.stderr
     assert "kog_dist.launch.cli" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert took_s < 3.0, "under one second where nothing else runs"
+    assert took_s < 6.0, "0.9 s where little else runs, nearly all of it for Python to start"
     assert served.http.get("/readyz").status_code == 200
 
 
@@ -150,3 +150,22 @@ def test_sigterm_finishes_the_running_answer_and_refuses_others(served: HttpEngi
         assert list(lines)[-2:] == ["data: [DONE]", ""]
     assert served.launcher.wait(ENDED_S) == 0
     until(lambda: not served.session.leftovers(), 3.0, lambda: f"left behind: {served.session.leftovers()}")
+
+
+def test_one_service_in_front_of_replicas(session: EngineSession) -> None:
+    with http_engine(session, "--replicas=2", "--ranks=1", "--device=cpu") as served:
+        pids = session.processes()
+        assert {"gateway", "router", "rank 0 of r0", "rank 0 of r1"} <= set(pids)
+        expected = served.http.post("/v1/completions", json=ASK).json()["choices"][0]["text"]
+        os.kill(pids["rank 0 of r1"], signal.SIGKILL)
+        served.wait_state("degraded", 5.0)
+        assert served.http.get("/readyz").status_code == 200
+        assert served.http.post("/v1/completions", json=ASK).json()["choices"][0]["text"] == expected
+        served.wait_state("ready", READY_S)
+        os.kill(pids["router"], signal.SIGKILL)
+        until(lambda: session.processes().get("router") not in (None, pids["router"]), ENDED_S, session.output)
+        served.wait_state("ready", READY_S)
+        assert served.http.post("/v1/completions", json=ASK).json()["choices"][0]["text"] == expected
+        served.launcher.send_signal(signal.SIGTERM)
+        assert served.launcher.wait(ENDED_S) == 0
+    until(lambda: not session.leftovers(), 3.0, lambda: f"left behind: {session.leftovers()}")
