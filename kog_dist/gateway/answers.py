@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -42,8 +43,10 @@ class AnswerResponse(Response):
         status = 500
         try:
             exchange.begin(lambda *requests: service.bridge.submit(client_of(scope), *requests))
-            write = self._stream if self._planned.stream else self._whole
-            status = await write(exchange, send)
+            if self._planned.stream:
+                status = await self._stream(exchange, send, scope.get("kog.write_chunk"))
+            else:
+                status = await self._whole(exchange, send)
         finally:
             watch.cancel()
             exchange.abandon()
@@ -51,13 +54,14 @@ class AnswerResponse(Response):
             service.metrics.http_response(self._endpoint, status)
             service.log.request(self._line(exchange, scope, status, time.monotonic() - begin_s))
 
-    async def _stream(self, exchange: Exchange, send: Send) -> int:
+    async def _stream(self, exchange: Exchange, send: Send, write_now: Callable[[bytes], bool] | None) -> int:
         await exchange.opened(self._service.limits.accept_s)
         if exchange.refusal is not None:
             await send_error(send, exchange.refusal)
             return exchange.refusal.status
         await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
         self._service.metrics.stream_opened()
+        exchange.write_now = write_now
         try:
             while chunk := await exchange.next_bytes():
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

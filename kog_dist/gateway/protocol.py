@@ -4,11 +4,12 @@ on connections whose refusal has an OpenAI body."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
@@ -57,6 +58,26 @@ class BoundedHttp(H11Protocol):
             self._head_timer = None
         elif in_head and self._head_timer is None and self.conn.trailing_data[0]:
             self._head_timer = self.loop.call_later(self.limits.head_s, self._cut)
+
+    def handle_events(self) -> None:
+        """Give each request the short way for the chunks of its answer."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before and self.cycle is not None:
+            self.cycle.scope["kog.write_chunk"] = functools.partial(self._write_chunk, self.cycle)  # type: ignore[typeddict-unknown-key]
+
+    def _write_chunk(self, cycle: RequestResponseCycle, body: bytes) -> bool:
+        """Write part of a chunked response at once, as h11 would; False if it must go the long way.
+
+        Every token takes this way: to wake a task for it, and to pass it through what is wrapped around `send`, takes longer than
+        everything else that the gateway does for it.
+        """
+        is_ready = cycle.response_started and not cycle.response_complete and not cycle.disconnected
+        is_chunked = cycle.scope["http_version"] == "1.1" and cycle.scope["method"] != "HEAD"
+        if not is_ready or not is_chunked or self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def pause_writing(self) -> None:
         """The client does not read, and the transport's buffer is full."""
