@@ -75,14 +75,17 @@ struct PeerWatchdog {
     __device__ __forceinline__ bool look() {
         if (blockIdx.x == 0 && load_system_u32(host_abort) != 0) atomicExch(abort_mirror, 1u);
         const u64 now = globaltimer_ns();
+        u64 waited_ns = 0;
+        int late = 0;
 #pragma unroll
         for (int i = 0; i < kNotes; ++i) {
             const u32 waiting = notes[i].waiting;
             if (waiting == 0 || waiting != number[i]) number[i] = waiting, since_ns[i] = now;
-            if (now - since_ns[i] > limit_ns) {
-                if (atomicCAS(abort_mirror, 0u, 1u) == 0) write_peer_record(notes[i], rank, now - since_ns[i], record);
-                *stopped = 1;
-            }
+            if (now - since_ns[i] > limit_ns) late = i, waited_ns = now - since_ns[i];
+        }
+        if (waited_ns != 0) {
+            if (atomicCAS(abort_mirror, 0u, 1u) == 0) write_peer_record(notes[late], rank, waited_ns, record);
+            *stopped = 1;
         }
         if (load_relaxed_u32(abort_mirror) != 0) *stopped = 1;
         return *stopped == 0;
