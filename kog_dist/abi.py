@@ -96,8 +96,10 @@ class Struct:
         if self.size_bytes > end:
             lines.append(f"    uint8_t _pad{end}[{self.size_bytes - end}];")
         lines.append(f"}} Kog{self.name};")
+        lines.append("#ifndef __CUDACC_RTC__  // NVRTC has no offsetof in constant expressions")
         for name, offset in self.offsets.items():
             lines.append(f'static_assert(offsetof(Kog{self.name}, {name}) == {offset}, "{self.name}.{name}");')
+        lines.append("#endif")
         lines.append(f'static_assert(sizeof(Kog{self.name}) == {self.size_bytes}, "{self.name}");')
         return "\n".join(lines)
 

@@ -2,14 +2,13 @@
 
 Lanes take turns, so that one lane's waits are covered by another's work. Two things decide how well that works:
 
+- OUT waits for attention, which takes longer than any other step between products, and longer than the ring of weights lasts.
 - A product of few weights (QKV, OUT) takes the matrix warps longer than its weights take to arrive, one of many (GATE_UP, DOWN)
   the reverse. Many small ones in a row stop the stream.
-- OUT waits for attention, which takes longer than any other step between products.
 
-So with four lanes or more, and from the first layer on in which no lane waits for another's current work, half of the lanes run
-half a layer behind the others: while these are in their attention block, those are in their MLP block, and a small product stands
-beside each large one. With two lanes attention is not covered either way, and the plain order is faster
-(docs/results/monokernel-rounds.md).
+So with two lanes or more, and from the first layer on in which no lane waits for another's current work, half of the lanes run
+half a layer behind the others: while these are in their attention block, those go through their MLP block, and a small product
+stands beside each large one. OUT comes as late as it can (docs/results/monokernel-rounds.md has the times of other orders).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Product:
     lane: int
 
 
-_MIN_STAGGERED_LANES = 4
+_MIN_STAGGERED_LANES = 2
 _HALVES = ((Phase.QKV, Phase.OUT), (Phase.GATE_UP, Phase.DOWN))  # the products of an attention and of an MLP block
 
 
@@ -50,6 +49,7 @@ def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
                 order += [
                     Product(first_free + half // 2, _HALVES[half % 2][i], group[j]) for half, group in groups if j < len(group)
                 ]
+            groups.reverse()  # OUT comes as late as it can: it waits for attention
     return order
 
 

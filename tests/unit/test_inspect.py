@@ -11,6 +11,7 @@ import pytest
 
 from kog_dist.bench.inspect import LIMITS, Expected, compare, first_suspicious, limited, limited_weights, table
 from kog_dist.decode.sampling import Sampling, sample
+from kog_dist.decode.tape_packing import MATRIX_WARPS
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -75,7 +76,9 @@ class MadeUp:
             parts = wanted + noise - (weights * noise).sum(axis=1, keepdims=True)
             parts[:, -1] = 0
             outputs.append(pair_words(parts.astype(np.float32).reshape(-1), self.tag))
-            sums.append(value_words(log_sums.astype(np.float32).reshape(-1).view(np.uint32), self.tag))
+            of_a_warp = np.zeros(self.shape.log_sum_words, np.uint64)
+            of_a_warp[: log_sums.size] = value_words(log_sums.astype(np.float32).reshape(-1).view(np.uint32), self.tag)
+            sums.append(np.tile(of_a_warp, MATRIX_WARPS))
         self._put([words for words in outputs for _ in range(2)])
         self._put([words for words in sums for _ in range(2)])
         candidates = np.zeros((self.shape.num_ctas, 2), np.uint32)

@@ -66,14 +66,25 @@ def test_the_finaliser_finds_the_partials_that_it_adds(lanes: range) -> None:
                 streams = {other: done + 1 for other, done in streams.items()}
 
 
-@pytest.mark.parametrize("lanes", [range(8), range(4)], ids=str)
-def test_small_and_large_products_alternate_behind_the_blocking_layers(lanes: range) -> None:
-    """The reason for the order: but for its two ends, no two small products stand side by side."""
-    order = product_order(SMALL, lanes)
-    inner = order[4 * len(lanes) * SMALL.delay + len(lanes) : -len(lanes)]
-    small = [product.phase in (Phase.QKV, Phase.OUT) for product in inner]
-    assert small[0::2] == [True] * (len(inner) // 2)
-    assert small[1::2] == [False] * (len(inner) // 2)
+@pytest.mark.parametrize("lanes", [range(8), range(4), range(2)], ids=str)
+def test_the_mlp_of_half_of_the_lanes_covers_the_attention_of_the_others(lanes: range) -> None:
+    """The reason for the order: between QKV and OUT of a lane stand a GATE_UP and a DOWN of another one."""
+    order, half = product_order(SMALL, lanes), len(lanes) // 2
+    inner = order[4 * len(lanes) * SMALL.delay + 2 * half : -4 * half]  # without the ends, where half of the lanes are alone
+    for number, product in enumerate(inner):
+        if product.phase is Phase.OUT and (queries := Product(product.layer, Phase.QKV, product.lane)) in inner:
+            between = inner[inner.index(queries) + 1 : number]
+            others = {other.phase for other in between if (other.lane in lanes[:half]) != (product.lane in lanes[:half])}
+            assert others >= {Phase.GATE_UP, Phase.DOWN}, product
+
+
+@pytest.mark.parametrize("lanes", [range(8), range(4), range(2)], ids=str)
+def test_at_most_two_small_products_stand_side_by_side_behind_the_blocking_layers(lanes: range) -> None:
+    order, half = product_order(SMALL, lanes), len(lanes) // 2
+    inner = order[4 * len(lanes) * SMALL.delay + 2 * half : -4 * half]
+    small = "".join("s" if product.phase in (Phase.QKV, Phase.OUT) else "L" for product in inner)
+    assert small
+    assert "sss" not in small
 
 
 @pytest.mark.parametrize("lanes", [range(8), range(4, 6)], ids=str)

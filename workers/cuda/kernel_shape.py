@@ -17,6 +17,7 @@ SLOT_BYTES = MATRIX_WARPS * 1536
 SHARED_BYTES = 232448
 PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in the kernel
 NUM_THREADS = 640  # of a thread block
+_POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 
 
@@ -33,9 +34,10 @@ class KernelShape:
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
     splits: int = 8
-    copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one lane, 4 for more
+    copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     tiles_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
     max_slots: int = 16
+    poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
 
@@ -132,7 +134,16 @@ class KernelShape:
     @property
     def replicas(self) -> int:
         """Copies of every vector that thread blocks exchange."""
-        return self.copies or (2 if self.num_lanes == 1 else 4)
+        return self.copies or (2 if self.num_lanes <= 2 else 4)
+
+    @property
+    def delays(self) -> tuple[int, ...]:
+        """Cycles from the end of a lane's product to the first look for the input of its next one: QKV, OUT, GATE_UP, DOWN.
+
+        Words take that long in any case, and a look that comes too early loads the memory system, also for those who write.
+        Found by measurement (docs/results/monokernel-rounds.md); OUT waits for attention.
+        """
+        return self.poll_delays or _POLL_DELAYS.get(self.num_lanes, _POLL_DELAYS[4])
 
     @property
     def num_threads(self) -> int:
@@ -171,10 +182,15 @@ class KernelShape:
             "Activation": (spec.lane_ffn // 2, copies),
             "Qkv": ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2, lanes),
             "Attended": (query_rows * self.splits // 2, copies),
-            "LogSum": (spec.lane_heads * self.splits, copies),
+            "LogSum": (MATRIX_WARPS * self.log_sum_words, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
         }
         return {name: (-(-words // 16) * 16, count) for name, (words, count) in sizes.items()}
+
+    @property
+    def log_sum_words(self) -> int:
+        """Words of the log-sums that one matrix warp reads. Each has its own: all of them would read the same lines."""
+        return -(-self.spec.lane_heads * self.splits // 16) * 16
 
     @property
     def num_words(self) -> int:
@@ -209,6 +225,7 @@ class KernelShape:
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
             "kFinalNormLanes": 1 if spec.shared_norm_scale or spec.pre_norm_lane_agg else self.num_lanes,
         }  # fmt: skip
+        numbers["kLogSumWords"] = self.log_sum_words
         masks = {"kWindowMask": spec.window_layers}
         for block, name in ((Block.ATTENTION, "kAttention"), (Block.MLP, "kMlp")):
             for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED):
@@ -239,6 +256,7 @@ class KernelShape:
         lines += ["}  // namespace kog"]
         ops = {"QKV": self.qkv, "OUT": self.out, "GATE_UP": self.gate_up, "DOWN": self.down, "HEAD": self.head}
         lines += [f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}" for name, op in ops.items()]
+        lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
         if self.silent_cta >= 0:
             lines += [f"#define KOG_SILENT_CTA {self.silent_cta}"]
         if self.traced_step >= 0:

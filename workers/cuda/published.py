@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kog_dist.decode.tape_packing import MATRIX_WARPS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 Words = NDArray[np.uint64]
@@ -60,9 +61,7 @@ class Published:
         """The merged output (heads * head_dim,) of the lane's attention items."""
         spec, splits, replicas = self.shape.spec, self.shape.splits, self.shape.replicas
         outputs = self._pairs("Attended", self._copies(lane), spec.lane_heads * splits * spec.head_dim)
-        payloads, tags = value_payloads(
-            np.concatenate([self._slice("LogSum", c, spec.lane_heads * splits) for c in self._copies(lane)])
-        )
+        payloads, tags = value_payloads(np.concatenate([self._log_sums(copy) for copy in self._copies(lane)]))
         log_sums = payloads.view(np.float32).reshape(replicas, spec.lane_heads, splits, 1).astype(np.float64)
         parts = outputs.values.reshape(spec.lane_heads, splits, spec.head_dim)
         with np.errstate(all="ignore"):  # words that were never written give anything
@@ -71,6 +70,13 @@ class Published:
         agree = outputs.replicas_agree and bool((payloads.reshape(replicas, -1) == payloads[: spec.lane_heads * splits]).all())
         wrong = outputs.num_wrong_tags + int((tags != self._tag).sum())
         return Vector(merged.astype(np.float32).reshape(-1), wrong, agree)
+
+    def _log_sums(self, copy: int) -> Words:
+        """The words (heads * splits,) of all heads, each from the matrix warp that takes the head's first column."""
+        shape, splits = self.shape, self.shape.splits
+        words = self._slice("LogSum", copy, MATRIX_WARPS * shape.log_sum_words).reshape(MATRIX_WARPS, -1)
+        warps = [head * shape.spec.head_dim // (32 * shape.out.per) for head in range(shape.spec.lane_heads)]
+        return np.concatenate([words[warp, head * splits : (head + 1) * splits] for head, warp in enumerate(warps)])
 
     def middle(self, lane: int) -> Vector:
         """The lane's residual stream after attention."""

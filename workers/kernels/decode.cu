@@ -11,16 +11,15 @@ namespace kog {
 
 __device__ __forceinline__ void init_barriers(const Role& role) {
     Shared& shared = *role.shared;
-    const auto bar = [&](const u64& barrier) { return role.bar(barrier); };
-    for (int i = 0; i < kNumSlots; ++i) mbar_init(bar(shared.full[i]), 1), mbar_init(bar(shared.empty[i]), kMatrixWarps);
+    init_ring(role);
     for (int i = 0; i < 2; ++i) {
-        mbar_init(bar(shared.merge_full[i]), kAttendWarps);
-        mbar_init(bar(shared.red_full[i]), kMatrixWarps), mbar_init(bar(shared.red_empty[i]), 1);
+        mbar_init(role.base + KOG_OFFSET(merge_full[i]), kAttendWarps);
+        mbar_init(role.base + KOG_OFFSET(red_full[i]), kMatrixWarps), mbar_init(role.base + KOG_OFFSET(red_empty[i]), 1);
     }
-    for (int i = 0; i < 4; ++i) mbar_init(bar(shared.squares_full[i]), kMatrixWarps);
-    mbar_init(bar(shared.head_squares_full), kMatrixWarps);
-    mbar_init(bar(shared.token_full), 1), mbar_init(bar(shared.token_ended), 1);
-    for (int i = 0; i < kLanes; ++i) mbar_init(bar(shared.lane_done[i]), 1);
+    for (int i = 0; i < 4; ++i) mbar_init(role.base + KOG_OFFSET(squares_full[i]), kMatrixWarps);
+    mbar_init(role.base + KOG_OFFSET(head_squares_full), kMatrixWarps);
+    mbar_init(role.base + KOG_OFFSET(token_full), 1), mbar_init(role.base + KOG_OFFSET(token_ended), 1);
+    for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.note.num_words = 0, shared.finished = 0, shared.cancelled = 0;
     shared.num_finalized = 0;
     fence_barrier_init();
@@ -47,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     using namespace kog;
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const u32 warp = opaque(threadIdx.x >> 5);
+    const u32 warp = __shfl_sync(kFullWarp, threadIdx.x >> 5, 0);  // known to be the same in all threads: a uniform register
     const KogDecodeState* before = reinterpret_cast<const KogDecodeState*>(params.state_ptr);
     const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, before->position, before->num_prompt, before->epoch,
                     reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};

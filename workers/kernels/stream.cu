@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     const u32 warp = threadIdx.x >> 5;
     const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, 0, 0, 0, nullptr};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kNumSlots; ++i) mbar_init(role.bar(shared.full[i]), 1), mbar_init(role.bar(shared.empty[i]), kMatrixWarps);
+        init_ring(role);
         shared.note.stopped = 0, shared.finished = 0;
         fence_barrier_init();
     }
@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     const u32 num_tiles = params.num_steps * (kLayers * kLanes * kLayerTiles + HeadOp::kBlocks * HeadOp::kTiles);
     u32 slot = 0, parity = 0;
     for (u32 i = 0; i < num_tiles; ++i) {
-        if (!mbar_wait(role.stopped(), role.bar(shared.full[slot]), parity)) return;
-        if (laneid() == 0) mbar_arrive(role.bar(shared.empty[slot]));
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(full[slot]), parity)) return;
+        if (laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(empty[slot]));
         if (++slot == kNumSlots) slot = 0, parity ^= 1;
     }
 }

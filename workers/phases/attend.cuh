@@ -18,14 +18,14 @@ __device__ __forceinline__ void load_dims(const unsigned char* from, u32 (&to)[k
 #pragma unroll
         for (int i = 0; i < kDimRegisters; i += 4) {
             uint4 v;
-            load_generic(from + i * 4, v);
+            load_global(from + i * 4, v);
             to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
         }
     } else {
 #pragma unroll
         for (int i = 0; i < kDimRegisters; i += 2) {
             uint2 v;
-            load_generic(from + i * 4, v);
+            load_global(from + i * 4, v);
             to[i] = v.x, to[i + 1] = v.y;
         }
     }
@@ -116,7 +116,7 @@ struct Attender {
             const bool more = batch + kAttendWarps < num_batches;
             if (!have_query || fresh) {
                 const u32 count = first_vector + product + 1;
-                if (!have_query && !counter_wait(role.stopped(), role.address(const_cast<u32*>(&role.shared->num_finalized)), count))
+                if (!have_query && !counter_wait(role.stopped(), role.base + KOG_OFFSET(num_finalized), count))
                     return false;
                 // Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
                 // The new position's K and V are read by all threads and spread through shared memory.
@@ -151,7 +151,7 @@ struct Attender {
                 }
                 have_query = true;
                 if (fresh) {
-                    const u32 staged = role.address(role.shared->fresh);
+                    const u32 staged = role.base + KOG_OFFSET(fresh);
 #pragma unroll
                     for (int i = 0; i < kNew; ++i)
                         if (i * 32 + lane < kNewWords)
@@ -246,8 +246,8 @@ struct Attender {
             }
         }
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.bar(shared.merge_full[half]));
-        if (!mbar_wait(role.stopped(), role.bar(shared.merge_full[half]), (num_items - 1) >> 1 & 1)) return false;
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(merge_full[half]));
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(merge_full[half]), (num_items - 1) >> 1 & 1)) return false;
         if (warp == 0) stamp(role, kMerged, step, product);
         constexpr int kHeadUnits = kHeadDim / 4;
         u64* base = reinterpret_cast<u64*>(params.words_ptr);
@@ -272,13 +272,16 @@ struct Attender {
             const u64 first = make_pair_word(mixed.x * inverse, mixed.y * inverse, tag);
             const u64 second = make_pair_word(mixed.z * inverse, mixed.w * inverse, tag);
             const u32 row = (kv_head * kGroup + head) * kSplits + split;
+            // Every matrix warp that takes columns of this head finds the log-sum among its own words.
+            constexpr u32 kWarpColumns = OutOp::kPer * 32;
+            const u32 column = (kv_head * kGroup + head) * kHeadDim + dim;
 #pragma unroll
             for (int replica = 0; replica < kReplicas; ++replica) {
                 store_relaxed_x2(base + kAttendedOffset + (lane_idx * kReplicas + replica) * kAttendedStride +
                                      (row * kHeadUnits + dim / 4) * 2, first, second);
-                if (dim == 0)
-                    store_relaxed(base + kLogSumOffset + (lane_idx * kReplicas + replica) * kLogSumStride + row,
-                                  make_value_word(__float_as_uint(log_sum), tag));
+                if (dim == 0 || column % kWarpColumns == 0)
+                    store_relaxed(base + kLogSumOffset + (lane_idx * kReplicas + replica) * kLogSumStride +
+                                      column / kWarpColumns * kLogSumWords + row, make_value_word(__float_as_uint(log_sum), tag));
             }
         }
         return true;

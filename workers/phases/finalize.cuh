@@ -20,7 +20,8 @@ struct Finalizer {
         __syncwarp();
         if (lane == 0) {
             role.shared->num_finalized = num_vectors;
-            mbar_arrive(role.bar(role.shared->lane_done[lane_idx]));
+            store_shared(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4, clock_cycles());
+            mbar_arrive(role.base + KOG_OFFSET(lane_done[lane_idx]));
         }
     }
 
@@ -28,7 +29,7 @@ struct Finalizer {
     __device__ __forceinline__ bool rms_scale(float& scale) {
         Shared& shared = *role.shared;
         const u32 at = num_vectors & 3;
-        if (!mbar_wait(role.stopped(), role.bar(shared.squares_full[at]), squares_parity >> at & 1)) return false;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(squares_full[at]), squares_parity >> at & 1)) return false;
         squares_parity ^= 1u << at;
         float sum = 0;
 #pragma unroll
@@ -43,34 +44,38 @@ struct Finalizer {
     __device__ __forceinline__ bool row_sum(float& sum, u32 num_rows) {
         Shared& shared = *role.shared;
         const u32 half = num_blocks & 1;
-        if (!mbar_wait(role.stopped(), role.bar(shared.red_full[half]), (num_blocks >> 1) & 1)) return false;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_full[half]), (num_blocks >> 1) & 1)) return false;
         float parts[kMatrixWarps];
 #pragma unroll
         for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[half][warp][lane] : 0.0f;
         stamp(role, kMultiplied, step, num_vectors - first_vector);
         sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7])) +
               ((parts[8] + parts[9]) + (parts[10] + parts[11]));
-        __syncwarp();
-        if (lane == 0) mbar_arrive(role.bar(shared.red_empty[half]));
-        ++num_blocks;
         return true;
+    }
+    // The matrix warps may write the sums of the block after the next.
+    __device__ __forceinline__ void end_block() {
+        __syncwarp();
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_empty[num_blocks & 1]));
+        ++num_blocks;
     }
 
     // Publish kCount values to all replicas of a vector; value i is held by thread i * kStride.
     template <int kCount, int kStride>
     __device__ __forceinline__ void publish(u64* vector, u32 stride_words, u32 first_row, u32 num_rows, float value, u32 tag) {
         constexpr int kUnit = kCount % 4 == 0 ? 4 : 2, kUnits = kCount / kUnit;
+        const u32 half = make_half_word(value, (lane / kStride) & 1 ? tag >> 8 : tag);
 #pragma unroll
         for (int first = 0; first < kUnits * kReplicas; first += 32) {
             const u32 i = first + lane, unit = i % kUnits, replica = i / kUnits;
-            float v[kUnit];
+            u32 v[kUnit];
 #pragma unroll
-            for (int k = 0; k < kUnit; ++k) v[k] = __shfl_sync(kFullWarp, value, (unit * kUnit + k) * kStride);
+            for (int k = 0; k < kUnit; ++k) v[k] = __shfl_sync(kFullWarp, half, (unit * kUnit + k) * kStride);
             const u32 row = first_row + unit * kUnit;
             if (i < kUnits * kReplicas && row < num_rows) {
                 u64* at = vector + replica * stride_words + row / 2;
-                if constexpr (kUnit == 4) store_relaxed_x2(at, make_pair_word(v[0], v[1], tag), make_pair_word(v[2], v[3], tag));
-                else store_relaxed(at, make_pair_word(v[0], v[1], tag));
+                if constexpr (kUnit == 4) store_relaxed_x2(at, join_halves(v[0], v[1]), join_halves(v[2], v[3]));
+                else store_relaxed(at, join_halves(v[0], v[1]));
             }
         }
     }
@@ -90,9 +95,9 @@ struct Finalizer {
             sum *= scale;
             const float other = __shfl_xor_sync(kFullWarp, sum, 1);
             const float turned = (lane & 1) ? other * turn.y + sum * turn.x : sum * turn.x - other * turn.y;
-            const float next = __shfl_down_sync(kFullWarp, turned, 1);
-            if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvRows)
-                store_relaxed(words + row / 2, make_pair_word(turned, next, tag));
+            const u32 half = make_half_word(turned, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
+            if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvRows) store_relaxed(words + row / 2, join_halves(half, next));
+            end_block();
         }
         count_vector(lane_idx);
         return true;
@@ -111,6 +116,7 @@ struct Finalizer {
             const float activation = sum * reciprocal_approx(1.0f + exp2_approx(sum * -1.44269504f)) * up;
             publish<GateUpOp::kRows / 2, 2>(words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2,
                                             kFfn, activation, tag);
+            end_block();
         }
         count_vector(lane_idx);
         return true;
@@ -142,27 +148,32 @@ struct Finalizer {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0);
             float others = 0, sum;
             if (delayed) others = lane_sum(then, row) - then[lane_idx][row];
+            float stream = load_shared_f32(role.base + KOG_OFFSET(residual[lane_idx][row]));
             if (!row_sum(sum, OutOp::kRows)) return false;
             sum *= kInverseXScale;
-            if (mine) now[lane_idx][row] = sum;
-            if (!blocking && !delayed) sum *= kLocalScale;
-            sum += others;
-            // A blocking sum goes to all lanes' streams once the last lane's partial is there.
-            u32 from = lane_idx, to = lane_idx + 1;
+            if (!blocking) {  // the usual way, with as little as possible between the sum and its publication
+                stream += (delayed ? sum : sum * kLocalScale) + others;
 #ifdef KOG_SILENT_CTA
-            if (role.cta == KOG_SILENT_CTA && layer == kLayers - 1 && kind == 1) continue;
+                if (role.cta != KOG_SILENT_CTA || layer != kLayers - 1 || kind != 1)
 #endif
-            if (blocking) {
-                from = lane_idx == kLanes - 1 ? 0 : kLanes, to = kLanes;
-                if (from == 0) sum = lane_sum(now, row);
+                publish<OutOp::kRows, 1>(words + lane_idx * kReplicas * kStreamStride, kStreamStride,
+                                         role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, stream, tag);
+                if (mine) now[lane_idx][row] = sum, shared.residual[lane_idx][row] = stream;
+                end_block();
+                continue;
             }
+            if (mine) now[lane_idx][row] = sum;
+            // A blocking sum goes to all lanes' streams once the last lane's partial is there.
+            u32 from = lane_idx == kLanes - 1 ? 0 : kLanes;
+            if (from == 0) sum = lane_sum(now, row);
 #pragma unroll 1
-            for (; from < to; ++from) {
-                const float stream = shared.residual[from][row] + sum;
+            for (; from < kLanes; ++from) {
+                stream = shared.residual[from][row] + sum;
                 if (mine) shared.residual[from][row] = stream;
                 publish<OutOp::kRows, 1>(words + from * kReplicas * kStreamStride, kStreamStride,
                                          role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, stream, tag);
             }
+            end_block();
         }
         count_vector(lane_idx);
         return true;
@@ -175,6 +186,7 @@ struct Finalizer {
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             float logit;
             if (!row_sum(logit, HeadOp::kRows)) return false;
+            end_block();
             logit *= kInverseXScale;
             const u32 row = role.cta * HeadOp::kCtaRows + block * HeadOp::kRows + lane;
             if (lane < HeadOp::kRows && row < kVocabRows) {
@@ -213,7 +225,7 @@ struct Finalizer {
             store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), epoch + 1),
                              make_value_word(best.id, epoch + 1));
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.bar(role.shared->token_ended));
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
     }
 };
 

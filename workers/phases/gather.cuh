@@ -39,7 +39,7 @@ struct Gatherer {
 
     // Where unit `unit` of this warp stands in x.
     __device__ __forceinline__ u32 place_of(u32 unit) {
-        return role.address(role.shared->x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
+        return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
     }
     // x of a unit: in two 16-bit parts.
     __device__ __forceinline__ void write_x(u32 at, const float4& value) {
@@ -62,45 +62,63 @@ struct Gatherer {
     // ---- streams and activations ----
     struct Source {
         const u64* words;
-        u32 tag, num_units, per;  // units of the whole vector; steps of 32 columns for each warp
+        u32 tag;
     };
     __device__ __forceinline__ Source source(const Place& at) {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
         const u32 tag = layer_tag(role.first_epoch + step, at.layer());
-        if (at.phase() == 3) return {words + kActivationOffset + copy * kActivationStride, tag, kFfn / 4, DownOp::kPer};
-        if (at.phase() == 2) return {words + kMiddleOffset + copy * kStreamStride, tag, kHidden / 4, GateUpOp::kPer};
-        return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu, kHidden / 4, QkvOp::kPer};
+        if (at.phase() == 3) return {words + kActivationOffset + copy * kActivationStride, tag};
+        if (at.phase() == 2) return {words + kMiddleOffset + copy * kStreamStride, tag};
+        return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu};
     }
-    // Whether this thread has an i-th unit, and which: of the warp, and of the whole vector.
-    __device__ __forceinline__ bool unit_of(const Source& from, int i, u32& unit, u32& whole) {
-        unit = i * 32 + lane, whole = warp * from.per * 8 + unit;
-        return unit < from.per * 8 && whole < from.num_units;
-    }
-    __device__ __forceinline__ void load_units(const Source& from) {
-        const u64* mine = from.words + 2 * (warp * from.per * 8 + lane);
-#pragma unroll
-        for (int i = 0; i < kMany; ++i) {
-            u32 unit, whole;
-            if (unit_of(from, i, unit, whole)) got[i] = load_relaxed_x2(mine + 64 * i);
+    // A vector of kColumns values, of which a warp takes kPer times 32 neighbouring ones.
+    template <int kColumns_, int kPer_>
+    struct Slice {
+        static constexpr int kColumns = kColumns_, kUnits = kPer_ * 8, kLoads = (kUnits + 31) / 32;  // of a warp; of a thread
+        static constexpr bool kEven = kUnits % 32 == 0 && kUnits * 4 * kMatrixWarps == kColumns;       // no thread without a unit
+        // Whether the i-th unit of a thread is the warp's, and whether it is one of the vector's, too.
+        static __device__ __forceinline__ bool is_mine(u32 lane, int i) { return kEven || i * 32 + lane < kUnits; }
+        static __device__ __forceinline__ bool is_real(u32 warp, u32 lane, int i) {
+            return kEven || (is_mine(lane, i) && warp * kUnits + i * 32 + lane < kColumns / 4);
         }
+    };
+    using HiddenSlice = Slice<kHidden, QkvOp::kPer>;
+    using FfnSlice = Slice<kFfn, DownOp::kPer>;
+    static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
+
+    template <class S>
+    __device__ __forceinline__ void load_units(const u64* words) {
+        const u64* mine = words + 2 * (warp * S::kUnits + lane);
+#pragma unroll
+        for (int i = 0; i < S::kLoads; ++i)
+            if (S::is_real(warp, lane, i)) got[i] = load_relaxed_x2(mine + 64 * i);
     }
-    __device__ __forceinline__ bool units_ready(const Source& from) {
+    template <class S>
+    __device__ __forceinline__ bool units_ready(u32 tag) {
         u32 wrong = 0;
 #pragma unroll
-        for (int i = 0; i < kMany; ++i) {
-            u32 unit, whole;
-            if (unit_of(from, i, unit, whole)) wrong |= tag_difference(got[i], from.tag);
-        }
+        for (int i = 0; i < S::kLoads; ++i)
+            if (S::is_real(warp, lane, i)) wrong |= tag_difference(got[i], tag);
         return __all_sync(kFullWarp, wrong == 0);
+    }
+    // Until all of this warp's words have come; `note`: writes down what is missing.
+    template <class S, class Note>
+    __device__ __forceinline__ bool wait_for_units(const Source& from, Note note) {
+        for (u32 rounds = 1; !units_ready<S>(from.tag); ++rounds) {
+            if (load_shared_u32(role.stopped())) return false;
+            if (rounds % 1024 == 0) note();
+            load_units<S>(from.words);
+        }
+        return true;
     }
     __device__ __forceinline__ void load_norm(const Place& at) {
         const u32 half = 2 * at.layer() + (at.phase() >> 1);
         const uint2* norm = reinterpret_cast<const uint2*>(params.norms_ptr) +
-                            (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane())) * (kHidden / 4) + warp * QkvOp::kPer * 8 + lane;
+                            (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane())) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
 #pragma unroll
-        for (int i = 0; i < kMany; ++i)
-            if (i * 32 + lane < QkvOp::kPer * 8 && warp * QkvOp::kPer * 8 + i * 32 + lane < kHidden / 4) scale[i] = norm[32 * i];
+        for (int i = 0; i < HiddenSlice::kLoads; ++i)
+            if (HiddenSlice::is_real(warp, lane, i)) scale[i] = norm[32 * i];
     }
 
     // ---- the attention's output: merged from its splits ----
@@ -113,10 +131,11 @@ struct Gatherer {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas, first = (lane & 3) * kSplitsOfThread;
         u32 unit = (warp * OutOp::kPer + group) * 8 + (lane >> 2);
-        if (unit >= kOutUnits) unit = 0;  // padding: read something that will be there
+        u32 reader = warp;
+        if (unit >= kOutUnits) unit = 0, reader = 0;  // padding: read something that will be there
         const u32 head = unit / kHeadUnits, place = unit % kHeadUnits;
         return {words + kAttendedOffset + copy * kAttendedStride + ((head * kSplits + first) * kHeadUnits + place) * 2,
-                words + kLogSumOffset + copy * kLogSumStride + head * kSplits + first,
+                words + kLogSumOffset + copy * kLogSumStride + reader * kLogSumWords + head * kSplits + first,
                 layer_tag(role.first_epoch + step, at.layer())};
     }
     __device__ __forceinline__ void load_splits(const Splits& from) {
@@ -167,14 +186,17 @@ struct Gatherer {
     }
 
     // ---- any vector ----
-    // Read the words of a vector if they may be there already; never waits.
-    __device__ __forceinline__ void read_ahead(const Place& at) {
+    // Called before the product that precedes that of `at`.
+    __device__ __forceinline__ void prepare(const Place& at) {
         loaded = false;
-        if (at.is_last() || at.index() == 0) return;
-        if (at.phase() == 0 || at.phase() == 2) load_norm(at);
-        if (!is_near(role, at.lane(), at.index())) return;
+        if (!at.is_last() && at.index() != 0 && (at.phase() == 0 || at.phase() == 2)) load_norm(at);
+    }
+    // Read the words of the next vector if they may be there already; never waits. One lane alone is never ahead of itself.
+    __device__ __forceinline__ void read_ahead(const Place& at) {
+        if (loaded || at.is_last() || at.index() == 0 || !is_near(role, at.lane(), at.index())) return;
         if (at.phase() == 1) load_splits(splits(at, 0));
-        else load_units(source(at));
+        else if (at.phase() == 3) load_units<FfnSlice>(source(at).words);
+        else load_units<HiddenSlice>(source(at).words);
         loaded = true;
     }
     // x of the vector, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
@@ -182,8 +204,17 @@ struct Gatherer {
         squares = 0;
         if (at.phase() == 1) {
             if (!gather_merged(at)) return false;
-        } else if (!gather_units(at, squares)) {
-            return false;
+        } else if (at.phase() == 3) {
+            if (!gather_units<FfnSlice>(at)) return false;
+            write_units<FfnSlice, false>(squares);
+        } else {
+            if (at.index() == 0) {
+                load_norm(at);
+                load_embedding();
+            } else if (!gather_units<HiddenSlice>(at)) {
+                return false;
+            }
+            write_units<HiddenSlice, true>(squares);
         }
         loaded = false;
         __syncwarp();
@@ -210,44 +241,40 @@ struct Gatherer {
         }
         return true;
     }
-    __device__ __forceinline__ bool gather_units(const Place& at, float& squares) {
+    template <class S>
+    __device__ __forceinline__ bool gather_units(const Place& at) {
         const Source from = source(at);
-        if (at.index() == 0) {
-            load_norm(at);
-            load_embedding();
-        } else {
-            if (!loaded) {
-                if (!wait_until_near(role, at.lane(), at.index())) return false;
-                load_units(from);
-            }
-            for (u32 rounds = 1; !units_ready(from); ++rounds) {
-                if (load_shared_u32(role.stopped())) return false;
-                if (rounds % 1024 == 0)
-                    note_wait(at.phase() == 0 ? kQkvPhase : at.phase() == 2 ? kGateUpPhase : kDownPhase, at.layer(), at.lane(), from.tag,
-                              from.words, 2 * from.num_units);
-                load_units(from);
-            }
+        if (!loaded) {
+            if (!wait_until_near(role, at.lane(), at.index())) return false;
+            load_units<S>(from.words);
         }
+        return wait_for_units<S>(from, [&] {
+            note_wait(at.phase() == 0 ? kQkvPhase : at.phase() == 2 ? kGateUpPhase : kDownPhase, at.layer(), at.lane(), from.tag, from.words,
+                      S::kColumns / 2);
+        });
+    }
+    template <class S, bool kNormed>
+    __device__ __forceinline__ void write_units(float& squares) {
 #pragma unroll
-        for (int i = 0; i < kMany; ++i) {
-            u32 unit, whole;
-            const bool real = unit_of(from, i, unit, whole);
-            if (unit >= from.per * 8) continue;
-            float4 v = real ? values(got[i]) : make_float4(0, 0, 0, 0);
-            if (at.phase() != 3 && real) {
-                squares += square_sum(v);
-                v = times(v, widen(scale[i]));
+        for (int i = 0; i < S::kLoads; ++i) {
+            if (!S::is_mine(lane, i)) continue;
+            float4 v = make_float4(0, 0, 0, 0);
+            if (S::is_real(warp, lane, i)) {
+                v = values(got[i]);
+                if (kNormed) {
+                    squares += square_sum(v);
+                    v = times(v, widen(scale[i]));
+                }
             }
-            write_x(place_of(unit), v);
+            write_x(place_of(i * 32 + lane), v);
         }
-        return true;
     }
     __device__ __forceinline__ void load_embedding() {
         const uint2* row = reinterpret_cast<const uint2*>(params.embedding_ptr) + static_cast<u64>(token) * (kHidden / 4) +
-                           warp * QkvOp::kPer * 8 + lane;
+                           warp * HiddenSlice::kUnits + lane;
 #pragma unroll
-        for (int i = 0; i < kMany; ++i)
-            if (i * 32 + lane < QkvOp::kPer * 8 && warp * QkvOp::kPer * 8 + i * 32 + lane < kHidden / 4) {
+        for (int i = 0; i < HiddenSlice::kLoads; ++i)
+            if (HiddenSlice::is_real(warp, lane, i)) {
                 const float4 v = widen(row[32 * i]);
                 got[i] = make_ulonglong2(make_pair_word(v.x, v.y, 0), make_pair_word(v.z, v.w, 0));
             }
@@ -260,25 +287,20 @@ struct Gatherer {
         Shared& shared = *role.shared;
         const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
         const u64* streams = reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
-        Source from{streams, tag, kHidden / 4, HeadOp::kPer};
-        float4 sum[kMany];
+        using S = HiddenSlice;
+        float4 sum[S::kLoads];
 #pragma unroll
-        for (int i = 0; i < kMany; ++i) sum[i] = make_float4(0, 0, 0, 0);
+        for (int i = 0; i < S::kLoads; ++i) sum[i] = make_float4(0, 0, 0, 0);
         if (!wait_until_near(role, kLanes - 1, 4 * kLayers)) return false;
 #pragma unroll 1
         for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
-            from.words = streams + lane_idx * kReplicas * kStreamStride;
-            load_units(from);
-            for (u32 rounds = 1; !units_ready(from); ++rounds) {
-                if (load_shared_u32(role.stopped())) return false;
-                if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, lane_idx, tag, from.words, kHidden / 2);
-                load_units(from);
-            }
+            const Source from{streams + lane_idx * kReplicas * kStreamStride, tag};
+            load_units<S>(from.words);
+            if (!wait_for_units<S>(from, [&] { note_wait(kHeadPhase, 0, lane_idx, tag, from.words, kHidden / 2); })) return false;
             float squares = 0;
 #pragma unroll
-            for (int i = 0; i < kMany; ++i) {
-                u32 unit, whole;
-                if (!unit_of(from, i, unit, whole)) continue;
+            for (int i = 0; i < S::kLoads; ++i) {
+                if (!S::is_real(warp, lane, i)) continue;
                 if (kPreNormSum) sum[i] = add_scaled(sum[i], 1.0f, values(got[i]));
                 else squares += square_sum(values(got[i]));
             }
@@ -287,44 +309,40 @@ struct Gatherer {
         if (kPreNormSum) {
             float squares = 0;
 #pragma unroll
-            for (int i = 0; i < kMany; ++i) squares += square_sum(sum[i]);
+            for (int i = 0; i < S::kLoads; ++i) squares += square_sum(sum[i]);
             add_squares(squares, 0);
         }
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.bar(shared.head_squares_full));
-        if (!mbar_wait(role.stopped(), role.bar(shared.head_squares_full), num_heads & 1)) return false;
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(head_squares_full));
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(head_squares_full), num_heads & 1)) return false;
         const u32 mine = lane < (kPreNormSum ? 1 : kLanes) ? lane : 0;
         float total = 0;
 #pragma unroll 1
         for (int i = 0; i < kMatrixWarps; ++i) total += shared.head_squares[num_heads & 1][i][mine];
         const float factor = inverse_root_approx(total * (1.0f / kHidden) + kNormEps) * (kPreNormSum ? 1.0f : 1.0f / kLanes);
-        const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * HeadOp::kPer * 8 + lane;
+        const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * S::kUnits + lane;
         if (!kPreNormSum) {
 #pragma unroll 1
             for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
                 const float lane_factor = __shfl_sync(kFullWarp, factor, lane_idx);
-                from.words = streams + lane_idx * kReplicas * kStreamStride;
-                load_units(from);
+                load_units<S>(streams + lane_idx * kReplicas * kStreamStride);
 #pragma unroll
-                for (int i = 0; i < kMany; ++i) {
-                    u32 unit, whole;
-                    if (!unit_of(from, i, unit, whole)) continue;
+                for (int i = 0; i < S::kLoads; ++i) {
+                    if (!S::is_real(warp, lane, i)) continue;
                     const uint2 weights = norm[(kFinalNormLanes == 1 ? 0 : lane_idx * (kHidden / 4)) + 32 * i];
                     sum[i] = add_scaled(sum[i], lane_factor, times(values(got[i]), widen(weights)));
                 }
             }
         }
 #pragma unroll
-        for (int i = 0; i < kMany; ++i) {
-            u32 unit, whole;
-            const bool real = unit_of(from, i, unit, whole);
-            if (unit >= HeadOp::kPer * 8) continue;
+        for (int i = 0; i < S::kLoads; ++i) {
+            if (!S::is_mine(lane, i)) continue;
             float4 v = sum[i];
             if (kPreNormSum) {
                 v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
-                if (real) v = times(v, widen(norm[32 * i]));
+                if (S::is_real(warp, lane, i)) v = times(v, widen(norm[32 * i]));
             }
-            write_x(place_of(unit), v);
+            write_x(place_of(i * 32 + lane), v);
         }
         ++num_heads;
         __syncwarp();

@@ -71,25 +71,25 @@ struct Shared {
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];
     WaitNote note;
+    u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
     volatile u32 finished, cancelled;
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
 };
 static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
 
+// Where a member of `Shared` lies in it; array indices need not be constants. Shared memory is addressed by 32-bit numbers, `base` and
+// this: pointers would be generic ones, whose arithmetic is twice as wide and reads special registers.
+#define KOG_OFFSET(member) static_cast<u32>(reinterpret_cast<u64>(&reinterpret_cast<const Shared*>(u64{4096})->member) - 4096)
+
 // What every role keeps in registers.
 struct Role {
     Shared* shared;
-    u32 base;  // address of `*shared` in shared memory, in a register: computing it anew each time takes several slow instructions
+    u32 base;  // address of `*shared` in shared memory
     u32 cta;
     u32 first_position, num_prompt, first_epoch;
     u64* trace;  // of this thread block, or null
 
-    // Shared-memory address of a member of `*shared`.
-    __device__ __forceinline__ u32 address(const void* member) const {
-        return base + static_cast<u32>(static_cast<const unsigned char*>(member) - reinterpret_cast<const unsigned char*>(shared));
-    }
-    __device__ __forceinline__ u32 bar(const u64& barrier) const { return address(&barrier); }
-    __device__ __forceinline__ u32 stopped() const { return address(const_cast<const u32*>(&shared->note.stopped)); }
+    __device__ __forceinline__ u32 stopped() const { return base + KOG_OFFSET(note.stopped); }
 };
 
 // Products of one token, the LM head included. The kinds of stamps of a traced build, one of each per product, in the order of
@@ -127,19 +127,28 @@ __device__ __forceinline__ bool in_mask(u64 mask, u32 layer) { return (mask >> l
 
 // Wait until token `step` of this launch is known. False: leave, there is none or an abort was called.
 __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& token) {
-    if (!mbar_wait(role.stopped(), role.bar(role.shared->token_full), step & 1)) return false;
+    if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_full), step & 1)) return false;
     token = *reinterpret_cast<volatile u32*>(&role.shared->token[step & 1]);
     return *reinterpret_cast<volatile u32*>(&role.shared->stop_before[step & 1]) == 0;
 }
 
-// Words are polled only when they may be there: all thread blocks advance together, so a value is about to arrive when this thread
-// block has published its own part of it. Polling earlier would only load the memory system. A product's input is near when the
-// finaliser is done with the lane's product before it; `index` counts the products of the lane in this token.
+// Words are polled only when they may be there; polling earlier only loads the memory system, also for those who write. All thread
+// blocks advance together, so a product's input is near when this thread block's finaliser is done with the lane's product before it,
+// and the cycles that words need at least (by the phase that reads them) have passed. `index`: among the lane's products of the token.
+__device__ __forceinline__ bool is_due(const Role& role, u32 lane_idx, u32 index) {
+    constexpr u32 kPollDelays[] = {KOG_POLL_DELAYS};
+    const u32 phase = index & 3;
+    const u32 delay = phase == 0 ? kPollDelays[0] : phase == 1 ? kPollDelays[1] : phase == 2 ? kPollDelays[2] : kPollDelays[3];
+    return clock_cycles() - load_shared_u32(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4) >= delay;
+}
 __device__ __forceinline__ bool is_near(const Role& role, u32 lane_idx, u32 index) {
-    return __all_sync(kFullWarp, mbar_test(role.bar(role.shared->lane_done[lane_idx]), (index - 1) & 1));
+    return __all_sync(kFullWarp, mbar_test(role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1) && is_due(role, lane_idx, index));
 }
 __device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, u32 index) {
-    return index == 0 || mbar_wait(role.stopped(), role.bar(role.shared->lane_done[lane_idx]), (index - 1) & 1);
+    if (index == 0) return true;
+    if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1)) return false;
+    while (!__all_sync(kFullWarp, is_due(role, lane_idx, index))) __nanosleep(64);
+    return true;
 }
 
 }  // namespace kog

@@ -4,24 +4,36 @@
 
 namespace kog {
 
+__device__ __forceinline__ void init_ring(const Role& role) {
+    for (int i = 0; i < kNumSlots; ++i) {
+        mbar_init(role.base + KOG_OFFSET(full[i]), 1);
+        mbar_init(role.base + KOG_OFFSET(empty[i]), kMatrixWarps);
+    }
+}
+
 struct Loader {
     const Role& role;
     const unsigned char* source;
     u64 policy;
-    u32 num_issued = 0;
-    u32 slot = 0, parity = 1;        // of the next tile: `empty` barriers start as if they had been passed
+    u32 num_issued = 0, num_landed = 0;
+    u32 slot = 0, parity = 1;  // of the next tile: `empty` barriers start as if they had been passed
     u32 landed_slot = 0, landed_parity = 0;
 
+    __device__ __forceinline__ u32 next_to_land() const { return role.base + KOG_OFFSET(full[landed_slot]); }
+    __device__ __forceinline__ void count_landed() {
+        ++num_landed;
+        if (++landed_slot == kNumSlots) landed_slot = 0, landed_parity ^= 1;
+    }
     __device__ __forceinline__ bool issue(u32 bytes) {
-        Shared& shared = *role.shared;
         // At most kTilesInFlight copies at a time: a drained ring would refill in one burst, behind which polls queue.
-        if (num_issued >= kTilesInFlight) {
-            if (!mbar_wait_alone(role.stopped(), role.bar(shared.full[landed_slot]), landed_parity, role.stopped())) return false;
-            if (++landed_slot == kNumSlots) landed_slot = 0, landed_parity ^= 1;
+        if (num_issued - num_landed >= kTilesInFlight) {
+            if (!mbar_wait_alone(role.stopped(), next_to_land(), landed_parity, role.stopped())) return false;
+            count_landed();
         }
-        if (!mbar_wait_alone(role.stopped(), role.bar(shared.empty[slot]), parity, role.address(const_cast<u32*>(&shared.finished)))) return false;
-        mbar_arrive_expect(role.bar(shared.full[slot]), bytes);
-        bulk_load(role.address(shared.ring[slot]), source, bytes, role.bar(shared.full[slot]), policy);
+        if (!mbar_wait_alone(role.stopped(), role.base + KOG_OFFSET(empty[slot]), parity, role.base + KOG_OFFSET(finished))) return false;
+        const u32 full = role.base + KOG_OFFSET(full[slot]);
+        mbar_arrive_expect(full, bytes);
+        bulk_load(role.base + KOG_OFFSET(ring[slot]), source, bytes, full, policy);
         source += bytes;
         ++num_issued;
         if (++slot == kNumSlots) slot = 0, parity ^= 1;
@@ -50,13 +62,10 @@ struct Loader {
     }
     // Copies still under way write into shared memory: a thread block must not end before they have landed.
     __device__ __forceinline__ void drain() {
-        u32 behind = num_issued < kNumSlots ? num_issued : kNumSlots;
-        u32 at = slot, at_parity = parity;
-        for (u32 i = 0; i < behind; ++i) {
-            if (at == 0) at = kNumSlots, at_parity ^= 1;
-            --at;
-            while (!mbar_try(role.bar(role.shared->full[at]), at_parity ^ 1)) {  // ends: memory answers every copy
+        while (num_landed != num_issued) {
+            while (!mbar_try(next_to_land(), landed_parity)) {  // ends: memory answers every copy
             }
+            count_landed();
         }
     }
 };

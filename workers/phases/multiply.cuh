@@ -13,17 +13,18 @@ struct Multiplier {
     u32 warp, lane;
     u32 full, slot_at, parity = 0;  // of the next tile that is read: its barrier, this thread's place in its slot, the phase to wait for
     u32 num_vectors = 0, num_blocks = 0;
+    u32 zero;
 
     __device__ __forceinline__ Multiplier(const KogDecodeParams& params_, const Role& role_, u32 warp_, u32 lane_)
-        : params(params_), role(role_), warp(warp_), lane(lane_), full(opaque(role_.bar(role_.shared->full[0]))),
-          slot_at(opaque(role_.address(role_.shared->ring) + lane * 16)) {}
+        : params(params_), role(role_), warp(warp_), lane(lane_), full(opaque(role_.base + KOG_OFFSET(full))),
+          slot_at(opaque(role_.base + KOG_OFFSET(ring) + lane * 16)), zero(__shfl_sync(kFullWarp, params_.zero, 0)) {}
 
     static constexpr u32 kEmptyOffset = kNumSlots * 8;  // from a slot's `full` to its `empty`
 
     __device__ __forceinline__ bool wait_for_tile() { return mbar_wait(role.stopped(), full, parity); }
     __device__ __forceinline__ void next_slot() {
         full += 8, slot_at += kSlotBytes;
-        if (full == role.bar(role.shared->full[0]) + kEmptyOffset) full -= kEmptyOffset, slot_at -= kNumSlots * kSlotBytes, parity ^= 1;
+        if (full == role.base + KOG_OFFSET(full) + kEmptyOffset) full -= kEmptyOffset, slot_at -= kNumSlots * kSlotBytes, parity ^= 1;
     }
     // The tile that stood there is in registers: its slot may be filled again. In registers for certain: the copy that fills it does not
     // queue behind loads from shared memory that are still under way, as loads and stores of threads would. Without a dependence on
@@ -31,7 +32,7 @@ struct Multiplier {
     // tile was read now and then (docs/results/monokernel-rounds.md, round 9).
     __device__ __forceinline__ void free_slot(u32 full_barrier, u32 loaded) {
         __syncwarp();
-        if (lane == 0) mbar_arrive(full_barrier + kEmptyOffset + (loaded & params.zero));
+        if (lane == 0) mbar_arrive(full_barrier + kEmptyOffset + (loaded & zero));
     }
 
     // What a warp takes from a tile: pieces of eight rows and 32 columns, and x.
@@ -62,9 +63,9 @@ struct Multiplier {
                 WeightFormat::mma(sums[group], w.x, w.y, w.z, w.w, tile.x[step].x, tile.x[step].y);
             }
     }
-    // Partial sums of a block of rows over this warp's columns.
-    template <int kGroups, int kSteps, u32 kStepBytes>
-    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, u32 num_tiles, float (&sums)[3][4]) {
+    // Partial sums of a block of rows over this warp's columns. `ahead` is called while a tile's loads are under way.
+    template <int kGroups, int kSteps, u32 kStepBytes, class Ahead>
+    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, u32 num_tiles, float (&sums)[3][4], Ahead ahead) {
 #pragma unroll 1
         do {
             if (!wait_for_tile()) return false;
@@ -73,20 +74,21 @@ struct Multiplier {
             const u32 held = full;
             next_slot();
             x_address += kSteps * 128;
+            if (kLanes > 1) ahead();
             add_products(tile, sums);
-            // What a warp loads from shared memory comes in order; the compiler may have swapped the last two loads.
-            constexpr int kPieces = kSteps * kGroups;
-            free_slot(held, tile.weights[kPieces - 1].x | (kPieces > 1 ? tile.weights[kPieces - 2].x : 0));
+            u32 loaded = 0;
+#pragma unroll
+            for (int i = 0; i < kSteps * kGroups; ++i) loaded |= tile.weights[i].x;
+            free_slot(held, loaded);
         } while (--num_tiles != 0);
         return true;
     }
     // The partial sums of a block of rows, to the finaliser.
     template <int kGroups>
     __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[3][4]) {
-        Shared& shared = *role.shared;
         const u32 half = num_blocks & 1;
-        if (!mbar_wait(role.stopped(), role.bar(shared.red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
-        const u32 at = role.address(shared.red[half][warp]) + (lane & ~3u);
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
+        const u32 at = role.base + KOG_OFFSET(red[half][warp]) + (lane & ~3u);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             float part = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
@@ -94,7 +96,7 @@ struct Multiplier {
             if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
         }
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.bar(shared.red_full[half]));
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[half]));
         ++num_blocks;
         return true;
     }
@@ -105,13 +107,14 @@ struct Multiplier {
     template <class A, class B>
     static constexpr bool kAlike = A::kRowGroups == B::kRowGroups && A::kSteps == B::kSteps && kStepStride<A> == kStepStride<B>;
 
-    template <class O>
-    __device__ __forceinline__ bool blocks(u32 x_address, u32 warp_bytes, u32 num_rows, u32 num_blocks_of_rows, u32 num_tiles) {
+    template <class O, class Ahead>
+    __device__ __forceinline__ bool blocks(u32 x_address, u32 warp_bytes, u32 num_rows, u32 num_blocks_of_rows, u32 num_tiles,
+                                           Ahead ahead) {
         const u32 offset = opaque(warp * warp_bytes);
 #pragma unroll 1
         for (u32 i = 0; i < num_blocks_of_rows; ++i) {
             float sums[3][4] = {};
-            if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, num_tiles, sums)) return false;
+            if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, num_tiles, sums, ahead)) return false;
             if (!hand_over<O::kRowGroups>(num_rows, sums)) return false;
         }
         ++num_vectors;
@@ -126,8 +129,7 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ro
     const u32 lane = opaque(laneid());
     M multiplier(params, role, warp, lane);
     Gatherer gatherer{params, role, warp, lane};
-    Shared& shared = *role.shared;
-    const u32 x_address = opaque(role.address(shared.x) + warp * (kMaxPer * 128) + (lane & 15) * 8);
+    const u32 x_address = opaque(role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (lane & 15) * 8);
     constexpr bool kOutLike = M::kAlike<OutOp, DownOp> && M::kAlike<OutOp, GateUpOp>, kHeadLike = kOutLike && M::kAlike<OutOp, HeadOp>;
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
@@ -137,36 +139,41 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ro
 #pragma unroll 1
         for (u32 i = 0; i < num_vectors; ++i) {
             const u32 phase = at.is_last() ? kHeadPlace : at.phase();
+            const Place next(i + 1);
+            gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             float squares = 0;
             if (!(phase == kHeadPlace ? gatherer.gather_head() : gatherer.gather(at, squares))) return;
             if (warp == 0) {
-                if (lane == 0) shared.note.num_waits = multiplier.num_vectors + 1;
+                if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
                 stamp(role, kFetched, step, i);
             }
             if (phase == 0 || phase == 2) {  // the finaliser scales the product
-                shared.squares[multiplier.num_vectors & 3][warp][lane] = squares;
+                store_shared(role.base + KOG_OFFSET(squares[multiplier.num_vectors & 3][warp][lane]), squares);
                 __syncwarp();
-                if (lane == 0) mbar_arrive(role.bar(shared.squares_full[multiplier.num_vectors & 3]));
+                if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[multiplier.num_vectors & 3]));
             }
-            at = Place(i + 1);
-            gatherer.read_ahead(at);
+            at = next;
+            gatherer.prepare(at);
+            const auto ahead = [&] { gatherer.read_ahead(at); };
             bool ok;
             if (phase == 0)
-                ok = multiplier.blocks<QkvOp>(x_address, QkvOp::kWarpBytes, QkvOp::kRows, QkvOp::kBlocks, QkvOp::kTiles);
+                ok = multiplier.blocks<QkvOp>(x_address, QkvOp::kWarpBytes, QkvOp::kRows, QkvOp::kBlocks, QkvOp::kTiles, ahead);
             else if (kHeadLike || (kOutLike && phase != kHeadPlace))
                 ok = multiplier.blocks<OutOp>(
                     x_address, phase == kHeadPlace ? HeadOp::kWarpBytes : phase == 2 ? GateUpOp::kWarpBytes : OutOp::kWarpBytes,
                     phase == kHeadPlace ? HeadOp::kRows : phase == 2 ? GateUpOp::kRows : OutOp::kRows,
                     phase == kHeadPlace ? HeadOp::kBlocks : phase == 2 ? GateUpOp::kBlocks : OutOp::kBlocks,
-                    phase == kHeadPlace ? HeadOp::kTiles : phase == 2 ? GateUpOp::kTiles : phase == 3 ? DownOp::kTiles : OutOp::kTiles);
+                    phase == kHeadPlace ? HeadOp::kTiles : phase == 2 ? GateUpOp::kTiles : phase == 3 ? DownOp::kTiles : OutOp::kTiles,
+                    ahead);
             else if (phase == 1)
-                ok = multiplier.blocks<OutOp>(x_address, OutOp::kWarpBytes, OutOp::kRows, OutOp::kBlocks, OutOp::kTiles);
+                ok = multiplier.blocks<OutOp>(x_address, OutOp::kWarpBytes, OutOp::kRows, OutOp::kBlocks, OutOp::kTiles, ahead);
             else if (phase == 2)
-                ok = multiplier.blocks<GateUpOp>(x_address, GateUpOp::kWarpBytes, GateUpOp::kRows, GateUpOp::kBlocks, GateUpOp::kTiles);
+                ok = multiplier.blocks<GateUpOp>(x_address, GateUpOp::kWarpBytes, GateUpOp::kRows, GateUpOp::kBlocks, GateUpOp::kTiles,
+                                                 ahead);
             else if (phase == 3)
-                ok = multiplier.blocks<DownOp>(x_address, DownOp::kWarpBytes, DownOp::kRows, DownOp::kBlocks, DownOp::kTiles);
+                ok = multiplier.blocks<DownOp>(x_address, DownOp::kWarpBytes, DownOp::kRows, DownOp::kBlocks, DownOp::kTiles, ahead);
             else
-                ok = multiplier.blocks<HeadOp>(x_address, HeadOp::kWarpBytes, HeadOp::kRows, HeadOp::kBlocks, HeadOp::kTiles);
+                ok = multiplier.blocks<HeadOp>(x_address, HeadOp::kWarpBytes, HeadOp::kRows, HeadOp::kBlocks, HeadOp::kTiles, ahead);
             if (!ok) return;
         }
     }

@@ -96,10 +96,10 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
             shared.token[step & 1] = token;
             shared.stop_before[step & 1] = leave;
             if (leave) shared.finished = 1;
-            mbar_arrive(role.bar(shared.token_full));
+            mbar_arrive(role.base + KOG_OFFSET(token_full));
         }
         __syncwarp();
-        if (leave || !mbar_wait(role.stopped(), role.bar(shared.token_ended), step & 1)) return;
+        if (leave || !mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1)) return;
         const u32 tag = role.first_epoch + step + 1;
         Candidate best{-INFINITY, kIdMask};
         while (true) {
