@@ -1,7 +1,7 @@
 """The way to the engine: asks how it is, and sends requests so that HTTP clients get the fairness that RPC clients have.
 
-The engine lets connections take turns and bounds what waits of each. So every HTTP client that has requests is given a connection
-of its own, up to a number; beyond it clients share.
+The engine lets connections take turns and bounds what waits of each. So every HTTP client that has requests has a connection to
+itself as long as it has them, up to a number; beyond it clients share.
 """
 
 from __future__ import annotations
@@ -107,11 +107,12 @@ class EngineBridge:
         line = self._lines.get(client)
         if line is not None:
             return line
+        idle = next((key for key, line in self._lines.items() if not len(line)), None)
+        if idle is not None:  # turns matter only to those who have requests, and a connection costs more than a request
+            line = self._lines[client] = self._lines.pop(idle)
+            return line
         if len(self._lines) >= MAX_LINES:
-            idle = [key for key, line in self._lines.items() if not len(line)]
-            if not idle:
-                return min(self._lines.values(), key=len)
-            self._lines.pop(idle[0]).close()
+            return min(self._lines.values(), key=len)
         line = self._lines[client] = Line(self._context, self._find(), on_event=self._take, on_lost=self._line_lost)
         return line
 

@@ -210,12 +210,22 @@ def _flood(engine: ScriptedEngine) -> None:
 
 
 def test_clients_of_other_connections_have_their_own_turn(running: RunningGateway, engine: ScriptedEngine) -> None:
+    engine.on_generate = says("y", finish=None)
+    stream = {**ASK, "stream": True}
+    with (
+        client(running) as one,
+        client(running) as other,
+        one.stream("POST", "/v1/completions", json=stream),
+        other.stream("POST", "/v1/completions", json=stream),
+    ):
+        first, second = (received.peer for received in engine.received)
+        assert first != second
+    for received in engine.received:
+        engine.wait_cancelled(received.message.request_id)
     engine.on_generate = says("y")
-    with client(running) as one, client(running) as other:
-        for http in (one, other, one):
-            assert http.post("/v1/completions", json=ASK).status_code == 200
-    first, second, third = (received.peer for received in engine.received)
-    assert first == third != second
+    with client(running) as third:
+        until(lambda: third.post("/v1/completions", json=ASK).status_code == 200)
+    assert engine.received[-1].peer in (first, second), "connections are used again"
 
 
 def test_deadlines_and_lengths_are_finish_reasons(http: httpx.Client, engine: ScriptedEngine) -> None:
