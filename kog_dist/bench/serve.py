@@ -75,13 +75,13 @@ def run(settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | No
     load = asyncio.run(_measure(settings, prompts))
     answers = [answer_of(exchange, prompt.num_words) for exchange, prompt in zip(load.exchanges, prompts, strict=True)]
     result = _result(settings, load, answers, before)
-    print(_table(result), flush=True)
     if output is not None:
         output.write_text(json.dumps(result) + "\n", encoding="utf-8")
     if html is not None:
         from kog_dist.bench.serve_report import report_html
 
         html.write_text(report_html(result), encoding="utf-8")
+    print(_table(result), flush=True)
     print(json.dumps({name: value for name, value in result.items() if name not in DETAILS}), flush=True)
     return int(result["failed"])
 

@@ -61,7 +61,8 @@ def histogram(values: Sequence[float], unit: str, marks: Sequence[tuple[str, flo
         if low <= value <= x_axis.high:
             x = x_axis.at(value)
             parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>')
-            parts.append(_text(x + 3, _TOP + 10 + 12 * number, f"{name} {value:.3g}", "start"))
+            side, anchor = (3, "start") if x < WIDTH * 0.75 else (-3, "end")
+            parts.append(_text(x + side, _TOP + 10 + 12 * number, f"{name} {value:.3g}", anchor))
     return _svg(parts, x_axis, y_axis, unit, f"distribution of {len(values)} values in {unit}")
 
 
