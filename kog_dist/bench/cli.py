@@ -103,16 +103,16 @@ def prefill(
     prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,2048,4000",
     repeats: Annotated[int, typer.Option(help="Prompts of each length; the median counts.")] = 10,
     choices: Annotated[
-        str, typer.Option(help="Ways to do it: default, cublaslt, no pairs, to 256, to 512, to 512 no pairs, or all.")
+        str, typer.Option(help="Tunings separated by semicolons: default; no pairs; or all. A wrong one lists them.")
     ] = "default",
     load: Annotated[bool, typer.Option("--load", help="Measure loading with and without the matrices of prefill, too.")] = False,
 ) -> None:
     """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
     from kog_dist.bench import prefill as benchmark
 
-    names = tuple(benchmark.CHOICES) if choices == "all" else tuple(choices.split(","))
+    names = tuple(benchmark.CHOICES) if choices == "all" else tuple(part.strip() for part in choices.split(";"))
     if not set(names) <= set(benchmark.CHOICES):
-        raise ConfigError(f"--choices must be all or one or more of {', '.join(benchmark.CHOICES)}, got {choices!r}")
+        raise ConfigError(f"--choices must be all or one or more of {'; '.join(benchmark.CHOICES)}, got {choices!r}")
     if repeats < 1:
         raise ConfigError("--repeats must be at least 1")
     benchmark.run(model, spec, _counts(prompts, "--prompts"), repeats, names, with_load=load)

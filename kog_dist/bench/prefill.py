@@ -23,24 +23,28 @@ from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, rand
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM
-from kog_dist.workers.prefill.gpu import LIBRARY, GraphRunner, exact_products, matrices_for, runner_for
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.gpu import DEFAULT, NO_PAIRS, GraphRunner, Tuning, exact_products, matrices_for, runner_for
 from kog_dist.workers.prefill.matrices import LayerMatrices
 from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEVER = 1 << 30  # no block is so large
 LIBRARIES = ("cublas", "cublaslt")
-# Sizes of blocks and the one from which they run in pairs: what could be the default.
-CHOICES: dict[str, tuple[tuple[int, ...], int, str]] = {
-    "default": (BLOCK_SIZES, PAIRED_FROM, LIBRARY),
-    "cublaslt": (BLOCK_SIZES, PAIRED_FROM, "cublaslt"),
-    "no pairs": (BLOCK_SIZES, NEVER, LIBRARY),
-    "to 512": (tuple(size for size in BLOCK_SIZES if size <= 512), PAIRED_FROM, LIBRARY),
-    "to 256": (tuple(size for size in BLOCK_SIZES if size <= 256), 256, LIBRARY),
-    "to 512 no pairs": (tuple(size for size in BLOCK_SIZES if size <= 512), NEVER, LIBRARY),
+_TO_512 = tuple(size for size in BLOCK_SIZES if size <= 512)
+CHOICES = {  # what could be the default
+    "default": Tuning(),
+    "cublaslt": Tuning(library="cublaslt"),
+    "no pairs": Tuning(paired_from=NO_PAIRS),
+    "64 blocks": Tuning(paired_ctas=64),
+    "96 blocks": Tuning(paired_ctas=96),
+    "160 blocks": Tuning(paired_ctas=160),
+    "pairs of 256": Tuning(paired_from=256),
+    "to 512": Tuning(_TO_512),
+    "to 512, no pairs": Tuning(_TO_512, paired_from=NO_PAIRS),
+    "to 512, 96 blocks": Tuning(_TO_512, paired_ctas=96),
+    "to 256": Tuning(tuple(size for size in BLOCK_SIZES if size <= 256), paired_from=256),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
@@ -62,17 +66,19 @@ def run(
         raise ConfigError(f"--prompts {max(prompts)}: the model's context leaves room for {longest} tokens")
     figures["prompts"] = []
     for choice in choices:
-        sizes, paired_from, library = CHOICES[choice]
+        tuning = CHOICES[choice]
         begin_s = time.monotonic()
-        runner = runner_for(kernel, matrices, None, sizes, paired_from, library)
+        runner = runner_for(kernel, matrices, tuning=tuning)
         made_s = round(time.monotonic() - begin_s, 2)
         print(f"{choice}: captured in {made_s} s, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
-        prefill = Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=sizes, paired_from=paired_from)
+        prefill = Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=tuning.sizes, paired_from=tuning.paired_from)
         for figure in _measure(kernel, prefill, prompts, repeats):
             figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
         if choice == choices[0]:
-            figures["operations"] = _operations(runner, sizes)
-            figures["rows_have_the_bits_of_the_largest_block"] = {name: _row_bits(runner, sizes, name) for name in LIBRARIES}
+            figures["operations"] = _operations(runner, tuning.sizes)
+            figures["rows_have_the_bits_of_the_largest_block"] = {
+                name: _row_bits(runner, tuning.sizes, name) for name in LIBRARIES
+            }
         del runner, prefill
         free_memory()
     finish("prefill", configuration, before, figures)
@@ -178,16 +184,16 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
     total, own_sum = rows.own_sums[0][0], rows.own_sums[0][-1]
-    yield "append", partial(do.append, rows, 0), 0, 2 * rows.qkv.nbytes, LIBRARY
-    yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, LIBRARY
+    yield "append", partial(do.append, rows, 0), 0, 2 * rows.qkv.nbytes, DEFAULT.library
+    yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, DEFAULT.library
     if spec.delay:
         moved = 4 * rows.stream.nbytes + 2 * total.nbytes
         residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, total, own_sum)
-        yield "residual", residual, 0, moved, LIBRARY
+        yield "residual", residual, 0, moved, DEFAULT.library
     for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
         for start in (0, spec.max_context - size):
             rows.place[0], rows.place[2] = start, start + size
-            yield f"attend of the {kind} layer at {start}", partial(do.attend, rows, layer), 0, 0, LIBRARY
+            yield f"attend of the {kind} layer at {start}", partial(do.attend, rows, layer), 0, 0, DEFAULT.library
 
 
 def _time_us(runner: GraphRunner, operation: Callable[[], object], library: str) -> float:

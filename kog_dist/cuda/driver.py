@@ -10,6 +10,27 @@ from typing import Any
 from kog_dist.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute whose value is an int."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+assert (ctypes.sizeof(_LaunchConfig), ctypes.sizeof(_LaunchAttribute)) == (56, 72)  # as cuda.h has them
 
 
 @functools.cache
@@ -45,9 +66,23 @@ class Kernel:
         """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter."""
         self._launch(_driver().cuLaunchCooperativeKernel, num_ctas, num_threads, params, stream_ptr)
 
-    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int) -> None:
-        """Queue an ordinary launch of any number of thread blocks, with one by-value parameter."""
-        self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))
+    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0) -> None:
+        """Queue an ordinary launch of any number of thread blocks, with one by-value parameter.
+
+        A negative `priority` (to -5) puts its thread blocks before those of other kernels that wait for a place. A graph keeps it,
+        if it is instantiated to use its nodes' priorities.
+        """
+        if priority == 0:
+            self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))
+            return
+        raw = ctypes.create_string_buffer(params, len(params))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(raw))
+        attribute = _LaunchAttribute(_PRIORITY, 0, priority)
+        config = _LaunchConfig(
+            num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, stream_ptr, ctypes.pointer(attribute), 1
+        )  # fmt: skip
+        code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, ctypes.c_void_p(0))
+        _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads with priority {priority}")
 
     def _launch(self, call: Any, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *extra: Any) -> None:
         raw = ctypes.create_string_buffer(params, len(params))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,8 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines import cuda
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.exchange import OneRank
-from kog_dist.workers.prefill.gpu import GraphRunner, matrices_for, prefill_for, runner_for
+from kog_dist.workers.prefill.gpu import NO_PAIRS, Tuning, matrices_for, prefill_for, runner_for
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import LayerMatrices
 from kog_dist.workers.prefill.operations import TorchOperations
@@ -42,7 +42,7 @@ from tests.gpu.test_monokernel import VARIANTS as KERNEL_VARIANTS
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
-SIZES, PAIRED_FROM = (16, 32, 64), 32
+TUNING = Tuning((16, 32, 64), paired_from=32)
 # Slices of the FFN that are no multiple of 8 are not for prefill.
 VARIANTS = {**KERNEL_VARIANTS, "nothing divides": {**KERNEL_VARIANTS["nothing divides"], "intermediate_size": 608}}
 LIMIT = 2e-3
@@ -70,8 +70,8 @@ class Prepared:
         with torch.no_grad():
             return np.asarray(self.oracle(torch.tensor([self.ids[:num_tokens]], device="cuda"))[0].cpu().numpy())
 
-    def prefill(self, sizes: tuple[int, ...] = SIZES, paired_from: int = PAIRED_FROM) -> Prefill:
-        return prefill_for(self.kernel, self.matrices, sizes=sizes, paired_from=paired_from)
+    def prefill(self, tuning: Tuning = TUNING) -> Prefill:
+        return prefill_for(self.kernel, self.matrices, tuning=tuning)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) ->
 @pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
 def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str) -> None:
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
-    runner = runner_for(model.kernel, model.matrices, None, (32,), 1 << 30)
+    runner = runner_for(model.kernel, model.matrices, tuning=Tuning((32,), paired_from=NO_PAIRS))
     embedding = torch.as_tensor(model.kernel.weights.embedding.view(np.int16), device="cuda").view(torch.bfloat16)
     cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
     twin = TorchOperations(runner.buffers, embedding, cache)
@@ -147,10 +147,11 @@ def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepa
             position = prefill.run(ids[:-1], position, should_stop=lambda left=left: next(left, True))  # type: ignore[misc]
         assert bool((demo.kernel.kv == cache).all()), f"attempt {attempt}"
         assert np.array_equal(decode(demo.kernel, ids, 500).view(np.uint32), logits.view(np.uint32))
-    alone = demo.prefill(paired_from=1 << 30)
-    clear(demo.kernel)
-    fill(alone, ids[:-1])
-    assert bool((demo.kernel.kv == cache).all()), "pairs of blocks have other bits than the same blocks one by one"
+    for tuning in (replace(TUNING, paired_from=NO_PAIRS), replace(TUNING, paired_ctas=5)):
+        other = demo.prefill(tuning)
+        clear(demo.kernel)
+        fill(other, ids[:-1])
+        assert bool((demo.kernel.kv == cache).all()), f"{tuning} has other bits than {TUNING}"
     assert demo.kernel.generate(ids[:3], 5) == answer
 
 
@@ -200,8 +201,7 @@ def big() -> Iterator[tuple[Monokernel, list[LayerMatrices]]]:
 
 def test_2b_logits_bits_and_times(big: tuple[Monokernel, list[LayerMatrices]]) -> None:
     kernel, matrices = big
-    runner = runner_for(kernel, matrices, None, BLOCK_SIZES, 512)
-    prefill = Prefill(runner, max_context=SPEC.max_context, sizes=BLOCK_SIZES, paired_from=512)
+    prefill = prefill_for(kernel, matrices)
     found = {}
     for length in (2, 128, 512, 513, 2048, 4000):
         fill(prefill, IDS_2B[: length - 1])
@@ -218,7 +218,6 @@ def test_2b_logits_bits_and_times(big: tuple[Monokernel, list[LayerMatrices]]) -
     errors = {length: relative_error(found[length], wanted) for length, wanted in _oracle_logits(sorted(found)).items()}
     print("2B, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
     assert max(errors.values()) < LIMIT, errors
-    assert isinstance(runner, GraphRunner)
 
 
 def _check_stop(prefill: Prefill) -> None:

@@ -21,6 +21,7 @@ from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, pr
 if TYPE_CHECKING:
     from torch import Tensor
 
+_BEFORE_PRODUCTS = -1  # priority of limited kernels: a product would leave them no place until its last thread blocks
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _KERNELS = (
     "begin", "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_local", "swiglu", "load_cache",
@@ -46,12 +47,12 @@ class DeviceOperations:
         )  # fmt: skip
         cubin = build(header)
         self.build_log = cubin.log
-        self._bind(embedding, cache, {name: partial(_queue, Kernel(cubin.path, name, 0)) for name in _KERNELS})
+        self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
 
-    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
-        """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
+    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, int], None]]) -> None:
+        """`launchers`: by kernel; called with thread blocks, threads of each, parameters, priority."""
         buffers = self.buffers
-        self._launchers = launchers
+        self._launchers, self._max_ctas = launchers, 0
         self._held = (embedding, cache)  # the kernels have their addresses
         self._params = np.zeros((), PREFILL_PARAMS.dtype)
         pointers = {
@@ -62,15 +63,27 @@ class DeviceOperations:
             self._params[f"{name}_ptr"] = tensor.data_ptr()
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
 
-    def _launch(self, kernel: str, num_ctas: int, num_threads: int, **fields: Tensor | int | None) -> None:
-        """`fields`: a tensor fills the pointer of its name, a number the field."""
+    def _launch(self, kernel: str, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
+        """A kernel whose thread blocks take rows in turn. `fields`: a tensor gives the pointer of its name, a number the field."""
+        if self._max_ctas:
+            self._queue(kernel, min(num_rows, self._max_ctas), num_threads, _BEFORE_PRODUCTS, fields)
+        else:
+            self._queue(kernel, num_rows, num_threads, 0, fields)
+
+    def _queue(
+        self, kernel: str, num_ctas: int, num_threads: int, priority: int, fields: Mapping[str, Tensor | int | None]
+    ) -> None:
         params = self._params.copy()
         for name, value in fields.items():
             if isinstance(value, int):
                 params[name] = value
             else:
                 params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
-        self._launchers[kernel](num_ctas, num_threads, params.tobytes())
+        self._launchers[kernel](num_ctas, num_threads, params.tobytes(), priority)
+
+    def limit(self, num_ctas: int) -> None:
+        """See `Operations`."""
+        self._max_ctas = num_ctas
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
@@ -126,7 +139,8 @@ class DeviceOperations:
     def swiglu(self, rows: Rows) -> None:
         """See `Operations`."""
         self._launch(
-            "swiglu", rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT), inverse_rms=rows.inverse_rms,
+            "swiglu", rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT), size=rows.size,
+            inverse_rms=rows.inverse_rms,
             gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
 
@@ -141,13 +155,14 @@ class DeviceOperations:
     def _copy(self, kernel: str, first: int, last: int) -> None:
         pairs = self.layout.heads * self.spec.head_dim // 2
         if last > first:
-            self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
+            num_ctas = (last - first) * self.spec.num_layers  # one for each position of a layer, so that there is no limit
+            self._queue(kernel, num_ctas, threads_for(pairs), 0, {"first": first, "last": last})
 
 
-def _queue(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
+def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, priority: int) -> None:
     import torch
 
-    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
+    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream, priority=priority)
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -22,7 +23,20 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 
-LIBRARY = "cublas"  # of the products; `kog-bench prefill --choices all` measures cublaslt, too
+NO_PAIRS = 1 << 30  # no block is so large
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What decides about speed, not about the function. `kog-bench prefill --choices all` measures others than the defaults."""
+
+    sizes: tuple[int, ...] = BLOCK_SIZES
+    paired_from: int = PAIRED_FROM  # blocks of so many rows run two at a time
+    library: str = "cublas"  # of the products; or cublaslt
+    paired_ctas: int = 0  # of a pair's fused kernels, which then leave places for the other block's products; 0: as many as rows
+
+
+DEFAULT = Tuning()
 
 
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
@@ -38,9 +52,7 @@ def prefill_for(
     matrices: Sequence[LayerMatrices],
     *,
     exchange: SumExchange | None = None,
-    sizes: Sequence[int] = BLOCK_SIZES,
-    paired_from: int = PAIRED_FROM,
-    library: str = LIBRARY,
+    tuning: Tuning = DEFAULT,
 ) -> Prefill:
     """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
 
@@ -49,31 +61,30 @@ def prefill_for(
     LaunchError, or ConfigError for a model that it cannot run.
     """
     if exchange is not None:
-        paired_from = max(sizes) + 1
-    runner = runner_for(kernel, matrices, exchange, sizes, paired_from, library)
-    return Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=sizes, paired_from=paired_from)
+        tuning = replace(tuning, paired_from=NO_PAIRS)
+    runner = runner_for(kernel, matrices, exchange=exchange, tuning=tuning)
+    return Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=tuning.sizes, paired_from=tuning.paired_from)
 
 
 def runner_for(
     kernel: Monokernel,
     matrices: Sequence[LayerMatrices],
-    exchange: SumExchange | None,
-    sizes: Sequence[int],
-    paired_from: int,
-    library: str = LIBRARY,
+    *,
+    exchange: SumExchange | None = None,
+    tuning: Tuning = DEFAULT,
 ) -> GraphRunner:
-    """The runner of `prefill_for`; `library` is cublas or cublaslt."""
+    """The runner of `prefill_for`."""
     import numpy as np
     import torch
 
     shape = kernel.shape
-    buffers = Buffers(CacheLayout.of(shape), torch.float16, max(sizes), "cuda")
+    buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda")
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     layers = Layers(shape.spec, matrices, operations, exchange or OneRank())
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
-    return GraphRunner(layers, buffers, sizes, paired_from, stream, library)
+    return GraphRunner(layers, buffers, stream, tuning)
 
 
 class TwoStreams:
@@ -115,25 +126,18 @@ class TwoStreams:
 class GraphRunner:
     """See `Runner`. Each size is captured once, alone and as a pair; what differs between blocks is in device memory."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        buffers: Buffers,
-        sizes: Sequence[int],
-        paired_from: int,
-        stream: torch.cuda.Stream,
-        library: str,
-    ) -> None:
+    def __init__(self, layers: Layers, buffers: Buffers, stream: torch.cuda.Stream, tuning: Tuning = DEFAULT) -> None:
         import torch
 
-        self.layers, self.buffers, self.stream = layers, buffers, stream
+        self.layers, self.buffers, self.stream, self._paired_ctas = layers, buffers, stream, tuning.paired_ctas
+        sizes, paired_from = tuning.sizes, tuning.paired_from
         self._other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of blocks
         self._rows = {size: buffers.rows(size) for size in sizes}  # the graphs have their addresses
         self._second_rows = {size: buffers.rows(size, 1) for size in sizes if size >= paired_from}
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
-        with torch.no_grad(), exact_products(library), torch.cuda.stream(stream):
+        with torch.no_grad(), exact_products(tuning.library), torch.cuda.stream(stream):
             for size in sorted(sizes, reverse=True):
                 for count in (1, 2) if size >= paired_from else (1,):
                     buffers.next_start.zero_()
@@ -151,7 +155,9 @@ class GraphRunner:
             self.layers.run(self._rows[size])
             return
         together = TwoStreams(self.stream, self._other, self.layers.spec.num_layers)
+        self.layers.operations.limit(self._paired_ctas)
         self.layers.run_pair(self._rows[size], self._second_rows[size], together=together)
+        self.layers.operations.limit(0)
 
     def rows(self, size: int) -> Rows:
         """The memory of a block that runs alone, or of the first one of a pair."""

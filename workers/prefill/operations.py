@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class Operations(Protocol):
     """One rank's arithmetic. Every operation works on what `Buffers` and `Rows` hold; on a GPU they are queued in order."""
 
+    def limit(self, num_ctas: int) -> None:
+        """Fused operations that are queued from now on take at most so many thread blocks, before other work; 0: no limit."""
+
     def begin(self, rows: Rows) -> None:
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
@@ -63,6 +66,9 @@ class TorchOperations:
         self.spec, self.layout = buffers.spec, buffers.layout
         if cache.numel() != self.layout.num_values:
             raise ConfigError(f"the KV cache has {cache.numel()} values, its layout has {self.layout.num_values}")
+
+    def limit(self, num_ctas: int) -> None:
+        """See `Operations`. There are none here."""
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""

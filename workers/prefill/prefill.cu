@@ -1,6 +1,7 @@
 // The operations of prefill that are no matrix products and no attention, fused so that each value is read and written as rarely
 // as can be: they are bounded by memory. `workers/prefill/operations.py` defines them; the names are the same. A thread takes
-// kUnit neighbouring values of a row at a time (16 bytes). Activations are binary16, arithmetic is float32.
+// kUnit neighbouring values of a row at a time (16 bytes); a thread block takes rows in turn. Activations are binary16, arithmetic is
+// float32.
 #include "ptx.cuh"
 #include "prefill_shape.cuh"
 
@@ -76,6 +77,7 @@ __device__ __forceinline__ void store_inverse_rms(float (&squares)[kLanes], floa
         for (u32 i = 0; i < num_warps; ++i) sum += sums[i][lane];
         inverse_rms[lane * size + row] = 1.0f / sqrtf(sum * (1.0f / kHidden) + kNormEps);
     }
+    __syncthreads();  // the next row's sums
 }
 
 __device__ __forceinline__ bool is_finite_pair(u32 packed) {
@@ -84,10 +86,10 @@ __device__ __forceinline__ bool is_finite_pair(u32 packed) {
 
 enum class Mode { kBlocking, kDelayed, kLocal };
 
-// One thread block per row; a thread has the same columns of all lanes.
+// A thread has the same columns of all lanes of a row.
 template <Mode kMode>
-__device__ __forceinline__ void residual(const KogPrefillParams& params) {
-    const u32 row = blockIdx.x, size = params.size;
+__device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row) {
+    const u32 size = params.size;
     uint4* __restrict__ stream = reinterpret_cast<uint4*>(params.stream_ptr);
     const uint4* __restrict__ partial = reinterpret_cast<const uint4*>(params.partial_ptr);
     const uint4* __restrict__ past = reinterpret_cast<const uint4*>(params.past_ptr);
@@ -179,102 +181,105 @@ __global__ void begin(const __grid_constant__ KogPrefillParams params) {
 }
 
 __global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ KogPrefillParams params) {
-    const u32 row = blockIdx.x, size = params.size;
-    const u32 token = reinterpret_cast<const u32*>(params.prompt_ptr)[*reinterpret_cast<const int*>(params.place_ptr) + row];
-    const uint4* words = reinterpret_cast<const uint4*>(params.embedding_ptr) + static_cast<u64>(token) * kUnits;
+    const u32 size = params.size;
+    const u32* tokens = reinterpret_cast<const u32*>(params.prompt_ptr) + *reinterpret_cast<const int*>(params.place_ptr);
     uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
-    float squares[kLanes] = {};
-    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-        const uint4 w = words[unit];
-        const uint4 rounded = make_uint4(
-            Fp16::pack(WeightFormat::low(w.x), WeightFormat::high(w.x)), Fp16::pack(WeightFormat::low(w.y), WeightFormat::high(w.y)),
-            Fp16::pack(WeightFormat::low(w.z), WeightFormat::high(w.z)), Fp16::pack(WeightFormat::low(w.w), WeightFormat::high(w.w)));
-        const float sum = square_sum(widened(rounded));
+    for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
+        const uint4* words = reinterpret_cast<const uint4*>(params.embedding_ptr) + static_cast<u64>(tokens[row]) * kUnits;
+        float squares[kLanes] = {};
+        for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+            const uint4 w = words[unit];
+            const Unit value = {{WeightFormat::low(w.x), WeightFormat::high(w.x), WeightFormat::low(w.y), WeightFormat::high(w.y),
+                                 WeightFormat::low(w.z), WeightFormat::high(w.z), WeightFormat::low(w.w), WeightFormat::high(w.w)}};
+            const uint4 rounded = narrowed(value);
+            const float sum = square_sum(widened(rounded));
 #pragma unroll
-        for (int lane = 0; lane < kLanes; ++lane) {
-            stream[(static_cast<u64>(lane) * size + row) * kUnits + unit] = rounded;
-            squares[lane] += sum;
+            for (int lane = 0; lane < kLanes; ++lane) {
+                stream[(static_cast<u64>(lane) * size + row) * kUnits + unit] = rounded;
+                squares[lane] += sum;
+            }
         }
+        store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
     }
-    store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
 }
 
-// One thread block per row.
 __global__ void __launch_bounds__(kMaxThreads) append(const __grid_constant__ KogPrefillParams params) {
-    const u32 row = blockIdx.x, size = params.size;
-    const u32 position = *reinterpret_cast<const int*>(params.place_ptr) + row;
-    const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) +
-                         static_cast<u64>(position < kMaxContext ? position : kMaxContext - 1) * kPairs;
+    const u32 size = params.size, start = *reinterpret_cast<const int*>(params.place_ptr);
     const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
     const u32* qkv = reinterpret_cast<const u32*>(params.qkv_ptr);
-    u32* query = reinterpret_cast<u32*>(params.query_ptr) + static_cast<u64>(row) * kLanes * kHeads * kPairs;
-    u32* keys = reinterpret_cast<u32*>(params.keys_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
-    u32* values = reinterpret_cast<u32*>(params.values_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
     bool finite = true;
-    for (u32 i = threadIdx.x; i < kLanes * kLanePairs; i += blockDim.x) {
-        const u32 lane = i / kLanePairs, at = i % kLanePairs;
-        const u32 packed = qkv[(static_cast<u64>(lane) * size + row) * kLanePairs + at];
-        const float scale = inverse_rms[lane * size + row];
-        const float even = Fp16::low(packed) * scale, odd = Fp16::high(packed) * scale;
-        float first = even, second = odd;
-        if (at < kTurned) {
-            const float2 turn = rope[at % kPairs];
-            first = even * turn.x - odd * turn.y, second = even * turn.y + odd * turn.x;
+    for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
+        const u32 position = start + row;
+        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) +
+                             static_cast<u64>(position < kMaxContext ? position : kMaxContext - 1) * kPairs;
+        u32* query = reinterpret_cast<u32*>(params.query_ptr) + static_cast<u64>(row) * kLanes * kHeads * kPairs;
+        u32* keys = reinterpret_cast<u32*>(params.keys_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
+        u32* values = reinterpret_cast<u32*>(params.values_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
+        for (u32 i = threadIdx.x; i < kLanes * kLanePairs; i += blockDim.x) {
+            const u32 lane = i / kLanePairs, at = i % kLanePairs;
+            const u32 packed = qkv[(static_cast<u64>(lane) * size + row) * kLanePairs + at];
+            const float scale = inverse_rms[lane * size + row];
+            const float even = Fp16::low(packed) * scale, odd = Fp16::high(packed) * scale;
+            float first = even, second = odd;
+            if (at < kTurned) {
+                const float2 turn = rope[at % kPairs];
+                first = even * turn.x - odd * turn.y, second = even * turn.y + odd * turn.x;
+            }
+            u32 rounded;
+            if (at < kHeads * kPairs) {
+                rounded = Fp16::pack(first, second);
+                query[lane * kHeads * kPairs + at] = rounded;
+            } else {
+                const u32 kept = KvFormat::pack(first, second);
+                rounded = Fp16::pack(KvFormat::low(kept), KvFormat::high(kept));
+                if (at < kTurned) keys[lane * kKvPairs + at - kHeads * kPairs] = rounded;
+                else values[lane * kKvPairs + at - kTurned] = rounded;
+            }
+            finite = finite && is_finite_pair(rounded);
         }
-        u32 rounded;
-        if (at < kHeads * kPairs) {
-            rounded = Fp16::pack(first, second);
-            query[lane * kHeads * kPairs + at] = rounded;
-        } else {
-            const u32 kept = KvFormat::pack(first, second);
-            rounded = Fp16::pack(KvFormat::low(kept), KvFormat::high(kept));
-            if (at < kTurned) keys[lane * kKvPairs + at - kHeads * kPairs] = rounded;
-            else values[lane * kKvPairs + at - kTurned] = rounded;
-        }
-        finite = finite && is_finite_pair(rounded);
     }
     if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
 }
 
-// One thread block per row.
 __global__ void __launch_bounds__(kRowThreads) lane_sum(const __grid_constant__ KogPrefillParams params) {
-    const u32 row = blockIdx.x;
     const uint4* partial = reinterpret_cast<const uint4*>(params.partial_ptr);
-    float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr) + static_cast<u64>(row) * kHidden;
-    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-        LaneTree tree;
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) {
+        float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr) + static_cast<u64>(row) * kHidden;
+        for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+            LaneTree tree;
 #pragma unroll
-        for (int lane = 0; lane < kLanes; ++lane)
-            tree.add(lane, widened(partial[(static_cast<u64>(lane) * params.size + row) * kUnits + unit]));
-        store_unit(own_sum + unit * kUnit, tree.sum);
+            for (int lane = 0; lane < kLanes; ++lane)
+                tree.add(lane, widened(partial[(static_cast<u64>(lane) * params.size + row) * kUnits + unit]));
+            store_unit(own_sum + unit * kUnit, tree.sum);
+        }
     }
 }
 
 __global__ void __launch_bounds__(kRowThreads, 2) residual_blocking(const __grid_constant__ KogPrefillParams params) {
-    residual<Mode::kBlocking>(params);
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kBlocking>(params, row);
 }
 __global__ void __launch_bounds__(kRowThreads, 2) residual_delayed(const __grid_constant__ KogPrefillParams params) {
-    residual<Mode::kDelayed>(params);
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kDelayed>(params, row);
 }
 __global__ void __launch_bounds__(kRowThreads, 2) residual_local(const __grid_constant__ KogPrefillParams params) {
-    residual<Mode::kLocal>(params);
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kLocal>(params, row);
 }
 
-// One thread block per lane and row.
 __global__ void __launch_bounds__(kMaxThreads) swiglu(const __grid_constant__ KogPrefillParams params) {
-    const u64 row = blockIdx.x;
-    const float scale = reinterpret_cast<const float*>(params.inverse_rms_ptr)[row];
-    const uint4* gates = reinterpret_cast<const uint4*>(params.gate_up_ptr) + row * 2 * kFfnUnits;
-    uint4* activation = reinterpret_cast<uint4*>(params.activation_ptr) + row * kFfnUnits;
-    for (u32 unit = threadIdx.x; unit < kFfnUnits; unit += blockDim.x) {
-        const Unit gate = widened(gates[unit]), up = widened(gates[kFfnUnits + unit]);
-        Unit result;
+    for (u64 row = blockIdx.x; row < static_cast<u64>(kLanes) * params.size; row += gridDim.x) {  // of all lanes
+        const float scale = reinterpret_cast<const float*>(params.inverse_rms_ptr)[row];
+        const uint4* gates = reinterpret_cast<const uint4*>(params.gate_up_ptr) + row * 2 * kFfnUnits;
+        uint4* activation = reinterpret_cast<uint4*>(params.activation_ptr) + row * kFfnUnits;
+        for (u32 unit = threadIdx.x; unit < kFfnUnits; unit += blockDim.x) {
+            const Unit gate = widened(gates[unit]), up = widened(gates[kFfnUnits + unit]);
+            Unit result;
 #pragma unroll
-        for (int k = 0; k < kUnit; ++k) {
-            const float g = gate.v[k] * scale;
-            result.v[k] = g / (1.0f + __expf(-g)) * (up.v[k] * scale);
+            for (int k = 0; k < kUnit; ++k) {
+                const float g = gate.v[k] * scale;
+                result.v[k] = g / (1.0f + __expf(-g)) * (up.v[k] * scale);
+            }
+            activation[unit] = narrowed(result);
         }
-        activation[unit] = narrowed(result);
     }
 }
 

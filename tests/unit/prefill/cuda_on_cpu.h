@@ -34,7 +34,7 @@ struct float2 {
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-inline thread_local Index threadIdx, blockIdx, blockDim;
+inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 inline std::unique_ptr<std::barrier<>> block_barrier;
 inline std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
 inline float shuffled[1024];
@@ -101,7 +101,7 @@ void launch(void (*kernel)(Params), unsigned num_ctas, unsigned num_threads, con
     std::vector<std::thread> threads;
     for (unsigned i = 0; i < num_threads; ++i)
         threads.emplace_back([=] {
-            threadIdx.x = i, blockDim.x = num_threads;
+            threadIdx.x = i, blockDim.x = num_threads, gridDim.x = num_ctas;
             for (unsigned cta = 0; cta < num_ctas; ++cta) {
                 blockIdx.x = cta;
                 kernel(params);

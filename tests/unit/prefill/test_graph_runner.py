@@ -15,7 +15,7 @@ from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_che
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.buffers import Rows
 from kog_dist.workers.prefill.exchange import OneRank
-from kog_dist.workers.prefill.gpu import GraphRunner
+from kog_dist.workers.prefill.gpu import GraphRunner, Tuning
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.operations import Operations
 from kog_dist.workers.prefill.prefill import Prefill
@@ -102,7 +102,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank, G
     operations: Any = Captured(rank.layers.operations)
     layers = Layers(spec, rank.matrices, operations, OneRank())
     stream: Any = Stream()
-    return expected, rank, GraphRunner(layers, rank.buffers, SIZES, PAIRED_FROM, stream, "cublas")
+    return expected, rank, GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, PAIRED_FROM, paired_ctas=3))
 
 
 def test_pairs_and_single_blocks_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> None:
