@@ -69,8 +69,8 @@ class Kernel:
     def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0) -> None:
         """Queue an ordinary launch of any number of thread blocks, with one by-value parameter.
 
-        A negative `priority` (to -5) puts its thread blocks before those of other kernels that wait for a place. A graph keeps it,
-        if it is instantiated to use its nodes' priorities.
+        A negative `priority` (to -5) puts its thread blocks before those of other kernels that wait for places. A graph keeps
+        it if it is instantiated to use its nodes' priorities.
         """
         if priority == 0:
             self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))

@@ -64,7 +64,7 @@ class DeviceOperations:
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
 
     def _launch(self, kernel: str, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
-        """A kernel whose thread blocks take rows in turn. `fields`: a tensor gives the pointer of its name, a number the field."""
+        """A kernel whose thread blocks take rows in turn. `fields`: tensors are for the pointers of their names."""
         if self._max_ctas:
             self._queue(kernel, min(num_rows, self._max_ctas), num_threads, _BEFORE_PRODUCTS, fields)
         else:
