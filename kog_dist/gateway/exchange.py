@@ -49,13 +49,12 @@ class Exchange:
         def take(event: Event) -> None:
             if isinstance(event, Tokens):
                 now_s = time.monotonic()
-                meter.tokens(len(event.token_ids), now_s)
-                if self._is_over:
-                    return
-                frames = reply.on_event(choice, event)
-                if not frames and now_s - self._written_s > self._limits.keepalive_s:
-                    frames = reply.keepalive  # tokens without text, of a model without a tokenizer
-                self._put(choice, frames)
+                if not self._is_over:
+                    frames = reply.on_event(choice, event)
+                    if not frames and now_s - self._written_s > self._limits.keepalive_s:
+                        frames = reply.keepalive  # tokens without text, of a model without a tokenizer
+                    self._put(choice, frames)
+                meter.tokens(len(event.token_ids), now_s)  # when the client has them
             else:
                 self._take_rare(choice, meter, event)
 
