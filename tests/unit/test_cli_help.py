@@ -8,11 +8,19 @@ import sys
 
 import pytest
 
-SLOW = ("torch", "numpy", "zmq", "tokenizers", "safetensors", "jinja2", "rich", "psutil")
+SLOW = ("torch", "numpy", "zmq", "tokenizers", "safetensors", "jinja2", "rich", "psutil", "fastapi", "uvicorn")
 
 
 @pytest.mark.parametrize(
-    "module", ["kog_dist.launch.cli", "kog_dist.rpc.cli", "kog_dist.bench.cli", "kog_dist.doctor.cli", "kog_dist.chat.cli"]
+    "module",
+    [
+        "kog_dist.launch.cli",
+        "kog_dist.rpc.cli",
+        "kog_dist.bench.cli",
+        "kog_dist.doctor.cli",
+        "kog_dist.chat.cli",
+        "kog_dist.gateway.cli",
+    ],
 )
 def test_help_imports_nothing_slow(module: str) -> None:
     program = (
