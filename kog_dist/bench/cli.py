@@ -307,6 +307,43 @@ def collectives(
         raise typer.Exit(1)
 
 
+@app.command()
+def scaling(
+    model: Annotated[bool, typer.Option("--model", help="Predict from a simulation instead of measuring.")] = False,
+    spec: Annotated[str, typer.Option(help="Shape: 2b.")] = "2b",
+    lanes_us: Annotated[
+        str,
+        typer.Option(help="Measured on one GPU, us per token by hosted lanes: 8:1122,4:584,2:343,1:240. The costs are fitted."),
+    ] = "",
+    gpus_us: Annotated[str, typer.Option(help="Measured on several GPUs, to compare with: 1:1122,2:590,4:350.")] = "",
+    peer_hop_us: Annotated[
+        float, typer.Option(help="Publish to visible on another GPU; `kog-bench collectives` measures it.")
+    ] = 1.0,
+) -> None:
+    """Microseconds per token on 1, 2, 4 and 8 GPUs."""
+    from kog_dist.bench import scaling as benchmark
+    from kog_dist.bench.shapes import named_spec
+
+    if not model:
+        raise ConfigError("only --model is there: measure one GPU with kog-bench latency, several with kog-bench decode")
+    if not peer_hop_us > 0:
+        raise ConfigError("--peer-hop-us must be more than 0")
+    costs = benchmark.Costs(peer_hop_us=peer_hop_us)
+    benchmark.run(named_spec(spec), spec, _times(lanes_us, "--lanes-us"), _times(gpus_us, "--gpus-us"), costs)
+
+
+def _times(text: str, option: str) -> dict[int, float]:
+    """Microseconds by count: 8:1122,4:584."""
+    try:
+        pairs = [part.split(":") for part in text.split(",") if part]
+        times = {int(count): float(us) for count, us in pairs}
+    except ValueError:
+        raise ConfigError(f"{option} must be like 8:1122,4:584, got {text!r}") from None
+    if any(count not in (1, 2, 4, 8) or not us > 0 for count, us in times.items()):
+        raise ConfigError(f"{option} takes counts of 1, 2, 4 and 8 with times above 0, got {text!r}")
+    return times
+
+
 def _counts(text: str, option: str = "--ranks") -> tuple[int, ...]:
     try:
         counts = tuple(int(part) for part in text.split(","))

@@ -1,0 +1,174 @@
+"""`kog-bench scaling --model`: microseconds per token on any number of GPUs, simulated from what one GPU was measured to do.
+
+One thread block stands for all. Its tape is simulated tile by tile: a tile arrives at the memory's rate once a ring slot is free,
+is consumed at the drain rate once its product's input is there, and a product's input is there a hop after what it depends on.
+The same order of products, reductions and hops as in the kernel (decode/order.py, docs/kccl.md); no jitter, no contention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from kog_dist.bench.report import finish, machine
+from kog_dist.decode.order import Product
+from kog_dist.decode.steps import Phase
+from kog_dist.decode.tape_packing import OpShape
+from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+_TOKENS = 2  # the second one is steady: its weights ran ahead during the first
+_WORLD_SIZES = (1, 2, 4, 8)
+_FITTED = ("drain_kb_per_us", "hop_us", "attention_us", "finalise_us", "token_end_us")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the simulation knows of a machine. Rates are of one thread block."""
+
+    stream_kb_per_us: float = 35.7  # 4.57 TB/s over 128 thread blocks
+    drain_kb_per_us: float = 134.0
+    hop_us: float = 1.0  # from publishing to visible, on one GPU
+    attention_us: float = 1.3  # from q seen to published parts
+    finalise_us: float = 0.3
+    token_end_us: float = 2.0  # from the last candidate to the next token's embedding, and what else a token costs once
+    peer_hop_us: float = 1.0  # from publishing to visible, on another GPU
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A product on the tape: its tiles, None for the LM head."""
+
+    product: Product | None
+    num_tiles: int
+    tile_kb: float
+
+
+def token_us(spec: ModelSpec, num_lanes: int, world_size: int, costs: Costs) -> float:
+    """Microseconds of a token of a rank that hosts `num_lanes`, with peers on `world_size` GPUs (1: no exchange)."""
+    shape, tape = _kernel(spec, num_lanes)
+    simulation = _Simulation(shape, world_size, costs)
+    ends = [simulation.token(tape) for _ in range(_TOKENS)]
+    return ends[-1] - ends[-2]
+
+
+@lru_cache(maxsize=16)
+def _kernel(spec: ModelSpec, num_lanes: int) -> tuple[KernelShape, list[_Work]]:
+    """The shape of a rank that hosts so many lanes, and what lies on a thread block's tape."""
+    shape = KernelShape(spec, range(num_lanes))
+    ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
+
+    def work(product: Product | None, op: OpShape) -> _Work:
+        num_tiles = op.blocks * (op.per // op.steps)
+        return _Work(product, num_tiles, 2 * op.num_values / num_tiles / 1000)
+
+    return shape, [*(work(product, ops[product.phase]) for product in shape.products), work(None, shape.head)]
+
+
+class _Simulation:
+    """Times in us since the start; tokens one after the other."""
+
+    def __init__(self, shape: KernelShape, world_size: int, costs: Costs) -> None:
+        self.shape, self.spec, self.costs = shape, shape.spec, costs
+        self.exchange_us = costs.peer_hop_us if world_size > 1 else 0.0
+        self.num_slots = shape.num_slots
+        self.consumed = [0.0] * shape.num_slots  # when each tile's slot was given back; the first are free
+        self.loaded_us = 0.0
+        self.begin_us = 0.0
+
+    def token(self, tape: list[_Work]) -> float:
+        """Simulate a token; when its last product was finished."""
+        costs, lanes = self.costs, range(self.shape.num_lanes)
+        ready = dict.fromkeys(lanes, self.begin_us)  # of each lane's next input
+        partial: dict[tuple[Block, int], float] = {}  # when all own lanes had finished a block's output
+        finished = self.begin_us
+        for work in tape:
+            product = work.product
+            if product is None:  # the streams go to all ranks
+                finished = self._multiply(work, max(ready.values()) - costs.hop_us + max(costs.hop_us, self.exchange_us))
+                break
+            finished = self._multiply(work, ready[product.lane])
+            if product.phase is Phase.QKV:
+                ready[product.lane] = finished + 2 * costs.hop_us + costs.attention_us
+            elif product.phase is Phase.GATE_UP:
+                ready[product.lane] = finished + costs.hop_us
+            else:
+                block = Block.ATTENTION if product.phase is Phase.OUT else Block.MLP
+                self._residual(block, product, finished, ready, partial)
+        self.begin_us = finished + max(costs.hop_us, self.exchange_us) + costs.token_end_us
+        return finished
+
+    def _residual(
+        self, block: Block, product: Product, finished: float, ready: dict[int, float], partial: dict[tuple[Block, int], float]
+    ) -> None:
+        layer, spec = product.layer, self.spec
+        partial[block, layer] = max(finished, partial.get((block, layer), 0.0))
+        mode = spec.reduce_mode(layer, block)
+        if mode is ReduceMode.DELAYED:
+            finished = max(finished, partial[block, layer - spec.delay] + self.exchange_us)
+        if mode is not ReduceMode.BLOCKING:
+            ready[product.lane] = finished + self.costs.hop_us
+        elif product.lane == self.shape.num_lanes - 1:
+            for lane in ready:
+                ready[lane] = partial[block, layer] + self.exchange_us + self.costs.hop_us
+
+    def _multiply(self, work: _Work, ready_us: float) -> float:
+        """When the product's rows were published; its tiles come through the ring."""
+        consumed, loaded_us = self.consumed, self.loaded_us
+        load_us, drain_us = work.tile_kb / self.costs.stream_kb_per_us, work.tile_kb / self.costs.drain_kb_per_us
+        now_us = max(ready_us, consumed[-1])
+        for _ in range(work.num_tiles):
+            loaded_us = max(loaded_us, consumed[-self.num_slots]) + load_us
+            now_us = max(now_us, loaded_us) + drain_us
+            consumed.append(now_us)
+        self.loaded_us = loaded_us
+        return now_us + self.costs.finalise_us
+
+
+def fit(spec: ModelSpec, measured: Mapping[int, float], costs: Costs) -> Costs:
+    """Costs that come closest to `measured`: microseconds per token by hosted lanes on one GPU, exchange left out.
+
+    Steps along one cost at a time, smaller and smaller; deterministic. Costs of a product stay within a factor of five of where
+    they began. A model this simple has more costs than such figures tell apart: take what traces say for the beginning.
+    """
+
+    def error(candidate: Costs) -> float:
+        return sum((token_us(spec, lanes, 1, candidate) / us - 1) ** 2 for lanes, us in measured.items())
+
+    best, least, step = costs, error(costs), 0.3
+    while step > 0.02:
+        better = False
+        for name in _FITTED:
+            for factor in (1 + step, 1 / (1 + step)):
+                candidate = replace(best, **{name: getattr(best, name) * factor})
+                if name != "token_end_us" and not 0.2 < getattr(candidate, name) / getattr(costs, name) < 5:
+                    continue
+                if (found := error(candidate)) < least:
+                    best, least, better = candidate, found, True
+        step = step if better else step / 2
+    return best
+
+
+def predict(spec: ModelSpec, costs: Costs) -> dict[int, float]:
+    """Microseconds per token on 1, 2, 4 and 8 GPUs, as far as the lanes can be spread."""
+    return {n: token_us(spec, spec.num_lanes // n, n, costs) for n in _WORLD_SIZES if spec.num_lanes % n == 0}
+
+
+def run(spec: ModelSpec, name: str, measured: Mapping[int, float], gpus: Mapping[int, float], costs: Costs) -> None:
+    """Fit to one GPU's figures, print the prediction beside what was measured on several GPUs, and the JSON object."""
+    before = machine()
+    costs = fit(spec, measured, costs) if measured else costs
+    print(f"{'GPUs':>5}{'predicted us':>14}{'tokens/s':>10}{'measured us':>13}{'error':>8}")
+    figures: list[dict[str, Any]] = []
+    for count, us in predict(spec, costs).items():
+        seen = gpus.get(count)
+        error = None if seen is None else us / seen - 1
+        shown = f"{'-':>13}{'-':>8}" if seen is None or error is None else f"{seen:13.1f}{100 * error:7.1f}%"
+        print(f"{count:5}{us:14.1f}{1e6 / us:10.0f}{shown}")
+        figures.append({"gpus": count, "predicted_us": us, "measured_us": seen, "error": error})
+    for field in fields(Costs):
+        print(f"  {field.name} {getattr(costs, field.name):.3f}{' (fitted)' if measured and field.name in _FITTED else ''}")
+    configuration = {"spec": name, "measured_by_lanes": dict(measured), "costs": asdict(costs)}
+    finish("scaling", configuration, before, figures)
