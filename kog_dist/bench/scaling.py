@@ -21,7 +21,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 _TOKENS = 2  # the second one is steady: its weights ran ahead during the first
 _WORLD_SIZES = (1, 2, 4, 8)
-_FITTED = ("drain_kb_per_us", "hop_us", "attention_us", "finalise_us", "token_end_us")
+_FITTED = ("drain_kb_per_us", "product_us", "hop_us", "attention_us", "finalise_us", "token_end_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Costs:
 
     stream_kb_per_us: float = 35.7  # 4.57 TB/s over 128 thread blocks
     drain_kb_per_us: float = 134.0
+    product_us: float = 0.5  # of the matrix warps, for each product whatever its size
     hop_us: float = 1.0  # from publishing to visible, on one GPU
     attention_us: float = 1.3  # from q seen to published parts
     finalise_us: float = 0.3
@@ -118,7 +119,7 @@ class _Simulation:
         """When the product's rows were published; its tiles come through the ring."""
         consumed, loaded_us = self.consumed, self.loaded_us
         load_us, drain_us = work.tile_kb / self.costs.stream_kb_per_us, work.tile_kb / self.costs.drain_kb_per_us
-        now_us = max(ready_us, consumed[-1])
+        now_us = max(ready_us, consumed[-1]) + self.costs.product_us
         for _ in range(work.num_tiles):
             loaded_us = max(loaded_us, consumed[-self.num_slots]) + load_us
             now_us = max(now_us, loaded_us) + drain_us

@@ -10,7 +10,7 @@ import pytest
 from kog_dist.bench.scaling import Costs, fit, predict, run, token_us
 from kog_dist.bench.shapes import named_spec
 
-IDEAL = Costs(drain_kb_per_us=1e9, hop_us=0, attention_us=0, finalise_us=0, token_end_us=0, peer_hop_us=0)
+IDEAL = Costs(drain_kb_per_us=1e9, product_us=0, hop_us=0, attention_us=0, finalise_us=0, token_end_us=0, peer_hop_us=0)
 SMALL = replace(named_spec("2b"), num_layers=5, vocab_size=4096, window_layers=())
 
 
@@ -20,7 +20,7 @@ def test_without_costs_only_memory_counts(lanes: int) -> None:
     assert token_us(spec, lanes, 1, IDEAL) == pytest.approx(972.0 * lanes / 8, rel=0.005)  # 4.4435 GB at 4.57 TB/s
 
 
-@pytest.mark.parametrize("name", ["hop_us", "attention_us", "finalise_us", "token_end_us"])
+@pytest.mark.parametrize("name", ["product_us", "hop_us", "attention_us", "finalise_us", "token_end_us"])
 def test_every_cost_makes_one_lane_slower(name: str) -> None:
     base = Costs()
     slower = replace(base, **{name: getattr(base, name) + 2.0})
