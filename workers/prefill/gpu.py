@@ -15,7 +15,7 @@ from kog_dist.workers.prefill.device_operations import DeviceOperations, observe
 from kog_dist.workers.prefill.exchange import OneRank, SumExchange
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import LayerMatrices, Matrices
-from kog_dist.workers.prefill.prefill import Prefill, load_prompt
+from kog_dist.workers.prefill.prefill import Prefill, load_prompt, was_finite
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ class GraphRunner:
 
         with torch.cuda.stream(self.stream):
             self.layers.operations.store_cache(first, last)
-            return not int(self.buffers.overflow)
+            return was_finite(self.buffers)
 
 
 @contextmanager

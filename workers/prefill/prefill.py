@@ -102,7 +102,7 @@ class HostRunner:
     def finish(self, first: int, last: int) -> bool:
         """See `Runner`."""
         self._layers.operations.store_cache(first, last)
-        return not int(self._buffers.overflow)
+        return was_finite(self._buffers)
 
 
 def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[int], start: int) -> None:
@@ -115,3 +115,12 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     buffers.overflow.zero_()
     if start:
         operations.load_cache(start)
+
+
+def was_finite(buffers: Buffers) -> bool:
+    """Whether all values were finite. If not, the plain keys and values are forgotten: even hidden by a mask, NaN spreads."""
+    if not int(buffers.overflow):
+        return True
+    buffers.keys.zero_()
+    buffers.values.zero_()
+    return False

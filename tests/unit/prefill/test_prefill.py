@@ -157,6 +157,7 @@ def test_values_out_of_range_store_nothing(make: Make) -> None:
     wqkv.mul_(60000)
     assert rank.run(ids, 20) == 20
     assert torch.equal(rank.cache, before)
+    assert bool(rank.buffers.values.isfinite().all())
     wqkv.div_(60000)
     assert rank.run(ids, 20) == PROMPT, "the next request is unharmed"
 
