@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.unit.openai_stub import OpenAiStub, Scripted, chat, completion, opena
 COMMAND = [sys.executable, "-m", "kog_dist.chat.cli"]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 3}
 DEADLINE_S = 30.0
+AGAIN_S = 2.0
 
 
 class Terminal:
@@ -39,11 +41,30 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def wait_for(self, pattern: str) -> str:
-        """Read until the pattern occurs in what came since the last call; returns that."""
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self) -> int:
+        """Ctrl-D until it ends, since what is typed while the terminal's mode changes may be lost; the exit code."""
         deadline_s = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None and time.monotonic() < deadline_s:
+            self.type("\x04")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(AGAIN_S)
+        return self.process.wait(0)
+
+    def wait_for(self, pattern: str, again: Callable[[], None] | None = None) -> str:
+        """Read until the pattern occurs in what came since the last call; returns that. `again` is done now and then meanwhile.
+
+        A signal that comes just before readline waits for input is seen with the next one.
+        """
+        deadline_s, next_s = time.monotonic() + DEADLINE_S, time.monotonic()
         while (found := re.search(pattern, self.written, re.DOTALL)) is None:
             assert time.monotonic() < deadline_s, f"{pattern!r} did not come: {self.written!r}"
+            if again is not None and time.monotonic() >= next_s:
+                again()
+                next_s = time.monotonic() + AGAIN_S
             if select.select([self._fd], [], [], 0.2)[0]:
                 try:
                     self.written += os.read(self._fd, 65536).decode(errors="replace")
@@ -88,15 +109,13 @@ def test_a_conversation_on_a_terminal() -> None:
         shown.wait_for(r"temperature is 0\.5.*> ")
         shown.type("again\n")
         shown.wait_for("never.*tokens")  # the rate line is there
-        os.killpg(shown.process.pid, signal.SIGINT)
+        shown.interrupt()
         shown.wait_for(r"\[cancelled\].*> ")
         go_on.set()
         shown.type("third\n")
         assert "\x1b[2J" not in shown.wait_for(r"second.*first after.*> ").replace("\x1b[2K", "")
-        os.killpg(shown.process.pid, signal.SIGINT)
-        shown.wait_for("Ctrl-D ends.*> ")
-        shown.type("\x04")
-        assert shown.process.wait(DEADLINE_S) == 0
+        shown.wait_for("Ctrl-D ends.*> ", again=shown.interrupt)
+        assert shown.end() == 0
     said = [message["content"] for message in stub.requests[-1]["messages"]]
     assert said == ["hi", "Good day", "again", "never complete", "third"]
     assert stub.requests[-1]["temperature"] == 0.5
@@ -113,8 +132,7 @@ def test_no_colour_and_errors_on_a_terminal() -> None:
         shown.type("hi\n")
         seen = shown.wait_for(r"ok.*first after.*\]")
         assert "\x1b[2m" not in seen
-        shown.type("\x04")
-        assert shown.process.wait(DEADLINE_S) == 0
+        assert shown.end() == 0
     assert len(stub.requests[-1]["messages"]) == 1, "what was not answered is not part of the conversation"
 
 
