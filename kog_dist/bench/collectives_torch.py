@@ -117,7 +117,7 @@ def _time(step: Step, repeats: int) -> float:
             step()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # NCCL has threads of its own
             for _ in range(GRAPH_STEPS):
                 step()
         times: list[float] = []
