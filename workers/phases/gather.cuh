@@ -186,14 +186,12 @@ struct Gatherer {
     }
 
     // ---- any vector ----
-    // Called before the product that precedes that of `at`.
-    __device__ __forceinline__ void prepare(const Place& at) {
-        loaded = false;
-        if (!at.is_last() && at.index() != 0 && (at.phase() == 0 || at.phase() == 2)) load_norm(at);
-    }
-    // Read the words of the next vector if they may be there already; never waits. One lane alone is never ahead of itself.
+    // Read the words of a vector if they may be there already; never waits. One lane alone is never ahead of itself.
     __device__ __forceinline__ void read_ahead(const Place& at) {
-        if (loaded || at.is_last() || at.index() == 0 || !is_near(role, at.lane(), at.index())) return;
+        loaded = false;
+        if (at.is_last() || at.index() == 0) return;
+        if (at.phase() == 0 || at.phase() == 2) load_norm(at);
+        if (kLanes == 1 || !is_near(role, at.lane(), at.index())) return;
         if (at.phase() == 1) load_splits(splits(at, 0));
         else if (at.phase() == 3) load_units<FfnSlice>(source(at).words);
         else load_units<HiddenSlice>(source(at).words);

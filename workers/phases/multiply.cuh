@@ -63,9 +63,9 @@ struct Multiplier {
                 WeightFormat::mma(sums[group], w.x, w.y, w.z, w.w, tile.x[step].x, tile.x[step].y);
             }
     }
-    // Partial sums of a block of rows over this warp's columns. `ahead` is called while a tile's loads are under way.
-    template <int kGroups, int kSteps, u32 kStepBytes, class Ahead>
-    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, u32 num_tiles, float (&sums)[3][4], Ahead ahead) {
+    // Partial sums of a block of rows over this warp's columns.
+    template <int kGroups, int kSteps, u32 kStepBytes>
+    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, u32 num_tiles, float (&sums)[3][4]) {
 #pragma unroll 1
         do {
             if (!wait_for_tile()) return false;
@@ -74,7 +74,6 @@ struct Multiplier {
             const u32 held = full;
             next_slot();
             x_address += kSteps * 128;
-            if (kLanes > 1) ahead();
             add_products(tile, sums);
             u32 loaded = 0;
 #pragma unroll
@@ -107,14 +106,13 @@ struct Multiplier {
     template <class A, class B>
     static constexpr bool kAlike = A::kRowGroups == B::kRowGroups && A::kSteps == B::kSteps && kStepStride<A> == kStepStride<B>;
 
-    template <class O, class Ahead>
-    __device__ __forceinline__ bool blocks(u32 x_address, u32 warp_bytes, u32 num_rows, u32 num_blocks_of_rows, u32 num_tiles,
-                                           Ahead ahead) {
+    template <class O>
+    __device__ __forceinline__ bool blocks(u32 x_address, u32 warp_bytes, u32 num_rows, u32 num_blocks_of_rows, u32 num_tiles) {
         const u32 offset = opaque(warp * warp_bytes);
 #pragma unroll 1
         for (u32 i = 0; i < num_blocks_of_rows; ++i) {
             float sums[3][4] = {};
-            if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, num_tiles, sums, ahead)) return false;
+            if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, num_tiles, sums)) return false;
             if (!hand_over<O::kRowGroups>(num_rows, sums)) return false;
         }
         ++num_vectors;
@@ -153,27 +151,24 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ro
                 if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[multiplier.num_vectors & 3]));
             }
             at = next;
-            gatherer.prepare(at);
-            const auto ahead = [&] { gatherer.read_ahead(at); };
+            gatherer.read_ahead(at);
             bool ok;
             if (phase == 0)
-                ok = multiplier.blocks<QkvOp>(x_address, QkvOp::kWarpBytes, QkvOp::kRows, QkvOp::kBlocks, QkvOp::kTiles, ahead);
+                ok = multiplier.blocks<QkvOp>(x_address, QkvOp::kWarpBytes, QkvOp::kRows, QkvOp::kBlocks, QkvOp::kTiles);
             else if (kHeadLike || (kOutLike && phase != kHeadPlace))
                 ok = multiplier.blocks<OutOp>(
                     x_address, phase == kHeadPlace ? HeadOp::kWarpBytes : phase == 2 ? GateUpOp::kWarpBytes : OutOp::kWarpBytes,
                     phase == kHeadPlace ? HeadOp::kRows : phase == 2 ? GateUpOp::kRows : OutOp::kRows,
                     phase == kHeadPlace ? HeadOp::kBlocks : phase == 2 ? GateUpOp::kBlocks : OutOp::kBlocks,
-                    phase == kHeadPlace ? HeadOp::kTiles : phase == 2 ? GateUpOp::kTiles : phase == 3 ? DownOp::kTiles : OutOp::kTiles,
-                    ahead);
+                    phase == kHeadPlace ? HeadOp::kTiles : phase == 2 ? GateUpOp::kTiles : phase == 3 ? DownOp::kTiles : OutOp::kTiles);
             else if (phase == 1)
-                ok = multiplier.blocks<OutOp>(x_address, OutOp::kWarpBytes, OutOp::kRows, OutOp::kBlocks, OutOp::kTiles, ahead);
+                ok = multiplier.blocks<OutOp>(x_address, OutOp::kWarpBytes, OutOp::kRows, OutOp::kBlocks, OutOp::kTiles);
             else if (phase == 2)
-                ok = multiplier.blocks<GateUpOp>(x_address, GateUpOp::kWarpBytes, GateUpOp::kRows, GateUpOp::kBlocks, GateUpOp::kTiles,
-                                                 ahead);
+                ok = multiplier.blocks<GateUpOp>(x_address, GateUpOp::kWarpBytes, GateUpOp::kRows, GateUpOp::kBlocks, GateUpOp::kTiles);
             else if (phase == 3)
-                ok = multiplier.blocks<DownOp>(x_address, DownOp::kWarpBytes, DownOp::kRows, DownOp::kBlocks, DownOp::kTiles, ahead);
+                ok = multiplier.blocks<DownOp>(x_address, DownOp::kWarpBytes, DownOp::kRows, DownOp::kBlocks, DownOp::kTiles);
             else
-                ok = multiplier.blocks<HeadOp>(x_address, HeadOp::kWarpBytes, HeadOp::kRows, HeadOp::kBlocks, HeadOp::kTiles, ahead);
+                ok = multiplier.blocks<HeadOp>(x_address, HeadOp::kWarpBytes, HeadOp::kRows, HeadOp::kBlocks, HeadOp::kTiles);
             if (!ok) return;
         }
     }
