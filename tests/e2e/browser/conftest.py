@@ -1,4 +1,7 @@
-"""One browser for all tests of the folder, one server, and a fresh page for each test."""
+"""One browser for all tests of the folder, one server, and a fresh page for each test.
+
+Nothing of it may outlive the folder: while Playwright is there, its event loop runs in this thread, and asyncio.run() is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip(f"needs {CHROMIUM} (Debian package chromium)")
@@ -28,7 +31,7 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_server() -> Iterator[ReplayServer]:
     server = ReplayServer()
     yield server
@@ -41,7 +44,7 @@ def server(shared_server: ReplayServer) -> ReplayServer:
     return shared_server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """Shared, so that the page's files are loaded once; each test leaves its storage empty."""
     made = browser.new_context(viewport={"width": 1280, "height": 860}, color_scheme="light")
@@ -50,7 +53,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
     made.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_page(context: BrowserContext) -> Page:
     return context.new_page()
 

@@ -10,9 +10,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kog_dist.bench.session import engine_session
-from tests.e2e.http_engine import http_engine
-
 MODEL = "default"
 TEXT = "def add(a, b):"
 MESSAGES: Any = [{"role": "user", "content": TEXT}]
@@ -39,12 +36,8 @@ class Verdict(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    with (
-        engine_session() as session,
-        http_engine(session, "--ranks=2", "--device=cpu") as engine,
-        openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0, timeout=60.0) as made,
-    ):
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60.0) as made:
         yield made
 
 

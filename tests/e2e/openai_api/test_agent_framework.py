@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -15,9 +15,6 @@ from pydantic_ai.models import Model
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
-
-from kog_dist.bench.session import engine_session
-from tests.e2e.http_engine import http_engine
 
 Result = TypeVar("Result")
 KINDS = pytest.mark.parametrize("kind", [OpenAIChatModel, OpenAIResponsesModel])
@@ -31,17 +28,11 @@ class Forecast(BaseModel):
     degrees: Literal[10, 20]
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with engine_session() as session, http_engine(session, "--ranks=2", "--device=cpu") as engine:
-        yield f"{engine.url}/v1"
-
-
-def with_model(kind: Any, url: str, use: Callable[[Model], Awaitable[Result]]) -> Result:
+def with_model(kind: Any, base_url: str, use: Callable[[Model], Awaitable[Result]]) -> Result:
     """Run `use` with a model whose connections are closed afterwards."""
 
     async def run() -> Result:
-        async with asyncio.timeout(TIMEOUT_S), AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        async with asyncio.timeout(TIMEOUT_S), AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
             return await use(kind("default", provider=OpenAIProvider(openai_client=client)))
 
     return asyncio.run(run())
@@ -53,7 +44,7 @@ def first_the_weather(context: RunContext[None]) -> ModelSettings:
 
 
 @KINDS
-def test_an_agent_calls_a_tool_and_answers_in_structure(kind: Any, url: str) -> None:
+def test_an_agent_calls_a_tool_and_answers_in_structure(kind: Any, base_url: str) -> None:
     asked: list[str] = []
 
     async def weather(city: Literal["Paris", "Oslo"]) -> str:
@@ -67,7 +58,7 @@ def test_an_agent_calls_a_tool_and_answers_in_structure(kind: Any, url: str) -> 
         )
         return await agent.run("What will it be like in Paris?")
 
-    result = with_model(kind, url, use)
+    result = with_model(kind, base_url, use)
     assert isinstance(result.output, Forecast)
     assert len(asked) == 1
     parts = [part for message in result.all_messages() for part in message.parts]
@@ -80,12 +71,12 @@ def test_an_agent_calls_a_tool_and_answers_in_structure(kind: Any, url: str) -> 
 
 
 @KINDS
-def test_an_agent_answers_in_a_native_schema(kind: Any, url: str) -> None:
+def test_an_agent_answers_in_a_native_schema(kind: Any, base_url: str) -> None:
     async def use(model: Model) -> Any:
         agent = Agent(model, output_type=NativeOutput(Forecast), model_settings=ModelSettings(temperature=0.0, max_tokens=120))
         return await agent.run("The weather in Oslo:")
 
-    result = with_model(kind, url, use)
+    result = with_model(kind, base_url, use)
     assert isinstance(result.output, Forecast)
     response = result.all_messages()[-1]
     assert isinstance(response, ModelResponse)
@@ -93,13 +84,13 @@ def test_an_agent_answers_in_a_native_schema(kind: Any, url: str) -> None:
 
 
 @KINDS
-def test_an_agent_streams_text(kind: Any, url: str) -> None:
+def test_an_agent_streams_text(kind: Any, base_url: str) -> None:
     async def use(model: Model) -> tuple[str, str]:
         agent = Agent(model, model_settings=ModelSettings(temperature=0.0, max_tokens=24, seed=1))
         async with agent.run_stream("def add(a, b):") as stream:
             pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
             return "".join(pieces), await stream.get_output()
 
-    pieces, whole = with_model(kind, url, use)
+    pieces, whole = with_model(kind, base_url, use)
     assert pieces == whole
     assert len(whole) > 10
