@@ -13,7 +13,7 @@ from kog_dist.bench.session import EngineSession, engine_session
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 
-NUM_PLAIN_TOKENS = 128
+NUM_PLAIN_TOKENS = 256
 PLAIN_PROMPT = ("--prompt-ids=17,300,42,7,99,1024", "--ignore-eos", "--json", f"--max-tokens={NUM_PLAIN_TOKENS}")
 
 

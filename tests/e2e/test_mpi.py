@@ -157,7 +157,7 @@ def test_exception_on_one_rank_ends_all(session: EngineSession, tiny_model: Path
         f"        mpi.{moment} = broken\n",
         encoding="utf-8",
     )
-    session.variables["PYTHONPATH"] = str(session.folder)
+    session.variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(session.folder), os.environ.get("PYTHONPATH"))))
     before = memory_of_mpich()
     launcher = session.launch(str(tiny_model))
     assert launcher.wait(LOADED_S) != 0
