@@ -311,6 +311,10 @@ def collectives(
 def scaling(
     model: Annotated[bool, typer.Option("--model", help="Predict from a simulation instead of measuring.")] = False,
     spec: Annotated[str, typer.Option(help="Shape: 2b.")] = "2b",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1,2,4",
+    contexts: Annotated[str, typer.Option(help="Positions in the KV cache.")] = "64,512,4000",
+    tokens: Annotated[int, typer.Option(help="Tokens of a measurement.")] = 200,
+    repeats: Annotated[int, typer.Option(help="Short launches whose bits are compared.")] = 20,
     lanes_us: Annotated[
         str,
         typer.Option(help="Measured on one GPU, us per token by hosted lanes: 8:1122,4:584,2:343,1:240. The costs are fitted."),
@@ -320,12 +324,15 @@ def scaling(
         float, typer.Option(help="Publish to visible on another GPU; `kog-bench collectives` measures it.")
     ] = 1.0,
 ) -> None:
-    """Microseconds per token on 1, 2, 4 and 8 GPUs."""
+    """Microseconds per token on several GPUs, and whether the bits are the same (else code 1); or a prediction."""
     from kog_dist.bench import scaling as benchmark
     from kog_dist.bench.shapes import named_spec
 
     if not model:
-        raise ConfigError("only --model is there: measure one GPU with kog-bench latency, several with kog-bench decode")
+        from kog_dist.bench import scaling_run
+
+        same = scaling_run.run(spec, _counts(gpus, "--gpus"), _counts(contexts, "--contexts"), tokens, repeats)
+        raise typer.Exit(0 if same else 1)
     if not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")
     costs = benchmark.Costs(peer_hop_us=peer_hop_us)

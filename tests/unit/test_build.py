@@ -20,7 +20,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 def headers(**options: int) -> dict[str, str]:
     spec = ModelSpec(64, 2, 4, 4, 128, 100, max_context=128, num_lanes=2, delay=1)
-    return {"shape.cuh": KernelShape(spec, range(2), **options).header(), "abi.cuh": abi_header()}  # type: ignore[arg-type]
+    return KernelShape(spec, range(2), **options).headers()  # type: ignore[arg-type]
 
 
 def test_device_sources_are_packaged() -> None:

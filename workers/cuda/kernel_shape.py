@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from kog_dist.collectives.kernel_boxes import KernelBoxes
+from kog_dist.collectives.mailbox import place
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import MATRIX_WARPS, MAX_ROWS, OpShape, op_shape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+from kog_dist.workers.cuda.kernel_abi import abi_header
 
 MAX_CTAS = 128
 SLOT_BYTES = MATRIX_WARPS * 1536
@@ -34,6 +37,7 @@ class KernelShape:
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
     splits: int = 8
+    num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     tiles_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
     max_slots: int = 16
@@ -60,6 +64,11 @@ class KernelShape:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
+        if self.num_ranks > 1:
+            if self.num_lanes * self.num_ranks != spec.num_lanes:
+                findings.append(f"{spec.num_lanes} lanes, of which {self.num_ranks} ranks would host {self.num_lanes} each")
+            if not spec.shared_norm_scale and not spec.pre_norm_lane_agg:
+                findings.append("a final norm for each lane (on several GPUs one for all)")
         if findings:
             raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; use --device cpu")
 
@@ -146,6 +155,11 @@ class KernelShape:
         return self.poll_delays or _POLL_DELAYS.get(self.num_lanes, _POLL_DELAYS[4])
 
     @property
+    def boxes(self) -> KernelBoxes:
+        """The mailboxes through which ranks exchange sums, last streams and candidates; none for one rank."""
+        return KernelBoxes(self.spec, self.num_ranks, self.num_ctas, self.replicas)
+
+    @property
     def num_threads(self) -> int:
         """Threads of a thread block: `kNumThreads`."""
         return NUM_THREADS
@@ -204,19 +218,28 @@ class KernelShape:
         spec, lanes, rows = self.spec, self.num_lanes, self.out.cta_rows
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
         group = spec.lane_heads // spec.lane_kv_heads
-        others = max_per * MATRIX_WARPS * 128 + 2 * MATRIX_WARPS * MAX_ROWS * 4 + (4 * 32 + 2 * lanes) * MATRIX_WARPS * 4
+        others = (
+            max_per * MATRIX_WARPS * 128
+            + 2 * MATRIX_WARPS * MAX_ROWS * 4
+            + (4 * 32 + 2 * lanes * self.num_ranks) * MATRIX_WARPS * 4
+        )
         others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
         others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024
         return min(self.max_slots, (SHARED_BYTES - others) // SLOT_BYTES)
 
-    # ---- generated header ----
+    # ---- generated headers ----
+    def headers(self) -> dict[str, str]:
+        """By name, the generated headers that the kernels are compiled with. The same on all ranks that host equally much."""
+        placed = place(self.boxes.specs(), self.num_ranks)
+        return {"shape.cuh": self.header(), "abi.cuh": abi_header(), "peers_shape.cuh": self.boxes.header(placed)}
+
     def header(self) -> str:
         """`shape.cuh`."""
         spec = self.spec
         numbers = {
             "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": self.num_lanes, "kDelay": spec.delay,
             "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
-            "kVocabFirst": self.vocab_rows[0], "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
+            "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
             "kTilesInFlight": self.in_flight,

@@ -5,20 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.abi import WAIT_RECORD, WaitRecord
+from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling
-from kog_dist.errors import DeviceError
+from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
-from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, abi_header
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+
+if TYPE_CHECKING:
+    from kog_dist.collectives.cuda_heap import CudaHeap
 
 STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "scored", "mixed", "merged", "attended")  # of a traced build
 KERNEL_NAME = "kog_decode"
@@ -37,15 +41,27 @@ class DeviceToken:
 class Monokernel:
     """One GPU's kernel with its weights, caches and words. One request at a time; not thread-safe.
 
+    With several ranks `heap` holds `shape.boxes`, first and in that order.
     `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the kernel cannot be had.
     """
 
-    def __init__(self, shape: KernelShape, weights: DeviceWeights, *, rank: int = 0, wait_limit_us: int = 500_000) -> None:
+    def __init__(
+        self,
+        shape: KernelShape,
+        weights: DeviceWeights,
+        *,
+        rank: int = 0,
+        wait_limit_us: int = 500_000,
+        heap: CudaHeap | None = None,
+    ) -> None:
         import cupy
 
         self.shape, self.weights, self.rank = shape, weights, rank
         self._limit_us = min(wait_limit_us, LONGEST_WAIT_US)
-        cubin = build({"shape.cuh": shape.header(), "abi.cuh": abi_header()}, "decode.cu")
+        if (shape.num_ranks > 1) != (heap is not None):
+            raise ValueError("several ranks need the heap with their mailboxes, one rank needs none")
+        self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
+        cubin = build(shape.headers(), "decode.cu")
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
@@ -93,14 +109,14 @@ class Monokernel:
         """
         params = self._params(num_steps)
         params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
-        self._kernel.launch(self.shape.num_ctas, self.shape.num_threads, params.tobytes(), self.stream.ptr)
+        self._kernel.launch(self.shape.num_ctas, self.shape.num_threads, params.tobytes() + self._peers, self.stream.ptr)
 
     def stream_us(self, num_steps: int) -> float:
         """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""
         import cupy
 
         shape = replace(self.shape, tiles_in_flight=self.shape.num_slots - 2)
-        cubin = build({"shape.cuh": shape.header(), "abi.cuh": abi_header()}, "stream.cu")
+        cubin = build(shape.headers(), "stream.cu")
         kernel = Kernel(cubin.path, "kog_stream", SHARED_BYTES)
         params = self._params(num_steps).tobytes()
         events = [cupy.cuda.Event() for _ in range(4)]
@@ -127,6 +143,7 @@ class Monokernel:
         if self._sampling.temperature > 0:
             inverse = np.float32(1.0) / np.float32(self._sampling.temperature)
             params["inverse_temperature_bits"] = inverse.view(np.uint32)
+        params["vocab_first"] = self.shape.vocab_rows[0]
         params["num_steps"], params["request_tag"] = num_steps, self._tag
         params["num_stop_ids"] = len(self._stop_ids)
         params["stop_ids"][: len(self._stop_ids)] = self._stop_ids
@@ -158,9 +175,14 @@ class Monokernel:
                 raise DeviceError(replace(record, rank=self.rank))
 
     def recover(self) -> None:
-        """Make the kernel usable again after an abort, a DeviceError or a numerical fault: forget all state."""
+        """Make the kernel usable again after an abort, a DeviceError or a numerical fault: forget all state.
+
+        Only on one rank: the words that peers have left stay, and would be taken for those of the next tokens.
+        """
         import cupy
 
+        if self.shape.num_ranks > 1:
+            raise LaunchError("a rank among others cannot forget what they have sent; start all ranks anew")
         self.stream.synchronize()
         self._host["abort"] = 0
         self._host["cancelled_tag"] = 0

@@ -22,19 +22,24 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.note.num_words = 0, shared.finished = 0, shared.cancelled = 0;
     shared.num_finalized = 0;
+    for (int i = 0; i < 2; ++i) shared.peer_notes[i].waiting = 0;
     fence_barrier_init();
 }
 
 // The watchdog warp. That of the first thread block also looks at the host's words, so that nobody else has to read over PCIe.
-__device__ __forceinline__ void watch(const KogDecodeParams& params, const Role& role, u32* abort_mirror) {
+__device__ __forceinline__ void watch(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32* abort_mirror) {
     if (laneid() != 0) return;
     const KogHostPage* host = reinterpret_cast<const KogHostPage*>(params.host_ptr);
     Watchdog watchdog{role.shared->note, abort_mirror, reinterpret_cast<KogWaitRecord*>(params.record_ptr), params.wait_limit_us * 1000ull};
+    // A late peer holds up the matrix warps, too: asked first, with a shorter limit, so that the record names the peer.
+    PeerWatchdog<2> peer_watchdog{role.shared->peer_notes, &role.shared->note.stopped, abort_mirror, &host->abort, watchdog.record,
+                                  peers.rank, watchdog.limit_ns / 4 * 3};
     while (!role.shared->finished) {
         if (role.cta == 0) {
             if (load_system_u32(&host->abort) != 0) atomicExch(abort_mirror, 1u);
             if (load_system_u32(&host->cancelled_tag) == params.request_tag) role.shared->cancelled = 1;
         }
+        if (kRanks > 1 && !peer_watchdog.look()) return;
         if (!watchdog.look()) return;
         __nanosleep(4000);
     }
@@ -42,8 +47,16 @@ __device__ __forceinline__ void watch(const KogDecodeParams& params, const Role&
 
 }  // namespace kog
 
-extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(const __grid_constant__ KogDecodeParams params) {
+// What a launch takes: the request's parameters and, behind them, the ranks' symmetric heap.
+struct KogLaunch {
+    KogDecodeParams decode;
+    KogPeers peers;
+};
+
+extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(const __grid_constant__ KogLaunch launch) {
     using namespace kog;
+    const KogDecodeParams& params = launch.decode;
+    const KogPeers& peers = launch.peers;
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 warp = __shfl_sync(kFullWarp, threadIdx.x >> 5, 0);  // known to be the same in all threads: a uniform register
@@ -56,13 +69,13 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     const u32 num_steps = params.num_steps;
     if (warp < kMatrixWarps) {
         drop_registers<kMatrixRegisters>();
-        multiply(params, role, warp);
+        multiply(params, peers, role, warp);
     } else if (warp < kAttendWarp) {
         drop_registers<kServiceRegisters>();
         if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr) + role.cta * kTapeBytes, num_steps);
-        else if (warp == kFinalWarp) finalize(params, role);
-        else if (warp == kSampleWarp) sample(params, role, num_steps);
-        else watch(params, role, &reinterpret_cast<KogDecodeState*>(params.state_ptr)->abort_mirror);
+        else if (warp == kFinalWarp) finalize(params, peers, role);
+        else if (warp == kSampleWarp) sample(params, peers, role, num_steps);
+        else watch(params, peers, role, &reinterpret_cast<KogDecodeState*>(params.state_ptr)->abort_mirror);
     } else {
         raise_registers<kAttendRegisters>();
         attend(params, role, warp - kAttendWarp);

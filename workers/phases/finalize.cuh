@@ -9,6 +9,7 @@ namespace kog {
 
 struct Finalizer {
     const KogDecodeParams& params;
+    const KogPeers& peers;
     const Role& role;
     u32 lane;
     u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0;
@@ -134,20 +135,48 @@ struct Finalizer {
         return sum[0];
     }
 
-    // The output of a block (kind 0: attention, 1: MLP) into the residual streams.
+    // Rows of a lane's stream, for this rank's thread blocks; the last ones for those of all ranks, which read them for the LM head.
+    __device__ __forceinline__ void publish_stream(u32 kind, u32 layer, u32 lane_idx, u32 first_row, float stream, u32 tag) {
+        if (kRanks > 1 && kind == 1 && layer == kLayers - 1) {
+            const u64 at = stream_box().row(kRanks, 0, peers.rank) + lane_idx * kReplicas * kStreamCopyWords;
+            publish_vector_to_all<kRanks, OutOp::kRows, kReplicas>(peers, at, kStreamCopyWords, first_row, kHidden, stream, tag);
+            return;
+        }
+        u64* words = reinterpret_cast<u64*>(params.words_ptr) + (kind == 0 ? kMiddleOffset : kStreamOffset);
+        publish<OutOp::kRows, 1>(words + lane_idx * kReplicas * kStreamStride, kStreamStride, first_row, kHidden, stream, tag);
+    }
+    // Push the own lanes' sum of these rows to the peers; does not wait.
+    __device__ __forceinline__ void publish_sum(u32 kind, u32 layer, u32 first_row, float own_sum) {
+        const u32 slot = sum_slot(kind, layer);
+        publish_sum_to_peers<kRanks, OutOp::kRows>(peers, sum_box(kind), slot, first_row, kHidden, own_sum,
+                                                   sum_tag(kind, role.first_epoch + step + 1, slot));
+    }
+    // Sum over all ranks of what they have published for a layer. False: leave.
+    __device__ __forceinline__ bool total_of_ranks(u32 kind, u32 layer, u32 first_row, float& sum) {
+        const u32 slot = sum_slot(kind, layer);
+        return collect_total<kRanks, OutOp::kRows>(peers, sum_box(kind), slot, first_row, kHidden, sum,
+                                                   sum_tag(kind, role.first_epoch + step + 1, slot), role.stopped(),
+                                                   role.shared->peer_notes[0], sum);
+    }
+
+    // The output of a block (kind 0: attention, 1: MLP) into the residual streams. The last hosted lane is the last to finish a block.
     __device__ __forceinline__ bool residual(u32 kind, u32 layer, u32 lane_idx, u32 tag) {
         const bool blocking = in_mask(kind == 0 ? kAttentionBlocking : kMlpBlocking, layer);
         const bool delayed = in_mask(kind == 0 ? kAttentionDelayed : kMlpDelayed, layer);
         Shared& shared = *role.shared;
-        u64* words = reinterpret_cast<u64*>(params.words_ptr) + (kind == 0 ? kMiddleOffset : kStreamOffset);
+        const bool summed = kRanks > 1 && lane_idx == kLanes - 1 && in_mask(summed_mask(kind), layer);
         auto& now = shared.history[kind][layer % kHistory];
         auto& then = shared.history[kind][(layer + 1) % kHistory];  // of layer - kDelay
         const bool mine = lane < OutOp::kRows;
 #pragma unroll 1
         for (u32 block = 0; block < OutOp::kBlocks; ++block) {
-            const u32 row = block * OutOp::kRows + (mine ? lane : 0);
+            const u32 row = block * OutOp::kRows + (mine ? lane : 0), first_row = role.cta * OutOp::kCtaRows + block * OutOp::kRows;
             float others = 0, sum;
-            if (delayed) others = lane_sum(then, row) - then[lane_idx][row];
+            if (delayed) {
+                others = lane_sum(then, row);
+                if (!total_of_ranks(kind, layer - kDelay, first_row, others)) return false;
+                others -= then[lane_idx][row];
+            }
             float stream = load_shared_f32(role.base + KOG_OFFSET(residual[lane_idx][row]));
             if (!row_sum(sum, OutOp::kRows)) return false;
             sum *= kInverseXScale;
@@ -156,22 +185,25 @@ struct Finalizer {
 #ifdef KOG_SILENT_CTA
                 if (role.cta != KOG_SILENT_CTA || layer != kLayers - 1 || kind != 1)
 #endif
-                publish<OutOp::kRows, 1>(words + lane_idx * kReplicas * kStreamStride, kStreamStride,
-                                         role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, stream, tag);
+                publish_stream(kind, layer, lane_idx, first_row, stream, tag);
                 if (mine) now[lane_idx][row] = sum, shared.residual[lane_idx][row] = stream;
+                if (summed) publish_sum(kind, layer, first_row, lane_sum(now, row));
                 end_block();
                 continue;
             }
             if (mine) now[lane_idx][row] = sum;
             // A blocking sum goes to all lanes' streams once the last lane's partial is there.
             u32 from = lane_idx == kLanes - 1 ? 0 : kLanes;
-            if (from == 0) sum = lane_sum(now, row);
+            if (from == 0) {
+                sum = lane_sum(now, row);
+                if (summed) publish_sum(kind, layer, first_row, sum);
+                if (!total_of_ranks(kind, layer, first_row, sum)) return false;
+            }
 #pragma unroll 1
             for (; from < kLanes; ++from) {
                 stream = shared.residual[from][row] + sum;
                 if (mine) shared.residual[from][row] = stream;
-                publish<OutOp::kRows, 1>(words + from * kReplicas * kStreamStride, kStreamStride,
-                                         role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, stream, tag);
+                publish_stream(kind, layer, from, first_row, stream, tag);
             }
             end_block();
         }
@@ -190,7 +222,7 @@ struct Finalizer {
             logit *= kInverseXScale;
             const u32 row = role.cta * HeadOp::kCtaRows + block * HeadOp::kRows + lane;
             if (lane < HeadOp::kRows && row < kVocabRows) {
-                const u32 id = kVocabFirst + row;
+                const u32 id = params.vocab_first + row;
                 logits[row] = logit;
                 float score = logit;
                 if (inverse_temperature > 0)
@@ -219,18 +251,24 @@ struct Finalizer {
     // of all with all, which is also what makes the words' slots safe to write again.
     __device__ __forceinline__ void end(Candidate best, u32 epoch) {
         best = best_of_warp(best);
-        if (role.cta == 0 && role.shared->cancelled) best.id |= kCancelled;
-        u64* words = reinterpret_cast<u64*>(params.words_ptr) + kCandidateOffset;
-        if (lane < kReplicas)
-            store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), epoch + 1),
-                             make_value_word(best.id, epoch + 1));
+        if (role.cta == 0 && (kRanks == 1 || peers.rank == 0) && role.shared->cancelled) best.id |= kCancelled;
+        const u32 token = epoch + 1;
+        if constexpr (kRanks > 1) {
+            publish_candidate<kRanks, kReplicas>(peers, candidate_box(), token & 1, kCandidateCopyWords, role.cta,
+                                                 __float_as_uint(best.score), best.id, token);
+        } else {
+            u64* words = reinterpret_cast<u64*>(params.words_ptr) + kCandidateOffset;
+            if (lane < kReplicas)
+                store_relaxed_x2(words + lane * kCandidateStride + 2 * role.cta, make_value_word(__float_as_uint(best.score), token),
+                                 make_value_word(best.id, token));
+        }
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
     }
 };
 
-__device__ __forceinline__ void finalize(const KogDecodeParams& params, const Role& role) {
-    Finalizer finalizer{params, role, laneid()};
+__device__ __forceinline__ void finalize(const KogDecodeParams& params, const KogPeers& peers, const Role& role) {
+    Finalizer finalizer{params, peers, role, laneid()};
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         const u32 position = role.first_position + step, epoch = role.first_epoch + step;
@@ -240,6 +278,7 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ro
         for (u32 number = 0; number < kNumProducts; ++number) {
             const Place at(number);
             const u32 tag = layer_tag(epoch, at.layer());
+            if (kRanks > 1) finalizer.lane = opaque(laneid());  // addresses are computed anew instead of being kept
             bool ok;
             if (at.phase() == 0) ok = finalizer.qkv(at.lane(), position, tag);
             else if (at.phase() == 2) ok = finalizer.gate_up(at.lane(), tag);

@@ -14,6 +14,7 @@ constexpr int kGot = kMany > kSplitsOfThread + kSplitsOfThread / 2 ? kMany : kSp
 
 struct Gatherer {
     const KogDecodeParams& params;
+    const KogPeers& peers;
     const Role& role;
     u32 warp, lane;
     u32 step = 0, token = 0, num_heads = 0;
@@ -87,12 +88,13 @@ struct Gatherer {
     using FfnSlice = Slice<kFfn, DownOp::kPer>;
     static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
 
-    template <class S>
+    // `kSystem`: words that peers may write, too.
+    template <class S, bool kSystem = false>
     __device__ __forceinline__ void load_units(const u64* words) {
         const u64* mine = words + 2 * (warp * S::kUnits + lane);
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i)
-            if (S::is_real(warp, lane, i)) got[i] = load_relaxed_x2(mine + 64 * i);
+            if (S::is_real(warp, lane, i)) got[i] = kSystem ? load_system_x2(mine + 64 * i) : load_relaxed_x2(mine + 64 * i);
     }
     template <class S>
     __device__ __forceinline__ bool units_ready(u32 tag) {
@@ -103,12 +105,12 @@ struct Gatherer {
         return __all_sync(kFullWarp, wrong == 0);
     }
     // Until all of this warp's words have come; `note`: writes down what is missing.
-    template <class S, class Note>
+    template <class S, bool kSystem = false, class Note>
     __device__ __forceinline__ bool wait_for_units(const Source& from, Note note) {
         for (u32 rounds = 1; !units_ready<S>(from.tag); ++rounds) {
             if (load_shared_u32(role.stopped())) return false;
             if (rounds % 1024 == 0) note();
-            load_units<S>(from.words);
+            load_units<S, kSystem>(from.words);
         }
         return true;
     }
@@ -279,22 +281,29 @@ struct Gatherer {
     }
 
     // ---- LM head ----
-    // Its input is the mean over lanes of rmsnorm(h), or rmsnorm of the sum of h. The scales need whole vectors: the warps add up
-    // their sums of squares through shared memory.
+    // Its input is the mean over the model's lanes of rmsnorm(h), or rmsnorm of the sum of h. The scales need whole vectors: the
+    // warps add up their sums of squares through shared memory. Every rank reads all lanes in the same order, hence the same bits.
+    __device__ __forceinline__ const u64* last_stream(u32 lane_idx) const {
+        const u32 copy = role.cta % kReplicas;
+        if constexpr (kRanks > 1)
+            return heap_of(peers, peers.rank) + stream_box().row(kRanks, 0, lane_idx / kLanes) +
+                   (lane_idx % kLanes * kReplicas + copy) * kStreamCopyWords;
+        return reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + (lane_idx * kReplicas + copy) * kStreamStride;
+    }
     __device__ __forceinline__ bool gather_head() {
         Shared& shared = *role.shared;
         const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
-        const u64* streams = reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
+        constexpr bool kFromPeers = kRanks > 1;
         using S = HiddenSlice;
         float4 sum[S::kLoads];
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) sum[i] = make_float4(0, 0, 0, 0);
         if (!wait_until_near(role, kLanes - 1, 4 * kLayers)) return false;
 #pragma unroll 1
-        for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
-            const Source from{streams + lane_idx * kReplicas * kStreamStride, tag};
-            load_units<S>(from.words);
-            if (!wait_for_units<S>(from, [&] { note_wait(kHeadPhase, 0, lane_idx, tag, from.words, kHidden / 2); })) return false;
+        for (u32 lane_idx = 0; lane_idx < kModelLanes; ++lane_idx) {
+            const Source from{last_stream(lane_idx), tag};
+            load_units<S, kFromPeers>(from.words);
+            if (!wait_for_units<S, kFromPeers>(from, [&] { note_wait(kHeadPhase, 0, lane_idx, tag, from.words, kHidden / 2); })) return false;
             float squares = 0;
 #pragma unroll
             for (int i = 0; i < S::kLoads; ++i) {
@@ -313,17 +322,17 @@ struct Gatherer {
         __syncwarp();
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(head_squares_full));
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(head_squares_full), num_heads & 1)) return false;
-        const u32 mine = lane < (kPreNormSum ? 1 : kLanes) ? lane : 0;
+        const u32 mine = lane < (kPreNormSum ? 1 : kModelLanes) ? lane : 0;
         float total = 0;
 #pragma unroll 1
         for (int i = 0; i < kMatrixWarps; ++i) total += shared.head_squares[num_heads & 1][i][mine];
-        const float factor = inverse_root_approx(total * (1.0f / kHidden) + kNormEps) * (kPreNormSum ? 1.0f : 1.0f / kLanes);
+        const float factor = inverse_root_approx(total * (1.0f / kHidden) + kNormEps) * (kPreNormSum ? 1.0f : 1.0f / kModelLanes);
         const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * S::kUnits + lane;
         if (!kPreNormSum) {
 #pragma unroll 1
-            for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) {
+            for (u32 lane_idx = 0; lane_idx < kModelLanes; ++lane_idx) {
                 const float lane_factor = __shfl_sync(kFullWarp, factor, lane_idx);
-                load_units<S>(streams + lane_idx * kReplicas * kStreamStride);
+                load_units<S, kFromPeers>(last_stream(lane_idx));
 #pragma unroll
                 for (int i = 0; i < S::kLoads; ++i) {
                     if (!S::is_real(warp, lane, i)) continue;

@@ -4,6 +4,8 @@
 #include "ptx.cuh"
 #include "wait.cuh"
 #include "words.cuh"
+#include "peers.cuh"
+#include "peers_shape.cuh"
 #include "shape.cuh"
 
 namespace kog {
@@ -15,7 +17,9 @@ constexpr int kAttendWarp = 16, kAttendWarps = 4, kAttendThreads = 32 * kAttendW
 constexpr int kNumWarps = kAttendWarp + kAttendWarps, kNumThreads = kNumWarps * 32;
 
 constexpr int kLaunchRegisters = 96;
-constexpr int kMatrixRegisters = 80, kServiceRegisters = kLanes <= 2 ? 56 : 64, kAttendRegisters = kLanes <= 2 ? 184 : 176;
+// Exchanging with peers costs the finaliser registers; the matrix warps give them.
+constexpr int kMatrixRegisters = kRanks > 1 ? 72 : 80, kServiceRegisters = kRanks > 1 ? 80 : kLanes <= 2 ? 56 : 64;
+constexpr int kAttendRegisters = kRanks > 1 || kLanes <= 2 ? 184 : 176;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
@@ -27,6 +31,7 @@ constexpr int kQueryRows = kHeads * kHeadDim;        // of one lane
 constexpr int kKvRows = kKvHeads * kHeadDim;
 constexpr int kQkvRows = kQueryRows + 2 * kKvRows;
 constexpr int kItems = kKvHeads * kSplits;           // attention items of one lane and layer
+constexpr int kModelLanes = kLanes * kRanks;
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
 static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) for each query head");
 
@@ -60,7 +65,7 @@ struct Shared {
     unsigned char x[kXBytes];
     float red[2][kMatrixWarps][24];
     float squares[4][kMatrixWarps][32];                          // sums of squares of the last four vectors, by matrix thread
-    float head_squares[2][kMatrixWarps][kLanes];
+    float head_squares[2][kMatrixWarps][kModelLanes];
     float residual[kLanes][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
     alignas(16) float attended[2][4][kGroup][kHeadDim];          // unnormalised outputs of the attention warps, two items in turn
@@ -71,6 +76,7 @@ struct Shared {
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];
     WaitNote note;
+    PeerNote peer_notes[2];                          // what the finaliser and the sampler wait for from peers
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
     volatile u32 finished, cancelled;
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with

@@ -122,11 +122,11 @@ struct Multiplier {
 
 constexpr u32 kHeadPlace = 4;  // after the four phases of the layers
 
-__device__ __forceinline__ void multiply(const KogDecodeParams& params, const Role& role, u32 warp) {
+__device__ __forceinline__ void multiply(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 warp) {
     using M = Multiplier;
     const u32 lane = opaque(laneid());
     M multiplier(params, role, warp, lane);
-    Gatherer gatherer{params, role, warp, lane};
+    Gatherer gatherer{params, peers, role, warp, lane};
     const u32 x_address = opaque(role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (lane & 15) * 8);
     constexpr bool kOutLike = M::kAlike<OutOp, DownOp> && M::kAlike<OutOp, GateUpOp>, kHeadLike = kOutLike && M::kAlike<OutOp, HeadOp>;
     u32 token;

@@ -72,13 +72,45 @@ __device__ __forceinline__ Candidate best_of_warp(Candidate mine) {
     return mine;
 }
 
+// The best candidate of all thread blocks of all ranks. False: leave.
+__device__ __forceinline__ bool collect_best(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 tag,
+                                             Candidate& best) {
+    const u32 copy = role.cta % kReplicas;
+    if constexpr (kRanks > 1) {
+        Candidate mine{-INFINITY, kIdMask};
+        const auto fold = [&](u32 score, u32 id) { mine = better(mine, {__uint_as_float(score), id}); };
+        if (!collect_candidates<kRanks, kNumCtas>(peers, candidate_box(), tag & 1, kCandidateCopyWords, copy, tag, role.stopped(),
+                                                  role.shared->peer_notes[1], fold))
+            return false;
+        best = best_of_warp(mine);
+        return true;
+    }
+    const u64* candidates = reinterpret_cast<const u64*>(params.words_ptr) + kCandidateOffset + copy * kCandidateStride;
+    while (true) {
+        bool ready = true;
+        Candidate mine{-INFINITY, kIdMask};
+#pragma unroll
+        for (u32 first = 0; first < kNumCtas; first += 32) {
+            if (first + laneid() < kNumCtas) {
+                const ulonglong2 words = load_relaxed_x2(candidates + 2 * (first + laneid()));
+                const bool here = value_has_tag(words.x, tag) && value_has_tag(words.y, tag);
+                ready = ready && here;
+                mine = better(mine, {__uint_as_float(static_cast<u32>(words.x)), static_cast<u32>(words.y)});
+            }
+        }
+        if (__all_sync(kFullWarp, ready)) {
+            best = best_of_warp(mine);
+            return true;
+        }
+        if (load_shared_u32(role.stopped())) return false;
+    }
+}
+
 // The sampling warp of every thread block: gathers all candidates and decides, like all others, what the next token is.
-__device__ __forceinline__ void sample(const KogDecodeParams& params, const Role& role, u32 num_steps) {
+__device__ __forceinline__ void sample(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 num_steps) {
     Shared& shared = *role.shared;
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
     const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
-    const u64* candidates = reinterpret_cast<const u64*>(params.words_ptr) + kCandidateOffset +
-                            (role.cta % kReplicas) * kCandidateStride;
     u64* ring = reinterpret_cast<u64*>(params.ring_ptr);
     u64* stamps = reinterpret_cast<u64*>(params.stamps_ptr);
     const u32 lane = laneid();
@@ -101,25 +133,8 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const Role
         __syncwarp();
         if (leave || !mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1)) return;
         const u32 tag = role.first_epoch + step + 1;
-        Candidate best{-INFINITY, kIdMask};
-        while (true) {
-            bool ready = true;
-            Candidate mine{-INFINITY, kIdMask};
-#pragma unroll
-            for (u32 first = 0; first < kNumCtas; first += 32) {
-                if (first + lane < kNumCtas) {
-                    const ulonglong2 words = load_relaxed_x2(candidates + 2 * (first + lane));
-                    const bool here = value_has_tag(words.x, tag) && value_has_tag(words.y, tag);
-                    ready = ready && here;
-                    mine = better(mine, {__uint_as_float(static_cast<u32>(words.x)), static_cast<u32>(words.y)});
-                }
-            }
-            if (__all_sync(kFullWarp, ready)) {
-                best = best_of_warp(mine);
-                break;
-            }
-            if (load_shared_u32(role.stopped())) return;
-        }
+        Candidate best;
+        if (!collect_best(params, peers, role, tag, best)) return;
         const u32 position = role.first_position + step;
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];

@@ -1,0 +1,101 @@
+"""`kog-bench scaling`: the monokernel on 1, 2 and 4 GPUs, a process each: microseconds per token, and whether bits are the same.
+
+Every number of GPUs runs the same model with random weights and the same prompts. What is compared are the logits of each
+lane's slice of the vocabulary after many greedy tokens, in repeated launches, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from kog_dist.bench.gpu import gpu_name, require_gpus
+from kog_dist.bench.latency import token_times_us
+from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.shapes import SEED, named_spec
+from kog_dist.collectives.ranks import RankContext, run_ranks
+from kog_dist.errors import KogError
+
+_DEADLINE_S = 180.0
+_REPEATED_TOKENS = 8
+_WAIT_LIMIT_US = 2_000_000  # ranks do not begin at the same moment
+
+
+def decode_on_ranks(context: RankContext) -> dict[str, Any]:
+    """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), and how many of the
+    `repeats` had others."""
+    import cupy
+
+    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.monokernel import Monokernel
+
+    rank, world_size = context.info.rank, context.info.world_size
+    spec = named_spec(str(context.arguments["spec"]))
+    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
+    cupy.cuda.Device(context.info.local_rank).use()
+    if rank == 0:
+        build(shape.headers())
+    context.rendezvous.barrier(context.deadline)  # the others find it in the cache
+    comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=_WAIT_LIMIT_US / 1e6) if world_size > 1 else None
+    kernel = Monokernel(
+        shape, random_weights(shape, SEED), rank=rank, wait_limit_us=_WAIT_LIMIT_US, heap=None if comm is None else comm.heap
+    )
+    found: dict[str, Any] = {"us": {}, "bits": {}, "repeats": {}}
+    first = shape.vocab_rows[0]
+
+    def bits() -> list[str]:
+        logits = kernel.logits.get()
+        slices = [spec.vocab_slice(lane) for lane in shape.hosted_lanes]
+        return [hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest()[:16] for begin, end in slices]
+
+    for tokens in context.arguments["contexts"]:
+        context.rendezvous.barrier(context.deadline)
+        found["us"][str(tokens)] = token_times_us(kernel, int(tokens), int(context.arguments["tokens"]))
+        found["bits"][str(tokens)] = bits()
+        repeated = []
+        for _ in range(int(context.arguments["repeats"])):
+            token_times_us(kernel, int(tokens), _REPEATED_TOKENS)
+            repeated.append(bits())
+        found["repeats"][str(tokens)] = sum(other != repeated[0] for other in repeated)
+    context.rendezvous.barrier(context.deadline)
+    if comm is not None:
+        comm.close()
+    return found
+
+
+def run(spec_name: str, gpu_counts: Sequence[int], contexts: Sequence[int], tokens: int, repeats: int) -> bool:
+    """Measure and print a table; the last line is one JSON object. False: bits differ."""
+    require_gpus(max(gpu_counts))
+    before = machine()
+    arguments = {"spec": spec_name, "contexts": list(contexts), "tokens": tokens, "repeats": repeats}
+    figures: list[dict[str, Any]] = []
+    reference: dict[str, list[str]] = {}
+    for count in gpu_counts:
+        outcomes = run_ranks(
+            count, "kog_dist.bench.scaling_run:decode_on_ranks", arguments, deadline_s=_DEADLINE_S, device="cuda"
+        )
+        failed = [f"rank {outcome.rank}: {outcome.error or f'status {outcome.status}'}" for outcome in outcomes if outcome.status]
+        if failed:
+            raise KogError(f"decoding on {count} GPUs failed:\n" + "\n".join(failed))
+        for context in map(str, contexts):
+            bits = [digest for outcome in outcomes for digest in outcome.result["bits"][context]]
+            times = outcomes[0].result["us"][context]
+            median = percentile(times, 0.5)
+            figure = {
+                "gpus": count, "context": int(context), "us_per_token": round(median, 1),
+                "p99_us": round(percentile(times, 0.99), 1), "tokens_per_s": round(1e6 / median, 1),
+                "same_bits": bits == reference.setdefault(context, bits),
+                "different_repeats": max(outcome.result["repeats"][context] for outcome in outcomes), "repeats": repeats,
+            }  # fmt: skip
+            figures.append(figure)
+            print(
+                f"{count} GPUs, context {context:>5}: {figure['us_per_token']:8.1f} us median, {figure['p99_us']:8.1f} p99, "
+                f"{figure['tokens_per_s']:8.1f} tokens/s, bits {'the same' if figure['same_bits'] else 'OTHERS'}, "
+                f"{figure['different_repeats']} of {repeats} repeats differ",
+                flush=True,
+            )
+    finish("scaling", {"model": f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}, before, figures)
+    return all(figure["same_bits"] and not figure["different_repeats"] for figure in figures)

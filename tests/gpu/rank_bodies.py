@@ -1,0 +1,58 @@
+"""What one rank does in tests/gpu/test_ranks.py: decode with a small model, alone or with peers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from kog_dist.collectives.ranks import RankContext
+from kog_dist.decode.sampling import Sampling
+from kog_dist.model.spec import ModelSpec
+
+SPEC = ModelSpec(
+    hidden_size=256, num_layers=6, num_heads=16, num_kv_heads=8, intermediate_size=512, vocab_size=1000, max_context=512,
+    num_lanes=8, delay=2, sliding_window=64, window_layers=(0, 2, 3),
+)  # fmt: skip
+VARIANTS = {
+    "delayed": SPEC,
+    "delay 1": replace(SPEC, delay=1, vocab_size=997),
+    "all blocking": replace(SPEC, delay=0),
+    "late": replace(SPEC, early_comm=False),
+    "attention alone": replace(SPEC, mlp_comm=False),
+    "sum before norm": replace(SPEC, pre_norm_lane_agg=True),
+}
+PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
+
+
+def answer(context: RankContext) -> dict[str, Any]:
+    """Tokens of a greedy and of a sampled answer, and SHA-256 of each of the rank's lanes' logits after them."""
+    import cupy
+
+    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.device_weights import random_weights
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.monokernel import Monokernel
+
+    rank, world_size = context.info.rank, context.info.world_size
+    spec = VARIANTS[str(context.arguments["variant"])]
+    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
+    cupy.cuda.Device(context.info.local_rank).use()
+    if rank == 0:
+        build(shape.headers())
+    context.rendezvous.barrier(context.deadline)
+    comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=2.0) if world_size > 1 else None
+    heap = None if comm is None else comm.heap
+    kernel = Monokernel(shape, random_weights(shape, 5), rank=rank, wait_limit_us=2_000_000, heap=heap)
+    prompt = [token % spec.vocab_size for token in PROMPT]
+    answers, digests = [], []
+    for sampling in (Sampling(), Sampling(temperature=0.9, seed=11)):
+        context.rendezvous.barrier(context.deadline)
+        answers.append(kernel.generate(prompt, 100, sampling, chunk=32))
+        logits, first = kernel.logits.get(), shape.vocab_rows[0]
+        slices = [spec.vocab_slice(lane) for lane in shape.hosted_lanes]
+        digests.append([hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices])
+    context.rendezvous.barrier(context.deadline)
+    if comm is not None:
+        comm.close()
+    return {"answers": answers, "digests": digests}
