@@ -17,12 +17,7 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
-MAX_GPUS = 1  # of an engine, until ranks exchange sums between GPUs
-
-
-def auto_takes_gpus() -> bool:
-    """Whether `--device auto` takes GPUs that can run the model. The one switch: see docs/monokernel.md, "Status"."""
-    return False
+MAX_GPUS = 1  # of an engine, until the CUDA engine runs on several ranks
 
 
 @dataclass(frozen=True)
@@ -39,12 +34,12 @@ class GpuChoice:
 def choose_gpus(
     settings: LaunchConfig, checkpoint: Checkpoint, environ: Mapping[str, str], inventory: Inventory | None = None
 ) -> GpuChoice | None:
-    """GPUs of the run, None for CPU ranks. Without `inventory` the machine is asked, where it matters.
+    """GPUs of the run, None for CPU ranks; `--device auto`: as many as can run the model. No `inventory`: the machine is asked.
 
     Raises ConfigError or LaunchError for a request that makes no sense, or no number of ranks, wherever it is started.
     """
     asked = settings.device == "cuda" or settings.gpus is not None
-    if settings.device == "cpu" or not (asked or auto_takes_gpus()):
+    if settings.device == "cpu":
         return None
     inventory = read_inventory() if inventory is None else inventory
     visible = visible_gpus(inventory.gpus, environ)
