@@ -51,7 +51,6 @@ class AnswerResponse(Response):
             watch.cancel()
             exchange.abandon()
             service.answering.discard(exchange)
-            service.metrics.http_response(self._endpoint, status)
             service.log.request(self._line(exchange, scope, status, time.monotonic() - begin_s))
 
     async def _stream(self, exchange: Exchange, send: Send, write_now: Callable[[bytes], bool] | None) -> int:
@@ -59,6 +58,8 @@ class AnswerResponse(Response):
         if exchange.refusal is not None:
             await send_error(send, exchange.refusal)
             return exchange.refusal.status
+        if exchange.is_abandoned:
+            return _GONE_STATUS
         await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
         self._service.metrics.stream_opened()
         exchange.write_now = write_now

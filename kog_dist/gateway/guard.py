@@ -32,10 +32,14 @@ class Guard:
     """An ASGI application around another one."""
 
     def __init__(
-        self, app: App, log: Log, *, host: str, port: int, api_key: str | None, cors_origins: tuple[str, ...] = ()
-    ) -> None:
-        """`host` as it was bound. Bound to loopback, it answers to names of this machine only; elsewhere the key protects it."""
-        self._app, self._log = app, log
+        self, app: App, log: Log, *, host: str, port: int, api_key: str | None, cors_origins: tuple[str, ...] = (),
+        on_response: Callable[[str, int], None] = lambda _path, _status: None,
+    ) -> None:  # fmt: skip
+        """`host` as it was bound. Bound to loopback, it answers to names of this machine only; elsewhere the key protects it.
+
+        `on_response` hears the path and the status of every response that is begun.
+        """
+        self._app, self._log, self._on_response = app, log, on_response
         self._key_digest = None if api_key is None else _digest(api_key.encode())
         self._checks_host = is_loopback(host)
         self._host, self._port = host.lower(), port
@@ -70,6 +74,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._on_response(scope["path"], message["status"])
                 message["headers"] = [*message.get("headers", ()), *extra]
                 if not is_read:  # nobody waits for the rest of a body that is refused
                     message["headers"].append((b"connection", b"close"))
