@@ -1,18 +1,19 @@
-"""All endpoints. What they do is elsewhere; here is which path leads where, and what /openapi.json says about it."""
+"""All endpoints. What they do is elsewhere; here is which path leads where. What /openapi.json says about it is in documents."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Final
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from kog_dist import __version__
 from kog_dist.gateway import documents, status, tokens
 from kog_dist.gateway.answers import AnswerResponse
 from kog_dist.gateway.errors import not_serving, on_api_error, on_http_exception, on_mistake
@@ -38,21 +39,23 @@ PLANS: Final[Mapping[str, Plan]] = {
 }
 
 
-def make_app(service: Service) -> FastAPI:
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(service: Service) -> Starlette:
     """The application, without the guard around it."""
-    app = FastAPI(
-        title="kog_dist", version=__version__, description=documents.ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False
+    routes = [*_answers(service), *_models(service), *_tokens(service), *_state(service), *_pages()]
+    app = Starlette(
+        routes=routes, exception_handlers={HTTPException: on_http_exception, ApiError: on_api_error, Exception: on_mistake}
     )
-    app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(Exception, on_mistake)
-    _add_answers(app, service)
-    _add_models(app, service)
-    _add_tokens(app, service)
-    _add_state(app, service)
-    _add_pages(app)
-    documents.describe(app)
+    app.router.redirect_slashes = False
     return app
+
+
+def _route(method: str, path: str, endpoint: Endpoint) -> Route:
+    route = Route(path, endpoint, methods=[method])
+    route.methods = {method}  # GET does not mean HEAD, too: what is documented is what there is
+    return route
 
 
 def json_response(body: object, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -71,8 +74,8 @@ def _served(service: Service) -> ServedModel:
     return service.served
 
 
-def _add_answers(app: FastAPI, service: Service) -> None:
-    def endpoint(path: str, plan: Plan) -> Callable[[Request], Awaitable[Response]]:
+def _answers(service: Service) -> Iterator[Route]:
+    def endpoint(path: str, plan: Plan) -> Endpoint:
         async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
                 served = _served(service)
@@ -82,30 +85,30 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return answer
 
     for path, plan in PLANS.items():
-        app.add_api_route(path, endpoint(path, plan), methods=["POST"], **documents.of(path))
+        yield _route("POST", path, endpoint(path, plan))
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
+def _models(service: Service) -> Iterator[Route]:
     def cards() -> list[dict[str, Any]]:
         if service.served is None:
             raise not_serving(service.readiness.health())
         return [service.served.card()]
 
-    async def list_models() -> Response:
+    async def list_models(_request: Request) -> Response:
         return json_response({"object": "list", "data": cards()})
 
-    async def one_model(name: str) -> Response:
+    async def one_model(request: Request) -> Response:
         card = cards()[0]
         assert service.served is not None
-        check_model(name, service.served)
+        check_model(request.path_params["name"], service.served)
         return json_response(card)
 
-    app.add_api_route("/v1/models", list_models, methods=["GET"], **documents.of("/v1/models"))
-    app.add_api_route("/v1/models/{name:path}", one_model, methods=["GET"], **documents.of("/v1/models/{name}"))
+    yield _route("GET", "/v1/models", list_models)
+    yield _route("GET", "/v1/models/{name:path}", one_model)
 
 
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    def endpoint(work: Callable[[object, ServedModel], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+def _tokens(service: Service) -> Iterator[Route]:
+    def endpoint(work: Callable[[object, ServedModel], dict[str, Any]]) -> Endpoint:
         async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
                 if service.served is None:
@@ -116,40 +119,47 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return answer
 
     for path, work in (("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
-        app.add_api_route(path, endpoint(work), methods=["POST"], **documents.of(path))
+        yield _route("POST", path, endpoint(work))
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
-    async def livez() -> Response:
+def _state(service: Service) -> Iterator[Route]:
+    async def livez(_request: Request) -> Response:
         return json_response({"status": "alive"})
 
-    async def readyz() -> Response:
+    async def readyz(_request: Request) -> Response:
         health = service.readiness.health()
         body = {"state": str(health.state), "reason": health.reason}
         if health.serves:
             return json_response(body)
         return json_response(body, 503, {"retry-after": str(round(RETRY_AFTER_S.get(health.state, 2.0)))})
 
-    async def metrics() -> Response:
+    async def metrics(_request: Request) -> Response:
         return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
-    async def kog_info() -> Response:
+    async def kog_info(_request: Request) -> Response:
         return json_response(status.describe(service), headers={"cache-control": "no-store"})
+
+    async def openapi(_request: Request) -> Response:
+        return json_response(_document())
 
     for path, answer in (
         ("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/metrics", metrics), ("/kog/info", kog_info),
+        ("/openapi.json", openapi),
     ):  # fmt: skip
-        app.add_api_route(path, answer, methods=["GET"], **documents.of(path))
+        yield _route("GET", path, answer)
 
 
-def _add_pages(app: FastAPI) -> None:
+_document = functools.cache(documents.document)  # made when it is first asked for
+
+
+def _pages() -> Iterator[Route]:
     pages = Pages()
 
     async def index(request: Request) -> Response:
         return pages.answer(request, INDEX)
 
-    async def static(request: Request, name: str) -> Response:
-        return pages.answer(request, name)
+    async def static(request: Request) -> Response:
+        return pages.answer(request, request.path_params["name"])
 
-    app.add_api_route("/", index, methods=["GET"], **documents.of("/"))
-    app.add_api_route("/static/{name}", static, methods=["GET"], **documents.of("/static/{name}"))
+    yield _route("GET", "/", index)
+    yield _route("GET", "/static/{name}", static)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
-from fastapi import FastAPI
 from pydantic import BaseModel
 
+from kog_dist import __version__
 from kog_dist.gateway.openai.chat_request import ChatRequest
 from kog_dist.gateway.openai.completion_request import CompletionRequest
 from kog_dist.gateway.openai.responses_request import ResponsesRequest
@@ -15,6 +16,9 @@ from kog_dist.gateway.tokens import DetokenizeRequest, TokenizeRequest
 ABOUT: Final = "OpenAI's API and the state of a kog_dist engine. docs/http.md and docs/openai.md explain it."
 _REF: Final = "#/components/schemas/{model}"
 _ERROR: Final = {"$ref": "#/components/schemas/Error"}
+
+_TEXT: Final = {"type": "string"}
+_SERVER_SENT_EVENT: Final = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}}  # of each event in a stream
 
 ERROR_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -55,6 +59,7 @@ _OF_ENGINE: Final = {
     422: "the grammar is too complex to be followed", 429: "the queue is full; see Retry-After",
     503: "the engine is loading, draining or lost; see Retry-After", 504: "the request's own time limit passed while it waited",
 }  # fmt: skip
+_UNKNOWN_YET: Final = {503: "the engine has not said yet what it serves"}
 
 _ANSWERS: Final[dict[str, tuple[type[BaseModel], str]]] = {
     "/v1/chat/completions": (ChatRequest, "The next message of a conversation"),
@@ -86,79 +91,71 @@ _GETS: Final[dict[str, tuple[str, str, Any]]] = {
     "/health": ("The same as /readyz", "application/json", HEALTH_SCHEMA),
     "/metrics": ("For Prometheus", "text/plain", {"type": "string"}),
     "/kog/info": ("Model, ranks, speed", "application/json", {"type": "object"}),
+    "/openapi.json": ("This document", "application/json", {"type": "object"}),
     "/": ("The playground", "text/html", {"type": "string"}),
     "/static/{name}": ("Its files", "*/*", {}),
 }
 _MODELS: Final = tuple(found[0] for table in (_ANSWERS, _TOKENS) for found in table.values())
 
 
-def of(path: str) -> dict[str, Any]:
-    """What FastAPI's `add_api_route` is told about a path besides its endpoint."""
-    described: dict[str, Any] = {"response_model": None, "operation_id": path.strip("/").replace("/", "_") or "index"}
-    if path in _ANSWERS:
-        model, summary = _ANSWERS[path]
-        ok = {
-            "description": "The answer: one JSON object, or with `stream` server-sent events",
-            "content": {
-                "application/json": {"schema": {"type": "object"}},
-                "text/event-stream": {"schema": {"type": "string"}},
-            },
-        }
-        errors = _ANYWHERE | _WITH_BODY | _OF_ENGINE
-        return described | {"summary": summary, "openapi_extra": _takes(model), "responses": {200: ok} | _errors(errors)}
-    if path in _TOKENS:
-        model, summary, schema = _TOKENS[path]
+def document() -> dict[str, Any]:
+    """The OpenAPI document (version 3.1)."""
+    schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
+    for model in _MODELS:
+        found = model.model_json_schema(ref_template=_REF)
+        schemas |= found.pop("$defs", {})
+        schemas[model.__name__] = found
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kog_dist", "description": ABOUT, "version": __version__},
+        "paths": dict(_operations()),
+        "components": {"schemas": schemas},
+    }
+
+
+def handler_of(path: str) -> str:
+    """The template of the path that a client asked for, `other` for what is not there: a label that nobody can make up."""
+    if path in _ANSWERS or path in _TOKENS or path in _GETS:
+        return path
+    beginning = next((template for template in _GETS if "{" in template and path.startswith(template.partition("{")[0])), None)
+    return beginning or "other"
+
+
+def _operations() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, (model, summary) in _ANSWERS.items():
+        content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": _SERVER_SENT_EVENT}}
+        ok = {"description": "The answer: one JSON object, or with `stream` server-sent events", "content": content}
+        yield path, {"post": _operation(path, summary, ok, _WITH_BODY | _OF_ENGINE) | _takes(model)}
+    for path, (model, summary, schema) in _TOKENS.items():
         ok = {"description": summary, "content": {"application/json": {"schema": schema}}}
-        errors = _ANYWHERE | _WITH_BODY | {503: "the engine has not said yet what it serves"}
-        return described | {"summary": summary, "openapi_extra": _takes(model), "responses": {200: ok} | _errors(errors)}
-    summary, media_type, schema = _GETS[path]
-    responses: dict[int, Any] = {200: {"description": summary, "content": {media_type: {"schema": schema}}}} | _errors(_ANYWHERE)
-    if schema is HEALTH_SCHEMA:
-        responses[503] = {"description": "Requests are refused", "content": {"application/json": {"schema": HEALTH_SCHEMA}}}
-    elif path.startswith("/v1/models"):
-        responses |= _errors({503: "the engine has not said yet what it serves"})
+        yield path, {"post": _operation(path, summary, ok, _WITH_BODY | _UNKNOWN_YET) | _takes(model)}
+    for path, (summary, media_type, schema) in _GETS.items():
+        yield path, {"get": _get(path, summary, media_type, schema)}
+
+
+def _get(path: str, summary: str, media_type: str, schema: Any) -> dict[str, Any]:
+    errors = _UNKNOWN_YET if path.startswith("/v1/models") else {}
     if "{name}" in path:
-        responses |= _errors({404: "there is none of that name"})
+        errors = errors | {404: "there is none of that name"}
+    operation = _operation(path, summary, {"description": summary, "content": {media_type: {"schema": schema}}}, errors)
+    if schema is HEALTH_SCHEMA:
+        refused = {"description": "Requests are refused", "content": {"application/json": {"schema": HEALTH_SCHEMA}}}
+        operation["responses"]["503"] = refused
     if path in ("/", "/static/{name}"):
-        responses[304] = {"description": "You have it"}
-    return described | {"summary": summary, "responses": responses}
+        operation["responses"]["304"] = {"description": "You have it"}
+    if "{name}" in path:
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _operation(path: str, summary: str, ok: dict[str, Any], errors: dict[int, str]) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ERROR}}
+    reasons = _ANYWHERE | errors
+    responses = {"200": ok} | {str(status): {"description": reasons[status], "content": content} for status in sorted(reasons)}
+    name = path.strip("/").replace("/", "_").replace("{name}", "name") or "index"
+    return {"operationId": name, "summary": summary, "responses": responses}
 
 
 def _takes(model: type[BaseModel]) -> dict[str, Any]:
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _errors(reasons: dict[int, str]) -> dict[int, Any]:
-    content = {"application/json": {"schema": _ERROR}}
-    return {status: {"description": reason, "content": content} for status, reason in reasons.items()}
-
-
-def describe(app: FastAPI) -> None:
-    """Let the document know the request models and the error body, which FastAPI does not see."""
-    made = app.openapi
-
-    def document() -> dict[str, Any]:
-        schema = made()
-        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-        if "Error" not in schemas:
-            for model in _MODELS:
-                found = model.model_json_schema(ref_template=_REF)
-                schemas.update(found.pop("$defs", {}))
-                schemas[model.__name__] = found
-            schemas["Error"] = ERROR_SCHEMA
-            for name in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(name, None)
-            for operations in schema["paths"].values():
-                for operation in operations.values():
-                    operation["responses"] = {
-                        status: found for status, found in operation["responses"].items() if not _is_theirs(found)
-                    }
-        return schema
-
-    app.openapi = document  # type: ignore[method-assign]
-
-
-def _is_theirs(response: dict[str, Any]) -> bool:
-    """FastAPI's own 422, whose body no client gets here."""
-    return "HTTPValidationError" in str(response)

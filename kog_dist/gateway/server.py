@@ -34,7 +34,7 @@ def make_server(service: Service, api_key: str | None, port: int, limits: Limits
     """The server of a service; the socket is given to `serve`."""
     guard = Guard(
         make_app(service), service.log, host=service.args.host, port=port, api_key=api_key,
-        cors_origins=service.args.cors_origins,
+        cors_origins=service.args.cors_origins, on_response=service.count_response,
     )  # fmt: skip
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it has to say is in our log or of no use
     return Server(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.errors import CheckpointError
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
+from kog_dist.gateway.documents import handler_of
 from kog_dist.gateway.engine import EngineBridge
 from kog_dist.gateway.engine_facts import engine_facts, read_spec
 from kog_dist.gateway.engine_metrics import EngineFacts
@@ -78,6 +79,10 @@ class Service:
         if report is not None and self.welcome is not None and not self.facts.bytes_per_token:
             self.facts = engine_facts(self.welcome.max_context, self._spec, report, self._gpus)
             self.metrics.engine_facts(self.facts)
+
+    def count_response(self, path: str, status: int) -> None:
+        """A response to this path was begun."""
+        self.metrics.http_response(handler_of(path), status)
 
     # ---- life ----
     def announce(self) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-SLOW = ("torch", "numpy", "zmq", "tokenizers", "safetensors", "jinja2", "rich", "psutil", "fastapi", "uvicorn")
+SLOW = ("torch", "numpy", "zmq", "tokenizers", "safetensors", "jinja2", "rich", "psutil", "pydantic", "starlette", "uvicorn")
 
 
 @pytest.mark.parametrize(
