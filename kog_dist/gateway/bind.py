@@ -96,7 +96,7 @@ def _why_not(host: str, port: int, error: OSError) -> str:
 
         holder = holder_of_port(port)
         by = f"; it is in use by {holder}" if holder else "; another process listens there"
-    remedy = "choose another --port (0 for a free one), or --no-http"
+    remedy = "choose another --port (--port 0 takes a free one), or serve RPC only with --no-http"
     if error.errno == errno.EADDRNOTAVAIL:
         remedy = "choose a --host that this machine has"
     return f"cannot listen on {host} port {port}: {error.strerror}{by}; {remedy}"
