@@ -14,6 +14,7 @@ from kog_dist.train.corpus import END_OF_TEXT
 from kog_dist.train.state import load_progress, load_tensors
 
 _MAX_SHARD_BYTES = 15 * 2**20
+_TEMPERATURE = 0.2  # what its completions are evaluated with; the default of HTTP requests that say nothing
 
 
 def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, evaluation_file: Path | None = None) -> None:
@@ -30,7 +31,7 @@ def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, 
     shutil.copyfile(tokenizer_file, out / "tokenizer.json")
     end_id = int(json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]["vocab"][END_OF_TEXT])
     _write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
-    _write_json(out / "generation_config.json", {"eos_token_id": end_id})
+    _write_json(out / "generation_config.json", {"eos_token_id": end_id, "temperature": _TEMPERATURE})
     evaluation = json.loads(evaluation_file.read_text(encoding="utf-8")) if evaluation_file else None
     sources = json.loads(sources_file.read_text(encoding="utf-8"))
     (out / "README.md").write_text(model_card(spec, progress, sources, evaluation), encoding="utf-8")
