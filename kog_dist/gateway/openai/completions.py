@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from kog_dist.gateway.openai.body import parse
@@ -57,8 +58,7 @@ def plan_completion(body: object, served: ServedModel) -> Planned:
             {
                 **fields,
                 "request_id": stamp.choice_id(choice, num_choices),
-                "prompt_ids": prompts[choice // per_prompt],
-                "max_tokens": answer_limit(limits, len(prompts[choice // per_prompt]), served, "prompt"),
+                **_prompt_fields(prompts[choice // per_prompt], limits, served),
                 "seed": seeds_of[choice],
                 "conversation": choice_conversation(conversation, choice),
             },
@@ -70,14 +70,24 @@ def plan_completion(body: object, served: ServedModel) -> Planned:
     return Planned(generates, form.stream, CompletionReply(form, names))
 
 
-def _prompts(request: CompletionRequest, served: ServedModel) -> list[tuple[int, ...]]:
-    """Token ids of every prompt."""
+def _prompt_fields(prompt: str | tuple[int, ...], limits: Sequence[int | None], served: ServedModel) -> dict[str, Any]:
+    """The prompt and the length of its answer. Of a text that the engine cuts into tokens, it says itself whether that fits."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "max_tokens": min(limit for limit in limits if limit is not None)}
+    return {"prompt_ids": prompt, "max_tokens": answer_limit(limits, len(prompt), served, "prompt")}
+
+
+def _prompts(request: CompletionRequest, served: ServedModel) -> list[str | tuple[int, ...]]:
+    """Every prompt: its token ids, or its text if only the engine has a tokenizer."""
     prompt = request.prompt
     several: list[Any] = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    return [
-        encode_prompt(one, served, "prompt", add_special_tokens=True) if isinstance(one, str) else _checked_ids(one, served)
-        for one in several
-    ]
+    return [_checked_ids(one, served) if isinstance(one, list) else _text_prompt(one, served) for one in several]
+
+
+def _text_prompt(text: str, served: ServedModel) -> str | tuple[int, ...]:
+    if served.tokenizer is None and served.engine_takes_text:
+        return text
+    return encode_prompt(text, served, "prompt", add_special_tokens=True)
 
 
 def _checked_ids(ids: list[int], served: ServedModel) -> tuple[int, ...]:

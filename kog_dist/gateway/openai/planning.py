@@ -126,7 +126,9 @@ def encode_prompt(text: str, served: ServedModel, param: str, *, add_special_tok
     if served.tokenizer is None:
         raise invalid(
             param,
-            f"{served.name} has no tokenizer; send token ids as the prompt of /v1/completions",
+            f"{served.name} has no tokenizer; send token ids as the prompt of /v1/completions"
+            if not served.engine_takes_text
+            else "this gateway was started without --model, so it has no chat template; use /v1/completions, or give it --model",
             ErrorCode.NO_TOKENIZER.value,
         )
     num_bytes, most = len(text.encode("utf-8", "surrogatepass")), _MAX_BYTES_PER_TOKEN * served.max_context

@@ -61,8 +61,8 @@ class SamplingDefaults:
 class ServedModel:
     """The model behind the gateway. `max_context`: tokens of prompt and answer together. `created`: Unix time in seconds.
 
-    Without a tokenizer only `/v1/completions` with token ids works; without a chat template chats become plain text, as
-    docs/openai.md says.
+    Without a tokenizer only `/v1/completions` works, with token ids, and with text where the engine has a tokenizer itself
+    (`engine_takes_text`); without a chat template chats become plain text, as docs/openai.md says.
     """
 
     name: str
@@ -73,6 +73,7 @@ class ServedModel:
     chat_template: ChatRenderer | None
     created: int
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    engine_takes_text: bool = False
 
     def answers_to(self, name: str | None) -> bool:
         """Whether a request for the model `name` is ours; one that names none is."""

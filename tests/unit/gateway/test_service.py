@@ -292,6 +292,15 @@ def test_a_gateway_without_the_model_s_folder(shared_engine: ScriptedEngine, fol
         answer = http.post("/v1/completions", json={"prompt": [7, 8]})
         assert answer.status_code == 200, answer.text
         assert engine.received[0].message.prompt_ids == (7, 8)
+        chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        assert (chat.status_code, chat.json()["error"]["code"]) == (400, "no_tokenizer")
+        assert "without --model" in chat.json()["error"]["message"]
+        answer = http.post("/v1/completions", json={"prompt": ["x = ", "y = "], "max_tokens": 5})  # the engine has a tokenizer
+        assert answer.status_code == 200, answer.text
+        asked = [received.message for received in engine.received[1:]]
+        assert [(message.prompt, message.prompt_ids, message.max_tokens) for message in asked] == [
+            ("x = ", None, 5), ("y = ", None, 5),
+        ]  # fmt: skip
 
 
 def test_an_engine_of_another_model_is_not_spoken_for(tmp_path: Path) -> None:
