@@ -56,10 +56,7 @@ def build(sources: Mapping[str, str], kernel: str, *, folder: Path | None = None
     """
     folder = folder or cache_folder()
     compiler = _nvcc() or "nvrtc"
-    key = hashlib.sha256()
-    for part in (kernel, _version(compiler), *OPTIONS, *(text for item in sorted(sources.items()) for text in item)):
-        key.update(len(part).to_bytes(8, "little") + part.encode())
-    path = folder / f"{Path(kernel).stem}-{key.hexdigest()[:32]}.cubin"
+    path = folder / cubin_name(sources, kernel)
     if path.exists():
         return Cubin(path, "")
     code, log = _with_nvrtc(kernel, sources) if compiler == "nvrtc" else _with_nvcc(compiler, kernel, sources)
@@ -68,6 +65,14 @@ def build(sources: Mapping[str, str], kernel: str, *, folder: Path | None = None
         unfinished.write(code)
     Path(unfinished.name).replace(path)  # at once: other ranks may build the same
     return Cubin(path, log)
+
+
+def cubin_name(sources: Mapping[str, str], kernel: str) -> str:
+    """The file name of a cubin, which says all that enters it. Nothing is built. Raises CompileError without a compiler."""
+    key = hashlib.sha256()
+    for part in (kernel, _version(_nvcc() or "nvrtc"), *OPTIONS, *(text for item in sorted(sources.items()) for text in item)):
+        key.update(len(part).to_bytes(8, "little") + part.encode())
+    return f"{Path(kernel).stem}-{key.hexdigest()[:32]}.cubin"
 
 
 def _nvcc() -> str | None:

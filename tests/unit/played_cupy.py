@@ -75,6 +75,7 @@ class PlayedRuntime:
 
     def __init__(self) -> None:
         self.memory: dict[int, NDArray[np.uint8]] = {}
+        self.gpu_names: dict[int, bytes] = {}
 
     def malloc(self, size: int) -> int:
         array = np.full(size + 256, 0xCD, np.uint8)
@@ -97,6 +98,12 @@ class PlayedRuntime:
 
     def deviceGetPCIBusId(self, ordinal: int) -> str:  # noqa: N802
         return f"0000:{ordinal:02x}:00.0"
+
+    def getDeviceProperties(self, ordinal: int) -> dict[str, Any]:  # noqa: N802
+        return {"name": self.gpu_names.get(ordinal, b"PLAYED GPU")}
+
+    def driverGetVersion(self) -> int:  # noqa: N802
+        return 13000
 
     def deviceEnablePeerAccess(self, ordinal: int) -> None:  # noqa: N802
         raise CUDARuntimeError("cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled")

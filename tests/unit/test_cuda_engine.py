@@ -71,6 +71,7 @@ class ScriptedKernel:
         self.recovered = 0
         self.begun: list[tuple[int, int]] = []  # length of the prompt, first position
         self.fault_at = self.silent_from = 10**9
+        self.failure: Exception | None = None  # of a launch
 
     def begin(
         self,
@@ -120,6 +121,11 @@ class ScriptedKernel:
 
     def abort(self) -> None:
         self.aborted = True
+
+    def is_idle(self) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        return True
 
     def finish(self) -> None:
         pass
@@ -291,11 +297,21 @@ def test_a_kernel_that_ends_without_its_tokens_is_an_error(kernel: ScriptedKerne
         engine.run(1, request())
 
 
-def test_errors_of_the_libraries_become_ours() -> None:
-    class CUDARuntimeError(Exception):
-        pass
+class CUDARuntimeError(Exception):
+    __module__ = "cupy_backends.cuda.api.runtime"
 
-    CUDARuntimeError.__module__ = "cupy_backends.cuda.api.runtime"
+
+def test_a_launch_that_failed_is_an_error_at_once(
+    kernel: ScriptedKernel, engine: CudaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its events are never done, so that they alone would be waited for until the rank counts as hung."""
+    monkeypatch.setattr(Event, "done", False)
+    kernel.silent_from, kernel.failure = 5, CUDARuntimeError("cudaErrorIllegalAddress")
+    with pytest.raises(LaunchError, match="cuda:0 failed: CUDARuntimeError: cudaErrorIllegalAddress; start the engine again"):
+        engine.run(1, request())
+
+
+def test_errors_of_the_libraries_become_ours() -> None:
     for text, wanted in (
         ("driver version is insufficient", "no NVIDIA driver"),
         ("cudaErrorLaunchFailure", "start the engine again"),

@@ -10,7 +10,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.topology import LocalRendezvous, RankInfo
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.engines.cpu import agree
+from kog_dist.workers.engines.agreement import agree
 
 
 def agree_on_ranks(terms_by_rank: list[dict[str, str]]) -> list[str]:

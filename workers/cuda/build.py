@@ -21,3 +21,8 @@ def build(generated: Mapping[str, str], kernel: str = "decode.cu", *, folder: Pa
     Raises CompileError with the compiler's log, or one that says what to install when there is no compiler.
     """
     return compiler.build({**device_sources(), **generated}, kernel, folder=folder)
+
+
+def cubin_name(generated: Mapping[str, str], kernel: str = "decode.cu") -> str:
+    """The file name that `build` would give: equal only for equal sources, headers, options and compilers. Nothing is built."""
+    return compiler.cubin_name({**device_sources(), **generated}, kernel)

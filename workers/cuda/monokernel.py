@@ -28,6 +28,7 @@ STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "scored", "mi
 KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,15 @@ class Monokernel:
         """Make the kernel leave all waits and end; it cannot be used after that until `recover`."""
         self._host["abort"] = 1
 
+    def is_idle(self) -> bool:
+        """Whether all launches have ended. Raises what cupy raises when one has failed: its events are never `done` then."""
+        import cupy
+
+        code = int(cupy.cuda.runtime.streamQuery(self.stream.ptr))
+        if code not in (0, _NOT_READY):
+            self.stream.synchronize()
+        return code == 0
+
     # ---- afterwards ----
     def finish(self) -> None:
         """Wait for all launches. Raises DeviceError if a wait of the kernel ran out of time."""
@@ -175,19 +185,24 @@ class Monokernel:
                 raise DeviceError(replace(record, rank=self.rank))
 
     def recover(self) -> None:
-        """Make the kernel usable again after an abort, a DeviceError or a numerical fault: forget all state.
+        """Make the kernel usable again after a numerical fault or, on one rank, an abort or a DeviceError: forget all state.
 
-        Only on one rank: the words that peers have left stay, and would be taken for those of the next tokens.
+        Among several ranks all must call it, after the same token. Only the KV cache is forgotten: words that peers have left
+        stay, and epochs go on, so that none is ever taken for a later one. LaunchError after an abort: ranks may stand at
+        different tokens.
         """
         import cupy
 
-        if self.shape.num_ranks > 1:
-            raise LaunchError("a rank among others cannot forget what they have sent; start all ranks anew")
         self.stream.synchronize()
-        self._host["abort"] = 0
-        self._host["cancelled_tag"] = 0
-        for array in (self.kv, self.words, self._state, self._record):
-            array.fill(0)
+        if self.shape.num_ranks > 1:
+            if self._host["abort"] or int(self.state()["abort_mirror"]):
+                raise LaunchError("a rank among others cannot go on after an abort; start all ranks anew")
+            self.kv.fill(0)
+        else:
+            self._host["abort"] = 0
+            self._host["cancelled_tag"] = 0
+            for array in (self.kv, self.words, self._state, self._record):
+                array.fill(0)
         cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's
 
     def state(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.abi import abi_digest
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
@@ -22,11 +20,12 @@ from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError
-from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.root_choice import RootChoice
 
@@ -63,7 +62,8 @@ class CpuEngine:
         self._control.set_state(rank, RankState.LINKING)
         aborted = self._control.aborted
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, rank, aborted=aborted)
-        agree(self._rendezvous, self._terms(checkpoint, plan.digest()), deadline)
+        terms = common_terms(args, checkpoint, plan.digest()) | {"numpy": np.__version__}
+        agree(self._rendezvous, terms, deadline)
         self._comm = CpuCommunicator.create(
             [MailboxSpec(box.name, box.num_slots, box.length) for box in plan.mailboxes],
             rendezvous=self._rendezvous, control=self._control, deadline=deadline, timeout_s=args.step_timeout_s,
@@ -74,20 +74,6 @@ class CpuEngine:
         self._control.set_kv_layout(rank, KvLayout(args.num_kv_caches))
         self._interpreter.step(0, 0, Sampling())  # maps pages, fills caches, and shows that all ranks answer
         self._rendezvous.barrier(deadline)
-
-    def _terms(self, checkpoint: Checkpoint, plan_digest: str) -> dict[str, str]:
-        """What all ranks must have in common, by the name to show when they do not."""
-        headers = "".join(file.header_sha256 for file in checkpoint.files)
-        return {
-            "world size": str(self._world_size),
-            "model": checkpoint.spec.digest(),
-            "checkpoint files": hashlib.sha256(headers.encode()).hexdigest(),
-            "plan": plan_digest,
-            "KV cache type": self._args.kv_dtype,
-            "number of KV caches": str(self._args.num_kv_caches),
-            "memory layout": f"{abi_digest():016x}",
-            "numpy": np.__version__,
-        }
 
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:
@@ -182,14 +168,3 @@ class CpuEngine:
             self._comm.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
-
-
-def agree(rendezvous: LocalRendezvous, terms: dict[str, str], deadline: Deadline) -> None:
-    """Return when all ranks have equal `terms`. Collective. Raises ConfigError naming the ranks that differ and in what."""
-    everyone = [json.loads(raw) for raw in rendezvous.all_gather_bytes(json.dumps(terms).encode(), deadline)]
-    for name, value in terms.items():
-        differing = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
-        if differing:
-            names = f"{', '.join(map(str, differing))} {'differs' if len(differing) == 1 else 'differ'}"
-            mine = f"rank {rendezvous.rank} has {value:.16}, rank 0 has {everyone[0].get(name, 'none'):.16}"
-            raise ConfigError(f"the ranks do not agree on the {name}: {names} from rank 0 ({mine}); start all from one version")

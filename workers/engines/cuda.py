@@ -1,84 +1,47 @@
-"""The engine of a GPU rank: the monokernel decodes in chunks of many tokens; the host hands out what it writes."""
+"""The engine of a GPU rank: the monokernel decodes in chunks of many tokens; the host hands out what it writes.
+
+With several ranks every one of them reads the request, launches the same numbers of steps and takes the tokens from its own ring;
+rank 0 alone writes the token ring, heeds a cancel and chooses the tokens of shaped requests. Whatever ends an answer is decided
+alike by all kernels, or by rank 0's host, which tells the others. How far ranks are apart in time does not matter.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from numpy.typing import NDArray
 
 from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Candidate, Sampling
+from kog_dist.decode.sampling import Candidate, Sampling, TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.heartbeat import Heartbeat
+from kog_dist.workers.engines.launches import Kernel, Launches, Token
 from kog_dist.workers.engines.root_choice import RootChoice
 
-CHUNK_STEPS = 64
-CHUNKS_QUEUED = 2  # the next one starts without the host
+if TYPE_CHECKING:
+    from kog_dist.collectives.cuda_heap import CudaHeap
+    from kog_dist.model.checkpoint import Checkpoint
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
 USE_PREFILL = False  # until tests/gpu/test_prefill.py has passed on a GPU
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
-
-
-class Token(Protocol):
-    """One entry that the kernel wrote."""
-
-    @property
-    def token_id(self) -> int:
-        """The token, or NO_TOKEN."""
-
-    @property
-    def finish(self) -> Finish:
-        """Not NONE: the last entry."""
-
-
-class Kernel(Protocol):
-    """What this engine needs of `monokernel.Monokernel`."""
-
-    stream: Any
-    logits: Any
-
-    def begin(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        sampling: Sampling,
-        stop_ids: tuple[int, ...] = (),
-        *,
-        first_position: int = 0,
-    ) -> None:
-        """Set up a request whose first tokens are in the KV cache already."""
-
-    def launch(self, num_steps: int) -> None:
-        """Queue steps; they do nothing once the request has ended."""
-
-    def token(self, index: int) -> Token | None:
-        """A token of the answer, None if it is not there yet."""
-
-    def cancel(self) -> None:
-        """End the request after the current token."""
-
-    def abort(self) -> None:
-        """Leave all waits."""
-
-    def finish(self) -> None:
-        """Wait for all launches; DeviceError if a wait ran out of time."""
-
-    def state(self) -> Any:
-        """What the last launch left; its `position` counts those in the KV cache."""
-
-    def recover(self) -> None:
-        """Forget caches and words, in which values that are not finite may stand."""
+ALONE_WAIT_US = 500_000  # longest wait on the device
+AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
 
 
 class Prefiller(Protocol):
@@ -96,57 +59,84 @@ class Prefiller(Protocol):
 
 
 class CudaEngine:
-    """See `Engine`. Hosts all lanes of the model on one GPU."""
+    """See `Engine`. Hosts its rank's lanes of the model on one GPU."""
 
     def __init__(self, args: WorkerArgs, control: ControlPage) -> None:
         self._args, self._control, self._rank = args, control, args.info.rank
+        self._peers: CudaPeers | None = None  # None: one rank
         self._kernel: Kernel | None = None
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._max_context = 0
 
     # ---- startup ----
     def startup(self) -> None:
-        """See `Engine.startup`."""
-        if self._args.info.world_size != 1:
-            raise ConfigError(f"the CUDA engine runs on one GPU, not {self._args.info.world_size}; use --gpus 1")
+        """See `Engine.startup`. Nothing is allocated or loaded any more once a kernel may wait for a peer."""
+        args, world_size = self._args, self._args.info.world_size
+        deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(self._rank, RankState.LOADING)
-        checkpoint = open_checkpoint(Path(self._args.model), verify=self._args.verify)
+        checkpoint = open_checkpoint(Path(args.model), verify=args.verify)
         spec = checkpoint.spec
-        check(make_plan(spec, 1, staggered=True))  # the kernel's order
-        with translated_errors(self._args.device):
-            self._kernel = self._load(checkpoint)
+        if spec.max_context > self._control.max_context:
+            raise ConfigError(
+                f"rank {self._rank}: the model's context is {spec.max_context} tokens, but the control page was made for "
+                f"{self._control.max_context}; the checkpoint was changed during start-up"
+            )
+        plan = make_plan(spec, world_size, staggered=True)  # the kernel's order
+        check(plan)
+        shapes = kernel_shapes(checkpoint, args.kv_dtype, world_size)
+        with translated_errors(args.device):
+            _use_device(args.device)
+            if world_size > 1:
+                self._peers = CudaPeers(args, self._control, shapes, deadline)
+                self._peers.agree(checkpoint, plan.digest(), device_index(args.device))
+                self._peers.build()
+            self._kernel = self._load(checkpoint, shapes[self._rank])
             self._max_context = spec.max_context
-            self._kernel.begin((0,), 1, Sampling())
-            self._kernel.launch(1)  # a trial token: maps everything, and shows that the kernel runs
-            self._kernel.finish()
+            self._try_kernel(self._kernel)
 
-    def _load(self, checkpoint: Any) -> Kernel:
-        import cupy
-
-        from kog_dist.workers.cuda.kernel_shape import KernelShape
+    def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> Kernel:
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.cuda.monokernel import Monokernel
         from kog_dist.workers.prefill.buffers import misfit
         from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
 
-        cupy.cuda.Device(device_index(self._args.device)).use()
-        spec = checkpoint.spec
-        shape = KernelShape(spec, spec.lanes_of_rank(0, 1), weight_dtype=checkpoint.dtype, kv_dtype=self._args.kv_dtype)
+        spec = shape.spec
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
-        kernel: Kernel
-        if not USE_PREFILL or misfit(spec):
-            kernel = Monokernel(shape, load_weights(shape, checkpoint), rank=self._rank)
-            return kernel
+        alone = self._peers is None
+        if not alone or not USE_PREFILL or misfit(spec):
+            weights = load_weights(shape, checkpoint)
+            limit_us = ALONE_WAIT_US if alone else AMONG_PEERS_WAIT_US
+            return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=self._link())
         matrices, observe = matrices_for(shape)
-        kernel = made = Monokernel(shape, load_weights(shape, checkpoint, observe), rank=self._rank)
+        made = Monokernel(shape, load_weights(shape, checkpoint, observe), rank=self._rank, wait_limit_us=ALONE_WAIT_US)
         self._prefill = prefill_for(made, matrices.layers())
-        return kernel
+        return made
+
+    def _link(self) -> CudaHeap | None:
+        """The memory that all ranks have mapped; None for one rank."""
+        if self._peers is None:
+            return None
+        self._control.set_state(self._rank, RankState.LINKING)
+        return self._peers.link(device_index(self._args.device))
+
+    def _try_kernel(self, kernel: Kernel) -> None:
+        """A token on trial: maps everything, and shows that the kernel runs and that its peers answer. Collective."""
+        if self._peers is not None:
+            self._peers.meet()  # all have loaded all, so nobody's first wait is for somebody's weights
+        kernel.begin((0,), 1, Sampling())
+        kernel.launch(1)
+        self._await_launches("left its trial")
+        kernel.finish()
+        entry = kernel.token(0)
+        if entry is None:
+            raise LaunchError(f"rank {self._rank}: the kernel ended its trial without a token; start the engine again")
+        if self._peers is not None:
+            self._peers.compare_trials(entry.token_id)
 
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """See `Engine.run`."""
-        assert self._kernel is not None
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
         limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
         with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
@@ -177,161 +167,170 @@ class CudaEngine:
 
     def _run_plain(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int) -> Finish:
         """The kernel decodes many tokens in a launch and chooses them itself."""
-        kernel, num_prompt = self._kernel, len(request.prompt)
-        assert kernel is not None
+        kernel, num_prompt = self._loaded, len(request.prompt)
         max_tokens = min(request.max_tokens, self._max_context - num_prompt)
         sampling = Sampling(request.temperature, request.seed)
         kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached)
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
-            digest = self._digest(launches) if request.logit_digests else None
+            logits = self._logits(seq) if request.logit_digests else None
             if self._control.aborted():
-                self._leave(seq)
+                self._leave(f"left request {seq}")
             if token.finish is Finish.NONE:
                 self._control.set_progress(self._rank, seq, num_prompt + index)
             else:
                 self._settle(seq, token.finish)
-            self._control.ring.put(seq, index, token.token_id, time.monotonic_ns(), digest, token.finish)
+            self._put(seq, index, token.token_id, token.finish, logits)
             if token.finish is not Finish.NONE:
                 return token.finish
         raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")
 
     def _run_shaped(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, held: int) -> Finish:
-        """The kernel decodes one token at a time, and the host chooses from its logits, as rank 0 of CPU ranks does."""
-        kernel = self._kernel
-        assert kernel is not None
-        root = RootChoice(seq, request, self._control, len(kernel.logits), step_timeout_s=self._args.step_timeout_s)
+        """The kernel decodes one token at a time, and rank 0's host chooses from all logits, as on CPU ranks."""
+        kernel, root = self._loaded, self._root_choice(seq, request)
         tokens, index = list(request.prompt), 0
         while True:
             position = len(tokens) - 1
             kernel.begin(tokens, 1, Sampling(request.temperature, request.seed), first_position=held)
             launches = Launches(kernel, position - held, 1, one_by_one=False)
             entry = self._next_token(seq, 0, launches, heartbeat, held)
-            launches.wait()
+            self._await_launches(f"left request {seq}")
             if self._control.aborted():
-                self._leave(seq)
-            if entry.finish in (Finish.CANCELLED, Finish.NUMERICAL_FAULT):
-                self._settle(seq, entry.finish)
-                self._control.ring.put(seq, index, NO_TOKEN, time.monotonic_ns(), None, entry.finish)
-                return entry.finish
-            logits = kernel.logits.get(stream=kernel.stream)
-            choose = root.choose_at(position)
-            chosen = Candidate(0.0, entry.token_id) if choose is None else choose(logits)
-            if chosen is None or math.isnan(chosen.value):
-                finish = root.failure if chosen is None else Finish.NUMERICAL_FAULT
+                self._leave(f"left request {seq}")
+            logits, token_id, finish = None, NO_TOKEN, entry.finish
+            if finish not in (Finish.CANCELLED, Finish.NUMERICAL_FAULT):  # of which all kernels know
+                logits = self._logits(seq)
+                if root is not None and logits is not None:
+                    token_id, finish = self._choose(root, request, logits, position, index, entry.token_id)
+                if self._peers is not None:
+                    token_id, finish = self._peers.share_choice(token_id, finish)
+                heartbeat.progress()
+            if token_id == NO_TOKEN:
                 self._settle(seq, finish)
-                self._control.ring.put(seq, index, NO_TOKEN, time.monotonic_ns(), None, finish)
+                self._put(seq, index, NO_TOKEN, finish)
                 return finish
-            token_id, finish = chosen.token_id, Finish.NONE
-            if token_id in request.end_ids:
-                finish = Finish.STOP
-            elif index + 1 >= request.max_tokens or position + 2 >= self._max_context:
-                finish = Finish.LENGTH
             held = position + 1
             self._control.set_progress(self._rank, seq, held)
-            digest = _sha256(logits) if request.logit_digests else None
-            self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, root.took(token_id, logits))
+            logprobs = None if root is None or logits is None else root.took(token_id, logits)
+            self._put(seq, index, token_id, finish, logits if request.logit_digests else None, logprobs)
             if finish is not Finish.NONE:
                 return finish
             tokens.append(token_id)
             index += 1
 
+    def _root_choice(self, seq: int, request: DecodeRequest) -> RootChoice | None:
+        """Rank 0's part in a shaped request; None on the other ranks."""
+        if self._rank != 0:
+            return None
+        vocab_size = len(self._loaded.logits) if self._peers is None else self._peers.vocab_size
+        return RootChoice(seq, request, self._control, vocab_size, step_timeout_s=self._args.step_timeout_s)
+
+    def _choose(
+        self, root: RootChoice, request: DecodeRequest, logits: NDArray[Any], position: int, index: int, plain_id: int
+    ) -> tuple[int, Finish]:
+        """Token `index` of the answer, the successor of the one at `position`, or NO_TOKEN and why there is none.
+
+        `plain_id`: what plain sampling, which the kernel has done, has chosen.
+        """
+        choose = root.choose_at(position)
+        chosen = Candidate(0.0, plain_id) if choose is None else choose(logits)
+        if chosen is None or math.isnan(chosen.value):
+            return NO_TOKEN, root.failure if chosen is None else Finish.NUMERICAL_FAULT
+        if chosen.token_id in request.end_ids:
+            return chosen.token_id, Finish.STOP
+        is_last = index + 1 >= request.max_tokens or position + 2 >= self._max_context
+        return chosen.token_id, Finish.LENGTH if is_last else Finish.NONE
+
+    # ---- one token ----
     def _next_token(self, seq: int, index: int, launches: Launches, heartbeat: Heartbeat, num_cached: int | None) -> Token:
         """Wait for a token. The kernel bounds every wait of its own, so launches end; if they end without it, they say why.
 
         `num_cached`: positions that the KV cache held before the launches, while they are prefilling; None afterwards.
         """
-        kernel = self._kernel
-        assert kernel is not None
-        asked_to_cancel = False
+        kernel, asked_to_cancel = self._loaded, False
         while (token := kernel.token(index)) is None:
             if self._control.aborted():
-                self._leave(seq)
-            if not asked_to_cancel and self._control.cancelled(seq):
-                kernel.cancel()
+                self._leave(f"left request {seq}")
+            if self._rank == 0 and not asked_to_cancel and self._control.cancelled(seq):
+                kernel.cancel()  # travels with rank 0's candidate, so it ends the answer after the same token everywhere
                 asked_to_cancel = True
             if launches.refill(index):
                 heartbeat.progress()
                 if num_cached is not None:
                     self._control.set_progress(self._rank, seq, num_cached + launches.num_prompt_steps_ended)
-            elif launches.all_ended and kernel.token(index) is None:
+            elif kernel.is_idle() and launches.all_ended and kernel.token(index) is None:
                 kernel.finish()
                 raise RequestFailed("rank_failed", f"the kernel ended without token {index} of request {seq}")
             time.sleep(POLL_S)
         heartbeat.progress()
         return token
 
+    def _put(
+        self, seq: int, index: int, token_id: int, finish: Finish, digested: NDArray[Any] | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:  # fmt: skip
+        """Rank 0 hands a token out, with a digest of the logits `digested`."""
+        if self._rank != 0:
+            return
+        digest = None if digested is None else _sha256(digested)
+        self._control.ring.put(seq, index, token_id, time.monotonic_ns(), digest, finish, logprobs)
+
+    def _logits(self, seq: int) -> NDArray[Any] | None:
+        """The float32 logits (vocab_size,) of the token that was just decoded; None on ranks above 0. Collective."""
+        self._await_launches(f"left request {seq}")
+        own: NDArray[Any] = self._loaded.logits.get(stream=self._loaded.stream)
+        return own if self._peers is None else self._peers.gather_logits(own)
+
+    # ---- ends ----
     def _settle(self, seq: int, finish: Finish) -> None:
         """Wait until the kernel has left the request; say how many positions the KV cache holds."""
-        kernel = self._kernel
-        assert kernel is not None
+        kernel = self._loaded
+        self._await_launches(f"left request {seq}")
         kernel.finish()
         if finish is Finish.NUMERICAL_FAULT:
             kernel.recover()
         self._control.set_progress(self._rank, seq, 0 if finish is Finish.NUMERICAL_FAULT else int(kernel.state()["position"]))
 
-    def _digest(self, launches: Launches) -> bytes:
-        """SHA-256 of the float32 logits of the token that was just decoded; the launch must have ended."""
-        assert self._kernel is not None
-        launches.wait()
-        return _sha256(self._kernel.logits.get(stream=self._kernel.stream))
+    def _await_launches(self, doing: str) -> None:
+        """Wait for all launches, without blocking in the driver. An abort ends them at once, else their own limits do."""
+        while not self._loaded.is_idle():
+            if self._control.aborted():
+                self._leave(doing)
+            time.sleep(POLL_S)
 
-    def _leave(self, seq: int) -> None:
-        assert self._kernel is not None
-        self._kernel.abort()
-        self._kernel.stream.synchronize()  # bounded: the kernel leaves its waits within microseconds of the abort
-        raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
+    def _leave(self, doing: str) -> NoReturn:
+        self._loaded.abort()
+        self._loaded.stream.synchronize()  # bounded: the kernel leaves its waits within microseconds of the abort
+        raise AbortedError(f"rank {self._rank} {doing} because the engine is being stopped")
+
+    @property
+    def _loaded(self) -> Kernel:
+        assert self._kernel is not None, "startup comes first"
+        return self._kernel
 
     def close(self) -> None:
-        """See `Engine.close`."""
-        self._kernel = self._prefill = None
+        """See `Engine.close`. The kernel leaves before memory that it uses is unmapped; bounded also when peers are gone."""
+        if self._peers is not None:
+            if self._kernel is not None:
+                self._kernel.abort()
+            self._peers.close()
+        self._kernel = self._prefill = self._peers = None
 
 
-class Launches:
-    """The launches of one request: a few queued at a time, so that the kernel never waits for the host.
+def kernel_shapes(checkpoint: Checkpoint, kv_dtype: str, world_size: int) -> list[KernelShape]:
+    """What the kernel of each rank is compiled for. Raises ConfigError for a model or a number of ranks that it cannot run."""
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-    With `one_by_one` every answer token is a launch of its own, queued when the one before was taken: its logits can be read.
-    """
-
-    def __init__(self, kernel: Kernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool) -> None:
-        self._kernel = kernel
-        self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
-        self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
-        plan = [(steps, 0) for steps in _chunks(num_prompt_steps + (0 if one_by_one else max_tokens))]
-        plan += [(1, index) for index in range(max_tokens if one_by_one else 0)]
-        self._waiting = deque(plan)  # steps of a launch, and tokens that must have been taken before it
-        self.refill(0)
-
-    @property
-    def all_ended(self) -> bool:
-        """Whether nothing is queued and nothing is left to queue."""
-        return not self._queued and not self._waiting
-
-    @property
-    def num_prompt_steps_ended(self) -> int:
-        """Steps of the prompt whose launches have ended."""
-        return min(self._num_steps_ended, self._num_prompt_steps)
-
-    def refill(self, num_taken: int) -> bool:
-        """Forget launches that have ended and queue the next ones; whether any had ended."""
-        ended = False
-        while self._queued and self._queued[0][0].done:
-            self._num_steps_ended += self._queued.popleft()[1]
-            ended = True
-        while self._waiting and len(self._queued) < CHUNKS_QUEUED and self._waiting[0][1] <= num_taken:
-            steps = self._waiting.popleft()[0]
-            self._kernel.launch(steps)
-            self._queued.append((self._kernel.stream.record(), steps))
-        return ended
-
-    def wait(self) -> None:
-        """Wait for everything that is queued."""
-        self._kernel.stream.synchronize()
+    spec = checkpoint.spec
+    lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
+    return [KernelShape(spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size) for hosted in lanes]
 
 
-def _chunks(num_steps: int) -> list[int]:
-    return [min(CHUNK_STEPS, num_steps - start) for start in range(0, num_steps, CHUNK_STEPS)]
+def _use_device(device: str) -> None:
+    import cupy
+
+    cupy.cuda.Device(device_index(device)).use()
 
 
 def _sha256(logits: Any) -> bytes:

@@ -1,0 +1,383 @@
+"""The CUDA engine on several ranks, a thread each: scripted kernels that keep step, and a played cupy between hosts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kog_dist.control import AbortCause, ControlPage, DecodeRequest, RankState
+from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.sampling import Sampling, Shaper, Shaping, token_logprobs
+from kog_dist.decode.validate import check
+from kog_dist.errors import AbortedError
+from kog_dist.memfd import Segment
+from kog_dist.topology import LocalRendezvous, RankInfo
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda import build, load, monokernel
+from kog_dist.workers.engines import cuda, cuda_peers
+from kog_dist.workers.engines.cuda import CudaEngine
+from tests.unit import played_cupy
+from tests.unit.played_cupy import PlayedRuntime
+from tests.unit.test_cuda_engine import ScriptedKernel, answer
+
+DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"
+MAX_CONTEXT, STEP_TIMEOUT_S, JOIN_S = 2048, 5.0, 30.0
+
+
+class RankKernel(ScriptedKernel):
+    """One rank's kernel. A step is run when all ranks have launched it; launches behind the end of an answer need no peer."""
+
+    def __init__(self, shape: Any, all_ranks: Ranks) -> None:
+        super().__init__()
+        self.shape, self.all_ranks = shape, all_ranks
+        self.num_begun = self.pending = self.num_run = 0
+        self.chunks: list[int] = []
+        self.ended = True
+        first, last = shape.vocab_rows
+        self.logits: Any = _Slice(self, first, last)
+        self.stream: Any = SimpleNamespace(record=self._record, synchronize=lambda: None)
+
+    def _record(self) -> Any:
+        return _Event(self, self.num_run + self.pending)
+
+    def begin(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_ids: tuple[int, ...] = (),
+        *,
+        first_position: int = 0,
+    ) -> None:
+        assert self.is_idle(), "a launch is under way"
+        with self.all_ranks.lock:
+            super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position)
+            self.cancelled, self.chunks = False, []
+            self.num_begun += 1
+
+    def launch(self, num_steps: int) -> None:
+        with self.all_ranks.lock:
+            self.chunks.append(num_steps)
+            self.pending += num_steps
+            self.all_ranks.advance()
+
+    def step(self) -> None:
+        super().launch(1)
+        self.pending, self.num_run = self.pending - 1, self.num_run + 1
+
+    def is_idle(self) -> bool:
+        return self.pending == 0
+
+    def abort(self) -> None:
+        with self.all_ranks.lock:
+            self.aborted, self.pending = True, 0
+
+
+class _Event:
+    def __init__(self, kernel: RankKernel, num_steps: int) -> None:
+        self._kernel, self._num_steps = kernel, num_steps
+
+    @property
+    def done(self) -> bool:
+        return self._kernel.num_run >= self._num_steps
+
+
+class _Slice:
+    def __init__(self, kernel: RankKernel, first: int, last: int) -> None:
+        self._kernel, self._rows = kernel, slice(first, last)
+
+    def __len__(self) -> int:
+        return self._rows.stop - self._rows.start
+
+    def get(self, *, stream: Any) -> Any:
+        assert self._kernel.is_idle(), "the logits may still change"
+        return logits_of(self._kernel.shape.spec.vocab_size, self._kernel.entries[-1].token_id)[self._rows].copy()
+
+
+def logits_of(vocab_size: int, token_id: int) -> Any:
+    return -np.abs(np.arange(vocab_size) - token_id - np.float32(0.1)).astype(np.float32)
+
+
+class Ranks:
+    """Engines, kernels and the shared pages of all ranks, and what happened at their start."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.lock = world_size, threading.RLock()
+        self.page = ControlPage.create(world_size, MAX_CONTEXT)
+        self.meeting: Segment = LocalRendezvous.create(world_size)
+        self.kernels: dict[int, RankKernel] = {}
+        self.happened: list[str] = []
+        self.engines = [self._engine(rank) for rank in range(world_size)]
+
+    def _engine(self, rank: int) -> CudaEngine:
+        info = RankInfo(rank, self.world_size, rank, "test", control_fd=self.page.fd, rendezvous_fd=os.dup(self.meeting.fd))
+        args = WorkerArgs(info, str(DEMO), f"cuda:{rank}", "bfloat16", False, JOIN_S, STEP_TIMEOUT_S)
+        return CudaEngine(args, ControlPage.from_fd(os.dup(self.page.fd)))
+
+    def advance(self) -> None:
+        """Run the steps that all ranks have launched. Called with the lock."""
+        kernels = [self.kernels[rank] for rank in sorted(self.kernels)]
+        while len(kernels) == self.world_size and len({k.num_begun for k in kernels}) == 1:
+            if not all(k.pending and not k.aborted for k in kernels):
+                break
+            for kernel in kernels:
+                kernel.cancelled = kernels[0].cancelled
+                kernel.step()
+        for kernel in kernels:
+            while kernel.ended and kernel.pending:
+                kernel.step()
+
+    def on_all(self, body: Callable[[CudaEngine], Any], ranks: Sequence[int] | None = None) -> list[Any]:
+        """Call `body` with each rank's engine at the same time: results, or what was raised. A rank that fails aborts all."""
+        ranks = range(self.world_size) if ranks is None else ranks
+        results: dict[int, Any] = {}
+
+        def run(rank: int) -> None:
+            try:
+                results[rank] = body(self.engines[rank])
+            except Exception as error:
+                if not isinstance(error, AbortedError):
+                    self.happened.append(f"{rank}: {traceback.format_exc()}")
+                results[rank] = error
+                self.page.set_abort(AbortCause.RANK_DIED, rank)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(JOIN_S)
+            assert not thread.is_alive(), f"a rank hangs; {self.happened}"
+        return [results[rank] for rank in ranks]
+
+    def start(self) -> None:
+        assert self.on_all(lambda engine: engine.startup()) == [None] * self.world_size, self.happened
+
+    def answer(self, seq: int, request: DecodeRequest) -> list[Any]:
+        """The entries of a request that all ranks ended alike."""
+        finishes = self.on_all(lambda engine: engine.run(seq, request))
+        entries = answer(self.page, seq)
+        assert finishes == [entries[-1].finish] * self.world_size, (finishes, self.happened)
+        positions = {kernel.position for kernel in self.kernels.values()}
+        assert len(positions) == 1, "the kernels stand at different tokens"
+        return entries
+
+    def close(self) -> None:
+        self.on_all(lambda engine: engine.close())
+        for engine in self.engines:
+            engine._control.close()
+        self.meeting.close()
+        self.page.close()
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
+    return played_cupy.install(monkeypatch)
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest, runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    made = Ranks(request.param)
+
+    def monokernel_of(shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any) -> RankKernel:
+        assert heap.rank == rank
+        assert len(runtime.memory) == made.world_size
+        made.happened.append("kernel")
+        made.kernels[rank] = RankKernel(shape, made)
+        return made.kernels[rank]
+
+    one_at_a_time = threading.Lock()  # what a process has alone, threads share
+
+    def checked(plan: Any) -> None:
+        with one_at_a_time:
+            check(plan)
+
+    monkeypatch.setattr(cuda, "check", checked)
+    monkeypatch.setattr(build, "build", lambda headers: made.happened.append("build"))
+    monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint: made.happened.append("weights"))
+    monkeypatch.setattr(monokernel, "Monokernel", monokernel_of)
+    yield made
+    made.close()
+
+
+def request(num_prompt: int = 3, max_tokens: int = 200, **options: Any) -> DecodeRequest:
+    return DecodeRequest(prompt=tuple(range(num_prompt)), max_tokens=max_tokens, **options)
+
+
+# ---- startup ----
+def test_ranks_start_together_and_give_everything_back(ranks: Ranks, runtime: PlayedRuntime) -> None:
+    ranks.start()
+    count = ranks.world_size
+    assert ranks.happened[:count] == ["build"] * count, "rank 0 compiles all before anyone loads"
+    assert ranks.happened.count("kernel") == ranks.happened.count("weights") == count
+    assert ranks.page.kv_layout().num_caches == 1
+    assert {ranks.page.state(rank) for rank in range(count)} == {RankState.LINKING}
+    assert [len(kernel.entries) for kernel in ranks.kernels.values()] == [1] * count
+    ranks.on_all(lambda engine: engine.close())
+    assert runtime.memory == {}
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_gpus_of_two_kinds_are_refused(ranks: Ranks, runtime: PlayedRuntime) -> None:
+    runtime.gpu_names[1] = b"OTHER GPU"
+    for error in ranks.on_all(lambda engine: engine.startup()):
+        assert isinstance(error, AbortedError) or str(error).startswith("the ranks do not agree on the kind of GPU: 1 differs")
+    assert ranks.kernels == {}
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_kernels_from_other_sources_are_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(f"decode-{number}.cubin" for number in range(4))
+    monkeypatch.setattr(build, "cubin_name", lambda headers: next(names))
+    errors = ranks.on_all(lambda engine: engine.startup())
+    assert any("the ranks do not agree on the kernel" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_ranks_whose_trial_tokens_differ_do_not_serve(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = cuda_peers.CudaPeers.compare_trials
+    monkeypatch.setattr(cuda_peers.CudaPeers, "compare_trials", lambda peers, token: compare(peers, token + peers._rank))
+    errors = ranks.on_all(lambda engine: engine.startup())
+    assert any("different tokens on trial (100, 101, in the order of ranks)" in str(error) for error in errors), errors
+
+
+# ---- requests ----
+def test_rank_0_hands_out_what_all_decode(ranks: Ranks) -> None:
+    ranks.start()
+    entries = ranks.answer(1, request(stop_ids=(250,)))
+    assert [entry.token_id for entry in entries] == list(range(102, 251))
+    assert entries[-1].finish is Finish.STOP
+    assert ranks.page.progress(1) == 151
+    assert len(ranks.answer(2, request(num_prompt=300, max_tokens=20))) == 20
+    assert {tuple(kernel.chunks) for kernel in ranks.kernels.values()} == {(64, 64, 64, 64, 63)}
+
+
+def test_digests_are_of_all_logits(ranks: Ranks) -> None:
+    ranks.start()
+    entries = ranks.answer(1, request(max_tokens=4, logit_digests=True))
+    vocab_size = ranks.kernels[0].shape.spec.vocab_size
+    whole = [logits_of(vocab_size, 102 + index).astype("<f4").tobytes() for index in range(4)]
+    assert [entry.digest for entry in entries] == [hashlib.sha256(raw).digest() for raw in whole]
+
+
+def test_a_cancel_that_only_rank_0_heeds_ends_the_answer_on_all(ranks: Ranks) -> None:
+    ranks.start()
+    cancelled: list[int] = []
+    for rank, kernel in ranks.kernels.items():
+        kernel.silent_from = 70  # no answer can end by itself
+
+        def cancel(kernel: RankKernel = kernel, rank: int = rank) -> None:
+            cancelled.append(rank)
+            with ranks.lock:
+                kernel.cancelled = True
+                for each in ranks.kernels.values():
+                    each.silent_from = 10**9
+                ranks.advance()
+
+        kernel.cancel = cancel  # type: ignore[method-assign]
+    ranks.page.cancel(1)
+    entries = ranks.answer(1, request(max_tokens=1000))
+    assert cancelled == [0]
+    assert (entries[-1].token_id, entries[-1].finish) == (NO_TOKEN, Finish.CANCELLED)
+    for kernel in ranks.kernels.values():
+        kernel.silent_from = 10**9
+    assert len(ranks.answer(2, request(max_tokens=5))) == 5
+
+
+def test_rank_0_chooses_for_shaped_requests(ranks: Ranks) -> None:
+    ranks.start()
+    bias = ((105, 50.0), (107, -50.0))
+    shaped = request(max_tokens=6, shaping=Shaping(logit_bias=bias), logprobs=2)
+    entries = ranks.answer(1, shaped)
+    vocab_size = ranks.kernels[0].shape.spec.vocab_size
+    tokens, shaper = [0, 1, 2], Shaper(vocab_size, [0, 1, 2], Sampling(), shaped.shaping, ())
+    for _ in range(6):
+        logits = logits_of(vocab_size, 99 + len(tokens))
+        tokens.append(shaper.choose(logits, len(tokens) - 1).token_id)
+        shaper.accept(tokens[-1])
+    assert [entry.token_id for entry in entries] == tokens[3:]
+    assert {kernel.prompt for kernel in ranks.kernels.values()} == {tuple(tokens[:-1])}
+    assert entries[-1].logprobs == token_logprobs(logits, tokens[-1], 2)
+    assert len(ranks.answer(2, request(max_tokens=5))) == 5
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_cancel_while_rank_0_has_no_mask_ends_the_answer_on_all(ranks: Ranks) -> None:
+    ranks.start()
+    ranks.page.cancel(1)  # seen by rank 0's kernel, or by its host, which waits for a mask that never comes
+    entries = ranks.answer(1, request(mask_epoch=8))
+    assert (entries[-1].token_id, entries[-1].finish) == (NO_TOKEN, Finish.CANCELLED)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}])
+def test_all_ranks_forget_after_a_numerical_fault(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks.start()
+    for kernel in ranks.kernels.values():
+        kernel.fault_at = 6
+    assert [entry.token_id for entry in ranks.answer(1, request(**options))] == [102, 103, 104, 105, NO_TOKEN]
+    assert [kernel.recovered for kernel in ranks.kernels.values()] == [1, 1]
+    for kernel in ranks.kernels.values():
+        kernel.fault_at = 10**9
+    assert len(ranks.answer(2, request(max_tokens=5))) == 5
+
+
+# ---- a peer that is gone ----
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"logit_digests": True}])
+def test_a_rank_whose_peer_is_gone_leaves_when_it_is_told(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks.start()
+    aborted_at: list[float] = []
+
+    def tell() -> None:
+        deadline_s = time.monotonic() + JOIN_S
+        while not ranks.kernels[0].pending and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        aborted_at.append(time.monotonic())
+        ranks.page.set_abort(AbortCause.RANK_DIED, 1)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    (error,) = ranks.on_all(lambda engine: engine.run(1, request(**options)), ranks=[0])
+    left_after_s = time.monotonic() - aborted_at[0]
+    thread.join()
+    assert isinstance(error, AbortedError)
+    assert str(error) == "rank 0 left request 1 because the engine is being stopped"
+    assert left_after_s < 1.0
+    assert ranks.kernels[0].aborted
+    assert answer(ranks.page, 1) == []
+    begin_s = time.monotonic()
+    ranks.on_all(lambda engine: engine.close(), ranks=[0])  # its peer never comes
+    assert time.monotonic() - begin_s < 3.0
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_rank_0_does_not_wait_for_ever_for_logits(ranks: Ranks) -> None:
+    """The peer ran its step, but its host is gone before it sends its slice."""
+    ranks.start()
+
+    def run(engine: CudaEngine) -> Finish:
+        if engine is ranks.engines[1]:
+            kernel = ranks.kernels[1]
+            kernel.begin((0, 1, 2), 1, Sampling())
+            kernel.launch(3)
+            deadline_s = time.monotonic() + JOIN_S
+            while not kernel.entries and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+            ranks.page.set_abort(AbortCause.RANK_DIED, 1)
+            return Finish.NONE
+        return engine.run(1, request(logprobs=1))
+
+    error, _ = ranks.on_all(run)
+    assert isinstance(error, AbortedError)
+    assert answer(ranks.page, 1) == []

@@ -1,0 +1,135 @@
+"""What a GPU rank does together with its peers: agree, map their memory, and carry what the host needs of all ranks.
+
+Sums, streams and candidates travel inside the monokernel (collectives/kernel_boxes.py). Here are the meetings of the start, and
+what hosts exchange between launches: slices of the logits on their way to rank 0, and rank 0's choice on its way back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.collectives.api import MailboxSpec
+from kog_dist.collectives.cuda import CudaCommunicator
+from kog_dist.control import ControlPage
+from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.errors import KogError, LaunchError
+from kog_dist.topology import LocalRendezvous
+from kog_dist.wait import Deadline
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.engines.agreement import agree, common_terms
+
+if TYPE_CHECKING:
+    from kog_dist.collectives.cuda_heap import CudaHeap
+    from kog_dist.model.checkpoint import Checkpoint
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+_LOGITS, _CHOICE = "logits", "choice"
+_SLOTS = 2  # in turn: a slot is written again after an exchange of all with all, so one would do for the logits
+_CHOICE_VALUES = 3  # upper and lower 16 bits of the token id, and the Finish: whole numbers that float32 holds exactly
+
+
+class CudaPeers:
+    """One rank's side. All methods but `close` are collective. `deadline` bounds every meeting of the start."""
+
+    def __init__(self, args: WorkerArgs, control: ControlPage, shapes: list[KernelShape], deadline: Deadline) -> None:
+        """`shapes`: what every rank's kernel is compiled for, in the order of ranks."""
+        self._args, self._control, self._deadline = args, control, deadline
+        self._rank, self._shapes = args.info.rank, shapes
+        self._slices = [last - first for first, last in (shape.vocab_rows for shape in shapes)]
+        self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=control.aborted)
+        self._comm: CudaCommunicator | None = None
+        self._num_gathered = self._num_chosen = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of all ranks together."""
+        return sum(self._slices)
+
+    # ---- startup ----
+    def agree(self, checkpoint: Checkpoint, plan_digest: str, device: int) -> None:
+        """Return when all ranks are about to run the same program on GPUs of one kind. Raises ConfigError otherwise."""
+        import cupy
+
+        from kog_dist.workers.cuda.build import cubin_name
+
+        runtime: Any = cupy.cuda.runtime
+        name = runtime.getDeviceProperties(device)["name"]
+        kernels = sorted({cubin_name(shape.headers()) for shape in self._shapes})  # two, where the vocabulary is cut unevenly
+        terms = common_terms(self._args, checkpoint, plan_digest) | {
+            "kernel": hashlib.sha256("\n".join(kernels).encode()).hexdigest(),
+            "version of the CUDA driver": str(runtime.driverGetVersion()),
+            "kind of GPU": name.decode() if isinstance(name, bytes) else str(name),
+        }
+        agree(self._rendezvous, terms, self._deadline)
+
+    def build(self) -> None:
+        """Have every rank's kernel in the cache: rank 0 compiles, the others wait for it. Raises CompileError on rank 0."""
+        from kog_dist.workers.cuda.build import build
+
+        if self._rank == 0:
+            for shape in self._shapes:
+                build(shape.headers())
+        self.meet()
+
+    def link(self, device: int) -> CudaHeap:
+        """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first."""
+        boxes = [
+            *self._shapes[self._rank].boxes.specs(),
+            MailboxSpec(_LOGITS, _SLOTS, max(self._slices)),
+            MailboxSpec(_CHOICE, _SLOTS, _CHOICE_VALUES),
+        ]
+        self._comm = CudaCommunicator.create(
+            boxes, rendezvous=self._rendezvous, control=self._control, deadline=self._deadline, device=device,
+            timeout_s=self._args.step_timeout_s,
+        )  # fmt: skip
+        return self._comm.heap
+
+    def meet(self) -> None:
+        """Return when all ranks have come as often."""
+        self._rendezvous.barrier(self._deadline)
+
+    def compare_trials(self, token_id: int) -> None:
+        """Return when all ranks chose the same token on trial. LaunchError if not: memory does not work."""
+        found = [int(raw) for raw in self._rendezvous.all_gather_bytes(str(token_id).encode(), self._deadline)]
+        if len(set(found)) > 1:
+            raise LaunchError(
+                f"the ranks chose different tokens on trial ({', '.join(map(str, found))}, in the order of ranks): their GPUs do "
+                f"not read what the others wrote; see kog-doctor, and nvidia-smi topo -p2p rw"
+            )
+
+    # ---- requests; no launch of the monokernel may be under way ----
+    def gather_logits(self, own: NDArray[np.float32]) -> NDArray[np.float32] | None:
+        """All logits (vocab_size,) on rank 0, from this rank's slice of them on each; None on the other ranks."""
+        assert self._comm is not None
+        epoch = self._num_gathered = self._num_gathered + 1
+        padded = np.zeros(max(self._slices), np.float32)
+        padded[: len(own)] = own
+        if self._rank != 0:
+            self._comm.publish(_LOGITS, epoch % _SLOTS, epoch, padded)
+            return None
+        rows = self._comm.collect(_LOGITS, epoch % _SLOTS, epoch, padded)
+        return np.concatenate([row[:length] for row, length in zip(rows, self._slices, strict=True)])
+
+    def share_choice(self, token_id: int, finish: Finish) -> tuple[int, Finish]:
+        """Rank 0's token and finish, on every rank; what the others give does not count."""
+        assert self._comm is not None
+        epoch = self._num_chosen = self._num_chosen + 1
+        word = 0 if token_id == NO_TOKEN else token_id + 1
+        values = np.array([word >> 16, word & 0xFFFF, finish], np.float32)
+        upper, lower, ended = map(int, self._comm.all_gather(_CHOICE, epoch % _SLOTS, epoch, values)[0])
+        word = upper << 16 | lower
+        return (word - 1 if word else NO_TOKEN), Finish(ended)
+
+    def close(self) -> None:
+        """Unmap the peers' memory, meet, free the own; the kernel must have left. Never hangs, and raises nothing: see below."""
+        try:
+            if self._comm is not None:
+                self._comm.close()
+        except KogError:
+            pass  # the context is broken: its memory goes with this process, and the error that broke it is the one to tell
+        finally:
+            self._rendezvous.close()

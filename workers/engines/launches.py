@@ -1,0 +1,109 @@
+"""What an engine needs of the monokernel, and the launches of one request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kog_dist.decode.ring import Finish
+from kog_dist.decode.sampling import Sampling
+
+CHUNK_STEPS = 64
+CHUNKS_QUEUED = 2  # the next one starts without the host
+
+
+class Token(Protocol):
+    """One entry that the kernel wrote."""
+
+    @property
+    def token_id(self) -> int:
+        """The token, or NO_TOKEN."""
+
+    @property
+    def finish(self) -> Finish:
+        """Not NONE: the last entry."""
+
+
+class Kernel(Protocol):
+    """What this engine needs of `monokernel.Monokernel`."""
+
+    stream: Any
+    logits: Any
+
+    def begin(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_ids: tuple[int, ...] = (),
+        *,
+        first_position: int = 0,
+    ) -> None:
+        """Set up a request whose first tokens are in the KV cache already."""
+
+    def launch(self, num_steps: int) -> None:
+        """Queue steps; they do nothing once the request has ended."""
+
+    def token(self, index: int) -> Token | None:
+        """A token of the answer, None if it is not there yet."""
+
+    def cancel(self) -> None:
+        """End the request after the current token."""
+
+    def abort(self) -> None:
+        """Leave all waits."""
+
+    def is_idle(self) -> bool:
+        """Whether all launches have ended; raises when one has failed."""
+
+    def finish(self) -> None:
+        """Wait for all launches; DeviceError if a wait ran out of time."""
+
+    def state(self) -> Any:
+        """What the last launch left; its `position` counts those in the KV cache."""
+
+    def recover(self) -> None:
+        """Forget the KV cache, and on one rank all words, in which values that are not finite may stand."""
+
+
+class Launches:
+    """The launches of one request: a few queued at a time, so that the kernel never waits for the host.
+
+    With `one_by_one` every answer token is a launch of its own, queued when the one before was taken: its logits can be read.
+    """
+
+    def __init__(self, kernel: Kernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool) -> None:
+        self._kernel = kernel
+        self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
+        self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
+        plan = [(steps, 0) for steps in _chunks(num_prompt_steps + (0 if one_by_one else max_tokens))]
+        plan += [(1, index) for index in range(max_tokens if one_by_one else 0)]
+        self._waiting = deque(plan)  # steps of a launch, and tokens that must have been taken before it
+        self.refill(0)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether nothing is queued and nothing is left to queue."""
+        return not self._queued and not self._waiting
+
+    @property
+    def num_prompt_steps_ended(self) -> int:
+        """Steps of the prompt whose launches have ended."""
+        return min(self._num_steps_ended, self._num_prompt_steps)
+
+    def refill(self, num_taken: int) -> bool:
+        """Forget launches that have ended and queue the next ones; whether any had ended."""
+        ended = False
+        while self._queued and self._queued[0][0].done:
+            self._num_steps_ended += self._queued.popleft()[1]
+            ended = True
+        while self._waiting and len(self._queued) < CHUNKS_QUEUED and self._waiting[0][1] <= num_taken:
+            steps = self._waiting.popleft()[0]
+            self._kernel.launch(steps)
+            self._queued.append((self._kernel.stream.record(), steps))
+        return ended
+
+
+def _chunks(num_steps: int) -> list[int]:
+    return [min(CHUNK_STEPS, num_steps - start) for start in range(0, num_steps, CHUNK_STEPS)]
