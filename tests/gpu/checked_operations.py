@@ -77,7 +77,8 @@ class CheckedOperations:
         outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
         if own_sum is not None:
             outputs["own sum"] = own_sum
-        self._compare(f"{mode.value} residual", outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum))
+        name = f"{mode.value} residual, " + ("sums here" if total is None else "sums given")
+        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum))
 
     def swiglu(self, rows: Rows) -> None:
         self._compare("swiglu", {"activation": rows.activation}, lambda do: do.swiglu(rows))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _BEFORE_PRODUCTS = -1  # priority of limited kernels: a product would leave them no place until its last thread blocks
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _KERNELS = (
-    "begin", "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_local", "swiglu", "load_cache",
-    "store_cache",
+    "begin", "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
+    "load_cache", "store_cache",
 )  # fmt: skip
 
 
@@ -131,8 +131,9 @@ class DeviceOperations:
         self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
     ) -> None:
         """See `Operations`."""
+        kernel = "residual_alone" if mode is ReduceMode.DELAYED and total is None else f"residual_{mode.value}"
         self._launch(
-            f"residual_{mode.value}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
+            kernel, rows.size, self._row_threads, size=rows.size, stream=rows.stream,
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum,
         )  # fmt: skip
 

@@ -23,6 +23,10 @@ class SumExchange(Protocol):
     queued, and `total` make the current stream wait for what has arrived. Up to `delay` layers lie between the two.
     """
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank hosts all lanes. Delayed sums are then made where they are used, and not published."""
+
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
         """Send this rank's `own_sum` (size, D) float32 of a layer; it stays unchanged for `delay` more layers."""
 
@@ -32,6 +36,8 @@ class SumExchange(Protocol):
 
 class OneRank:
     """A rank that hosts all lanes: the total is its own sum."""
+
+    is_alone = True
 
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
         """Nothing to send."""
@@ -48,6 +54,8 @@ def mailbox(spec: ModelSpec, max_size: int) -> MailboxSpec:
 
 class CommunicatorExchange:
     """Ranks that a communicator of CPU ranks connects. Both kinds of blocks take turns in one mailbox."""
+
+    is_alone = False
 
     def __init__(self, spec: ModelSpec, max_size: int, communicator: Exchange) -> None:
         self._box, self._comm = mailbox(spec, max_size), communicator

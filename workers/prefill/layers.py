@@ -89,6 +89,7 @@ class Layers:
         own_sum = self._own_sum(rows, block, layer)
         feeds = spec.feeds_layer(layer, block)
         is_fed_on = feeds is not None and feeds < spec.num_layers - 1  # nothing of the last layer is summed
+        is_published = is_fed_on and not exchange.is_alone
         mode = spec.reduce_mode(layer, block)
         if mode is ReduceMode.BLOCKING:
             do.lane_sum(partial, own_sum)
@@ -100,9 +101,10 @@ class Layers:
         if mode is ReduceMode.DELAYED:
             past_layer = layer - spec.delay
             past = self._partial(rows, block, past_layer)
-            total = exchange.total(block, past_layer, self._own_sum(rows, block, past_layer))
-        do.residual(rows, mode, partial, past, total, own_sum if is_fed_on else None)
-        if is_fed_on:
+            if not exchange.is_alone:  # else the residual adds `past` up, of which it reads all lanes: fewer bytes
+                total = exchange.total(block, past_layer, self._own_sum(rows, block, past_layer))
+        do.residual(rows, mode, partial, past, total, own_sum if is_published else None)
+        if is_published:
             exchange.publish(block, layer, own_sum)
 
     def _partial(self, rows: Rows, block: Block, layer: int) -> Tensor:

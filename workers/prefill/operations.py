@@ -45,7 +45,8 @@ class Operations(Protocol):
     ) -> None:
         """h += total (blocking), p + (total - past) (delayed) or sqrt(lanes of the model) * p (local); then 1 / rms of h.
 
-        `total` (size, D) float32 is a sum over the lanes of the whole model. `own_sum`, if given, becomes that of `partial`.
+        `total` (size, D) float32 is a sum over the lanes of the whole model; None (delayed): that of `past`, as `lane_sum` adds
+        it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that is None.
         """
 
     def swiglu(self, rows: Rows) -> None:
@@ -142,10 +143,7 @@ class TorchOperations:
 
     def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
-        terms = partial.float()
-        while len(terms) > 1:
-            terms = terms[0::2] + terms[1::2]
-        own_sum.copy_(terms[0])
+        own_sum.copy_(_tree_sum(partial))
 
     def residual(
         self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
@@ -155,9 +153,8 @@ class TorchOperations:
             assert total is not None
             added = total
         elif mode is ReduceMode.DELAYED:
-            assert total is not None
             assert past is not None
-            added = partial.float() + (total - past.float())
+            added = partial.float() + ((_tree_sum(past) if total is None else total) - past.float())
         else:
             added = partial.float() * math.sqrt(self.spec.num_lanes)
         rows.stream.copy_(rows.stream.float() + added)
@@ -187,3 +184,11 @@ class TorchOperations:
         for layer in range(self.spec.num_layers):
             keys, values = (kept[layer, first:last].to(self.cache.dtype) for kept in (self.buffers.keys, self.buffers.values))
             self.layout.store(self.cache, layer, first, keys, values)
+
+
+def _tree_sum(partial: Tensor) -> Tensor:
+    """Sum over the lanes, float32, as a binary tree of neighbours."""
+    terms = partial.float()
+    while len(terms) > 1:
+        terms = terms[0::2] + terms[1::2]
+    return terms[0]

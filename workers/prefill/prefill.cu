@@ -84,7 +84,7 @@ __device__ __forceinline__ bool is_finite_pair(u32 packed) {
     return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
 }
 
-enum class Mode { kBlocking, kDelayed, kLocal };
+enum class Mode { kBlocking, kDelayed, kAlone, kLocal };  // kAlone: delayed, and `past` has all lanes of the model
 
 // A thread has the same columns of all lanes of a row.
 template <Mode kMode>
@@ -98,25 +98,34 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
     float squares[kLanes] = {};
     for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
         Unit total{};
-        if (kMode != Mode::kLocal) total = float_unit(totals + unit * kUnit);
         LaneTree tree;
+        if (kMode == Mode::kAlone) {
+#pragma unroll
+            for (int lane = 0; lane < kLanes; ++lane)
+                tree.add(lane, widened(__ldg(&past[(static_cast<u64>(lane) * size + row) * kUnits + unit])));
+            total = tree.sum;
+        } else if (kMode != Mode::kLocal) {
+            total = float_unit(totals + unit * kUnit);
+        }
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
             const u64 at = (static_cast<u64>(lane) * size + row) * kUnits + unit;
             Unit h = widened(stream[at]), p{}, old{};
-            if (kMode != Mode::kBlocking) p = widened(partial[at]), tree.add(lane, p);
-            if (kMode == Mode::kDelayed) old = widened(past[at]);
+            if (kMode != Mode::kBlocking) p = widened(partial[at]);
+            if (kMode == Mode::kDelayed || kMode == Mode::kLocal) tree.add(lane, p);
+            if (kMode == Mode::kDelayed || kMode == Mode::kAlone) old = widened(past[at]);  // alone: from the L1 cache
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) {
                 if (kMode == Mode::kBlocking) h.v[k] += total.v[k];
-                else if (kMode == Mode::kDelayed) h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
-                else h.v[k] += p.v[k] * kLocalScale;
+                else if (kMode == Mode::kLocal) h.v[k] += p.v[k] * kLocalScale;
+                else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
             }
             const uint4 rounded = narrowed(h);
             stream[at] = rounded;
             squares[lane] += square_sum(widened(rounded));  // of what the next product reads
         }
-        if (kMode != Mode::kBlocking && own_sum) store_unit(own_sum + static_cast<u64>(row) * kHidden + unit * kUnit, tree.sum);
+        if ((kMode == Mode::kDelayed || kMode == Mode::kLocal) && own_sum)
+            store_unit(own_sum + static_cast<u64>(row) * kHidden + unit * kUnit, tree.sum);
     }
     store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
 }
@@ -260,6 +269,9 @@ __global__ void __launch_bounds__(kRowThreads, 2) residual_blocking(const __grid
 }
 __global__ void __launch_bounds__(kRowThreads, 2) residual_delayed(const __grid_constant__ KogPrefillParams params) {
     for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kDelayed>(params, row);
+}
+__global__ void __launch_bounds__(kRowThreads, 2) residual_alone(const __grid_constant__ KogPrefillParams params) {
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kAlone>(params, row);
 }
 __global__ void __launch_bounds__(kRowThreads, 2) residual_local(const __grid_constant__ KogPrefillParams params) {
     for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kLocal>(params, row);

@@ -48,6 +48,10 @@ inline float __shfl_xor_sync(unsigned, float value, int offset) {
     warp.arrive_and_wait();
     return theirs;
 }
+template <class T>
+T __ldg(const T* from) {
+    return *from;
+}
 inline float __expf(float x) { return std::exp(x); }
 
 namespace kog {

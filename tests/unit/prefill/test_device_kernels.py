@@ -30,6 +30,12 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+class Asked(OneRank):
+    """A rank that makes its sums as one among others does."""
+
+    is_alone = False
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.device_operations.MAX_THREADS", 32)  # threads are expensive here
@@ -40,11 +46,13 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
     buffers = Buffers(rank.layout, torch.float16, 2, "cpu")
     made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
-    runner = HostRunner(Layers(spec, rank.matrices, made, OneRank()), buffers, (2,))
+    layers = Layers(spec, rank.matrices, made, OneRank())
+    runner = HostRunner(layers, buffers, (2,))
     emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,))
     ids = token_ids(spec, 5)
     for found, start in ((3, 0), (5, 3)):  # the second one begins with the first one's cache
         made.limit(1 if start else 0)  # then a thread block takes several rows
+        layers.exchange = Asked() if start else OneRank()
         assert rank.run(ids[:found], start) == found
         assert emulated.run(ids[:found], start, should_stop=lambda: False) == found
         wanted, got = rank.cache.float(), cache.float()
@@ -62,4 +70,5 @@ def test_kernels_build_without_spills(tmp_path: Path) -> None:
     sources = compiler.read_sources(("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
     cubin = compiler.build({**sources, "prefill_shape.cuh": header}, "prefill.cu", folder=tmp_path)
     assert "Compiling entry function 'residual_delayed'" in cubin.log
+    assert "Compiling entry function 'residual_alone'" in cubin.log
     assert "spilled" not in cubin.log
