@@ -106,6 +106,7 @@ def prefill(
         str, typer.Option(help="Tunings separated by semicolons: default; no pairs; or all. A wrong one lists them.")
     ] = "default",
     load: Annotated[bool, typer.Option("--load", help="Measure loading with and without the matrices of prefill, too.")] = False,
+    only_prompts: Annotated[bool, typer.Option("--only-prompts", help="Leave out the single operations.")] = False,
 ) -> None:
     """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
     from kog_dist.bench import prefill as benchmark
@@ -115,7 +116,7 @@ def prefill(
         raise ConfigError(f"--choices must be all or one or more of {'; '.join(benchmark.CHOICES)}, got {choices!r}")
     if repeats < 1:
         raise ConfigError("--repeats must be at least 1")
-    benchmark.run(model, spec, _counts(prompts, "--prompts"), repeats, names, with_load=load)
+    benchmark.run(model, spec, _counts(prompts, "--prompts"), repeats, names, with_load=load, only_prompts=only_prompts)
 
 
 @app.command()

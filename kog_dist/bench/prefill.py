@@ -45,6 +45,9 @@ CHOICES = {  # what could be the default
     "to 512, no pairs": Tuning(_TO_512, paired_from=NO_PAIRS),
     "to 512, 96 blocks": Tuning(_TO_512, paired_ctas=96),
     "to 256": Tuning(tuple(size for size in BLOCK_SIZES if size <= 256), paired_from=256),
+    "to 2048, no pairs": Tuning((*BLOCK_SIZES, 2048), paired_from=NO_PAIRS),
+    "32 blocks": Tuning(paired_ctas=32),
+    "to 512, 48 blocks": Tuning(_TO_512, paired_ctas=48),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
@@ -52,7 +55,14 @@ _LONGEST_TOKEN_S = 10.0
 
 
 def run(
-    model: str | None, spec_name: str, prompts: tuple[int, ...], repeats: int, choices: tuple[str, ...], *, with_load: bool
+    model: str | None,
+    spec_name: str,
+    prompts: tuple[int, ...],
+    repeats: int,
+    choices: tuple[str, ...],
+    *,
+    with_load: bool,
+    only_prompts: bool,
 ) -> None:
     """Measure and print the report; its last line is one JSON object."""
     configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "repeats": repeats, "gpu": gpu_name()}
@@ -64,7 +74,7 @@ def run(
     longest = kernel.shape.spec.max_context - 1
     if max(prompts) > longest:
         raise ConfigError(f"--prompts {max(prompts)}: the model's context leaves room for {longest} tokens")
-    figures["prompts"] = []
+    figures["prompts"], figures["graphs"] = [], []
     for choice in choices:
         tuning = CHOICES[choice]
         begin_s = time.monotonic()
@@ -74,7 +84,8 @@ def run(
         prefill = Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=tuning.sizes, paired_from=tuning.paired_from)
         for figure in _measure(kernel, prefill, prompts, repeats):
             figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
-        if choice == choices[0]:
+        figures["graphs"] += [{"choice": choice, **figure} for figure in _graphs(runner)]
+        if choice == choices[0] and not only_prompts:
             figures["operations"] = _operations(runner, tuning.sizes)
             figures["rows_have_the_bits_of_the_largest_block"] = {
                 name: _row_bits(runner, tuning.sizes, name) for name in LIBRARIES
@@ -114,22 +125,23 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
     figures = []
     for length, cached in cases:
         times = [_first_token(kernel, prefill, ids[:length], cached) for _ in range(repeats + 1)][1:]
-        prefill_ms, first_ms = (percentile([time_s[i] * 1e3 for time_s in times], 0.5) for i in range(2))
+        prefill_ms, launched_ms, first_ms = (percentile([time_s[i] * 1e3 for time_s in times], 0.5) for i in range(3))
         figure = {
-            "prompt": length, "cached": cached, "prefill_ms": round(prefill_ms, 3), "first_token_ms": round(first_ms, 3),
-            "p99_first_token_ms": round(percentile([time_s[1] * 1e3 for time_s in times], 0.99), 3),
+            "prompt": length, "cached": cached, "prefill_ms": round(prefill_ms, 3), "launched_ms": round(launched_ms, 3),
+            "first_token_ms": round(first_ms, 3),
+            "p99_first_token_ms": round(percentile([time_s[2] * 1e3 for time_s in times], 0.99), 3),
         }  # fmt: skip
         figures.append(figure)
         print(
-            f"  prompt {length:5}, {cached:5} cached: prefill {prefill_ms:8.3f} ms, first token {first_ms:8.3f} ms median, "
-            f"{figure['p99_first_token_ms']:8.3f} p99",
+            f"  prompt {length:5}, {cached:5} cached: prefill {prefill_ms:8.3f} ms, launched {launched_ms:8.3f} ms, "
+            f"first token {first_ms:8.3f} ms median, {figure['p99_first_token_ms']:8.3f} p99",
             flush=True,
         )
     return figures
 
 
-def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float]:
-    """Seconds from the prompt to a full cache, and to the first token in host memory. What is cached there was put before."""
+def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float, float]:
+    """Seconds from the prompt to a full cache, to the last token's launch, and to the first token in host memory."""
     begin_s = time.perf_counter()
     reached = prefill.run(ids[:-1], cached, should_stop=lambda: False)
     filled_s = time.perf_counter()
@@ -137,11 +149,33 @@ def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: i
         raise ConfigError(f"prefill gave up at position {reached}: a value left the range of binary16")
     kernel.begin(ids, 1, Sampling(), first_position=reached)
     kernel.launch(1)
+    launched_s = time.perf_counter()
     while kernel.token(0) is None and time.perf_counter() < filled_s + _LONGEST_TOKEN_S:
         pass
     first_s = time.perf_counter()
     kernel.finish()
-    return filled_s - begin_s, first_s - begin_s
+    return filled_s - begin_s, launched_s - begin_s, first_s - begin_s
+
+
+def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
+    """Microseconds of each graph at the beginning of the context: what its operations take, and the gaps between them."""
+    import torch
+
+    figures = []
+    for (size, count), graph in sorted(runner.graphs.items()):
+        with torch.cuda.stream(runner.stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            times = []
+            for _ in range(5):
+                runner.buffers.next_start.zero_()
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(1000 * begin.elapsed_time(end))
+        figures.append({"graph": f"{count} x {size}", "us": round(percentile(times, 0.5), 1)})
+    print("  us of a graph:", ", ".join(f"{figure['graph']}: {figure['us']}" for figure in figures), flush=True)
+    return figures
 
 
 def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -183,13 +217,14 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
-    total, own_sum = rows.own_sums[0][0], rows.own_sums[0][-1]
     yield "append", partial(do.append, rows, 0), 0, 2 * rows.qkv.nbytes, DEFAULT.library
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, DEFAULT.library
     if spec.delay:
-        moved = 4 * rows.stream.nbytes + 2 * total.nbytes
-        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, total, own_sum)
-        yield "residual", residual, 0, moved, DEFAULT.library
+        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None)
+        yield "residual", residual, 0, 4 * rows.stream.nbytes, DEFAULT.library
+    end = spec.max_context - 1
+    yield f"load {end} positions", partial(do.load_cache, end), 0, 0, DEFAULT.library
+    yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0, DEFAULT.library
     for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
         for start in (0, spec.max_context - size):
             rows.place[0], rows.place[2] = start, start + size

@@ -57,16 +57,24 @@ class Buffers:
         self.rope = torch.stack((cos, sin), dim=-1).to(device)  # (max_context, head_dim / 2, 2)
         num_rows = spec.max_context + max_size
         self.prompt = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.staged_prompt = self._staged(num_rows)
         shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.next_start = torch.zeros(1, dtype=torch.int32, device=device)  # where the next block begins
-        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)  # 1: a value was not finite
+        self.flags = torch.zeros(2, dtype=torch.int32, device=device)
+        self.next_start, self.overflow = self.flags[:1], self.flags[1:]  # where the next block begins; 1: a value was not finite
+        self.staged_flags = self._staged(2)
+
+    def _staged(self, count: int) -> Tensor:
+        """int32 on the host, page-locked if the GPU copies it."""
+        import torch
+
+        return torch.zeros(count, dtype=torch.int32, pin_memory=self.device == "cuda")
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all of it."""
-        held = (self.rope, self.prompt, self.keys, self.values, self.next_start, self.overflow)
+        """Memory of all of it on the device."""
+        held = (self.rope, self.prompt, self.keys, self.values, self.flags)
         return sum(array.nbytes for array in (*held, *self._memory.values()))
 
     def rows(self, size: int, turn: int = 0) -> Rows:

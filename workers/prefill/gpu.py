@@ -132,7 +132,8 @@ class GraphRunner:
         self.layers, self.buffers, self.stream, self._paired_ctas = layers, buffers, stream, tuning.paired_ctas
         sizes, paired_from = tuning.sizes, tuning.paired_from
         self._other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of blocks
+        self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of blocks
         self._rows = {size: buffers.rows(size) for size in sizes}  # the graphs have their addresses
         self._second_rows = {size: buffers.rows(size, 1) for size in sizes if size >= paired_from}
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
@@ -146,7 +147,7 @@ class GraphRunner:
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                         self._queue_layers(size, count)
-                    self._graphs[size, count] = graph
+                    self.graphs[size, count] = graph
         stream.synchronize()
 
     def _queue_layers(self, size: int, count: int) -> None:
@@ -176,17 +177,26 @@ class GraphRunner:
 
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
-            self._graphs[group[0].size, len(group)].replay()
+            self.graphs[group[0].size, len(group)].replay()
             ended.record()
         return ended.query
 
-    def finish(self, first: int, last: int) -> bool:
+    def store(self, first: int, last: int) -> None:
         """See `Runner`."""
         import torch
 
         with torch.cuda.stream(self.stream):
             self.layers.operations.store_cache(first, last)
-            return was_finite(self.buffers)
+            self.buffers.staged_flags.copy_(self.buffers.flags, non_blocking=True)
+            self._stored.record()
+
+    def finish(self) -> bool:
+        """See `Runner`."""
+        import torch
+
+        self._stored.synchronize()
+        with torch.cuda.stream(self.stream):
+            return was_finite(self.buffers, self.buffers.staged_flags[1])
 
 
 @contextmanager

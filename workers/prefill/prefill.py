@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.operations import Operations
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 GROUPS_QUEUED = 2  # the next one starts without the host
 POLL_S = 20e-6
 
@@ -23,13 +27,16 @@ class Runner(Protocol):
     """Runs the blocks of one prompt, one after the other."""
 
     def begin(self, token_ids: Sequence[int], start: int) -> None:
-        """A new prompt, whose first `start` tokens are in the monokernel's cache."""
+        """A new prompt, whose first `start` tokens are in the monokernel's cache. What was queued before must have ended."""
 
     def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
         """Queue the next block, or two of one size that run at the same time; what comes back says whether they have ended."""
 
-    def finish(self, first: int, last: int) -> bool:
-        """Store these positions in the monokernel's cache, when all blocks have ended; False if a value was not finite."""
+    def store(self, first: int, last: int) -> None:
+        """Queue behind all blocks: these positions go to the monokernel's cache if all values are finite."""
+
+    def finish(self) -> bool:
+        """Wait until what was queued has ended; False if a value was not finite, and nothing was stored."""
 
 
 class Prefill:
@@ -67,19 +74,24 @@ class Prefill:
             return start
         self._runner.begin(token_ids, start)
         queued: deque[tuple[int, Callable[[], bool]]] = deque()  # where it ends, whether it has
-        reached = start
-        while waiting or queued:
+        reached = end = start
+        is_stored = False
+        while queued or not is_stored:
             if waiting and should_stop():
                 waiting.clear()
             elif waiting and len(queued) < GROUPS_QUEUED:
                 group = waiting.popleft()
-                queued.append((group[-1].end, self._runner.queue(group)))
+                end = group[-1].end
+                queued.append((end, self._runner.queue(group)))
+            elif not waiting and not is_stored:
+                self._runner.store(start, end)
+                is_stored = True
             elif queued[0][1]():
                 reached = queued.popleft()[0]
                 on_progress(reached)
             else:
-                time.sleep(POLL_S)
-        return reached if self._runner.finish(start, reached) else start
+                time.sleep(POLL_S if waiting else 0)  # the GPU has more to do, or the first token waits for this thread
+        return reached if self._runner.finish() else start
 
 
 class HostRunner:
@@ -99,27 +111,34 @@ class HostRunner:
             self._layers.run(self._rows[block.size])
         return lambda: True
 
-    def finish(self, first: int, last: int) -> bool:
+    def store(self, first: int, last: int) -> None:
         """See `Runner`."""
         self._layers.operations.store_cache(first, last)
-        return was_finite(self._buffers)
+
+    def finish(self) -> bool:
+        """See `Runner`."""
+        return was_finite(self._buffers, self._buffers.overflow)
 
 
 def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[int], start: int) -> None:
-    """Put a prompt and the keys and values of its first `start` tokens in place."""
-    import torch
+    """Put the tokens of a prompt from `start` on, and the keys and values of those before, in place.
 
-    buffers.prompt[: len(token_ids)] = torch.from_numpy(np.array(token_ids, np.int32))
-    buffers.prompt[len(token_ids) :] = 0  # padding: any token will do
-    buffers.next_start.fill_(start)
-    buffers.overflow.zero_()
+    Queues two copies from page-locked memory, which must not be in use any more.
+    """
+    end = min(len(token_ids) + buffers.max_size, len(buffers.prompt))
+    staged = buffers.staged_prompt.numpy()
+    staged[start : len(token_ids)] = np.frombuffer(array("i", token_ids[start:]), np.int32)  # a third of np.array's time
+    staged[len(token_ids) : end] = 0  # padding: any token will do
+    buffers.staged_flags[0], buffers.staged_flags[1] = start, 0
+    buffers.flags.copy_(buffers.staged_flags, non_blocking=True)
+    buffers.prompt[start:end].copy_(buffers.staged_prompt[start:end], non_blocking=True)
     if start:
         operations.load_cache(start)
 
 
-def was_finite(buffers: Buffers) -> bool:
-    """Whether all values were finite. If not, the plain keys and values are forgotten: even hidden by a mask, NaN spreads."""
-    if not int(buffers.overflow):
+def was_finite(buffers: Buffers, overflow: Tensor) -> bool:
+    """Whether `overflow`, or its copy on the host, is 0. If not, plain keys and values are forgotten: masked NaN spreads, too."""
+    if not int(overflow):
         return True
     buffers.keys.zero_()
     buffers.values.zero_()

@@ -48,6 +48,9 @@ class Event:
     def query(self) -> bool:
         return self.recorded
 
+    def synchronize(self) -> None:
+        assert self.recorded, "nothing was stored"
+
 
 class Stream:
     def wait_event(self, event: Event) -> None:
@@ -113,7 +116,7 @@ def test_pairs_and_single_blocks_fill_the_same_cache(made: tuple[Rank, Rank, Gra
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
         assert expected.run(ids[:end], start) == end
         assert torch.equal(rank.cache, expected.cache)
-    graphs: Any = runner._graphs
+    graphs: Any = runner.graphs
     assert {key: graph.num_replays for key, graph in graphs.items()} == {(16, 1): 2, (16, 2): 4, (8, 1): 3}
 
 
