@@ -30,6 +30,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines import cuda
+from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS
 from kog_dist.workers.prefill.exchange import OneRank
 from kog_dist.workers.prefill.gpu import NO_PAIRS, Tuning, matrices_for, prefill_for, runner_for
 from kog_dist.workers.prefill.layers import Layers
@@ -46,7 +47,12 @@ TUNING = Tuning((16, 32, 64), paired_from=32)
 # Slices of the FFN that are no multiple of 8 are not for prefill.
 VARIANTS = {**KERNEL_VARIANTS, "nothing divides": {**KERNEL_VARIANTS["nothing divides"], "intermediate_size": 608}}
 LIMIT = 2e-3
+# A cache in bfloat16 rounds coarsely: products in binary16 put many keys and values on the other side of a rounding than the
+# oracle, which weighs most in short prompts, where little averages out. Were all roundings independent of the oracle's, the error
+# would be sqrt(2) times what rounding alone does to the oracle's logits. On a CPU it was at most 1.2 times (docs/prefill.md).
+OF_ROUNDING = 2.0**0.5
 CASES = [*((variant, "bfloat16") for variant in VARIANTS), ("demo", "float16")]  # each builds a monokernel
+IN_BINARY16 = [(variant, "float16") for variant in VARIANTS if variant != "demo"]
 BUNDLED = Path(str(resources.files("kog_dist"))) / "models" / "demo"
 SPEC, SEED = laneformer_2b(), 1
 IDS_2B = np.random.default_rng(1).integers(0, SPEC.vocab_size, SPEC.max_context).tolist()
@@ -58,6 +64,7 @@ class Prepared:
     def __init__(self, folder: Path, overrides: dict[str, Any], kv_dtype: str) -> None:
         self.spec = ModelSpec(**{**DEMO, **overrides})
         write_checkpoint(folder, self.spec, random_tensors(self.spec, 7), manifest=False)
+        self.plain_oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
         self.oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
         self.oracle.round_keys_and_values(getattr(torch, kv_dtype))
         self.shape = KernelShape(self.spec, range(self.spec.num_lanes), kv_dtype=kv_dtype)
@@ -66,12 +73,19 @@ class Prepared:
         self.matrices = collected.layers()
         self.ids: list[int] = np.random.default_rng(1).integers(0, self.spec.vocab_size, self.spec.max_context).tolist()
 
-    def oracle_logits(self, num_tokens: int) -> np.ndarray[Any, Any]:
+    def oracle_logits(self, num_tokens: int, *, rounded: bool = True) -> np.ndarray[Any, Any]:
+        oracle = self.oracle if rounded else self.plain_oracle
         with torch.no_grad():
-            return np.asarray(self.oracle(torch.tensor([self.ids[:num_tokens]], device="cuda"))[0].cpu().numpy())
+            return np.asarray(oracle(torch.tensor([self.ids[:num_tokens]], device="cuda"))[0].cpu().numpy())
 
     def prefill(self, tuning: Tuning = TUNING) -> Prefill:
         return prefill_for(self.kernel, self.matrices, tuning=tuning)
+
+
+class Asked(OneRank):
+    """A rank that makes its sums as one among others does."""
+
+    is_alone = False
 
 
 @pytest.fixture
@@ -109,27 +123,31 @@ def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str
     cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
     twin = TorchOperations(runner.buffers, embedding, cache)
     checked = CheckedOperations(runner.layers.operations, twin, runner.buffers)
-    eager = HostRunner(Layers(model.spec, model.matrices, checked, OneRank()), runner.buffers, (32,))
+    layers = Layers(model.spec, model.matrices, checked, OneRank())
+    prefill = Prefill(HostRunner(layers, runner.buffers, (32,)), max_context=model.spec.max_context, sizes=(32,))
     with torch.no_grad():
-        prefill = Prefill(eager, max_context=model.spec.max_context, sizes=(32,))
         fill(prefill, model.ids[:150])
+        layers.exchange = Asked()
         fill(prefill, model.ids[:190], 150)
     print(variant, kv_dtype, {name: f"{error:.1e}" for name, error in checked.errors.items()})
 
 
-@pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
+@pytest.mark.parametrize(("variant", "kv_dtype"), CASES + IN_BINARY16)
 def test_logits_after_prefill_match_the_oracle(tmp_path: Path, variant: str, kv_dtype: str) -> None:
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
-    prefill, wanted, errors = model.prefill(), model.oracle_logits(700), {}
+    prefill, wanted, plain, errors = model.prefill(), model.oracle_logits(700), model.oracle_logits(700, rounded=False), {}
     for length in (2, 17, 65, 130, 300, 700):
         fill(prefill, model.ids[: length - 1])
         errors[length] = relative_error(decode(model.kernel, model.ids[:length], length - 1), wanted[length - 1])
     fill(prefill, model.ids[:299])
     decode(model.kernel, model.ids[:310], 299)  # some tokens by the kernel, then prefill goes on behind them
     fill(prefill, model.ids[:699], 310)
-    errors[-1] = relative_error(decode(model.kernel, model.ids[:700], 699), wanted[699])
+    errors[0] = relative_error(decode(model.kernel, model.ids[:700], 699), wanted[699])
     print(variant, kv_dtype, {length: f"{error:.1e}" for length, error in errors.items()})
-    assert max(errors.values()) < LIMIT, errors
+    for length, error in errors.items():
+        rounding = relative_error(wanted[length - 1], plain[length - 1])  # 0: of the last one
+        limit = LIMIT if kv_dtype == "float16" else max(LIMIT, OF_ROUNDING * rounding)
+        assert error < limit, f"{length} tokens: {error:.1e}, rounding alone {rounding:.1e}"
 
 
 def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepared) -> None:
@@ -203,7 +221,7 @@ def test_2b_logits_bits_and_times(big: tuple[Monokernel, list[LayerMatrices]]) -
     kernel, matrices = big
     prefill = prefill_for(kernel, matrices)
     found = {}
-    for length in (2, 128, 512, 513, 2048, 4000):
+    for length in (MIN_PREFILL_TOKENS + 1, 17, 128, 512, 513, 2048, 4000):
         fill(prefill, IDS_2B[: length - 1])
         cache = kernel.kv.copy()
         fill(prefill, IDS_2B[: length - 1])
@@ -215,9 +233,12 @@ def test_2b_logits_bits_and_times(big: tuple[Monokernel, list[LayerMatrices]]) -
     print(f"50 tokens behind 3900: {1e3 * (time.perf_counter() - begin_s):.2f} ms")
     found[3951] = decode(kernel, IDS_2B[:3951], 3950)
     _check_stop(prefill)
-    errors = {length: relative_error(found[length], wanted) for length, wanted in _oracle_logits(sorted(found)).items()}
+    wanted, plain = _oracle_logits(sorted(found))
+    errors = {length: relative_error(found[length], wanted[length]) for length in wanted}
     print("2B, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
-    assert max(errors.values()) < LIMIT, errors
+    for length, error in errors.items():
+        limit = LIMIT if length >= 128 else max(LIMIT, OF_ROUNDING * relative_error(wanted[length], plain[length]))
+        assert error < limit, f"{length} tokens: {error:.1e}, the limit is {limit:.1e}"
 
 
 def _check_stop(prefill: Prefill) -> None:
@@ -232,8 +253,8 @@ def _check_stop(prefill: Prefill) -> None:
     assert time.perf_counter() - asked_at[1] < 0.1
 
 
-def _oracle_logits(lengths: list[int]) -> dict[int, np.ndarray[Any, Any]]:
-    """The last logits of prompts, in float64 on the GPU: 18.6 GB."""
+def _oracle_logits(lengths: list[int]) -> tuple[dict[int, np.ndarray[Any, Any]], dict[int, np.ndarray[Any, Any]]]:
+    """The last logits of prompts, in float64 on the GPU (18.6 GB); and those of a cache that is not rounded, of short prompts."""
     with torch.device("meta"):
         module = Laneformer(SPEC, seed=None)
     weights = {
@@ -242,11 +263,16 @@ def _oracle_logits(lengths: list[int]) -> dict[int, np.ndarray[Any, Any]]:
     }
     module.load_state_dict(weights, assign=True)
     module = module.to("cuda", torch.float64).eval()
+
+    def last_logits(wanted: list[int]) -> dict[int, np.ndarray[Any, Any]]:
+        with torch.no_grad():
+            streams = module.streams(torch.tensor([IDS_2B[: max(wanted)]], device="cuda"))
+            logits = module.logits(streams[:, :, [length - 1 for length in wanted]])[0].cpu().numpy()
+        return dict(zip(wanted, logits, strict=True))
+
+    plain = last_logits([length for length in lengths if length <= 512])
     module.round_keys_and_values(torch.bfloat16)
-    with torch.no_grad():
-        streams = module.streams(torch.tensor([IDS_2B[: max(lengths)]], device="cuda"))
-        logits = module.logits(streams[:, :, [length - 1 for length in lengths]])[0].cpu().numpy()
-    return dict(zip(lengths, logits, strict=True))
+    return last_logits(lengths), plain
 
 
 # ---- the engine ----
