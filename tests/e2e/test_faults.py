@@ -18,7 +18,7 @@ from kog_dist.rpc.messages import ErrorCode, Tokens
 
 RANKS = 4
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
-ENDED_S = 10.0  # for what has no promise of its own; a loaded machine is slow
+ENDED_S = 30.0  # for what has no promise of its own; a loaded machine is slow
 
 
 def assert_clean(session: EngineSession) -> None:
@@ -80,13 +80,13 @@ def test_kill_during_a_stream(
         assert (last_words["exit_code"], last_words["pid"], last_words["signal"]) == (4, pid, "SIGKILL")
 
 
-@pytest.mark.parametrize("victim", ["rank 2", "coordinator", "client", "launcher"])
+@pytest.mark.parametrize("victim", ["rank 1", "coordinator", "client", "launcher"])
 def test_kill_during_a_prompt(session: EngineSession, tiny_model: Path, victim: str) -> None:
-    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos")
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos")
     until(lambda: len(session.output(stream="out").split()) > 3, ENDED_S, session.output)
     pid = session.processes()[victim]
     os.kill(pid, signal.SIGKILL)
-    expected = {"rank 2": 4, "coordinator": 4, "client": 128 + signal.SIGKILL, "launcher": -signal.SIGKILL}
+    expected = {"rank 1": 4, "coordinator": 4, "client": 128 + signal.SIGKILL, "launcher": -signal.SIGKILL}
     assert launcher.wait(ENDED_S) == expected[victim]
     assert_clean(session)
     errors = session.output()
@@ -98,7 +98,7 @@ def test_kill_during_a_prompt(session: EngineSession, tiny_model: Path, victim: 
 
 
 def test_stopped_rank_counts_as_hung(session: EngineSession, tiny_model: Path) -> None:
-    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}")
+    launcher = session.launch(str(tiny_model), "--ranks=2")
     with session.connect() as client:
         events = stream(client, 8000)
         token_ids(events, 5)
@@ -164,7 +164,7 @@ def test_stopped_coordinator_counts_as_hung(session: EngineSession, tiny_model: 
 
 @pytest.mark.parametrize("victim", ["rank 1", "coordinator", "launcher"])
 def test_kill_during_startup(session: EngineSession, tiny_model: Path, victim: str) -> None:
-    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}")
+    launcher = session.launch(str(tiny_model), "--ranks=2")
     until(lambda: victim in session.processes(), ENDED_S, session.output)
     os.kill(session.processes()[victim], signal.SIGKILL)
     assert launcher.wait(ENDED_S) == (-signal.SIGKILL if victim == "launcher" else 3)
@@ -213,7 +213,7 @@ def test_next_start_sweeps_what_nobody_could_remove(session: EngineSession, tiny
 
 def test_killed_rank_is_named_after_a_pause_of_the_launcher(session: EngineSession, tiny_model: Path) -> None:
     """Its peers ask for an abort while the launcher cannot see anything; what they say is the consequence."""
-    launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", "--step-timeout=0.3")
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--step-timeout=0.3")
     with session.connect() as client:
         events = stream(client, 8000)
         token_ids(events, 5)

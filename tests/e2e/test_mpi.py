@@ -17,7 +17,7 @@ from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
 RANKS = 2
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
 ENDED_S = 3.0  # the promise: three seconds after the death of any rank mpirun has ended
-LOADED_S = 20.0  # for what has no promise of its own; a loaded machine is slow
+LOADED_S = 40.0  # for what has no promise of its own; a loaded machine is slow
 SCREEN_LINES = 24
 
 

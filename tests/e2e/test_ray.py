@@ -188,6 +188,7 @@ def test_every_loss_leads_to_a_new_generation(daemons: RayDaemons, tiny_model: P
     assert session.output("generations", "out").count("tiny on 2 ranks (cpu; Ray ") == 1, "one banner"
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(240)
 def test_private_cluster(session: EngineSession, plain_tokens: list[int]) -> None:
     done = session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=ray", *PLAIN_PROMPT], timeout_s=100.0)

@@ -22,14 +22,14 @@ from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
 
-ENDED_S = 10.0
+ENDED_S = 30.0  # no promise, only an end of waiting; a loaded machine is slow
 CLEAN_S = 3.0
 
 MOMENTS: dict[str, Callable[[EngineSession], bool]] = {
     "name taken": lambda s: s.instance_folder.exists(),
     "reaper started": lambda s: "reaper" in s.processes(),
     "coordinator started": lambda s: "coordinator" in s.processes(),
-    "last rank started": lambda s: "rank 3" in s.processes(),
+    "last rank started": lambda s: "rank 1" in s.processes(),
     "client started": lambda s: "client" in s.processes(),
     "socket bound": lambda s: (s.instance_folder / SOCKET_NAME).exists(),
     "tokens on screen": lambda s: len(s.output(stream="out").split()) > 3,
@@ -44,7 +44,7 @@ def assert_clean(session: EngineSession) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_interrupting_one_prompt(session: EngineSession, tiny_model: Path, moment: str, signum: signal.Signals) -> None:
     launcher = session.launch(
-        str(tiny_model), "--ranks=4", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos", "--shutdown-timeout=0.2"
+        str(tiny_model), "--ranks=2", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos", "--shutdown-timeout=0.2"
     )
     until(lambda: MOMENTS[moment](session), ENDED_S, session.output)
     launcher.send_signal(signum)
