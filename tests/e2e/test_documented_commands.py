@@ -1,14 +1,17 @@
 """Every command that README and docs show is run, as written, in the order of its block.
 
 A ```console block is a sequence of `$ command` lines; a line that ends in `&` starts an engine, which must be ready before the
-next line is run and gone at the end of the block. A ```python block is run while an engine named `readme` serves.
+next line is run and gone at the end of the block. A ```python block is run while an engine named `readme` serves. Documents say
+port 8000, where something else may listen on this machine: engines and commands get a free port instead.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TIMEOUT_S = 100.0
+DEFAULT_PORT = "127.0.0.1:8000"
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -31,13 +35,26 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
+@functools.cache
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def here(text: str) -> str:
+    """The text with the port that engines have in these tests."""
+    return text.replace(DEFAULT_PORT, f"127.0.0.1:{free_port()}")
+
+
 def environment() -> dict[str, str]:
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NO_COLOR": "1"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "NO_COLOR": "1", "KOG_PORT": str(free_port())}
 
 
 def run(command: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        here(command), shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, f"`{command}` ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done
@@ -83,7 +100,7 @@ def test_console_block(place: str, text: str) -> None:
 def test_python_block(place: str, text: str) -> None:
     with engine("kog-launch --ranks 2 --instance readme"):
         done = subprocess.run(
-            [sys.executable, "-c", text],
+            [sys.executable, "-c", here(text)],
             cwd=ROOT,
             env=environment(),
             capture_output=True,
