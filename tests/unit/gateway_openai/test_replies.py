@@ -191,8 +191,8 @@ def test_log_probabilities_of_a_completion(base_model: ServedModel) -> None:
 def test_log_probabilities_of_a_response(base_model: ServedModel) -> None:
     body = {"input": "x", "top_logprobs": 1, "include": ["message.output_text.logprobs"]}
     response = Response.model_validate(whole(plan_response(body, base_model), ["a", "b"]))
-    part = response.output[0].content[0]  # type: ignore[union-attr, index]
-    assert [entry.logprob for entry in part.logprobs] == [-0.5, -1.5]  # type: ignore[union-attr]
+    part = response.output[0].content[0]
+    assert [entry.logprob for entry in part.logprobs] == [-0.5, -1.5]
     events = data_of(play(plan_response({**body, "stream": True}, base_model), ["a", "b"]))
     told = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
     assert [entry["logprob"] for entry in told] == [-0.5, -1.5]
