@@ -37,6 +37,7 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the requests, and write the answer or the error."""
         service, begin_s = self._service, time.monotonic()
+        service.bridge.deliver()
         exchange = Exchange(self._planned, service.metrics, service.limits, self._endpoint)
         service.answering.add(exchange)
         watch = asyncio.create_task(_watch(receive, exchange))

@@ -25,6 +25,7 @@ from kog_dist.rpc.transport import Access
 MAX_LINES: Final = 32
 IDLE_LINE_S: Final = 10.0  # a connection without requests is kept for the client that had it
 SILENCE_S: Final = 10.0  # of a request; the engine speaks of each about four times a second
+STREAMING_S: Final = 0.1  # a connection that had tokens so recently will have more
 HELD_UP_S: Final = 4 * ASK_EVERY_S  # this process was not given the processor for so long
 
 
@@ -96,6 +97,14 @@ class EngineBridge:
         for message, sink in zip(generates, sinks, strict=True):
             line.generate(message, sink)
         return call
+
+    def deliver(self) -> None:
+        """Hand out the tokens that have come. Whatever may take a while calls this first: when hundreds of clients are at it in
+        one turn of the event loop, a token waits for one of them and not for all.
+        """
+        recent_s = time.monotonic() - STREAMING_S
+        for line in [line for line in self._lines.values() if line.tokens_s > recent_s]:
+            line.read()
 
     def _refuse(self, generates: tuple[Generate, ...], sinks: tuple[Sink, ...], reason: str) -> Call:
         loop = asyncio.get_running_loop()

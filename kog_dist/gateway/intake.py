@@ -21,6 +21,7 @@ async def received(request: Request, service: Service) -> AsyncIterator[bytes]:
 
     Raises ApiError: 415 for what is not declared as JSON, 413, 408, or 503 when too much is being read already.
     """
+    service.bridge.deliver()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError(

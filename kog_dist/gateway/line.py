@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from kog_dist.rpc.messages import (
     Event,
     Generate,
     Request,
+    Tokens,
     decode_event,
     encode,
 )
@@ -43,6 +45,7 @@ class Line:
         self.access = access
         self.is_connected = self.is_lost = False
         self.used_s = time.monotonic()  # when there was last something to do
+        self.tokens_s = -math.inf  # when there were last tokens
         self._sinks: dict[str, Sink] = {}
         self._heard_s: dict[str, float] = {}
         self._on_event, self._on_lost = on_event, on_lost
@@ -59,7 +62,7 @@ class Line:
             raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from None
         self._fds = [int(socket.getsockopt(zmq.FD)) for socket in (self._dealer, self._monitor)]
         for fd in self._fds:
-            self._loop.add_reader(fd, self._read)
+            self._loop.add_reader(fd, self.read)
 
     def __len__(self) -> int:
         return len(self._sinks)
@@ -95,7 +98,7 @@ class Line:
             self._dealer.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise LaunchError(f"the engine at {self.access.address} takes no more messages: {error.strerror}") from None
-        self._loop.call_soon(self._read)  # sending may have used up the edge that announces what came meanwhile
+        self._loop.call_soon(self.read)  # sending may have used up the edge that announces what came meanwhile
 
     def silent_since(self, limit_s: float) -> list[str]:
         """Requests of which nothing was heard for so long; the engine speaks of each four times a second."""
@@ -108,7 +111,7 @@ class Line:
         self._deliver(request_id, error_event(code, message, request_id))
 
     # ---- events ----
-    def _read(self) -> None:
+    def read(self) -> None:
         """Take what has come. Edge-triggered: reads until there is nothing, or comes again at once."""
         for _ in range(EVENTS_PER_TURN):
             if self._dealer.closed:
@@ -128,7 +131,7 @@ class Line:
                 self._on_event(event)
             else:
                 self._deliver(request_id, event)
-        self._loop.call_soon(self._read)
+        self._loop.call_soon(self.read)
 
     def _deliver(self, request_id: str, event: Event) -> None:
         sink = self._sinks.get(request_id)
@@ -141,6 +144,8 @@ class Line:
         else:
             self._heard_s[request_id] = time.monotonic()
         self.used_s = time.monotonic()
+        if isinstance(event, Tokens):
+            self.tokens_s = self.used_s
         sink(event)
 
     def _read_monitor(self) -> None:

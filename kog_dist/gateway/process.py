@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from kog_dist.errors import KogError, LaunchError
@@ -17,6 +19,7 @@ from kog_dist.gateway.bind import url_of
 from kog_dist.gateway.limits import LIMITS
 
 SWITCH_S = 0.0005  # a thread that checks a request gives way to the streams after so long, instead of Python's 5 ms
+MAX_CHECKS = 2  # requests that are checked at the same time: each waits for the interpreter's lock, and the streams with it
 SPARE_FILES = 128  # descriptors besides those of HTTP connections
 
 
@@ -36,7 +39,9 @@ def run_gateway(args: GatewayArgs) -> int:
     log = Log(log_format=args.log_format, secrets=() if api_key is None else (api_key,))
 
     async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_CHECKS, thread_name_prefix="check"))
         service = Service(args, log, url=url_of(args.host, listener), limits=limits)
+        gc.freeze()  # what is there now stays: looking through it again and again would hold up the streams
         log.event("serving", url=service.url, key="required" if api_key is not None else "none")
         await serve(service, listener, api_key)
 

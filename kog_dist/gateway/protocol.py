@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -16,9 +17,10 @@ from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 
 
 class BoundedHttp(H11Protocol):
-    """One connection. `limits` may be replaced in a subclass (`with_limits`)."""
+    """One connection. Its limits, and what is called before a request is parsed, are those of a subclass (`bounded`)."""
 
     limits: Limits = LIMITS
+    before_work: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,6 +53,7 @@ class BoundedHttp(H11Protocol):
         """Part of a request. A head that has begun must be complete in time."""
         if self.flow is None or self.transport.is_closing():
             return
+        self.before_work()
         super().data_received(data)
         in_head = self.conn.their_state is h11.IDLE
         if not in_head and self._head_timer is not None:
@@ -108,9 +111,9 @@ class BoundedHttp(H11Protocol):
         self.transport.abort()
 
 
-def with_limits(limits: Limits) -> type[BoundedHttp]:
+def bounded(limits: Limits, before_work: Callable[[], None]) -> type[BoundedHttp]:
     """The protocol with these bounds."""
-    return type("BoundedHttp", (BoundedHttp,), {"limits": limits})
+    return type("BoundedHttp", (BoundedHttp,), {"limits": limits, "before_work": staticmethod(before_work)})
 
 
 def plain_response(error: ApiError, phrase: bytes, retry_after_s: int | None = None) -> bytes:

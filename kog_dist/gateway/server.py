@@ -14,7 +14,7 @@ import uvicorn
 from kog_dist.gateway.app import make_app
 from kog_dist.gateway.guard import Guard
 from kog_dist.gateway.limits import Limits
-from kog_dist.gateway.protocol import with_limits
+from kog_dist.gateway.protocol import bounded
 from kog_dist.gateway.service import Service
 
 CLOSE_S = 1.0  # for connections to close once every answer has been written
@@ -39,7 +39,8 @@ def make_server(service: Service, api_key: str | None, port: int, limits: Limits
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it has to say is in our log or of no use
     return Server(
         uvicorn.Config(
-            guard, http=with_limits(limits), ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            guard, http=bounded(limits, service.bridge.deliver), ws="none", lifespan="off",
+            log_config=None, access_log=False, server_header=False,
             timeout_keep_alive=round(limits.keep_alive_s), timeout_graceful_shutdown=round(CLOSE_S), proxy_headers=False,
             h11_max_incomplete_event_size=limits.head_bytes,
         )
