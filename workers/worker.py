@@ -81,8 +81,9 @@ def make_engine(args: WorkerArgs, control: ControlPage) -> Engine:
     if args.device.partition(":")[0] == "cuda":
         from kog_dist.workers.engines.cuda import CudaEngine
 
-        # CUDA reads it when it starts. A module that is loaded late waits for kernels that run, and they may wait for a peer.
-        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+        if args.info.world_size > 1:
+            # CUDA reads it when it starts. A module that is loaded late waits for kernels that run, and they may wait for a peer.
+            os.environ["CUDA_MODULE_LOADING"] = "EAGER"
         return CudaEngine(args, control)
     raise ConfigError(f"rank {args.info.rank}: there is no engine for device {args.device!r}")
 

@@ -64,11 +64,13 @@ class RankKernel(ScriptedKernel):
         with self.all_ranks.lock:
             super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position)
             self.cancelled, self.chunks = False, []
+            self.all_ranks.happened.append("begin")
             self.num_begun += 1
 
     def launch(self, num_steps: int) -> None:
         with self.all_ranks.lock:
             self.chunks.append(num_steps)
+            self.all_ranks.happened.append("launch")
             self.pending += num_steps
             self.all_ranks.advance()
 
@@ -220,6 +222,7 @@ def test_ranks_start_together_and_give_everything_back(ranks: Ranks, runtime: Pl
     count = ranks.world_size
     assert ranks.happened[:count] == ["build"] * count, "rank 0 compiles all before anyone loads"
     assert ranks.happened.count("kernel") == ranks.happened.count("weights") == count
+    assert ranks.happened[-count:] == ["launch"] * count, "nobody's kernel waits for a rank that still loads"
     assert ranks.page.kv_layout().num_caches == 1
     assert {ranks.page.state(rank) for rank in range(count)} == {RankState.LINKING}
     assert [len(kernel.entries) for kernel in ranks.kernels.values()] == [1] * count

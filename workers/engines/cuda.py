@@ -122,9 +122,9 @@ class CudaEngine:
 
     def _try_kernel(self, kernel: Kernel) -> None:
         """A token on trial: maps everything, and shows that the kernel runs and that its peers answer. Collective."""
+        kernel.begin((0,), 1, Sampling())  # for which cupy may have to compile
         if self._peers is not None:
             self._peers.meet()  # all have loaded all, so nobody's first wait is for somebody's weights
-        kernel.begin((0,), 1, Sampling())
         kernel.launch(1)
         self._await_launches("left its trial")
         kernel.finish()
