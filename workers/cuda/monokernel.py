@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,8 @@ class Monokernel:
         self._prompt = cupy.zeros(context, cupy.uint32)
         self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
         self._record = cupy.zeros(WAIT_RECORD.size_bytes, cupy.uint8)
+        self._staged_prompt = _pinned(context * 4).view(np.uint32)
+        self._staged_state = _pinned(DECODE_STATE.size_bytes).view(DECODE_STATE.dtype)
         self._host = _pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
         self._ring = _pinned(context * 16).view(np.uint64).reshape(context, 2)
         self._tag = 0
@@ -90,18 +93,21 @@ class Monokernel:
         self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = (), *, first_position: int = 0
     ) -> None:
         """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way."""
-        import cupy
+        from cupy.cuda import runtime
 
         self._tag = self._tag % 0xFFFFFFFE + 1
         self._sampling, self._stop_ids = sampling, tuple(stop_ids)
-        self._epoch = int(self.state()["epoch"])
-        state = np.zeros((), DECODE_STATE.dtype)
+        self._epoch = int(self.state()["epoch"])  # has waited for the stream: nothing reads the staged memory any more
+        state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position:]), np.uint32)
+        state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
         state["max_tokens"], state["epoch"] = max_tokens, self._epoch
-        with self.stream:
-            self._prompt[: len(prompt)] = cupy.asarray(np.array(prompt, np.uint32))
-            self._state.set(np.frombuffer(state.tobytes(), np.uint8))
-        self.stream.synchronize()
+        self._staged_prompt[: len(rest)] = rest
+        place = self._prompt.data.ptr + first_position * rest.itemsize  # the kernel never looks at what lies before
+        for to, source, num_bytes in (
+            (place, self._staged_prompt, rest.nbytes), (self._state.data.ptr, state, DECODE_STATE.size_bytes),
+        ):  # fmt: skip
+            runtime.memcpyAsync(to, source.ctypes.data, num_bytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def launch(self, num_steps: int, stamps: Any = None) -> None:
         """Queue at most `num_steps` more tokens (prompt tokens count); does nothing once the request has ended.
@@ -136,8 +142,8 @@ class Monokernel:
             "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self.logits, "prompt": self._prompt,
             "state": self._state, "record": self._record,
         }  # fmt: skip
-        for name, array in arrays.items():
-            params[f"{name}_ptr"] = array.data.ptr
+        for name, held in arrays.items():
+            params[f"{name}_ptr"] = held.data.ptr
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
         params["trace_ptr"] = 0 if self.trace is None else self.trace.data.ptr
         params["seed"], params["wait_limit_us"] = self._sampling.seed, self._limit_us
@@ -201,8 +207,8 @@ class Monokernel:
         else:
             self._host["abort"] = 0
             self._host["cancelled_tag"] = 0
-            for array in (self.kv, self.words, self._state, self._record):
-                array.fill(0)
+            for held in (self.kv, self.words, self._state, self._record):
+                held.fill(0)
         cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's
 
     def state(self) -> Any:
