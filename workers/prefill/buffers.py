@@ -69,7 +69,7 @@ class Buffers:
         """int32 on the host, page-locked if the GPU copies it."""
         import torch
 
-        return torch.zeros(count, dtype=torch.int32, pin_memory=self.device == "cuda")
+        return torch.zeros(count, dtype=torch.int32, pin_memory=self.device.startswith("cuda"))
 
     @property
     def num_bytes(self) -> int:
