@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 _LOGITS, _CHOICE = "logits", "choice"
-_SLOTS = 2  # in turn: a slot is written again after an exchange of all with all, so one would do for the logits
+_SLOTS = 2  # in turn
 _CHOICE_VALUES = 3  # upper and lower 16 bits of the token id, and the Finish: whole numbers that float32 holds exactly
 
 
@@ -103,7 +103,11 @@ class CudaPeers:
 
     # ---- requests; no launch of the monokernel may be under way ----
     def gather_logits(self, own: NDArray[np.float32]) -> NDArray[np.float32] | None:
-        """All logits (vocab_size,) on rank 0, from this rank's slice of them on each; None on the other ranks."""
+        """All logits (vocab_size,) on rank 0, from this rank's slice of them on each; None on the other ranks.
+
+        Ranks above 0 do not wait, so between two calls they must have waited for what rank 0 did after the first: a token that
+        its kernel decoded, or a choice.
+        """
         assert self._comm is not None
         epoch = self._num_gathered = self._num_gathered + 1
         padded = np.zeros(max(self._slices), np.float32)
