@@ -19,7 +19,7 @@ from kog_dist.workers.engines.cuda_peers import CudaPeers
 from tests.unit import played_cupy
 
 MAX_CONTEXT, STEP_TIMEOUT_S, JOIN_S = 64, 5.0, 30.0
-SCALES = np.float32([1.0, 2.0, 4.0, 8.0])
+SCALES = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
 
 
 def test_slices_of_other_lengths_and_every_choice_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
