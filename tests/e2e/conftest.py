@@ -52,6 +52,11 @@ def tokens_in(output: str) -> list[int]:
     return ids
 
 
+def without_progress(errors: str) -> str:
+    """What a command has said on stderr, less the lines that kog-launch adds while a loaded machine starts an engine slowly."""
+    return "".join(line for line in errors.splitlines(True) if not line.startswith("kog-launch: waiting for "))
+
+
 @pytest.fixture
 def session() -> Iterator[EngineSession]:
     """Engines and commands of one test, in a runtime folder of its own; whatever they leave is killed."""

@@ -17,6 +17,7 @@ import pytest
 from kog_dist.bench.session import EngineSession, engine_session, until
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
+from tests.e2e.conftest import without_progress
 
 LAUNCH, CLIENT = "kog_dist.launch.cli", "kog_dist.rpc.cli"
 ENDED_S = 30.0  # no promise, only an end of waiting; a loaded machine is slow
@@ -106,7 +107,7 @@ def check_refusal(code: int, sentence: str, seen_code: int, out: str, err: str) 
     assert seen_code == code, err
     assert sentence in err
     assert "Traceback" not in err
-    lines = [line for line in err.splitlines() if not line.startswith(("Usage:", "Try "))]
+    lines = [line for line in without_progress(err).splitlines() if not line.startswith(("Usage:", "Try "))]
     assert len([line for line in lines if line.strip()]) == 1, err
     assert out == ""
 

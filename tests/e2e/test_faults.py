@@ -15,6 +15,7 @@ from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import ErrorCode, Tokens
+from tests.e2e.conftest import without_progress
 
 RANKS = 4
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
@@ -73,7 +74,7 @@ def test_kill_during_a_stream(
     assert launcher.wait(ENDED_S) == exit_code
     assert_clean(session)
     assert received[:60] == whole[: len(received)], "what was acknowledged is a prefix of the right answer"
-    errors = session.output().splitlines()
+    errors = without_progress(session.output()).splitlines()
     assert errors == [f"kog-launch: {sentence.format(pid=pid)}; the engine was stopped"] if sentence else errors == []
     if sentence:
         last_words = json.loads((session.folder / "logs" / "exit.json").read_text(encoding="utf-8"))
@@ -89,7 +90,7 @@ def test_kill_during_a_prompt(session: EngineSession, tiny_model: Path, victim: 
     expected = {"rank 1": 4, "coordinator": 4, "client": 128 + signal.SIGKILL, "launcher": -signal.SIGKILL}
     assert launcher.wait(ENDED_S) == expected[victim]
     assert_clean(session)
-    errors = session.output()
+    errors = without_progress(session.output())
     assert "Traceback" not in errors
     assert errors.count("kog-client: ") == (victim != "client"), errors
     assert errors.count("kog-launch: ") == (victim != "launcher"), errors
@@ -124,7 +125,7 @@ def test_two_ranks_killed_at_once(session: EngineSession, tiny_model: Path) -> N
             token_ids(events, 8000)
     assert launcher.wait(ENDED_S) == 4
     assert_clean(session)
-    said = session.output()
+    said = without_progress(session.output())
     assert len(said.splitlines()) == 1
     assert any(f"{rank} (pid {pid}) was killed by SIGKILL" in said for rank, pid in pids.items())
 
@@ -172,7 +173,7 @@ def test_kill_during_startup(session: EngineSession, tiny_model: Path, victim: s
     if victim != "launcher":
         assert f"{victim} (pid " in session.output()
         assert "was killed by SIGKILL during start-up" in session.output()
-        assert len(session.output().splitlines()) == 1
+        assert len(without_progress(session.output()).splitlines()) == 1
 
 
 def test_rank_that_is_stuck_in_startup_is_named(session: EngineSession, tiny_model: Path) -> None:
@@ -191,9 +192,9 @@ def test_reaper_that_is_killed_is_started_again(session: EngineSession, tiny_mod
         os.kill(gone, signal.SIGKILL)
         assert len(token_ids(stream(client, 20), 20)) == 20
         until(lambda: session.processes().get("reaper", gone) != gone, ENDED_S, session.output)
-    until(session.output, ENDED_S, session.output)
+    until(lambda: without_progress(session.output()), ENDED_S, session.output)
     said = f"kog-launch: the process that cleans up (pid {gone}) was killed and has been started again\n"
-    assert session.output() == said
+    assert without_progress(session.output()) == said
     kill_all_at_once(session, "coordinator", "launcher")
     launcher.wait(ENDED_S)
     assert_clean(session)
@@ -227,4 +228,7 @@ def test_killed_rank_is_named_after_a_pause_of_the_launcher(session: EngineSessi
             token_ids(events, 8000)
     assert launcher.wait(ENDED_S) == 4
     assert_clean(session)
-    assert session.output() == f"kog-launch: rank 1 (pid {pid}) was killed by SIGKILL while serving; the engine was stopped\n"
+    assert (
+        without_progress(session.output())
+        == f"kog-launch: rank 1 (pid {pid}) was killed by SIGKILL while serving; the engine was stopped\n"
+    )

@@ -21,6 +21,7 @@ from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
+from tests.e2e.conftest import without_progress
 
 ENDED_S = 30.0  # no promise, only an end of waiting; a loaded machine is slow
 CLEAN_S = 3.0
@@ -50,7 +51,7 @@ def test_interrupting_one_prompt(session: EngineSession, tiny_model: Path, momen
     launcher.send_signal(signum)
     code = launcher.wait(ENDED_S)
     assert_clean(session)
-    errors = session.output()
+    errors = without_progress(session.output())
     assert "Traceback" not in errors
     assert len(errors.splitlines()) <= 2, errors
     if signum is signal.SIGINT:
@@ -75,7 +76,7 @@ def test_sigterm_drains(session: EngineSession, tiny_model: Path) -> None:
         assert (last.finish_reason, last.num_generated_tokens) == (FinishReason.LENGTH, 600)
     assert launcher.wait(ENDED_S) == 0
     assert_clean(session)
-    assert session.output() == ""
+    assert without_progress(session.output()) == ""
     assert session.output(stream="out").splitlines()[-1] == "kog-launch: SIGTERM: draining, at most 10 s"
 
 
@@ -90,7 +91,7 @@ def test_drain_has_a_limit(session: EngineSession, tiny_model: Path) -> None:
         assert caught.value.code == ErrorCode.DRAIN_TIMEOUT
     assert launcher.wait(ENDED_S) == 5, "an answer that was cut off is not a success"
     assert_clean(session)
-    assert session.output() == "kog-launch: the running request did not finish within 0.3 s and was ended\n"
+    assert without_progress(session.output()) == "kog-launch: the running request did not finish within 0.3 s and was ended\n"
     last_words = json.loads((session.folder / "logs" / "exit.json").read_text(encoding="utf-8"))
     assert (last_words["exit_code"], last_words["reason"]) == (5, "drain_timeout")
 
