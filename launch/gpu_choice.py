@@ -20,6 +20,11 @@ KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compil
 MAX_GPUS = 1  # of an engine, until the CUDA engine runs on several ranks
 
 
+def auto_takes_gpus() -> bool:
+    """Whether `--device auto` takes GPUs that can run the model. The one switch: see docs/monokernel.md, "Status"."""
+    return False
+
+
 @dataclass(frozen=True)
 class GpuChoice:
     """GPUs of an engine by rank. `gpus` is empty where they are not here; `obstacles`: why they cannot be used here and now."""
@@ -34,12 +39,12 @@ class GpuChoice:
 def choose_gpus(
     settings: LaunchConfig, checkpoint: Checkpoint, environ: Mapping[str, str], inventory: Inventory | None = None
 ) -> GpuChoice | None:
-    """GPUs of the run, None for CPU ranks; `--device auto`: as many as can run the model. No `inventory`: the machine is asked.
+    """GPUs of the run, None for CPU ranks. Without `inventory` the machine is asked, where it matters.
 
     Raises ConfigError or LaunchError for a request that makes no sense, or no number of ranks, wherever it is started.
     """
     asked = settings.device == "cuda" or settings.gpus is not None
-    if settings.device == "cpu":
+    if settings.device == "cpu" or not (asked or auto_takes_gpus()):
         return None
     inventory = read_inventory() if inventory is None else inventory
     visible = visible_gpus(inventory.gpus, environ)

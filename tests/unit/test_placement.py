@@ -153,7 +153,10 @@ def test_gpus_that_are_not_here_can_be_planned(demo: Checkpoint) -> None:
         choose(demo, nothing, gpus="1", kv_dtype="float32")
 
 
-def test_auto_takes_a_gpu_that_can_run_the_model(demo: Checkpoint, with_cupy: None) -> None:
+def test_auto_takes_no_gpu_until_the_switch_is_turned(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch, with_cupy: None) -> None:
+    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: False)
+    assert choose(demo, inventory_from(node())) is None
+    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: True)
     found = choose(demo, inventory_from(node()))
     assert found is not None
     assert [gpu.index for gpu in found.gpus] == [0]
@@ -163,12 +166,15 @@ def test_auto_takes_a_gpu_that_can_run_the_model(demo: Checkpoint, with_cupy: No
     assert choose(demo, inventory_from(node()), kv_dtype="float32") is None, "the kernel cannot run it"
 
 
-def test_auto_passes_over_gpus_that_cannot_run_the_model(demo: Checkpoint, with_cupy: None) -> None:
+def test_auto_passes_over_gpus_that_cannot_run_the_model(
+    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch, with_cupy: None
+) -> None:
     def change(index: int, gpu: FakeGpu) -> None:
         gpu.compute = (8, 0) if index == 0 else (9, 0)
         gpu.mig = (1, 1) if index == 1 else (0, 0)
         gpu.free = 0 if index == 2 else gpu.total
 
+    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: True)
     found = choose(demo, inventory_from(node(8, change)))
     assert found is not None
     assert [gpu.index for gpu in found.gpus] == [3]
