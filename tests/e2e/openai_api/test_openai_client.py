@@ -93,8 +93,9 @@ def test_stop_seed_and_n(client: openai.OpenAI) -> None:
     stop = whole[len(whole) // 2 :][:4]
     stopped = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=48, stop=[stop, "\x00\x00"]).choices[0]
     assert (stopped.finish_reason, stopped.text) == ("stop", whole[: whole.index(stop)])
-    several = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=16, seed=11, n=3)
-    again = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=16, seed=11)
+    warm: Any = {"model": MODEL, "temperature": 1.0}
+    several = client.chat.completions.create(**warm, messages=MESSAGES, max_tokens=16, seed=11, n=3)
+    again = client.chat.completions.create(**warm, messages=MESSAGES, max_tokens=16, seed=11)
     texts = [choice.message.content for choice in several.choices]
     assert [choice.index for choice in several.choices] == [0, 1, 2]
     assert texts[0] == again.choices[0].message.content
