@@ -22,10 +22,13 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# Files of the first part share nothing and have no tight limits of time; what is end to end has the machine to itself.
+# These measure promises in seconds, or whether a page stays smooth: they have the machine to themselves. All other files share it.
+ALONE := $(addprefix tests/e2e/,test_faults.py test_http.py test_mpi.py test_ray.py test_replicas.py test_replicas_on_hosts.py \
+	test_stopping.py browser/test_rendering_speed.py) tests/gpu
+
 check: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/multi tests/unit
-	$(BIN)/python -m pytest tests/e2e tests/gpu
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
 
 cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluster, and is not part of `make test`
 	$(BIN)/python -m pytest -m cluster
