@@ -18,7 +18,6 @@ from kog_dist.gateway.args import GatewayArgs, read_key
 from kog_dist.gateway.bind import url_of
 from kog_dist.gateway.limits import LIMITS
 
-SWITCH_S = 0.0005  # a thread that checks a request gives way to the streams after so long, instead of Python's 5 ms
 MAX_CHECKS = 2  # requests that are checked at the same time: each waits for the interpreter's lock, and the streams with it
 SPARE_FILES = 128  # descriptors besides those of HTTP connections
 
@@ -30,7 +29,6 @@ def run_gateway(args: GatewayArgs) -> int:
     from kog_dist.gateway.server import serve
     from kog_dist.gateway.service import Service
 
-    sys.setswitchinterval(SWITCH_S)
     os.set_inheritable(args.listen_fd, False)
     listener = socket.socket(fileno=args.listen_fd)
     listener.setblocking(False)
