@@ -109,6 +109,7 @@ def test_readiness_tells_of_a_lost_rank(session: EngineSession, signum: int, lim
     """Promised are 250 ms for a death and half of --stall-timeout for a hang; machines that run tests are slower."""
     with http_engine(session, "--ranks=2", "--device=cpu") as served:
         with served.http.stream("POST", "/v1/completions", json=LONG) as response:
+            assert response.status_code == 200, response.read()
             lines = response.iter_lines()
             next(lines)
             os.kill(session.processes()["rank 1"], signum)
