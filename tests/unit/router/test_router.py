@@ -411,6 +411,7 @@ def test_retiring_replica_finishes_what_it_has_and_gets_nothing_new(world: World
     first.accept()
     first.finish()
     world.until(lambda: client.of(Done))
+    world.until(lambda: (report := world.report()) is not None and report.num_waiting == 1)
     world.settle()
     assert running(first, second) == [0, 1]
     report = world.report()
