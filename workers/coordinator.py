@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 from kog_dist.control import COORDINATOR, ControlPage
-from kog_dist.errors import KogError, LaunchError
+from kog_dist.errors import LaunchError
 from kog_dist.instance import Instance
 from kog_dist.rpc.listener import RpcListener
+from kog_dist.rpc.process_main import serve_argument
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
 from kog_dist.workers.served_model import ServedModel
@@ -56,13 +57,9 @@ def run_coordinator(args: CoordinatorArgs) -> int:
 
 def main() -> int:
     """`python -m kog_dist.workers.coordinator JSON`: serve, or say in one line why not."""
-    try:
-        if len(sys.argv) != 2:
-            raise LaunchError("the coordinator takes one argument, a JSON object; it is started by kog-launch")
-        return run_coordinator(CoordinatorArgs.from_json(sys.argv[1]))
-    except KogError as error:
-        print(f"coordinator: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+    return serve_argument(
+        "coordinator", "it is started by kog-launch", lambda text: run_coordinator(CoordinatorArgs.from_json(text))
+    )
 
 
 if __name__ == "__main__":

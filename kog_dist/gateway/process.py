@@ -13,10 +13,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from kog_dist.errors import KogError, LaunchError
 from kog_dist.gateway.args import GatewayArgs, read_key
 from kog_dist.gateway.bind import url_of
 from kog_dist.gateway.limits import LIMITS
+from kog_dist.rpc.process_main import serve_argument
 
 MAX_CHECKS = 2  # requests that are checked at the same time: each waits for the interpreter's lock, and the streams with it
 SPARE_FILES = 128  # descriptors besides those of HTTP connections
@@ -64,13 +64,9 @@ def _room_for_connections() -> int:
 
 def main() -> int:
     """Serve, or say in one line why not."""
-    try:
-        if len(sys.argv) != 2:
-            raise LaunchError("the gateway takes one argument, a JSON object; use kog-gateway, or kog-launch, which starts it")
-        return run_gateway(GatewayArgs.from_json(sys.argv[1]))
-    except KogError as error:
-        print(f"gateway: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+    return serve_argument(
+        "gateway", "use kog-gateway, or kog-launch, which starts it", lambda text: run_gateway(GatewayArgs.from_json(text))
+    )
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import socket
 import sys
 from pathlib import Path
 
-from kog_dist.errors import KogError, LaunchError
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.router import Router
 from kog_dist.rpc.listener import RpcListener
+from kog_dist.rpc.process_main import serve_argument
 from kog_dist.rpc.transport import socket_address
 
 
@@ -36,13 +36,7 @@ def run_router(args: RouterArgs) -> int:
 
 def main() -> int:
     """Serve, or say in one line why not."""
-    try:
-        if len(sys.argv) != 2:
-            raise LaunchError("the router takes one argument, a JSON object; it is started by kog-launch")
-        return run_router(RouterArgs.from_json(sys.argv[1]))
-    except KogError as error:
-        print(f"router: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+    return serve_argument("router", "it is started by kog-launch", lambda text: run_router(RouterArgs.from_json(text)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,22 @@
+"""The `main` of processes that speak RPC and that `kog-launch` starts with one JSON argument: router, gateway, coordinator."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from kog_dist.errors import KogError, LaunchError
+
+
+def serve_argument(role: str, started_by: str, serve: Callable[[str], int]) -> int:
+    """The exit code of `serve(argument)`, or of a KogError, which becomes one line on stderr.
+
+    `started_by` says to a person who called the module by hand what to do instead.
+    """
+    try:
+        if len(sys.argv) != 2:
+            raise LaunchError(f"the {role} takes one argument, a JSON object; {started_by}")
+        return serve(sys.argv[1])
+    except KogError as error:
+        print(f"{role}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
