@@ -4,18 +4,13 @@
 // leaves a note. A watchdog thread keeps the time of the notes: past the limit it writes the wait record, raises the device's abort
 // mirror and stops the thread block. It also brings the host's abort word to the mirror, so that only one thread reads over PCIe.
 #pragma once
-#include "abi.cuh"
-#include "words.cuh"
+#include "wait.cuh"
 
 namespace kog {
 
 constexpr u32 kNoRow = ~0u;
 constexpr u32 kRoundsBeforeNote = 256;
 enum WaitOp : u32 { kCollectOp = 1, kBarrierOp = 2 };  // abi.WaitOp
-
-// Whether this thread block is leaving. Called by a full warp, and the same in all its threads even when the flag changes meanwhile:
-// a warp of which only some threads leave would wait for them for ever.
-__device__ __forceinline__ bool must_leave(u32 stopped) { return __any_sync(kFullWarp, load_shared_u32(stopped) != 0); }
 
 // In shared memory, one for each warp that waits. Written by that warp, read by the watchdog.
 struct PeerNote {

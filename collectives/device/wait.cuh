@@ -3,6 +3,7 @@
 // they wait for, raises the device's abort mirror, and stops its thread block; the other watchdogs see the mirror. So every wait of
 // the device ends: well, or within the limit. After a wait that did not end well the caller must unwind without publishing.
 #pragma once
+#include "abi.cuh"
 #include "words.cuh"
 
 namespace kog {
@@ -19,10 +20,14 @@ struct WaitNote {
 
 // The waits below take shared-memory addresses; `stopped` is that of WaitNote::stopped.
 
+// Whether this thread block is leaving. Called by a full warp, and the same in all its threads even when the flag changes meanwhile:
+// a warp of which only some threads leave would wait for them for ever.
+__device__ __forceinline__ bool must_leave(u32 stopped) { return __any_sync(kFullWarp, load_shared_u32(stopped) != 0); }
+
 // Wait for a barrier's phase. Called by a full warp; the answer is the same in all its threads.
 __device__ __forceinline__ bool mbar_wait(u32 stopped, u32 bar, u32 parity) {
     while (!__all_sync(kFullWarp, mbar_try(bar, parity)))
-        if (load_shared_u32(stopped)) return false;
+        if (must_leave(stopped)) return false;
     return true;
 }
 
@@ -36,7 +41,7 @@ __device__ __forceinline__ bool mbar_wait_alone(u32 stopped, u32 bar, u32 parity
 // Wait until a counter in shared memory has reached `wanted`. Called by full warps.
 __device__ __forceinline__ bool counter_wait(u32 stopped, u32 counter, u32 wanted) {
     while (!__all_sync(kFullWarp, static_cast<int>(load_shared_u32(counter) - wanted) >= 0)) {
-        if (load_shared_u32(stopped)) return false;
+        if (must_leave(stopped)) return false;
         __nanosleep(40);
     }
     return true;

@@ -136,7 +136,7 @@ struct Attender {
                         for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
                     }
                     if (__all_sync(kFullWarp, ready)) break;
-                    if (load_shared_u32(role.stopped())) return false;
+                    if (must_leave(role.stopped())) return false;
                 }
                 if (warp == 0) stamp(role, kQuerySeen, step, product);
                 if (!have_query) {

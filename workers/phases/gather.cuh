@@ -108,7 +108,7 @@ struct Gatherer {
     template <class S, bool kSystem = false, class Note>
     __device__ __forceinline__ bool wait_for_units(const Source& from, Note note) {
         for (u32 rounds = 1; !units_ready<S>(from.tag); ++rounds) {
-            if (load_shared_u32(role.stopped())) return false;
+            if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) note();
             load_units<S, kSystem>(from.words);
         }
@@ -229,7 +229,7 @@ struct Gatherer {
                 load_splits(from);
             }
             for (u32 rounds = 1; !splits_ready(from); ++rounds) {
-                if (load_shared_u32(role.stopped())) return false;
+                if (must_leave(role.stopped())) return false;
                 if (rounds % 1024 == 0) {
                     const u64* all = reinterpret_cast<const u64*>(params.words_ptr) + kAttendedOffset +
                                      (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride;

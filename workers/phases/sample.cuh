@@ -102,7 +102,7 @@ __device__ __forceinline__ bool collect_best(const KogDecodeParams& params, cons
             best = best_of_warp(mine);
             return true;
         }
-        if (load_shared_u32(role.stopped())) return false;
+        if (must_leave(role.stopped())) return false;
     }
 }
 
