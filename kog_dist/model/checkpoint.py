@@ -274,7 +274,7 @@ def write_checkpoint(
     stored_dtype = _stored_dtype(dtype)
     _check_written(tensor_layouts(spec), tensors)
     write_stored_checkpoint(
-        folder, spec, lambda name: _narrow_finite(name, tensors[name], stored_dtype),
+        folder, spec, lambda name: narrow_finite(name, tensors[name], stored_dtype),
         dtype=dtype, max_shard_bytes=max_shard_bytes, manifest=manifest,
     )  # fmt: skip
 
@@ -367,7 +367,8 @@ def _check_written(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, ND
             raise CheckpointError(f"tensor {name} to write has shape {tensors[name].shape}, the model asks for {layout.shape}")
 
 
-def _narrow_finite(name: str, values: NDArray[Any], stored_dtype: str) -> NDArray[Any]:
+def narrow_finite(name: str, values: NDArray[Any], stored_dtype: str) -> NDArray[Any]:
+    """`narrow`, which raises CheckpointError if a value is not finite in `stored_dtype` (a key of DTYPES)."""
     narrowed = narrow(values, stored_dtype)
     back = np.empty(narrowed.size, np.float32)
     widen(narrowed.reshape(-1), stored_dtype, back)
