@@ -107,6 +107,7 @@ def prefill(
     ] = "default",
     load: Annotated[bool, typer.Option("--load", help="Measure loading with and without the matrices of prefill, too.")] = False,
     only_prompts: Annotated[bool, typer.Option("--only-prompts", help="Leave out the single operations.")] = False,
+    gpus: Annotated[str, typer.Option(help="Prompts on so many GPUs instead: 2,4, a process each, random weights.")] = "1",
 ) -> None:
     """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
     from kog_dist.bench import prefill as benchmark
@@ -116,6 +117,9 @@ def prefill(
         raise ConfigError(f"--choices must be all or one or more of {'; '.join(benchmark.CHOICES)}, got {choices!r}")
     if repeats < 1:
         raise ConfigError("--repeats must be at least 1")
+    if gpus != "1":
+        benchmark.run_on_several(spec, _counts(gpus, "--gpus"), _counts(prompts, "--prompts"), repeats)
+        return
     benchmark.run(model, spec, _counts(prompts, "--prompts"), repeats, names, with_load=load, only_prompts=only_prompts)
 
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kog_dist.bench.gpu import free_memory, gpu_name
+from kog_dist.bench import prefill_ranks
+from kog_dist.bench.gpu import free_memory, gpu_name, require_gpus
+from kog_dist.bench.prefill_ranks import DECODED
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec, random_checkpoint
 from kog_dist.decode.sampling import Sampling
@@ -48,6 +50,12 @@ CHOICES = {  # what could be the default
     "to 2048, no pairs": Tuning((*BLOCK_SIZES, 2048), paired_from=NO_PAIRS),
     "32 blocks": Tuning(paired_ctas=32),
     "to 512, 48 blocks": Tuning(_TO_512, paired_ctas=48),
+    "24 blocks, 120 SMs": Tuning(paired_ctas=24, product_sms=120),
+    "32 blocks, 116 SMs": Tuning(paired_ctas=32, product_sms=116),
+    "48 blocks, 108 SMs": Tuning(paired_ctas=48, product_sms=108),
+    "64 blocks, 100 SMs": Tuning(paired_ctas=64, product_sms=100),
+    "to 512, 32 blocks, 116 SMs": Tuning(_TO_512, paired_ctas=32, product_sms=116),
+    "to 512, 48 blocks, 108 SMs": Tuning(_TO_512, paired_ctas=48, product_sms=108),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
@@ -95,6 +103,21 @@ def run(
     finish("prefill", configuration, before, figures)
 
 
+def run_on_several(spec_name: str, gpu_counts: tuple[int, ...], prompts: tuple[int, ...], repeats: int) -> None:
+    """The prompts on several GPUs, a process each. Prints the report; its last line is one JSON object."""
+    configuration = {"model": f"{spec_name}, random weights", "repeats": repeats, "gpu": require_gpus(max(gpu_counts))}
+    before = machine()
+    cases = _cases(prompts, named_spec(spec_name).max_context)
+    figures = [figure for count in gpu_counts for figure in prefill_ranks.run(spec_name, count, cases, repeats)]
+    finish("prefill", configuration, before, {"prompts": figures})
+
+
+def _cases(prompts: Sequence[int], max_context: int) -> list[tuple[int, int]]:
+    """Lengths of prompts, and how much of each is cached: nothing, and a conversation that goes on."""
+    cases = [(length, 0) for length in prompts]
+    return [*cases, (_CACHED + _ADDED, _CACHED)] if max_context > _CACHED + _ADDED else cases
+
+
 def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, list[LayerMatrices]]:
     if model is not None:
         checkpoint = open_checkpoint(Path(model), verify=False)
@@ -119,11 +142,8 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
     """Prefill and first token of each length, then of a conversation that goes on, and token by token for comparison."""
     max_context = kernel.shape.spec.max_context
     ids = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, max_context).tolist()
-    cases = [(length, 0) for length in prompts]
-    if max_context > _CACHED + _ADDED:
-        cases.append((_CACHED + _ADDED, _CACHED))
     figures = []
-    for length, cached in cases:
+    for length, cached in _cases(prompts, max_context):
         times = [_first_token(kernel, prefill, ids[:length], cached) for _ in range(repeats + 1)][1:]
         prefill_ms, launched_ms, first_ms = (percentile([time_s[i] * 1e3 for time_s in times], 0.5) for i in range(3))
         figure = {
@@ -142,6 +162,7 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
 
 def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float, float]:
     """Seconds from the prompt to a full cache, to the last token's launch, and to the first token in host memory."""
+    prefill.forget(max(0, cached - DECODED))
     begin_s = time.perf_counter()
     reached = prefill.run(ids[:-1], cached, should_stop=lambda: False)
     filled_s = time.perf_counter()
@@ -223,7 +244,7 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
         residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None)
         yield "residual", residual, 0, 4 * rows.stream.nbytes, DEFAULT.library
     end = spec.max_context - 1
-    yield f"load {end} positions", partial(do.load_cache, end), 0, 0, DEFAULT.library
+    yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0, DEFAULT.library
     yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0, DEFAULT.library
     for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
         for start in (0, spec.max_context - size):

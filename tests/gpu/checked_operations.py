@@ -36,8 +36,8 @@ class CheckedOperations:
             assert error < LIMIT, f"{name}: {key} is wrong by {error:.1e}"
             tensor.copy_(found[key])
 
-    def limit(self, num_ctas: int) -> None:
-        self.device.limit(num_ctas)
+    def limit(self, num_ctas: int, product_sms: int) -> None:
+        self.device.limit(num_ctas, product_sms)
 
     def begin(self, rows: Rows) -> None:
         outputs = {"place": rows.place, "next start": self.buffers.next_start}
@@ -83,9 +83,9 @@ class CheckedOperations:
     def swiglu(self, rows: Rows) -> None:
         self._compare("swiglu", {"activation": rows.activation}, lambda do: do.swiglu(rows))
 
-    def load_cache(self, last: int) -> None:
+    def load_cache(self, first: int, last: int) -> None:
         outputs = {"keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow}
-        self._compare("load cache", outputs, lambda do: do.load_cache(last))
+        self._compare("load cache", outputs, lambda do: do.load_cache(first, last))
 
     def store_cache(self, first: int, last: int) -> None:
         outputs: dict[str, Any] = {"cache": self.twin.cache}

@@ -31,8 +31,9 @@ from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines import cuda
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.exchange import OneRank
-from kog_dist.workers.prefill.gpu import NO_PAIRS, Tuning, matrices_for, prefill_for, runner_for
+from kog_dist.workers.prefill.gpu import NO_PAIRS, Tuning, exact_products, matrices_for, prefill_for, runner_for
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import LayerMatrices
 from kog_dist.workers.prefill.operations import TorchOperations
@@ -239,6 +240,23 @@ def test_2b_logits_bits_and_times(big: tuple[Monokernel, list[LayerMatrices]]) -
     for length, error in errors.items():
         limit = LIMIT if length >= 128 else max(LIMIT, OF_ROUNDING * relative_error(wanted[length], plain[length]))
         assert error < limit, f"{length} tokens: {error:.1e}, the limit is {limit:.1e}"
+
+
+@pytest.mark.parametrize("num_lanes", [4, 2])
+def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, list[LayerMatrices]], num_lanes: int) -> None:
+    """What the keys and values of several ranks rest on, to be those of one."""
+    matrices, other = big[1][0], list[str]()
+    generator = torch.Generator("cuda").manual_seed(1)
+    with torch.no_grad(), exact_products("cublas"):
+        for name in ("wqkv", "wo", "w13", "w2"):
+            matrix = getattr(matrices, name)
+            for size in BLOCK_SIZES:
+                x = torch.randn(8, size, matrix.shape[2], device="cuda", dtype=torch.float16, generator=generator)
+                whole = torch.bmm(x, matrix.transpose(1, 2))
+                part = torch.bmm(x[:num_lanes], matrix[:num_lanes].transpose(1, 2))
+                if not torch.equal(part, whole[:num_lanes]):
+                    other.append(f"{name} of {size} rows")
+    assert not other
 
 
 def _check_stop(prefill: Prefill) -> None:

@@ -53,9 +53,13 @@ class Prefiller(Protocol):
         start: int,
         *,
         should_stop: Callable[[], bool],
+        aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
     ) -> int:
         """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then."""
+
+    def forget(self, position: int) -> None:
+        """The kernel writes its KV cache from `position` on, without prefill."""
 
 
 class CudaEngine:
@@ -97,34 +101,40 @@ class CudaEngine:
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> Kernel:
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.cuda.monokernel import Monokernel
+        from kog_dist.workers.prefill.blocks import BLOCK_SIZES
         from kog_dist.workers.prefill.buffers import misfit
         from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
 
         spec = shape.spec
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
-        alone = self._peers is None
-        if not alone or not USE_PREFILL or misfit(spec):
+        limit_us = ALONE_WAIT_US if self._peers is None else AMONG_PEERS_WAIT_US
+        if not USE_PREFILL or misfit(spec):
             weights = load_weights(shape, checkpoint)
-            limit_us = ALONE_WAIT_US if alone else AMONG_PEERS_WAIT_US
             return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=self._link())
         matrices, observe = matrices_for(shape)
-        made = Monokernel(shape, load_weights(shape, checkpoint, observe), rank=self._rank, wait_limit_us=ALONE_WAIT_US)
-        self._prefill = prefill_for(made, matrices.layers())
+        weights = load_weights(shape, checkpoint, observe)
+        heap = self._link(prefill_tokens=max(BLOCK_SIZES))
+        made = Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=heap)
+        exchange = None if self._peers is None else self._peers.prefill_sums(limit_us / 1e6)
+        self._prefill = prefill_for(made, matrices.layers(), exchange=exchange)
         return made
 
-    def _link(self) -> CudaHeap | None:
-        """The memory that all ranks have mapped; None for one rank."""
+    def _link(self, prefill_tokens: int = 0) -> CudaHeap | None:
+        """The memory that all ranks have mapped, with room for prefill in blocks of so many tokens; None for one rank."""
         if self._peers is None:
             return None
         self._control.set_state(self._rank, RankState.LINKING)
-        return self._peers.link(device_index(self._args.device))
+        return self._peers.link(device_index(self._args.device), prefill_tokens)
 
     def _try_kernel(self, kernel: Kernel) -> None:
         """A token on trial: maps everything, and shows that the kernel runs and that its peers answer. Collective."""
         kernel.begin((0,), 1, Sampling())  # for which cupy may have to compile
         if self._peers is not None:
             self._peers.meet()  # all have loaded all, so nobody's first wait is for somebody's weights
+        if self._prefill is not None:
+            self._prefill.run((0,) * 2, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None)
+            self._prefill.forget(0)
         kernel.launch(1)
         self._await_launches("left its trial")
         kernel.finish()
@@ -151,17 +161,31 @@ class CudaEngine:
         Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
         """
         start, num_wanted = request.kv.num_cached, len(request.prompt) - 1
-        if self._prefill is None or num_wanted - start < MIN_PREFILL_TOKENS:
+        if self._prefill is None:
             return start
+        if num_wanted - start < MIN_PREFILL_TOKENS:
+            self._prefill.forget(start)
+            return start
+        num_asked = 0
 
         def progress(position: int) -> None:
             heartbeat.progress()
             self._control.set_progress(self._rank, seq, position)
 
         def should_stop() -> bool:
-            return self._control.aborted() or self._control.cancelled(seq)
+            """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
+            nonlocal num_asked
+            num_asked += 1
+            cancelled = self._control.cancelled(seq)
+            if self._peers is None:
+                return cancelled
+            return num_asked > 1 and bool(self._peers.share_choice(int(cancelled), Finish.NONE)[0])
 
-        held = self._prefill.run(request.prompt[:num_wanted], start, should_stop=should_stop, on_progress=progress)
+        held = self._prefill.run(
+            request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress
+        )  # fmt: skip
+        if self._control.aborted():
+            self._leave(f"left request {seq}")
         progress(held)
         return held
 

@@ -21,11 +21,13 @@ from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.agreement import agree, common_terms
+from kog_dist.workers.prefill import peer_exchange
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.prefill.peer_exchange import PeerExchange
 
 _LOGITS, _CHOICE = "logits", "choice"
 _SLOTS = 2  # in turn
@@ -42,7 +44,7 @@ class CudaPeers:
         self._slices = [last - first for first, last in (shape.vocab_rows for shape in shapes)]
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=control.aborted)
         self._comm: CudaCommunicator | None = None
-        self._num_gathered = self._num_chosen = 0
+        self._num_gathered = self._num_chosen = self._prefill_tokens = 0
 
     @property
     def vocab_size(self) -> int:
@@ -75,18 +77,30 @@ class CudaPeers:
                 build(shape.headers())
         self.meet()
 
-    def link(self, device: int) -> CudaHeap:
-        """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first."""
+    def link(self, device: int, prefill_tokens: int = 0) -> CudaHeap:
+        """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first.
+
+        `prefill_tokens`: most tokens in a block of prefill; 0: there is none.
+        """
+        shape = self._shapes[self._rank]
+        self._prefill_tokens = prefill_tokens
         boxes = [
-            *self._shapes[self._rank].boxes.specs(),
+            *shape.boxes.specs(),
             MailboxSpec(_LOGITS, _SLOTS, max(self._slices)),
             MailboxSpec(_CHOICE, _SLOTS, _CHOICE_VALUES),
+            *(peer_exchange.mailboxes(shape.spec, prefill_tokens) if prefill_tokens else ()),
         ]
         self._comm = CudaCommunicator.create(
             boxes, rendezvous=self._rendezvous, control=self._control, deadline=self._deadline, device=device,
             timeout_s=self._args.step_timeout_s,
         )  # fmt: skip
         return self._comm.heap
+
+    def prefill_sums(self, limit_s: float) -> PeerExchange:
+        """What adds up the ranks' sums during prefill, after `link`; `limit_s` bounds its waits."""
+        assert self._comm is not None
+        spec = self._shapes[self._rank].spec
+        return peer_exchange.peer_exchange(spec, self._prefill_tokens, self._comm, limit_s=limit_s)
 
     def meet(self) -> None:
         """Return when all ranks have come as often."""

@@ -6,6 +6,7 @@ for any place in any prompt.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
+from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
@@ -52,7 +54,7 @@ class DeviceOperations:
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, int], None]]) -> None:
         """`launchers`: by kernel; called with thread blocks, threads of each, parameters, priority."""
         buffers = self.buffers
-        self._launchers, self._max_ctas = launchers, 0
+        self._launchers, self._max_ctas, self._product_sms = launchers, 0, 0
         self._held = (embedding, cache)  # the kernels have their addresses
         self._params = np.zeros((), PREFILL_PARAMS.dtype)
         pointers = {
@@ -81,9 +83,11 @@ class DeviceOperations:
                 params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
         self._launchers[kernel](num_ctas, num_threads, params.tobytes(), priority)
 
-    def limit(self, num_ctas: int) -> None:
-        """See `Operations`."""
-        self._max_ctas = num_ctas
+    def limit(self, num_ctas: int, product_sms: int) -> None:
+        """See `Operations`. cuBLAS alone can be told, and what it makes of it is its own affair."""
+        if product_sms != self._product_sms:
+            set_product_sms(product_sms)
+        self._max_ctas, self._product_sms = num_ctas, product_sms
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
@@ -145,9 +149,9 @@ class DeviceOperations:
             gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
 
-    def load_cache(self, last: int) -> None:
+    def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
-        self._copy("load_cache", 0, last)
+        self._copy("load_cache", first, last)
 
     def store_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
@@ -164,6 +168,19 @@ def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, prio
     import torch
 
     kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream, priority=priority)
+
+
+def set_product_sms(num_sms: int) -> None:
+    """Let cuBLAS choose its kernels for so many multiprocessors, in this thread and on this device; 0: for all."""
+    import torch
+
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        path = next((line.split()[-1] for line in maps if "/libcublas.so" in line), None)
+    if path is None:
+        raise LaunchError("torch has not loaded cuBLAS, so its number of multiprocessors cannot be set")
+    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
+    if code := ctypes.CDLL(path).cublasSetSmCountTarget(handle, num_sms):
+        raise LaunchError(f"cublasSetSmCountTarget({num_sms}) failed with status {code}")
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

@@ -12,7 +12,7 @@ from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM, Block
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
-from kog_dist.workers.prefill.exchange import OneRank, SumExchange
+from kog_dist.workers.prefill.exchange import OneRank, Rehearsal, SumExchange
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import LayerMatrices, Matrices
 from kog_dist.workers.prefill.prefill import Prefill, load_prompt, was_finite
@@ -34,6 +34,7 @@ class Tuning:
     paired_from: int = PAIRED_FROM  # blocks of so many rows run two at a time
     library: str = "cublas"  # of the products; or cublaslt
     paired_ctas: int = 0  # of a pair's fused kernels, which then leave places for the other block's products; 0: as many as rows
+    product_sms: int = 0  # multiprocessors that a pair's products are made for; 0: all
 
 
 DEFAULT = Tuning()
@@ -56,9 +57,9 @@ def prefill_for(
 ) -> Prefill:
     """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
 
-    Takes some hundred ms: compiles or loads the fused kernels, and runs and captures a block of each size. With an `exchange`
-    this is collective, and blocks do not run in pairs, since its sums are told apart by layer alone. Raises CompileError,
-    LaunchError, or ConfigError for a model that it cannot run.
+    Takes some hundred ms: compiles or loads the fused kernels, and runs and captures a block of each size, without the peers.
+    With an `exchange` blocks do not run in pairs, since its sums are told apart by layer alone. Raises CompileError, LaunchError,
+    or ConfigError for a model that it cannot run.
     """
     if exchange is not None:
         tuning = replace(tuning, paired_from=NO_PAIRS)
@@ -129,7 +130,7 @@ class GraphRunner:
     def __init__(self, layers: Layers, buffers: Buffers, stream: torch.cuda.Stream, tuning: Tuning = DEFAULT) -> None:
         import torch
 
-        self.layers, self.buffers, self.stream, self._paired_ctas = layers, buffers, stream, tuning.paired_ctas
+        self.layers, self.buffers, self.stream, self._tuning = layers, buffers, stream, tuning
         sizes, paired_from = tuning.sizes, tuning.paired_from
         self._other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -142,7 +143,7 @@ class GraphRunner:
             for size in sorted(sizes, reverse=True):
                 for count in (1, 2) if size >= paired_from else (1,):
                     buffers.next_start.zero_()
-                    self._queue_layers(size, count)  # warms up: workspaces, modules
+                    self._warm_up(size, count)
                     stream.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -150,26 +151,34 @@ class GraphRunner:
                     self.graphs[size, count] = graph
         stream.synchronize()
 
+    def _warm_up(self, size: int, count: int) -> None:
+        """Have all workspaces and modules that a graph needs. Peers may come to this at another time."""
+        exchange = self.layers.exchange
+        if not exchange.is_alone:
+            self.layers.exchange = Rehearsal()
+        self._queue_layers(size, count)
+        self.layers.exchange = exchange
+
     def _queue_layers(self, size: int, count: int) -> None:
         """The work of one block or a pair, on the current stream."""
         if count == 1:
             self.layers.run(self._rows[size])
             return
         together = TwoStreams(self.stream, self._other, self.layers.spec.num_layers)
-        self.layers.operations.limit(self._paired_ctas)
+        self.layers.operations.limit(self._tuning.paired_ctas, self._tuning.product_sms)
         self.layers.run_pair(self._rows[size], self._second_rows[size], together=together)
-        self.layers.operations.limit(0)
+        self.layers.operations.limit(0, 0)
 
     def rows(self, size: int) -> Rows:
         """The memory of a block that runs alone, or of the first one of a pair."""
         return self._rows[size]
 
-    def begin(self, token_ids: Sequence[int], start: int) -> None:
+    def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
         import torch
 
         with torch.cuda.stream(self.stream):
-            load_prompt(self.buffers, self.layers.operations, token_ids, start)
+            load_prompt(self.buffers, self.layers.operations, token_ids, start, held)
 
     def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
         """See `Runner`."""
@@ -186,17 +195,26 @@ class GraphRunner:
         import torch
 
         with torch.cuda.stream(self.stream):
+            self.layers.exchange.share_overflow(self.buffers.overflow)
             self.layers.operations.store_cache(first, last)
             self.buffers.staged_flags.copy_(self.buffers.flags, non_blocking=True)
             self._stored.record()
+
+    def has_ended(self) -> bool:
+        """See `Runner`."""
+        return bool(self._stored.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> bool:
         """See `Runner`."""
         import torch
 
-        self._stored.synchronize()
+        self.layers.exchange.check()
         with torch.cuda.stream(self.stream):
             return was_finite(self.buffers, self.buffers.staged_flags[1])
+
+    def stop(self) -> None:
+        """See `Runner`."""
+        self.layers.exchange.stop()
 
 
 @contextmanager

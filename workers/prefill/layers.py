@@ -51,6 +51,7 @@ class Layers:
     def run(self, rows: Rows) -> None:
         """The next block. Collective when there are several ranks."""
         self.operations.begin(rows)
+        self.exchange.begin_block()
         self.forward(rows)
 
     def run_pair(self, first: Rows, second: Rows, *, together: Together) -> None:

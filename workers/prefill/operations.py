@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 class Operations(Protocol):
     """One rank's arithmetic. Every operation works on what `Buffers` and `Rows` hold; on a GPU they are queued in order."""
 
-    def limit(self, num_ctas: int) -> None:
-        """Fused operations that are queued from now on take at most so many thread blocks, before other work; 0: no limit."""
+    def limit(self, num_ctas: int, product_sms: int) -> None:
+        """From now on fused operations take at most so many thread blocks, before other work, and products are made for so many
+        multiprocessors; 0: no limit.
+        """
 
     def begin(self, rows: Rows) -> None:
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
@@ -52,8 +54,8 @@ class Operations(Protocol):
     def swiglu(self, rows: Rows) -> None:
         """activation = silu(gate) * up, with 1 / rms applied to both."""
 
-    def load_cache(self, last: int) -> None:
-        """Keys and values of the positions before `last`, as far as the layers still have them, from the monokernel's cache."""
+    def load_cache(self, first: int, last: int) -> None:
+        """Keys and values of these positions, as far as the layers still have them, from the monokernel's cache."""
 
     def store_cache(self, first: int, last: int) -> None:
         """Keys and values of these positions to the monokernel's cache; nothing if `overflow` is set."""
@@ -68,7 +70,7 @@ class TorchOperations:
         if cache.numel() != self.layout.num_values:
             raise ConfigError(f"the KV cache has {cache.numel()} values, its layout has {self.layout.num_values}")
 
-    def limit(self, num_ctas: int) -> None:
+    def limit(self, num_ctas: int, product_sms: int) -> None:
         """See `Operations`. There are none here."""
 
     def begin(self, rows: Rows) -> None:
@@ -169,13 +171,13 @@ class TorchOperations:
         gate, up = (rows.gate_up.float() * rows.inverse_rms[..., None]).chunk(2, dim=-1)
         rows.activation.copy_(torch.nn.functional.silu(gate) * up)
 
-    def load_cache(self, last: int) -> None:
+    def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
         for layer in range(self.spec.num_layers):
-            first = self.layout.first_kept(layer, last)
-            keys, values = self.layout.load(self.cache, layer, first, last)
-            self.buffers.keys[layer, first:last] = keys.to(self.buffers.dtype)
-            self.buffers.values[layer, first:last] = values.to(self.buffers.dtype)
+            kept = max(first, self.layout.first_kept(layer, last))
+            keys, values = self.layout.load(self.cache, layer, kept, last)
+            self.buffers.keys[layer, kept:last] = keys.to(self.buffers.dtype)
+            self.buffers.values[layer, kept:last] = values.to(self.buffers.dtype)
 
     def store_cache(self, first: int, last: int) -> None:
         """See `Operations`."""

@@ -26,8 +26,10 @@ POLL_S = 20e-6
 class Runner(Protocol):
     """Runs the blocks of one prompt, one after the other."""
 
-    def begin(self, token_ids: Sequence[int], start: int) -> None:
-        """A new prompt, whose first `start` tokens are in the monokernel's cache. What was queued before must have ended."""
+    def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
+        """A new prompt, whose first `start` tokens are in the monokernel's cache, and whose first `held` <= `start` ones stand in
+        the plain keys and values, too. What was queued before must have ended.
+        """
 
     def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
         """Queue the next block, or two of one size that run at the same time; what comes back says whether they have ended."""
@@ -35,20 +37,32 @@ class Runner(Protocol):
     def store(self, first: int, last: int) -> None:
         """Queue behind all blocks: these positions go to the monokernel's cache if all values are finite."""
 
+    def has_ended(self) -> bool:
+        """Whether all that was queued has ended, after `store`."""
+
     def finish(self) -> bool:
-        """Wait until what was queued has ended; False if a value was not finite, and nothing was stored."""
+        """After that. False: nothing was stored: a value was not finite, or waits were stopped. DeviceError: one was late."""
+
+    def stop(self) -> None:
+        """End waits for peers, now and ever after."""
 
 
 class Prefill:
     """Fills the KV cache of one rank. One request at a time, never while the monokernel runs.
 
-    With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked.
+    With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
+    once before each block or pair.
     """
 
     def __init__(
         self, runner: Runner, *, max_context: int, sizes: Sequence[int] = BLOCK_SIZES, paired_from: int = PAIRED_FROM
     ) -> None:
         self._runner, self._max_context, self._sizes, self._paired_from = runner, max_context, tuple(sizes), paired_from
+        self._held = 0  # positions whose plain keys and values are those of the cache
+
+    def forget(self, position: int) -> None:
+        """The cache was written from `position` on while no prefill of what it held until then came between."""
+        self._held = min(self._held, position)
 
     def run(
         self,
@@ -56,14 +70,18 @@ class Prefill:
         start: int,
         *,
         should_stop: Callable[[], bool],
+        aborted: Callable[[], bool] = lambda: False,
         on_progress: Callable[[int], None] = lambda position: None,
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
-        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block and while one is
-        waited for, and what is queued by then (some milliseconds of work) still counts. If a value left the range of the
-        products' type, nothing is stored and `start` comes back; the monokernel can go on from there. `on_progress` is called
-        with the number of positions after every block or pair. Raises ConfigError if the tokens do not fit into the context.
+        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block, and what is queued by
+        then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
+        `start` comes back; the monokernel can go on from there. `on_progress` is called with the number of positions after every
+        block or pair. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
+
+        Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
+        `should_stop` raises ends all waits, too.
         """
         if not 0 <= start <= len(token_ids) <= self._max_context:
             raise ConfigError(
@@ -72,26 +90,50 @@ class Prefill:
         waiting = deque(pairs(blocks(start, len(token_ids), self._sizes), self._paired_from))
         if not waiting:
             return start
-        self._runner.begin(token_ids, start)
+        self._runner.begin(token_ids, start, min(self._held, start))
+        self._held = 0
+        try:
+            reached = self._queue(waiting, start, should_stop, aborted, on_progress)
+        except BaseException:
+            self._runner.stop()
+            raise
+        if not self._runner.finish():
+            return start
+        self._held = reached
+        return reached
+
+    def _queue(
+        self,
+        waiting: deque[tuple[Block, ...]],
+        start: int,
+        should_stop: Callable[[], bool],
+        aborted: Callable[[], bool],
+        on_progress: Callable[[int], None],
+    ) -> int:
+        """Queue what is waiting, and return when it has ended: one past the last position."""
         queued: deque[tuple[int, Callable[[], bool]]] = deque()  # where it ends, whether it has
-        reached = end = start
-        is_stored = False
-        while queued or not is_stored:
-            if waiting and should_stop():
+        end = start
+        is_stored = is_stopped = False
+        while queued or not is_stored or not self._runner.has_ended():
+            if aborted() and not is_stopped:
+                self._runner.stop()
                 waiting.clear()
+                is_stopped = True
             elif waiting and len(queued) < GROUPS_QUEUED:
+                if should_stop():
+                    waiting.clear()
+                    continue
                 group = waiting.popleft()
                 end = group[-1].end
                 queued.append((end, self._runner.queue(group)))
             elif not waiting and not is_stored:
                 self._runner.store(start, end)
                 is_stored = True
-            elif queued[0][1]():
-                reached = queued.popleft()[0]
-                on_progress(reached)
+            elif queued and queued[0][1]():
+                on_progress(queued.popleft()[0])
             else:
                 time.sleep(POLL_S if waiting else 0)  # the GPU has more to do, or the first token waits for this thread
-        return reached if self._runner.finish() else start
+        return end
 
 
 class HostRunner:
@@ -101,9 +143,9 @@ class HostRunner:
         self._layers, self._buffers = layers, buffers
         self._rows: dict[int, Rows] = {size: buffers.rows(size) for size in sizes}
 
-    def begin(self, token_ids: Sequence[int], start: int) -> None:
+    def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
-        load_prompt(self._buffers, self._layers.operations, token_ids, start)
+        load_prompt(self._buffers, self._layers.operations, token_ids, start, held)
 
     def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
         """See `Runner`. Two blocks run one after the other, which is the same function."""
@@ -113,15 +155,25 @@ class HostRunner:
 
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""
+        self._layers.exchange.share_overflow(self._buffers.overflow)
         self._layers.operations.store_cache(first, last)
+
+    def has_ended(self) -> bool:
+        """See `Runner`."""
+        return True
 
     def finish(self) -> bool:
         """See `Runner`."""
+        self._layers.exchange.check()
         return was_finite(self._buffers, self._buffers.overflow)
 
+    def stop(self) -> None:
+        """See `Runner`."""
+        self._layers.exchange.stop()
 
-def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[int], start: int) -> None:
-    """Put the tokens of a prompt from `start` on, and the keys and values of those before, in place.
+
+def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[int], start: int, held: int) -> None:
+    """Put the tokens of a prompt from `start` on, and the keys and values from `held` to `start`, in place.
 
     Queues two copies from page-locked memory, which must not be in use any more.
     """
@@ -132,8 +184,8 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     buffers.staged_flags[0], buffers.staged_flags[1] = start, 0
     buffers.flags.copy_(buffers.staged_flags, non_blocking=True)
     buffers.prompt[start:end].copy_(buffers.staged_prompt[start:end], non_blocking=True)
-    if start:
-        operations.load_cache(start)
+    if held < start:
+        operations.load_cache(held, start)
 
 
 def was_finite(buffers: Buffers, overflow: Tensor) -> bool:

@@ -21,19 +21,29 @@ class ScriptedPrefill:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []  # tokens, start
+        self.forgotten: list[int] = []
         self.gives_up = False
         self.before_block: Callable[[], None] = lambda: None
 
     def run(
-        self, token_ids: Sequence[int], start: int, *, should_stop: Callable[[], bool], on_progress: Callable[[int], None]
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        *,
+        should_stop: Callable[[], bool],
+        aborted: Callable[[], bool],
+        on_progress: Callable[[int], None],
     ) -> int:
         self.calls.append((len(token_ids), start))
         position = start
-        while position < len(token_ids) and not should_stop():
+        while position < len(token_ids) and not aborted() and not should_stop():
             self.before_block()
             position = min(position + BLOCK, len(token_ids))
             on_progress(position)
         return start if self.gives_up else position
+
+    def forget(self, position: int) -> None:
+        self.forgotten.append(position)
 
 
 @pytest.fixture
@@ -72,6 +82,7 @@ def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
     engine.run(1, request(num_prompt=MIN_PREFILL_TOKENS, max_tokens=2))
     engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
     assert prefill.calls == []
+    assert prefill.forgotten == [0, 99], "what stands in the cache from there on is the kernel's"
     assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
 
 

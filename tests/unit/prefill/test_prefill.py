@@ -116,10 +116,16 @@ def test_a_prefix_from_the_cache_is_used_wherever_it_ends(make: Make) -> None:
     whole = Rank(checkpoint)
     whole.run(ids)
     for start in (1, 59, 129, 140):
-        rank = Rank(checkpoint)
-        rank.run(ids[:start])
-        assert rank.run(ids, start) == PROMPT
-        assert relative_error(rank.cache.float(), whole.cache.float()) < 1e-3
+        caches = []
+        for num_held in (start, start // 2):  # the others are fetched from the cache
+            rank = Rank(checkpoint)
+            rank.run(ids[:start])
+            rank.prefill.forget(num_held)
+            rank.buffers.keys[:, num_held:start], rank.buffers.values[:, num_held:start] = 9.0, 9.0
+            assert rank.run(ids, start) == PROMPT
+            caches.append(rank.cache)
+        assert relative_error(caches[0].float(), whole.cache.float()) < 1e-3
+        assert torch.equal(caches[0], caches[1])
 
 
 def test_padding_is_never_stored(make: Make) -> None:
