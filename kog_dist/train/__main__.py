@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from kog_dist.errors import KogError
+from kog_dist.train.commands.ablation import ablation
 from kog_dist.train.commands.evaluate import evaluate
 from kog_dist.train.commands.export import export
 from kog_dist.train.commands.prepare import prepare
@@ -19,6 +20,7 @@ from kog_dist.train.commands.run import run
 COMMANDS: tuple[Callable[..., dict[str, Any]], ...] = (
     prepare,
     run,
+    ablation,
     evaluate,
     export,
 )

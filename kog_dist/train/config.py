@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -67,15 +69,15 @@ def spec_of(table: Mapping[str, Any], path: Path) -> ModelSpec:
 
 def settings_of(kind: type[Settings], table: Mapping[str, Any], path: Path) -> Settings:
     """A dataclass from a table. Raises ConfigError naming the key that is unknown, missing or of the wrong type."""
-    known = {item.name: str(item.type) for item in fields(kind)}  # type: ignore[arg-type]
+    known = get_type_hints(kind)
     for key, value in table.items():
         if key not in known:
             raise ConfigError(f"{path}: there is no key {key!r}; known are {', '.join(known)}")
-        if isinstance(value, str) != ("str" in known[key] or known[key] == "HeadType") and not isinstance(value, HeadType):
-            raise ConfigError(f"{path}: {key} = {value!r} is of the wrong type, it must be {known[key]}")
+        try:
+            TypeAdapter(known[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"{path}: {key} = {value!r}: {error.errors()[0]['msg']}") from None
     try:
         return kind(**table)
-    except TypeError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except ConfigError as error:
+    except (TypeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from None

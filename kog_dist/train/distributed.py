@@ -62,18 +62,23 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def one_device(device: str) -> Ranks:
+    """This process alone. Raises ConfigError if CUDA is asked for and there is none."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    return Ranks(0, 1, torch.device(device))
+
+
 def join_ranks(device: str) -> Ranks:
     """The ranks that torchrun's environment names (RANK, WORLD_SIZE, LOCAL_RANK): NCCL on GPUs, gloo on the CPU.
 
     Collective. Raises ConfigError if CUDA is asked for and there is none.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        return Ranks(0, 1, torch.device(device))
-    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
+    alone = one_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return alone
+    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else alone.device
     if place.type == "cuda":
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-    return Ranks(dist.get_rank(), world_size, place)
+    return Ranks(dist.get_rank(), dist.get_world_size(), place)

@@ -107,17 +107,18 @@ class Run:
         self._num_summed += 1
         self.step_idx += 1
 
-    def held_out_loss(self) -> float:
-        """Mean loss per token in nats over evenly spaced rows of the held-out tokens. Collective.
+    def held_out_loss(self, num_batches: int | None = None) -> float:
+        """Mean loss per token in nats over evenly spaced held-out rows, by default as many as the settings say. Collective.
 
         Same shape and gradient mode as a training step, so that it needs no compilation of its own.
         """
         settings = self.settings
-        rows = self.tokens.spaced(settings.batch * settings.held_out_batches, settings.time)
+        num_batches = num_batches or settings.held_out_batches
+        rows = self.tokens.spaced(settings.batch * num_batches, settings.time)
         total = torch.zeros((), dtype=torch.float64, device=rows.device)
-        for batch in rows.view(settings.held_out_batches, settings.batch, -1):
+        for batch in rows.view(num_batches, settings.batch, -1):
             total += self._loss(batch[self._share]).detach()
-        return float(self.ranks.mean(total)) / settings.held_out_batches
+        return float(self.ranks.mean(total)) / num_batches
 
     def train(
         self,

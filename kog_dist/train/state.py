@@ -30,9 +30,7 @@ def save_state(folder: Path, progress: Mapping[str, Any], tensors: Mapping[str, 
     for stem, named in tensors.items():
         for shard_idx, shard in enumerate(_shards(named)):
             save_file(shard, folder / f"{stem}-{generation}-{shard_idx:03d}.safetensors")
-    new = folder / f"{_PROGRESS}.new"
-    new.write_text(json.dumps({**progress, "generation": generation}, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, folder / _PROGRESS)
+    write_json(folder / _PROGRESS, {**progress, "generation": generation})
     for stem in tensors:
         for file in folder.glob(f"{stem}-*.safetensors"):
             if not file.name.startswith(f"{stem}-{generation}-"):
@@ -60,6 +58,14 @@ def load_progress(folder: Path) -> dict[str, Any] | None:
     if not isinstance(progress.get("generation"), int):
         raise CheckpointError(f"{path} names no generation of files; it was written by an older version, use another folder")
     return progress
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file whole or not at all, with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(new, path)
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -157,7 +157,7 @@ def test_what_is_wrong_with_settings_is_named(tmp_path: Path, tokens: Path) -> N
     assert with_windows(TrainingModel(nano_spec()), "auto", 32) == "sdpa"
     for text, message in (
         ("[run]\nsteps = 3\n", "there is no key 'steps'; known are num_steps"),
-        ("[run]\nbatch = 'many'\n", "batch = 'many' is of the wrong type"),
+        ("[run]\nbatch = 'many'\n", "batch = 'many': Input should be a valid integer"),
         ("[training]\n", r"has \[training\]"),
         ("[model]\nshape = 'nano'\nnum_lanes = 2\n", "shape and other keys"),
         ("[model]\nhidden_size = 32\n", "missing 5 required"),
