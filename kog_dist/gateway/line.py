@@ -124,15 +124,15 @@ class Line:
         sink = self._sinks.get(request_id)
         if sink is None:
             return  # what was under way when it was cancelled
-        if isinstance(event, Done | Error):
+        self.used_s = now_s = time.monotonic()
+        if type(event) is Tokens:
+            self._heard_s[request_id] = self.tokens_s = now_s
+        elif isinstance(event, Done | Error):
             if isinstance(event, Error) and event.code is ErrorCode.UNKNOWN_REQUEST:
                 return  # it had ended when it was cancelled; how, was told before
             del self._sinks[request_id], self._heard_s[request_id]
         else:
-            self._heard_s[request_id] = time.monotonic()
-        self.used_s = time.monotonic()
-        if isinstance(event, Tokens):
-            self.tokens_s = self.used_s
+            self._heard_s[request_id] = now_s
         sink(event)
 
     def lose(self, reason: str) -> None:

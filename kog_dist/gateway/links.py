@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kog_dist.errors import LaunchError, ProtocolError
 from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
 from kog_dist.rpc.transport import Access, open_dealer
-from kog_dist.rpc.zmtp import DEALER, Wire, framed, opening
+from kog_dist.rpc.zmtp import DEALER, Message, Wire, framed, only_message, opening
 
 _RECEIVE_BYTES: Final = 1 << 16
 _UNSENT_BYTES: Final = 8 * MAX_MESSAGE_BYTES  # of requests that the engine has not read
@@ -117,21 +117,22 @@ class FileLink:
 
     def receive(self) -> bytes | None:
         """See Link."""
+        wire = self._wire
+        message: Message | None = None
         try:
-            message = self._wire.next()
-            while message is None:
+            while (is_between := wire.is_between) or (message := wire.next()) is None:
+                if wire.replies:
+                    self._write(wire.replies)
+                    wire.replies = b""
                 try:
                     data = self._socket.recv(_RECEIVE_BYTES)
                 except BlockingIOError:
                     return None
                 if not data:
                     raise LinkLost("is gone")
-                if (frame := self._wire.take(data)) is not None:
+                if is_between and (frame := only_message(data)) is not None:
                     return frame
-                message = self._wire.next()
-                if self._wire.replies:
-                    self._write(self._wire.replies)
-                    self._wire.replies = b""
+                wire.feed(data)
         except OSError:
             raise LinkLost("is gone") from None
         except ProtocolError as error:

@@ -35,6 +35,11 @@ def framed(body: bytes) -> bytes:
     return b"\x02" + len(body).to_bytes(8, "big") + body
 
 
+def only_message(data: bytes) -> bytes | None:
+    """The content if `data`, at the beginning of a frame, is exactly one short message: what a token is. Else None."""
+    return data[2:] if len(data) > 1 and not data[0] and data[1] == len(data) - 2 else None
+
+
 def opening(socket_type: bytes) -> bytes:
     """What each end says first, without waiting for the other."""
     properties = [(b"Socket-Type", socket_type), (b"Identity", b"")]
@@ -55,13 +60,10 @@ class Wire:
         self._greeted = False
         self._num_frames = self._num_bytes = 0  # of the message that is coming
 
-    def take(self, data: bytes) -> bytes | None:
-        """`feed`, and the message if `data` is exactly one short message and nothing is held: what a token is."""
-        is_between = self.is_ready and not self._held and not self._num_frames
-        if is_between and len(data) > 1 and not data[0] and data[1] == len(data) - 2:
-            return data[2:]
-        self.feed(data)
-        return None
+    @property
+    def is_between(self) -> bool:
+        """Whether nothing is held: what comes next is the beginning of a frame, and of a message."""
+        return self.is_ready and not self._held and not self._num_frames
 
     def feed(self, data: bytes) -> None:
         """Add what was received. Call `next` until it returns None before feeding more."""
