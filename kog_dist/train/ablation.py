@@ -31,6 +31,8 @@ class Ablation:
 
     def __init__(self, config: AblationConfig, data: Path, out: Path, device: Ranks) -> None:
         self.config, self.data, self.out, self.device = config, data, out, device
+        self.described = json.loads(json.dumps({**config.described(), "data_digest": data_digest(data)}))
+        self._restore()
         self._check_same_config()
 
     def train(
@@ -88,18 +90,25 @@ class Ablation:
     def _result_file(self, job: Job) -> Path:
         return self.out / "runs" / f"{job.key}.json"
 
+    def _restore(self) -> None:
+        """Take over what `results.json` says and `runs` does not: on another machine that one file is enough to go on."""
+        file = self.out / "results.json"
+        if not file.exists():
+            return
+        results = json.loads(file.read_text(encoding="utf-8"))
+        missing = {self.out / "runs" / f"{run['key']}.json": run for run in results["runs"]}
+        for path, content in {self.out / "config.json": results["config"], **missing}.items():
+            if not path.exists():
+                write_json(path, content)
+
     def _check_same_config(self) -> None:
         file = self.out / "config.json"
-        now = json.loads(json.dumps({**self.config.described(), "data_digest": data_digest(self.data)}))
-        if file.exists():
-            before = json.loads(file.read_text(encoding="utf-8"))
-            for key, value in now.items():
-                if before.get(key) != value:
-                    raise ConfigError(
-                        f"{self.out} holds an ablation with {key} {before.get(key)}, now {value}; use another folder"
-                    )
-        else:
-            write_json(file, now)
+        if not file.exists():
+            write_json(file, self.described)
+        before = json.loads(file.read_text(encoding="utf-8"))
+        for key, value in self.described.items():
+            if before.get(key) != value:
+                raise ConfigError(f"{self.out} holds an ablation with {key} {before.get(key)}, now {value}; use another folder")
 
 
 def _report_every(settings: RunSettings) -> int:

@@ -61,12 +61,11 @@ def rows_of(results: Sequence[dict[str, Any]], bytes_per_token: float) -> list[R
     return sorted(rows, key=lambda row: (-row.lanes, row.learning_rate_factor))  # stable: forms stay in the grid's order
 
 
-def write_report(out: Path, results: Sequence[dict[str, Any]], bytes_per_token: float) -> list[Row]:
+def write_report(out: Path, config: dict[str, Any], results: Sequence[dict[str, Any]], bytes_per_token: float) -> list[Row]:
     """Write `results.json`, `table.md`, `loss.svg` and `difference.svg` of what is done so far."""
     rows = rows_of(results, bytes_per_token)
-    write_json(
-        out / "results.json", {"held_out_bytes_per_token": bytes_per_token, "rows": list(map(asdict, rows)), "runs": results}
-    )
+    content = {"config": config, "held_out_bytes_per_token": bytes_per_token, "rows": list(map(asdict, rows)), "runs": results}
+    write_json(out / "results.json", content)
     (out / "table.md").write_text(table(rows), encoding="utf-8")
     series = {lanes: number for number, lanes in enumerate(dict.fromkeys(row.lanes for row in rows))}
     for name, unit in (("loss", "nats per token"), ("difference", "nats per token more than with delay 0")):

@@ -37,7 +37,7 @@ def ablation(
     with StopRequest() as stop:
         finished = comparison.train(jobs, call_seconds=call_seconds, report=typer.echo, stop=stop.is_asked)
     results = comparison.results()
-    rows = write_report(out, results, bytes_per_token)
+    rows = write_report(out, comparison.described, results, bytes_per_token)
     return {
         "finished": finished, "num_runs": len(settings.grid.jobs()), "num_done": len(results), "table": str(out / "table.md"),
         "differences": {row.label: [row.difference.value, row.difference.half] for row in rows if row.difference is not None},

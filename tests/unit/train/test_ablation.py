@@ -115,6 +115,12 @@ def test_command_writes_table_pictures_and_json(tokens: Path, tmp_path: Path) ->
     assert len(written["runs"]) == 6
     again = CliRunner().invoke(app, [*command, "--lanes", "4"], catch_exceptions=False)
     assert "6 of 6 runs are done" in again.stdout
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (out / "results.json").rename(moved / "results.json")
+    command[command.index(str(out))] = str(moved)
+    there = CliRunner().invoke(app, [*command, "--lanes", "4"], catch_exceptions=False)
+    assert "6 of 6 runs are done" in there.stdout
     refused = CliRunner().invoke(app, [*command, "--lanes", "3"])
     assert "there is no lanes 3 in the grid" in str(refused.exception)
 
