@@ -17,7 +17,7 @@ from kog_dist.bench.gpu import free_memory, gpu_name, require_gpus
 from kog_dist.bench.prefill_ranks import DECODED
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec, random_checkpoint
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, candidate
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ReduceMode
@@ -27,10 +27,11 @@ from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.gpu import DEFAULT, NO_PAIRS, GraphRunner, Tuning, exact_products, matrices_for, runner_for
-from kog_dist.workers.prefill.matrices import LayerMatrices
+from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 LIBRARIES = ("cublas", "cublaslt")
@@ -118,13 +119,13 @@ def _cases(prompts: Sequence[int], max_context: int) -> list[tuple[int, int]]:
     return [*cases, (_CACHED + _ADDED, _CACHED)] if max_context > _CACHED + _ADDED else cases
 
 
-def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, list[LayerMatrices]]:
+def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, Matrices]:
     if model is not None:
         checkpoint = open_checkpoint(Path(model), verify=False)
         lanes = range(checkpoint.spec.num_lanes)
         shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
         matrices, observe = matrices_for(shape)
-        return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices.layers()
+        return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices
     spec = named_spec(spec_name)
     shape = KernelShape(spec, range(spec.num_lanes))
     matrices, observe = matrices_for(shape)
@@ -135,7 +136,7 @@ def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, list[LayerMa
         observe(name, words)
         return words
 
-    return Monokernel(shape, from_tensors(shape, tensor)), matrices.layers()
+    return Monokernel(shape, from_tensors(shape, tensor)), matrices
 
 
 def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
@@ -144,25 +145,42 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
     ids = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, max_context).tolist()
     figures = []
     for length, cached in _cases(prompts, max_context):
-        times = [_first_token(kernel, prefill, ids[:length], cached) for _ in range(repeats + 1)][1:]
+        run = partial(_first_token, kernel, prefill, ids[:length], cached)
+        times = [run(by_kernel=False) for _ in range(repeats + 1)][1:]
+        by_kernel_ms = percentile([run(by_kernel=True)[2] * 1e3 for _ in range(repeats)], 0.5)
         prefill_ms, launched_ms, first_ms = (percentile([time_s[i] * 1e3 for time_s in times], 0.5) for i in range(3))
         figure = {
             "prompt": length, "cached": cached, "prefill_ms": round(prefill_ms, 3), "launched_ms": round(launched_ms, 3),
             "first_token_ms": round(first_ms, 3),
+            "first_token_by_kernel_ms": round(by_kernel_ms, 3),
             "p99_first_token_ms": round(percentile([time_s[2] * 1e3 for time_s in times], 0.99), 3),
         }  # fmt: skip
         figures.append(figure)
         print(
             f"  prompt {length:5}, {cached:5} cached: prefill {prefill_ms:8.3f} ms, launched {launched_ms:8.3f} ms, "
-            f"first token {first_ms:8.3f} ms median, {figure['p99_first_token_ms']:8.3f} p99",
+            f"first token {first_ms:8.3f} ms median, {figure['p99_first_token_ms']:8.3f} p99, {by_kernel_ms:8.3f} by the kernel",
             flush=True,
         )
     return figures
 
 
-def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float, float]:
-    """Seconds from the prompt to a full cache, to the last token's launch, and to the first token in host memory."""
+def _first_token(
+    kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int, *, by_kernel: bool
+) -> tuple[float, float, float]:
+    """Seconds from the prompt to a full cache, to the last token's launch, and to the first token in host memory.
+
+    `by_kernel`: the monokernel decodes the last token of the prompt; else prefill leaves its logits, and there is no launch.
+    """
     prefill.forget(max(0, cached - DECODED))
+    if prefill.has_head and not by_kernel:
+        begin_s = time.perf_counter()
+        prefill.run(ids, cached, should_stop=lambda: False, wants_logits=True)
+        filled_s = time.perf_counter()
+        if prefill.logits is None:
+            raise ConfigError("prefill gave no logits: a value left the range of binary16")
+        candidate(prefill.logits, 0, len(ids) - 1, Sampling())
+        first_s = time.perf_counter()
+        return filled_s - begin_s, filled_s - begin_s, first_s - begin_s
     begin_s = time.perf_counter()
     reached = prefill.run(ids[:-1], cached, should_stop=lambda: False)
     filled_s = time.perf_counter()
@@ -184,19 +202,31 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
 
     figures = []
     for (size, count), graph in sorted(runner.graphs.items()):
-        with torch.cuda.stream(runner.stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            times = []
-            for _ in range(5):
-                runner.buffers.next_start.zero_()
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(1000 * begin.elapsed_time(end))
+        times = []
+        for _ in range(5):
+            runner.buffers.next_start.zero_()
+            torch.cuda.synchronize()
+            times.append(_graph_us(runner, graph))
         figures.append({"graph": f"{count} x {size}", "us": round(percentile(times, 0.5), 1)})
+    for (size, count), graph in sorted(runner.tails.items()):
+        runner.buffers.last_position.zero_()
+        torch.cuda.synchronize()
+        us = percentile([_graph_us(runner, graph) for _ in range(5)], 0.5)
+        figures.append({"graph": f"tail of {count} x {size}", "us": round(us, 1)})
     print("  us of a graph:", ", ".join(f"{figure['graph']}: {figure['us']}" for figure in figures), flush=True)
     return figures
+
+
+def _graph_us(runner: GraphRunner, graph: torch.cuda.CUDAGraph) -> float:
+    import torch
+
+    with torch.cuda.stream(runner.stream):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+    return 1000 * float(begin.elapsed_time(end))
 
 
 def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ def prepared(
     comm = context.cuda_communicator(boxes, timeout_s=_LIMIT_S) if world_size > 1 else None
     kernel = Monokernel(shape, weights, rank=rank, wait_limit_us=2_000_000, heap=None if comm is None else comm.heap)
     exchange = None if comm is None else peer_exchange.peer_exchange(spec, max(tuning.sizes), comm, limit_s=limit_s)
-    prefill = prefill_for(kernel, matrices.layers(), exchange=exchange, tuning=tuning)
+    prefill = prefill_for(kernel, matrices, exchange=exchange, tuning=tuning)
     context.rendezvous.barrier(context.deadline)
     return comm, kernel, prefill
 

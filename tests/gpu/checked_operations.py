@@ -83,6 +83,9 @@ class CheckedOperations:
     def swiglu(self, rows: Rows) -> None:
         self._compare("swiglu", {"activation": rows.activation}, lambda do: do.swiglu(rows))
 
+    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        self._compare("scores", {"scores": out}, lambda do: do.scores(x, matrix, out))
+
     def load_cache(self, first: int, last: int) -> None:
         outputs = {"keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow}
         self._compare("load cache", outputs, lambda do: do.load_cache(first, last))

@@ -22,7 +22,7 @@ from kog_dist.decode.sampling import Sampling
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
-from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, random_tensor
@@ -35,7 +35,7 @@ from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.exchange import OneRank
 from kog_dist.workers.prefill.gpu import NO_PAIRS, Tuning, exact_products, matrices_for, prefill_for, runner_for
 from kog_dist.workers.prefill.layers import Layers
-from kog_dist.workers.prefill.matrices import LayerMatrices
+from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedOperations
@@ -71,7 +71,7 @@ class Prepared:
         self.shape = KernelShape(self.spec, range(self.spec.num_lanes), kv_dtype=kv_dtype)
         collected, observe = matrices_for(self.shape)
         self.kernel = Monokernel(self.shape, load_weights(self.shape, open_checkpoint(folder), observe))
-        self.matrices = collected.layers()
+        self.collected, self.matrices = collected, collected.layers()
         self.ids: list[int] = np.random.default_rng(1).integers(0, self.spec.vocab_size, self.spec.max_context).tolist()
 
     def oracle_logits(self, num_tokens: int, *, rounded: bool = True) -> np.ndarray[Any, Any]:
@@ -80,7 +80,7 @@ class Prepared:
             return np.asarray(oracle(torch.tensor([self.ids[:num_tokens]], device="cuda"))[0].cpu().numpy())
 
     def prefill(self, tuning: Tuning = TUNING) -> Prefill:
-        return prefill_for(self.kernel, self.matrices, tuning=tuning)
+        return prefill_for(self.kernel, self.collected, tuning=tuning)
 
 
 class Asked(OneRank):
@@ -119,7 +119,7 @@ def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) ->
 @pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
 def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str) -> None:
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
-    runner = runner_for(model.kernel, model.matrices, tuning=Tuning((32,), paired_from=NO_PAIRS))
+    runner = runner_for(model.kernel, model.collected, tuning=Tuning((32,), paired_from=NO_PAIRS))
     embedding = torch.as_tensor(model.kernel.weights.embedding.view(np.int16), device="cuda").view(torch.bfloat16)
     cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
     twin = TorchOperations(runner.buffers, embedding, cache)
@@ -149,6 +149,27 @@ def test_logits_after_prefill_match_the_oracle(tmp_path: Path, variant: str, kv_
         rounding = relative_error(wanted[length - 1], plain[length - 1])  # 0: of the last one
         limit = LIMIT if kv_dtype == "float16" else max(LIMIT, OF_ROUNDING * rounding)
         assert error < limit, f"{length} tokens: {error:.1e}, rounding alone {rounding:.1e}"
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "sum before norm": {"pre_norm_lane_agg": True},
+    "norm scales per lane": VARIANTS["norm scales per lane"],
+    "head by lane": {"head_type": HeadType.VOCAB_PARALLEL},
+}
+
+
+@pytest.mark.parametrize("variant", HEADS)
+def test_logits_of_the_last_token_match_the_oracle(tmp_path: Path, variant: str) -> None:
+    model = Prepared(tmp_path, HEADS[variant], "float16")
+    prefill, wanted, errors = model.prefill(), model.oracle_logits(700), {}
+    for length, start in ((17, 0), (130, 17), (300, 0), (700, 310)):
+        fill(prefill, model.ids[:start])
+        assert prefill.run(model.ids[:length], start, should_stop=lambda: False, wants_logits=True) == length
+        assert prefill.logits is not None
+        errors[length] = relative_error(prefill.logits, wanted[length - 1])
+    print(variant, {length: f"{error:.1e}" for length, error in errors.items()})
+    assert max(errors.values()) < LIMIT
 
 
 def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepared) -> None:
@@ -201,7 +222,7 @@ def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
 
 # ---- the 2B shape ----
 @pytest.fixture(scope="module")
-def big() -> Iterator[tuple[Monokernel, list[LayerMatrices]]]:
+def big() -> Iterator[tuple[Monokernel, Matrices]]:
     import cupy
 
     shape = KernelShape(SPEC, range(SPEC.num_lanes))
@@ -213,16 +234,19 @@ def big() -> Iterator[tuple[Monokernel, list[LayerMatrices]]]:
         observe(name, words)
         return words
 
-    yield Monokernel(shape, from_tensors(shape, tensor)), matrices.layers()
+    yield Monokernel(shape, from_tensors(shape, tensor)), matrices
     cupy.get_default_memory_pool().free_all_blocks()
     torch.cuda.empty_cache()
 
 
-def test_2b_logits_bits_and_times(big: tuple[Monokernel, list[LayerMatrices]]) -> None:
+def test_2b_logits_bits_and_times(big: tuple[Monokernel, Matrices]) -> None:
     kernel, matrices = big
     prefill = prefill_for(kernel, matrices)
-    found = {}
+    found, by_prefill = {}, {}
     for length in (MIN_PREFILL_TOKENS + 1, 17, 128, 512, 513, 2048, 4000):
+        assert prefill.run(IDS_2B[:length], 0, should_stop=lambda: False, wants_logits=True) == length
+        assert prefill.logits is not None
+        by_prefill[length] = prefill.logits
         fill(prefill, IDS_2B[: length - 1])
         cache = kernel.kv.copy()
         fill(prefill, IDS_2B[: length - 1])
@@ -237,15 +261,18 @@ def test_2b_logits_bits_and_times(big: tuple[Monokernel, list[LayerMatrices]]) -
     wanted, plain = _oracle_logits(sorted(found))
     errors = {length: relative_error(found[length], wanted[length]) for length in wanted}
     print("2B, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
+    of_prefill = {length: relative_error(logits, wanted[length]) for length, logits in by_prefill.items()}
+    print("2B, relative errors of prefill's own logits:", {length: f"{error:.1e}" for length, error in of_prefill.items()})
+    errors |= {-length: error for length, error in of_prefill.items()}
     for length, error in errors.items():
-        limit = LIMIT if length >= 128 else max(LIMIT, OF_ROUNDING * relative_error(wanted[length], plain[length]))
+        limit = LIMIT if abs(length) >= 128 else max(LIMIT, OF_ROUNDING * relative_error(wanted[abs(length)], plain[abs(length)]))
         assert error < limit, f"{length} tokens: {error:.1e}, the limit is {limit:.1e}"
 
 
 @pytest.mark.parametrize("num_lanes", [4, 2])
-def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, list[LayerMatrices]], num_lanes: int) -> None:
+def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, Matrices], num_lanes: int) -> None:
     """What the keys and values of several ranks rest on, to be those of one."""
-    matrices, other = big[1][0], list[str]()
+    matrices, other = big[1].layers()[0], list[str]()
     generator = torch.Generator("cuda").manual_seed(1)
     with torch.no_grad(), exact_products("cublas"):
         for name in ("wqkv", "wo", "w13", "w2"):

@@ -12,9 +12,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
@@ -27,6 +29,7 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda_peers import CudaPeers
+from kog_dist.workers.engines.first_token import FirstToken
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import Kernel, Launches, Token
 from kog_dist.workers.engines.root_choice import RootChoice
@@ -55,8 +58,18 @@ class Prefiller(Protocol):
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
+        wants_logits: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether `run` can give logits."""
+
+    @property
+    def logits(self) -> NDArray[np.float32] | None:
+        """Of the last token, if they were wanted, and `run` came so far."""
 
     def forget(self, position: int) -> None:
         """The kernel writes its KV cache from `position` on, without prefill."""
@@ -117,7 +130,7 @@ class CudaEngine:
         heap = self._link(prefill_tokens=max(BLOCK_SIZES))
         made = Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=heap)
         exchange = None if self._peers is None else self._peers.prefill_sums(limit_us / 1e6)
-        self._prefill = prefill_for(made, matrices.layers(), exchange=exchange)
+        self._prefill = prefill_for(made, matrices, exchange=exchange)
         return made
 
     def _link(self, prefill_tokens: int = 0) -> CudaHeap | None:
@@ -150,22 +163,27 @@ class CudaEngine:
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
         limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
         with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
-            num_cached = self._prefilled(seq, request, heartbeat)
+            num_cached, first = self._prefilled(seq, request, heartbeat)
             if request.is_shaped:
                 return self._run_shaped(seq, request, heartbeat, num_cached)
-            return self._run_plain(seq, request, heartbeat, num_cached)
+            if first is not None and first.finish is not Finish.NONE:
+                return first.finish
+            return self._run_plain(seq, request, heartbeat, num_cached, () if first is None else (first.token_id,))
 
-    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> int:
-        """Positions that the KV cache holds once the prompt without its last token has gone through prefill.
+    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, FirstToken | None]:
+        """Positions that the KV cache holds once the prompt has gone through prefill, and the answer's first token, handed out.
 
-        Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
+        Without that token, if prefill has no head: all but the prompt's last position, which the kernel decodes. Fewer when
+        the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
         """
-        start, num_wanted = request.kv.num_cached, len(request.prompt) - 1
+        start, num_prompt = request.kv.num_cached, len(request.prompt)
         if self._prefill is None:
-            return start
-        if num_wanted - start < MIN_PREFILL_TOKENS:
+            return start, None
+        if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
             self._prefill.forget(start)
-            return start
+            return start, None
+        first = FirstToken(request, self._max_context) if self._prefill.has_head and not request.is_shaped else None
+        num_wanted = num_prompt - 1 if first is None else num_prompt
         num_asked = 0
 
         def progress(position: int) -> None:
@@ -182,19 +200,32 @@ class CudaEngine:
             return num_asked > 1 and bool(self._peers.share_choice(int(cancelled), Finish.NONE)[0])
 
         held = self._prefill.run(
-            request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress
+            request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress,
+            wants_logits=first is not None,
+            meanwhile=(lambda: None) if first is None else partial(first.prepare, len(self._loaded.logits)),
         )  # fmt: skip
         if self._control.aborted():
             self._leave(f"left request {seq}")
+        logits = self._prefill.logits
+        if first is not None and logits is not None:
+            first.choose(logits, cancelled=self._control.cancelled(seq))
+            self._put(seq, 0, first.token_id, first.finish, logits if request.logit_digests else None)
+            progress(held)
+            return held, first
+        held = min(held, num_prompt - 1)
+        self._prefill.forget(held)
         progress(held)
-        return held
+        return held, None
 
-    def _run_plain(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int) -> Finish:
-        """The kernel decodes many tokens in a launch and chooses them itself."""
-        kernel, num_prompt = self._loaded, len(request.prompt)
-        max_tokens = min(request.max_tokens, self._max_context - num_prompt)
+    def _run_plain(
+        self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, begun: tuple[int, ...] = ()
+    ) -> Finish:
+        """The kernel decodes many tokens in a launch and chooses them itself, behind those with which the answer has `begun`."""
+        kernel, prompt = self._loaded, (*request.prompt, *begun)
+        num_prompt = len(prompt)
+        max_tokens = min(request.max_tokens - len(begun), self._max_context - num_prompt)
         sampling = Sampling(request.temperature, request.seed)
-        kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached)
+        kernel.begin(prompt, max_tokens, sampling, request.end_ids, first_position=num_cached)
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
@@ -205,7 +236,7 @@ class CudaEngine:
                 self._control.set_progress(self._rank, seq, num_prompt + index)
             else:
                 self._settle(seq, token.finish)
-            self._put(seq, index, token.token_id, token.finish, logits)
+            self._put(seq, len(begun) + index, token.token_id, token.finish, logits)
             if token.finish is not Finish.NONE:
                 return token.finish
         raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")

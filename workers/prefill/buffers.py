@@ -61,9 +61,10 @@ class Buffers:
         shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.flags = torch.zeros(2, dtype=torch.int32, device=device)
-        self.next_start, self.overflow = self.flags[:1], self.flags[1:]  # where the next block begins; 1: a value was not finite
-        self.staged_flags = self._staged(2)
+        self.flags = torch.zeros(3, dtype=torch.int32, device=device)
+        self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next block begins; 1: a value was not finite
+        self.last_position = self.flags[2:]  # of the prompt
+        self.staged_flags = self._staged(3)
 
     def _staged(self, count: int) -> Tensor:
         """int32 on the host, page-locked if the GPU copies it."""
@@ -77,11 +78,15 @@ class Buffers:
         held = (self.rope, self.prompt, self.keys, self.values, self.flags)
         return sum(array.nbytes for array in (*held, *self._memory.values()))
 
-    def rows(self, size: int, turn: int = 0) -> Rows:
-        """The views of a block of `size` tokens. Blocks that run at the same time take different `turn`s, and share nothing."""
+    def rows(self, size: int, turn: int = 0, *, largest_size: int = 0) -> Rows:
+        """The views of a block of `size` tokens. Blocks that run at the same time take different `turn`s, and share nothing.
+
+        `largest_size`: of a block of this turn, if it is less than that of all.
+        """
         import torch
 
         assert size <= self.max_size
+        max_size = largest_size or self.max_size
         spec, lanes = self.spec, self.layout.num_lanes
         d, dim = spec.hidden_size, spec.head_dim
         heads = lanes * spec.lane_heads
@@ -92,7 +97,7 @@ class Buffers:
             """The front of the memory `name`, which is made for the largest block."""
             key = f"{name} {turn}"
             if key not in self._memory:
-                largest = prod(shape) // size * self.max_size
+                largest = prod(shape) // size * max_size
                 self._memory[key] = torch.zeros(largest, dtype=dtype, device=self.device)
             return self._memory[key][: prod(shape)].view(shape)
 

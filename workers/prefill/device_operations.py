@@ -149,6 +149,14 @@ class DeviceOperations:
             gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
 
+    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """See `Operations`. x is the sum of two values in the products' type."""
+        import torch
+
+        upper = x.to(matrix.dtype)
+        both = torch.stack((upper, (x - upper.float()).to(matrix.dtype)), dim=1)  # (B, 2, K)
+        out.copy_(torch.bmm(both, matrix.transpose(1, 2), out_dtype=torch.float32).sum(1))
+
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
         self._copy("load_cache", first, last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -14,11 +15,14 @@ from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
 from kog_dist.workers.prefill.exchange import OneRank, Rehearsal, SumExchange
 from kog_dist.workers.prefill.layers import Layers
-from kog_dist.workers.prefill.matrices import LayerMatrices, Matrices
+from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill, load_prompt, was_finite
+from kog_dist.workers.prefill.tail import Tail
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
@@ -41,16 +45,19 @@ DEFAULT = Tuning()
 
 
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
-    """An empty collection in the products' type, and the observer that `load_weights` fills it through."""
+    """An empty collection in the products' type, and the observer that `load_weights` fills it through.
+
+    A rank that hosts all lanes has a head.
+    """
     import torch
 
-    matrices = Matrices(shape.spec, torch.float16)
+    matrices = Matrices(shape.spec, torch.float16, with_head=shape.num_lanes == shape.spec.num_lanes)
     return matrices, observer(matrices.take, matrices.wants, shape.weight_dtype)
 
 
 def prefill_for(
     kernel: Monokernel,
-    matrices: Sequence[LayerMatrices],
+    matrices: Matrices,
     *,
     exchange: SumExchange | None = None,
     tuning: Tuning = DEFAULT,
@@ -69,7 +76,7 @@ def prefill_for(
 
 def runner_for(
     kernel: Monokernel,
-    matrices: Sequence[LayerMatrices],
+    matrices: Matrices,
     *,
     exchange: SumExchange | None = None,
     tuning: Tuning = DEFAULT,
@@ -83,9 +90,10 @@ def runner_for(
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
-    layers = Layers(shape.spec, matrices, operations, exchange or OneRank())
+    layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank())
+    head = matrices.head()
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
-    return GraphRunner(layers, buffers, stream, tuning)
+    return GraphRunner(layers, buffers, stream, tuning, tail=None if head is None else Tail(layers, buffers, head))
 
 
 class TwoStreams:
@@ -127,7 +135,9 @@ class TwoStreams:
 class GraphRunner:
     """See `Runner`. Each size is captured once, alone and as a pair; what differs between blocks is in device memory."""
 
-    def __init__(self, layers: Layers, buffers: Buffers, stream: torch.cuda.Stream, tuning: Tuning = DEFAULT) -> None:
+    def __init__(
+        self, layers: Layers, buffers: Buffers, stream: torch.cuda.Stream, tuning: Tuning = DEFAULT, *, tail: Tail | None = None
+    ) -> None:
         import torch
 
         self.layers, self.buffers, self.stream, self._tuning = layers, buffers, stream, tuning
@@ -135,6 +145,9 @@ class GraphRunner:
         self._other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of blocks
+        self.tails: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # the same, behind its last block
+        self._tail, self._last = tail, (0, 0)
+        self._staged_logits = None if tail is None else torch.zeros(tail.logits.shape, pin_memory=tail.logits.is_cuda)
         self._rows = {size: buffers.rows(size) for size in sizes}  # the graphs have their addresses
         self._second_rows = {size: buffers.rows(size, 1) for size in sizes if size >= paired_from}
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
@@ -144,12 +157,23 @@ class GraphRunner:
                 for count in (1, 2) if size >= paired_from else (1,):
                     buffers.next_start.zero_()
                     self._warm_up(size, count)
-                    stream.synchronize()
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                        self._queue_layers(size, count)
-                    self.graphs[size, count] = graph
+                    self.graphs[size, count] = self._captured(partial(self._queue_layers, size, count), pool)
+                    if tail is not None:
+                        rows = (self._rows if count == 1 else self._second_rows)[size]
+                        buffers.last_position.copy_(rows.place[:1])
+                        tail.run(rows)
+                        self.tails[size, count] = self._captured(partial(tail.run, rows), pool)
         stream.synchronize()
+
+    def _captured(self, queue: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        """What `queue` queues, as a graph; it has run once before."""
+        import torch
+
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+            queue()
+        return graph
 
     def _warm_up(self, size: int, count: int) -> None:
         """Have all workspaces and modules that a graph needs. Peers may come to this at another time."""
@@ -186,15 +210,29 @@ class GraphRunner:
 
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
-            self.graphs[group[0].size, len(group)].replay()
+            self._last = (group[0].size, len(group))
+            self.graphs[self._last].replay()
             ended.record()
         return ended.query
 
-    def store(self, first: int, last: int) -> None:
+    @property
+    def has_head(self) -> bool:
+        """See `Runner`."""
+        return self._tail is not None
+
+    def logits(self) -> NDArray[np.float32]:
+        """See `Runner`."""
+        assert self._staged_logits is not None
+        return self._staged_logits.numpy().copy()
+
+    def store(self, first: int, last: int, *, wants_logits: bool) -> None:
         """See `Runner`."""
         import torch
 
         with torch.cuda.stream(self.stream):
+            if wants_logits and self._tail is not None and self._staged_logits is not None:
+                self.tails[self._last].replay()
+                self._staged_logits.copy_(self._tail.logits, non_blocking=True)
             self.layers.exchange.share_overflow(self.buffers.overflow)
             self.layers.operations.store_cache(first, last)
             self.buffers.staged_flags.copy_(self.buffers.flags, non_blocking=True)

@@ -72,17 +72,25 @@ class Layers:
             do.product(rows.stream, matrices.wqkv, rows.qkv)
             do.append(rows, layer)
             appended(layer)
-            if matrices.wo is None or matrices.w13 is None or matrices.w2 is None:
-                return  # the last layer: its keys and values are all that a later token sees of it
+            if layer == self.spec.num_layers - 1:
+                return  # its keys and values are all that a later token sees of it
             before_attention(layer)
-            partial = self._partial(rows, Block.ATTENTION, layer)
-            do.product(do.attend(rows, layer), matrices.wo, partial)
-            self._reduce(rows, Block.ATTENTION, layer, partial)
-            do.product(rows.stream, matrices.w13, rows.gate_up)
-            do.swiglu(rows)
-            partial = self._partial(rows, Block.MLP, layer)
-            do.product(rows.activation, matrices.w2, partial)
-            self._reduce(rows, Block.MLP, layer, partial)
+            self.finish_layer(rows, layer)
+
+    def finish_layer(self, rows: Rows, layer: int) -> None:
+        """A layer from its queries, keys and values on."""
+        do, matrices = self.operations, self.matrices[layer]
+        assert matrices.wo is not None
+        assert matrices.w13 is not None
+        assert matrices.w2 is not None
+        partial = self.partial(rows, Block.ATTENTION, layer)
+        do.product(do.attend(rows, layer), matrices.wo, partial)
+        self._reduce(rows, Block.ATTENTION, layer, partial)
+        do.product(rows.stream, matrices.w13, rows.gate_up)
+        do.swiglu(rows)
+        partial = self.partial(rows, Block.MLP, layer)
+        do.product(rows.activation, matrices.w2, partial)
+        self._reduce(rows, Block.MLP, layer, partial)
 
     def _reduce(self, rows: Rows, block: Block, layer: int, partial: Tensor) -> None:
         """Add a block's partial sums to the streams, as docs/plan.md says of RESIDUAL."""
@@ -101,14 +109,15 @@ class Layers:
         total: Tensor | None = None
         if mode is ReduceMode.DELAYED:
             past_layer = layer - spec.delay
-            past = self._partial(rows, block, past_layer)
+            past = self.partial(rows, block, past_layer)
             if not exchange.is_alone:  # else the residual adds `past` up, of which it reads all lanes: fewer bytes
                 total = exchange.total(block, past_layer, self._own_sum(rows, block, past_layer))
         do.residual(rows, mode, partial, past, total, own_sum if is_published else None)
         if is_published:
             exchange.publish(block, layer, own_sum)
 
-    def _partial(self, rows: Rows, block: Block, layer: int) -> Tensor:
+    def partial(self, rows: Rows, block: Block, layer: int) -> Tensor:
+        """Where the partial sums of a layer are."""
         return rows.partials[block][layer % (self.spec.delay + 1)]
 
     def _own_sum(self, rows: Rows, block: Block, layer: int) -> Tensor:

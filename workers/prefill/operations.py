@@ -54,6 +54,9 @@ class Operations(Protocol):
     def swiglu(self, rows: Rows) -> None:
         """activation = silu(gate) * up, with 1 / rms applied to both."""
 
+    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """out (B, rows) float32 = x (B, K) float32 times the transposed `matrix` (B, rows, K), to about 20 bits of x."""
+
     def load_cache(self, first: int, last: int) -> None:
         """Keys and values of these positions, as far as the layers still have them, from the monokernel's cache."""
 
@@ -170,6 +173,10 @@ class TorchOperations:
 
         gate, up = (rows.gate_up.float() * rows.inverse_rms[..., None]).chunk(2, dim=-1)
         rows.activation.copy_(torch.nn.functional.silu(gate) * up)
+
+    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """See `Operations`."""
+        out.copy_((matrix.float() @ x[..., None])[..., 0])
 
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""

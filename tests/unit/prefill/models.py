@@ -66,9 +66,10 @@ class Rank:
         self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype)
         self.buffers = Buffers(self.layout, dtype, max(sizes), "cpu")
         operations = TorchOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
-        self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype)
+        collected = matrices_of(self.spec, self.lanes, self.tensor, dtype)
+        self.matrices = collected.layers()
         self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())
-        runner = HostRunner(self.layers, self.buffers, sizes)
+        runner = HostRunner(self.layers, self.buffers, sizes, head=collected.head() if exchange is None else None)
         self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes)
 
     def tensor(self, name: str) -> Tensor:
