@@ -91,15 +91,17 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_un
     return _svg(parts, x_axis, y_axis, x_unit, f"{y_unit} over {x_unit}", y_unit)
 
 
-def intervals(rows: Sequence[tuple[str, int, float, float, float]], unit: str) -> str:
+def intervals(rows: Sequence[tuple[str, int, float, float, float]], unit: str, *, with_zero: bool = False) -> str:
     """Values with intervals, one row each: (label, series, value, low, high). Classes `interval` and `dot`, with `series-N`."""
     if not rows:
         return _empty("nothing to draw")
     left, row = 230, 16.0
     height = round(_TOP + row * len(rows) + _BOTTOM)
-    x_axis = _Axis(min(low for *_, low, _ in rows), max(high for *_, high in rows), left, WIDTH - _RIGHT)
+    zero = [0.0] if with_zero else []
+    low_end, high_end = min([*zero, *(low for *_, low, _ in rows)]), max([*zero, *(high for *_, high in rows)])
+    x_axis = _Axis(low_end, high_end, left, WIDTH - _RIGHT)
     parts = []
-    if x_axis.low < 0 < x_axis.high:
+    if x_axis.low <= 0 <= x_axis.high:
         parts.append(f'<line class="mark" x1="{x_axis.at(0):.1f}" x2="{x_axis.at(0):.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>')
     for idx, (label, series, value, low, high) in enumerate(rows):
         y = _TOP + (idx + 0.5) * row

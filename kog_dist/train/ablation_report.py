@@ -76,7 +76,7 @@ def write_report(out: Path, config: dict[str, Any], results: Sequence[dict[str, 
             if mean is not None
         ]
         if drawn:
-            (out / f"{name}.svg").write_text(standalone(intervals(drawn, unit)), encoding="utf-8")
+            (out / f"{name}.svg").write_text(standalone(intervals(drawn, unit, with_zero=name == "difference")), encoding="utf-8")
     return rows
 
 

@@ -20,7 +20,8 @@ _WARM_UP, _MEASURED = 3, 5  # forward and backward passes
 def apply_determinism(execution: Execution, device: torch.device) -> None:
     """For CUDA, tell torch and cuBLAS whether only deterministic kernels may be used; CPU kernels repeat their bits anyway.
 
-    Where an operation has no deterministic kernel torch warns, and the run goes on.
+    An operation without a deterministic kernel is then an error of torch. (Told only to warn, attention would keep its
+    kernels that do not repeat.)
     """
     if device.type != "cuda":
         return
@@ -28,7 +29,7 @@ def apply_determinism(execution: Execution, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # filling every new tensor costs a pass over memory and decides nothing here
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(execution.deterministic, warn_only=True)
+    torch.use_deterministic_algorithms(execution.deterministic)
 
 
 def with_windows(model: TrainingModel, windows: str, row_time: int) -> str:
