@@ -268,10 +268,10 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
-    yield "append", partial(do.append, rows, 0), 0, 2 * rows.qkv.nbytes, DEFAULT.library
+    yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2, DEFAULT.library
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, DEFAULT.library
     if spec.delay:
-        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None)
+        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, runner.layers.matrices[1].unscale, None)
         yield "residual", residual, 0, 4 * rows.stream.nbytes, DEFAULT.library
     end = spec.max_context - 1
     yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0, DEFAULT.library
@@ -308,15 +308,16 @@ def _row_bits(runner: GraphRunner, sizes: Sequence[int], library: str) -> dict[s
     import torch
 
     found: dict[str, dict[str, bool]] = {}
+    outputs_of = {"wqkv": torch.float32, "wo": torch.float16, "w13": torch.float16, "w2": torch.float16}
     generator = torch.Generator("cuda").manual_seed(1)
     with torch.no_grad(), exact_products(library):
-        for name in ("wqkv", "wo", "w13", "w2"):
+        for name, dtype in outputs_of.items():
             matrix = getattr(runner.layers.matrices[0], name)
             lanes, out_rows, columns = matrix.shape
             x = torch.randn(lanes, max(sizes), columns, device="cuda", dtype=torch.float16, generator=generator)
             outputs = {}
             for size in sizes:
-                outputs[size] = torch.empty(lanes, size, out_rows, device="cuda", dtype=torch.float16)
+                outputs[size] = torch.empty(lanes, size, out_rows, device="cuda", dtype=dtype)
                 runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
             largest = outputs[max(sizes)]
             found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}

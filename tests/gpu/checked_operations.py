@@ -43,9 +43,9 @@ class CheckedOperations:
         outputs = {"place": rows.place, "next start": self.buffers.next_start}
         self._compare("begin", outputs, lambda do: do.begin(rows))
 
-    def embed(self, rows: Rows) -> None:
+    def embed(self, rows: Rows, scale: Tensor) -> None:
         outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
-        self._compare("embed", outputs, lambda do: do.embed(rows))
+        self._compare("embed", outputs, lambda do: do.embed(rows, scale))
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
@@ -72,13 +72,21 @@ class CheckedOperations:
         self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(partial, own_sum))
 
     def residual(
-        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+        self,
+        rows: Rows,
+        mode: ReduceMode,
+        partial: Tensor,
+        past: Tensor | None,
+        total: Tensor | None,
+        own_sum: Tensor | None,
+        unscale: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
         if own_sum is not None:
             outputs["own sum"] = own_sum
         name = f"{mode.value} residual, " + ("sums here" if total is None else "sums given")
-        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum))
+        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum, unscale, scale))
 
     def swiglu(self, rows: Rows) -> None:
         self._compare("swiglu", {"activation": rows.activation}, lambda do: do.swiglu(rows))

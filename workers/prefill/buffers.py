@@ -28,7 +28,7 @@ class Rows:
     size: int
     stream: Tensor  # (L, size, D) T
     inverse_rms: Tensor  # (L, size) float32
-    qkv: Tensor  # (L, size, rows) T: query, key, value rows of wqkv, without 1 / rms
+    qkv: Tensor  # (L, size, rows) float32, so that keys and values are rounded once: rows of wqkv, without 1 / rms
     query: Tensor  # (size, L * heads, head_dim) T
     gate_up: Tensor  # (L, size, 2F) T, without 1 / rms
     activation: Tensor  # (L, size, F) T
@@ -108,7 +108,7 @@ class Buffers:
             size=size,
             stream=view("stream", lanes, size, d),
             inverse_rms=view("inverse rms", lanes, size, dtype=torch.float32),
-            qkv=view("qkv", lanes, size, (spec.lane_heads + 2 * spec.lane_kv_heads) * dim),
+            qkv=view("qkv", lanes, size, (spec.lane_heads + 2 * spec.lane_kv_heads) * dim, dtype=torch.float32),
             query=view("query", size, heads, dim),
             gate_up=view("gate up", lanes, size, 2 * spec.lane_ffn),
             activation=view("activation", lanes, size, spec.lane_ffn),

@@ -93,18 +93,21 @@ class DeviceOperations:
         """See `Operations`."""
         self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
-    def embed(self, rows: Rows) -> None:
+    def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""
         self._launch(
             "embed", rows.size, self._row_threads, size=rows.size, place=rows.place, stream=rows.stream,
-            inverse_rms=rows.inverse_rms,
+            inverse_rms=rows.inverse_rms, scale=scale,
         )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
         import torch
 
-        torch.bmm(x, matrix.transpose(1, 2), out=out)
+        if out.dtype == x.dtype:
+            torch.bmm(x, matrix.transpose(1, 2), out=out)
+        else:
+            torch.ops.aten.bmm.dtype_out(x, matrix.transpose(1, 2), out.dtype, out=out)
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
@@ -132,13 +135,21 @@ class DeviceOperations:
         self._launch("lane_sum", size, self._row_threads, size=size, partial=partial, own_sum=own_sum)
 
     def residual(
-        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+        self,
+        rows: Rows,
+        mode: ReduceMode,
+        partial: Tensor,
+        past: Tensor | None,
+        total: Tensor | None,
+        own_sum: Tensor | None,
+        unscale: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         """See `Operations`."""
         kernel = "residual_alone" if mode is ReduceMode.DELAYED and total is None else f"residual_{mode.value}"
         self._launch(
             kernel, rows.size, self._row_threads, size=rows.size, stream=rows.stream,
-            inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum,
+            inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:

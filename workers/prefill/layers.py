@@ -67,7 +67,7 @@ class Layers:
     def forward(self, rows: Rows, *, appended: Hook = _nothing, before_attention: Hook = _nothing) -> None:
         """A block that has begun. The hooks are called with the layer."""
         do = self.operations
-        do.embed(rows)
+        do.embed(rows, self.matrices[0].scale)
         for layer, matrices in enumerate(self.matrices):
             do.product(rows.stream, matrices.wqkv, rows.qkv)
             do.append(rows, layer)
@@ -96,6 +96,7 @@ class Layers:
         """Add a block's partial sums to the streams, as docs/plan.md says of RESIDUAL."""
         do, spec, exchange = self.operations, self.spec, self.exchange
         own_sum = self._own_sum(rows, block, layer)
+        unscale, scale = self._scales(block, layer)
         feeds = spec.feeds_layer(layer, block)
         is_fed_on = feeds is not None and feeds < spec.num_layers - 1  # nothing of the last layer is summed
         is_published = is_fed_on and not exchange.is_alone
@@ -103,7 +104,7 @@ class Layers:
         if mode is ReduceMode.BLOCKING:
             do.lane_sum(partial, own_sum)
             exchange.publish(block, layer, own_sum)
-            do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None)
+            do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None, unscale, scale)
             return
         past: Tensor | None = None
         total: Tensor | None = None
@@ -112,9 +113,15 @@ class Layers:
             past = self.partial(rows, block, past_layer)
             if not exchange.is_alone:  # else the residual adds `past` up, of which it reads all lanes: fewer bytes
                 total = exchange.total(block, past_layer, self._own_sum(rows, block, past_layer))
-        do.residual(rows, mode, partial, past, total, own_sum if is_published else None)
+        do.residual(rows, mode, partial, past, total, own_sum if is_published else None, unscale, scale)
         if is_published:
             exchange.publish(block, layer, own_sum)
+
+    def _scales(self, block: Block, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """By what a residual multiplies the streams that it reads, and those that it writes: `wqkv` wants them scaled."""
+        if block is Block.ATTENTION:
+            return self.matrices[layer].unscale, None
+        return None, self.matrices[layer + 1].scale if layer + 1 < len(self.matrices) else None
 
     def partial(self, rows: Rows, block: Block, layer: int) -> Tensor:
         """Where the partial sums of a layer are."""

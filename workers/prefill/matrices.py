@@ -20,14 +20,17 @@ _MATRICES = {
     "w13": ("feed_forward.w1", "feed_forward.w3"),
     "w2": ("feed_forward.w2",),
 }
-_NORM_OF = {"wqkv": "attention_norm", "w13": "ffn_norm"}
+_NORM_OF = {"w13": "ffn_norm"}
+_LEAST_SCALE = 2.0**-6
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMatrices:
     """One layer of the hosted lanes, (lanes, out, in), in the type of the products.
 
-    Norm weights are multiplied into the columns of the matrices behind them, in float32, before these are rounded.
+    FFN norm weights are multiplied into the columns of `w13`, in float32, before these are rounded. Roundings of `wqkv` would go
+    straight into keys and values, so streams are multiplied by `scale` instead: the attention norm's weights but for a power of
+    two, and for those so small that a stream would lose bits; what is missing is multiplied into the columns.
     Without a head the last layer has `wqkv` alone: nothing else of it is computed.
     """
 
@@ -35,6 +38,8 @@ class LayerMatrices:
     wo: Tensor | None
     w13: Tensor | None  # gate rows, up rows
     w2: Tensor | None
+    scale: Tensor  # (lanes or 1, D) float32
+    unscale: Tensor  # its inverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +116,10 @@ class Matrices:
                 return None
             return self._matrix([by_part[part] for part in _MATRICES[name]], by_part.get(_NORM_OF.get(name, "")))
 
-        wqkv = matrix("wqkv")
-        assert wqkv is not None
-        return LayerMatrices(wqkv, matrix("wo"), matrix("w13"), matrix("w2"))
+        norm = by_part["attention_norm"].float().reshape(-1, self._spec.hidden_size)
+        scale = _scale(norm)
+        wqkv = self._matrix([by_part[part] for part in _MATRICES["wqkv"]], norm / scale)
+        return LayerMatrices(wqkv, matrix("wo"), matrix("w13"), matrix("w2"), scale, 1 / scale)
 
     def _matrix(self, parts: list[Tensor], norm: Tensor | None) -> Tensor:
         lanes, _, columns = parts[0].shape
@@ -135,6 +141,15 @@ def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Tensor], 
             first, last = (layout.parts[lanes[0]][0], layout.parts[lanes[-1]][1]) if is_cut else layout.parts[0]
             matrices.take(name, tensor(name)[first:last])
     return matrices
+
+
+def _scale(norm: Tensor) -> Tensor:
+    """See `LayerMatrices`: at most 2, at least 2**-7 of that."""
+    import torch
+
+    largest = norm.abs().max().clamp(min=2.0**-100)
+    scaled = norm / torch.exp2(largest.log2().round())
+    return torch.where(scaled.abs() < _LEAST_SCALE, _LEAST_SCALE, scaled)
 
 
 def _head_names(spec: ModelSpec) -> tuple[str, str]:

@@ -27,8 +27,8 @@ class Operations(Protocol):
     def begin(self, rows: Rows) -> None:
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
-    def embed(self, rows: Rows) -> None:
-        """Streams of all lanes = the tokens' embedding rows; `inverse_rms` of them."""
+    def embed(self, rows: Rows, scale: Tensor) -> None:
+        """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it."""
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K) of each lane."""
@@ -43,9 +43,19 @@ class Operations(Protocol):
         """own_sum (size, D) float32 = sum over the hosted lanes of `partial`, as a binary tree of neighbours."""
 
     def residual(
-        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+        self,
+        rows: Rows,
+        mode: ReduceMode,
+        partial: Tensor,
+        past: Tensor | None,
+        total: Tensor | None,
+        own_sum: Tensor | None,
+        unscale: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         """h += total (blocking), p + (total - past) (delayed) or sqrt(lanes of the model) * p (local); then 1 / rms of h.
+
+        h is `stream` times `unscale`, and `stream` becomes h times `scale`: float32 (lanes or 1, D), one of them at most.
 
         `total` (size, D) float32 is a sum over the lanes of the whole model; None (delayed): that of `past`, as `lane_sum` adds
         it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that is None.
@@ -82,16 +92,15 @@ class TorchOperations:
         rows.place[2] = rows.place[0] + rows.size
         self.buffers.next_start[0] = rows.place[2]
 
-    def embed(self, rows: Rows) -> None:
+    def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""
         start = int(rows.place[0])
         ids = self.buffers.prompt[start : start + rows.size].long()
-        rows.stream.copy_(self.embedding[ids].expand_as(rows.stream))
-        self._norm(rows)
+        self._keep(rows, self.embedding[ids].float().expand_as(rows.stream), scale)
 
-    def _norm(self, rows: Rows) -> None:
-        squares = rows.stream.float().square().mean(-1)
-        rows.inverse_rms.copy_((squares + self.spec.norm_eps).rsqrt())
+    def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None) -> None:
+        rows.stream.copy_(h if scale is None else h * scale[:, None])
+        rows.inverse_rms.copy_((h.square().mean(-1) + self.spec.norm_eps).rsqrt())
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
@@ -151,7 +160,15 @@ class TorchOperations:
         own_sum.copy_(_tree_sum(partial))
 
     def residual(
-        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+        self,
+        rows: Rows,
+        mode: ReduceMode,
+        partial: Tensor,
+        past: Tensor | None,
+        total: Tensor | None,
+        own_sum: Tensor | None,
+        unscale: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         """See `Operations`."""
         if mode is ReduceMode.BLOCKING:
@@ -162,10 +179,10 @@ class TorchOperations:
             added = partial.float() + ((_tree_sum(past) if total is None else total) - past.float())
         else:
             added = partial.float() * math.sqrt(self.spec.num_lanes)
-        rows.stream.copy_(rows.stream.float() + added)
+        h = rows.stream.float() if unscale is None else rows.stream.float() * unscale[:, None]
         if own_sum is not None:
             self.lane_sum(partial, own_sum)
-        self._norm(rows)
+        self._keep(rows, h + added, scale)
 
     def swiglu(self, rows: Rows) -> None:
         """See `Operations`."""

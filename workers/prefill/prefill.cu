@@ -40,6 +40,19 @@ __device__ __forceinline__ float square_sum(const Unit& unit) {
     for (int k = 0; k < kUnit; ++k) sum += unit.v[k] * unit.v[k];
     return sum;
 }
+__device__ __forceinline__ void multiply(Unit& unit, const Unit& factors) {
+#pragma unroll
+    for (int k = 0; k < kUnit; ++k) unit.v[k] *= factors.v[k];
+}
+// Factors of the streams' columns: one vector for all lanes, or one for each.
+struct Scales {
+    const float* values;
+
+    __device__ __forceinline__ explicit Scales(u64 address) : values(reinterpret_cast<const float*>(address)) {}
+    __device__ __forceinline__ Unit unit(int lane, u32 at) const {
+        return values ? float_unit(values + (kScales > 1 ? lane * kHidden : 0) + at * kUnit) : Unit{};
+    }
+};
 // Binary tree over the lanes' partials, fed lane by lane in order.
 struct LaneTree {
     Unit waiting[5];  // by level: a sum that waits for its neighbour
@@ -95,9 +108,11 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
     const uint4* __restrict__ past = reinterpret_cast<const uint4*>(params.past_ptr);
     const float* __restrict__ totals = reinterpret_cast<const float*>(params.total_ptr) + static_cast<u64>(row) * kHidden;
     float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr);
+    const Scales scales(params.unscale_ptr ? params.unscale_ptr : params.scale_ptr);
+    const bool scales_input = params.unscale_ptr != 0, scales_output = params.scale_ptr != 0;
     float squares[kLanes] = {};
     for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-        Unit total{};
+        Unit total{}, scale{};
         LaneTree tree;
         if (kMode == Mode::kAlone) {
 #pragma unroll
@@ -110,7 +125,9 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
             const u64 at = (static_cast<u64>(lane) * size + row) * kUnits + unit;
+            if (kScales > 1 || lane == 0) scale = scales.unit(lane, unit);
             Unit h = widened(stream[at]), p{}, old{};
+            if (scales_input) multiply(h, scale);
             if (kMode != Mode::kBlocking) p = widened(partial[at]);
             if (kMode == Mode::kDelayed || kMode == Mode::kLocal) tree.add(lane, p);
             if (kMode == Mode::kDelayed || kMode == Mode::kAlone) old = widened(past[at]);  // alone: from the L1 cache
@@ -120,9 +137,9 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
                 else if (kMode == Mode::kLocal) h.v[k] += p.v[k] * kLocalScale;
                 else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
             }
-            const uint4 rounded = narrowed(h);
-            stream[at] = rounded;
-            squares[lane] += square_sum(widened(rounded));  // of what the next product reads
+            squares[lane] += square_sum(h);
+            if (scales_output) multiply(h, scale);
+            stream[at] = narrowed(h);
         }
         if ((kMode == Mode::kDelayed || kMode == Mode::kLocal) && own_sum)
             store_unit(own_sum + static_cast<u64>(row) * kHidden + unit * kUnit, tree.sum);
@@ -193,6 +210,7 @@ __global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ Kog
     const u32 size = params.size;
     const u32* tokens = reinterpret_cast<const u32*>(params.prompt_ptr) + *reinterpret_cast<const int*>(params.place_ptr);
     uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
+    const Scales scales(params.scale_ptr);
     for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
         const uint4* words = reinterpret_cast<const uint4*>(params.embedding_ptr) + static_cast<u64>(tokens[row]) * kUnits;
         float squares[kLanes] = {};
@@ -200,10 +218,15 @@ __global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ Kog
             const uint4 w = words[unit];
             const Unit value = {{WeightFormat::low(w.x), WeightFormat::high(w.x), WeightFormat::low(w.y), WeightFormat::high(w.y),
                                  WeightFormat::low(w.z), WeightFormat::high(w.z), WeightFormat::low(w.w), WeightFormat::high(w.w)}};
-            const uint4 rounded = narrowed(value);
-            const float sum = square_sum(widened(rounded));
+            const float sum = square_sum(value);
+            uint4 rounded{};
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
+                if (kScales > 1 || lane == 0) {
+                    Unit scaled = value;
+                    multiply(scaled, scales.unit(lane, unit));
+                    rounded = narrowed(scaled);
+                }
                 stream[(static_cast<u64>(lane) * size + row) * kUnits + unit] = rounded;
                 squares[lane] += sum;
             }
@@ -215,7 +238,7 @@ __global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ Kog
 __global__ void __launch_bounds__(kMaxThreads) append(const __grid_constant__ KogPrefillParams params) {
     const u32 size = params.size, start = *reinterpret_cast<const int*>(params.place_ptr);
     const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
-    const u32* qkv = reinterpret_cast<const u32*>(params.qkv_ptr);
+    const float2* qkv = reinterpret_cast<const float2*>(params.qkv_ptr);
     bool finite = true;
     for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
         const u32 position = start + row;
@@ -226,9 +249,9 @@ __global__ void __launch_bounds__(kMaxThreads) append(const __grid_constant__ Ko
         u32* values = reinterpret_cast<u32*>(params.values_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
         for (u32 i = threadIdx.x; i < kLanes * kLanePairs; i += blockDim.x) {
             const u32 lane = i / kLanePairs, at = i % kLanePairs;
-            const u32 packed = qkv[(static_cast<u64>(lane) * size + row) * kLanePairs + at];
+            const float2 pair = qkv[(static_cast<u64>(lane) * size + row) * kLanePairs + at];
             const float scale = inverse_rms[lane * size + row];
-            const float even = Fp16::low(packed) * scale, odd = Fp16::high(packed) * scale;
+            const float even = pair.x * scale, odd = pair.y * scale;
             float first = even, second = odd;
             if (at < kTurned) {
                 const float2 turn = rope[at % kPairs];

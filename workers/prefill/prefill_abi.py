@@ -22,8 +22,10 @@ PREFILL_PARAMS = Struct(
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
         Field("stream_ptr", "u64", "binary16 (lanes, size, hidden)"),
+        Field("unscale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams read; 0 = none"),
+        Field("scale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams written; 0 = none"),
         Field("inverse_rms_ptr", "u64", "float32 (lanes, size)"),
-        Field("qkv_ptr", "u64", "binary16 (lanes, size, rows)"),
+        Field("qkv_ptr", "u64", "float32 (lanes, size, rows)"),
         Field("query_ptr", "u64", "binary16 (size, lanes * heads, head_dim)"),
         Field("keys_ptr", "u64", "binary16 (layers, positions, lanes * KV heads, head_dim), all positions or of one layer"),
         Field("values_ptr", "u64", "like keys"),
@@ -76,6 +78,7 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
     spec = layout.spec
     numbers = {
         "kLanes": layout.num_lanes, "kHidden": spec.hidden_size, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads,
+        "kScales": 1 if spec.shared_norm_scale else layout.num_lanes,
         "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kLayers": spec.num_layers, "kMaxContext": spec.max_context,
         "kPositions": num_positions, "kSplits": layout.splits, "kWindowBatches": layout.window_batches,
         "kFullBatches": layout.full_batches, "kBatch": BATCH, "kUnit": UNIT, "kMaxThreads": MAX_THREADS,
