@@ -47,7 +47,7 @@ class Exchange:
         meter, reply = self.meters[choice], self.reply
 
         def take(event: Event) -> None:
-            if isinstance(event, Tokens):
+            if type(event) is Tokens:
                 now_s = time.monotonic()
                 if not self._is_over:
                     frames = reply.on_event(choice, event)

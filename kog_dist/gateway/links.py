@@ -63,6 +63,7 @@ class FileLink:
         self._address = address
         self._wire = Wire(DEALER, MAX_MESSAGE_BYTES)
         self._unsent = bytearray()
+        self._is_drained = False  # the last `recv` has taken all there was
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         try:
@@ -124,10 +125,14 @@ class FileLink:
                 if wire.replies:
                     self._write(wire.replies)
                     wire.replies = b""
+                if self._is_drained:
+                    self._is_drained = False
+                    return None
                 try:
                     data = self._socket.recv(_RECEIVE_BYTES)
                 except BlockingIOError:
                     return None
+                self._is_drained = 0 < len(data) < _RECEIVE_BYTES
                 if not data:
                     raise LinkLost("is gone")
                 if is_between and (frame := only_message(data)) is not None:

@@ -54,8 +54,8 @@ MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
 LEAST_DEADLINE_S = 0.001
 
 _HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
-_PLAIN_TOKENS = PlainTokens(_HEAD)
 _ID = identifier(64)
+_PLAIN_TOKENS = PlainTokens(_HEAD, _ID)
 _COUNT = integer(0, MAX_COUNT)
 _ANY_INTEGER = integer(-(2**63), 2**63 - 1)  # the message's own check, or the model, says which are allowed
 _LOGPROB = number(-MAX_FLOAT32, 0.0)
@@ -423,11 +423,7 @@ def decode_request(frame: bytes) -> Request:
 
 def decode_event(frame: bytes) -> Event:
     """What the coordinator sent. Raises BadMessage, and nothing else, like `decode_request`."""
-    if (
-        (plain := _PLAIN_TOKENS.unpack(frame)) is not None
-        and plain[2] < 2**31
-        and _readable_id({"request_id": plain[0]}) is not None
-    ):
+    if (plain := _PLAIN_TOKENS.unpack(frame)) is not None:
         return Tokens.one(*plain)
     message: Event = _decode(frame, EVENTS, "engine", "client")
     return message
