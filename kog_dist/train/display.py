@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from types import TracebackType
 
 import typer
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class RunDisplay:
-    """Prints lines to standard output; on a terminal also keeps a bar on standard error up to date."""
+    """Prints lines to standard output, and on a terminal keeps a bar below them up to date (standard error)."""
 
     def __init__(self, *, silent: bool = False) -> None:
         """`silent`: show nothing, for all ranks but the first."""
@@ -32,7 +33,11 @@ class RunDisplay:
 
     def line(self, text: str) -> None:
         """Print one line."""
-        if not self._silent:
+        if self._silent:
+            return
+        if not self._bar.disable and sys.stdout.isatty():
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)  # above the bar
+        else:
             typer.echo(text)
 
     def advanced(self, step: int, num_steps: int | None, tokens_per_s: float) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.train.display import duration
 from kog_dist.train.distributed import Ranks
 from kog_dist.train.execution import apply_determinism, faster_windows, with_windows
 from kog_dist.train.model import Residual, TrainingModel
@@ -150,7 +151,8 @@ class Run:
             elif in_call == RATE_STEPS * 3 // 2:
                 self._fix_num_steps(rate_from, report)
             if self.step_idx % report_every == 0 or self.step_idx == self.num_steps:
-                self._report(called, report)
+                rate = self._tokens_per_s(time.perf_counter() - rate_from, self.step_idx - rate_step)
+                self._report(rate, time.perf_counter() - called, report)
             if in_call % _CLOCK_STEPS == 0:
                 now = time.perf_counter()
                 if advanced is not None and self.step_idx > rate_step:
@@ -183,7 +185,7 @@ class Run:
             self.num_steps = max(2 * RATE_STEPS, int(self.settings.train_seconds / step_s))
         report(f"{step_s * 1e3:.1f} ms per step, {self._tokens_per_s(step_s, 1):,.0f} tokens/s, {self.num_steps} steps in all")
 
-    def _report(self, called: float, report: Callable[[str], None]) -> None:
+    def _report(self, tokens_per_s: float, elapsed_s: float, report: Callable[[str], None]) -> None:
         loss = float(self.ranks.mean(self._loss_sum)) / self._num_summed
         self._loss_sum.zero_()
         self._num_summed = 0
@@ -192,8 +194,13 @@ class Run:
         held_out = self.held_out_loss()
         self.losses.append((self.step_idx, round(loss, 5)))
         self.held_out_losses.append((self.step_idx, round(held_out, 5)))
-        elapsed = time.perf_counter() - called
-        report(f"step {self.step_idx}/{self.num_steps} loss {loss:.4f} held-out {held_out:.4f} {elapsed:.0f} s")
+        left_s = math.inf
+        if self.num_steps is not None and tokens_per_s > 0:
+            left_s = (self.num_steps - self.step_idx) * self.settings.batch * self.settings.time / tokens_per_s
+        report(
+            f"step {self.step_idx}/{self.num_steps} loss {loss:.4f} held-out {held_out:.4f}; {duration(elapsed_s)}, "
+            f"{tokens_per_s:,.0f} tokens/s, {duration(left_s)} left"
+        )
 
     def _wait_for_device(self) -> None:
         if self.ranks.device.type == "cuda":

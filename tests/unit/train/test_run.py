@@ -52,7 +52,9 @@ def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("change", [{}, {"optimizer": "adamw", "schedule": "cosine"}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"optimizer": "adamw", "schedule": "cosine", "precision": "bf16"}], ids=["defaults", "others"]
+)
 def test_pieces_give_the_bits_of_one_go(tokens: Path, tmp_path: Path, change: dict[str, str]) -> None:
     settings = replace(SETTINGS, **change)  # type: ignore[arg-type]
     whole = Run(nano_spec(), settings, tokens)
