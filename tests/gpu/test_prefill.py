@@ -48,9 +48,10 @@ TUNING = Tuning((16, 32, 64), paired_from=32)
 # Slices of the FFN that are no multiple of 8 are not for prefill.
 VARIANTS = {**KERNEL_VARIANTS, "nothing divides": {**KERNEL_VARIANTS["nothing divides"], "intermediate_size": 608}}
 LIMIT = 2e-3
-# A cache in bfloat16 rounds coarsely: products in binary16 put many keys and values on the other side of a rounding than the
-# oracle, which weighs most in short prompts, where little averages out. Were all roundings independent of the oracle's, the error
-# would be sqrt(2) times what rounding alone does to the oracle's logits. On a CPU it was at most 1.2 times (docs/prefill.md).
+# A cache in bfloat16 rounds coarsely: products in binary16 put some keys and values on the other side of a rounding than the
+# oracle, which weighs most in short prompts of narrow models, where little averages out. Were all roundings independent of the
+# oracle's, the error would be sqrt(2) times what rounding alone does to the oracle's logits. On a CPU the models below stay below
+# that, and wide ones below LIMIT (docs/prefill.md).
 OF_ROUNDING = 2.0**0.5
 CASES = [*((variant, "bfloat16") for variant in VARIANTS), ("demo", "float16")]  # each builds a monokernel
 IN_BINARY16 = [(variant, "float16") for variant in VARIANTS if variant != "demo"]
@@ -258,15 +259,13 @@ def test_2b_logits_bits_and_times(big: tuple[Monokernel, Matrices]) -> None:
     print(f"50 tokens behind 3900: {1e3 * (time.perf_counter() - begin_s):.2f} ms")
     found[3951] = decode(kernel, IDS_2B[:3951], 3950)
     _check_stop(prefill)
-    wanted, plain = _oracle_logits(sorted(found))
+    wanted = _oracle_logits(sorted(found))
     errors = {length: relative_error(found[length], wanted[length]) for length in wanted}
     print("2B, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
     of_prefill = {length: relative_error(logits, wanted[length]) for length, logits in by_prefill.items()}
     print("2B, relative errors of prefill's own logits:", {length: f"{error:.1e}" for length, error in of_prefill.items()})
     errors |= {-length: error for length, error in of_prefill.items()}
-    for length, error in errors.items():
-        limit = LIMIT if abs(length) >= 128 else max(LIMIT, OF_ROUNDING * relative_error(wanted[abs(length)], plain[abs(length)]))
-        assert error < limit, f"{length} tokens: {error:.1e}, the limit is {limit:.1e}"
+    assert max(errors.values()) < LIMIT
 
 
 @pytest.mark.parametrize("num_lanes", [4, 2])
@@ -299,8 +298,8 @@ def _check_stop(prefill: Prefill) -> None:
     assert time.perf_counter() - asked_at[1] < 0.1
 
 
-def _oracle_logits(lengths: list[int]) -> tuple[dict[int, np.ndarray[Any, Any]], dict[int, np.ndarray[Any, Any]]]:
-    """The last logits of prompts, in float64 on the GPU (18.6 GB); and those of a cache that is not rounded, of short prompts."""
+def _oracle_logits(lengths: list[int]) -> dict[int, np.ndarray[Any, Any]]:
+    """The last logits of prompts, in float64 on the GPU (18.6 GB)."""
     with torch.device("meta"):
         module = Laneformer(SPEC, seed=None)
     weights = {
@@ -309,16 +308,11 @@ def _oracle_logits(lengths: list[int]) -> tuple[dict[int, np.ndarray[Any, Any]],
     }
     module.load_state_dict(weights, assign=True)
     module = module.to("cuda", torch.float64).eval()
-
-    def last_logits(wanted: list[int]) -> dict[int, np.ndarray[Any, Any]]:
-        with torch.no_grad():
-            streams = module.streams(torch.tensor([IDS_2B[: max(wanted)]], device="cuda"))
-            logits = module.logits(streams[:, :, [length - 1 for length in wanted]])[0].cpu().numpy()
-        return dict(zip(wanted, logits, strict=True))
-
-    plain = last_logits([length for length in lengths if length <= 512])
     module.round_keys_and_values(torch.bfloat16)
-    return last_logits(lengths), plain
+    with torch.no_grad():
+        streams = module.streams(torch.tensor([IDS_2B[: max(lengths)]], device="cuda"))
+        logits = module.logits(streams[:, :, [length - 1 for length in lengths]])[0].cpu().numpy()
+    return dict(zip(lengths, logits, strict=True))
 
 
 # ---- the engine ----

@@ -47,10 +47,12 @@ DEFAULT = Tuning()
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through.
 
-    A rank that hosts all lanes has a head.
+    A rank that hosts all lanes has a head. From here on torch uses the GPU that cupy uses.
     """
+    import cupy
     import torch
 
+    torch.cuda.set_device(cupy.cuda.Device().id)
     matrices = Matrices(shape.spec, torch.float16, with_head=shape.num_lanes == shape.spec.num_lanes)
     return matrices, observer(matrices.take, matrices.wants, shape.weight_dtype)
 
