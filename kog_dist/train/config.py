@@ -6,9 +6,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -73,11 +72,24 @@ def settings_of(kind: type[Settings], table: Mapping[str, Any], path: Path) -> S
     for key, value in table.items():
         if key not in known:
             raise ConfigError(f"{path}: there is no key {key!r}; known are {', '.join(known)}")
-        try:
-            TypeAdapter(known[key]).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise ConfigError(f"{path}: {key} = {value!r}: {error.errors()[0]['msg']}") from None
+        if not _fits(value, known[key]):
+            raise ConfigError(f"{path}: {key} = {value!r} is of the wrong type, it must be {_name(known[key])}")
     try:
         return kind(**table)
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a TOML value is of a field's type; every int is a float, and no bool is an int."""
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, part) for part in get_args(hint))
+    if get_origin(hint) in (list, tuple):
+        return isinstance(value, get_origin(hint)) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)

@@ -64,6 +64,7 @@ class Run:
         device = self.ranks.device
         apply_determinism(self.execution, device)
         self.tokens = tokens if isinstance(tokens, TokenSet) else TokenSet.load(tokens, settings.time, device)
+        self.tokens.check_fits(spec.vocab_size)
         self.module = TrainingModel(spec, seed=settings.seed, residual=residual)
         self.start_digest = None if start is None else tensors_digest(start)
         if start is not None:

@@ -28,6 +28,15 @@ class TokenSet:
         train = _load_tokens(sorted(folder.glob("train-*.npy")), row_time, device)
         return cls(train, _load_tokens([folder / "held_out.npy"], row_time, device))
 
+    def check_fits(self, vocab_size: int) -> None:
+        """Raise ConfigError if there are token ids that a model of this vocabulary does not know."""
+        highest = max(int(self.train.max()), int(self.held_out.max()))
+        if highest >= vocab_size:
+            raise ConfigError(
+                f"there is a token id {highest}, but the model has a vocabulary of {vocab_size}; "
+                f"prepare with --vocab-size {vocab_size}"
+            )
+
     def drawn(self, num_rows: int, row_time: int, seed: int, step_idx: int) -> Tensor:
         """Random rows of the training tokens, (num_rows, row_time + 1) int64: the same ones for equal seed and step."""
         draw = np.random.default_rng((seed, step_idx))

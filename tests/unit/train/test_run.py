@@ -156,10 +156,14 @@ def test_what_is_wrong_with_settings_is_named(tmp_path: Path, tokens: Path) -> N
         Execution(windows="triton")
     with pytest.raises(ConfigError, match="flex attention is trained on CUDA only"):
         Run(nano_spec(), SETTINGS, tokens, execution=Execution(windows="flex"))
+    with pytest.raises(ConfigError, match="token id 319, but the model has a vocabulary of 300; prepare with --vocab-size 300"):
+        Run(replace(nano_spec(), vocab_size=300), SETTINGS, tokens)
     assert with_windows(TrainingModel(nano_spec()), "auto", 32) == "sdpa"
     for text, message in (
         ("[run]\nsteps = 3\n", "there is no key 'steps'; known are num_steps"),
-        ("[run]\nbatch = 'many'\n", "batch = 'many': Input should be a valid integer"),
+        ("[run]\nbatch = 'many'\n", "batch = 'many' is of the wrong type, it must be int"),
+        ("[run]\nnum_steps = 1.5\n", r"num_steps = 1.5 is of the wrong type, it must be int \| None"),
+        ("[execution]\ncompiled = 1\n", "compiled = 1 is of the wrong type, it must be bool"),
         ("[training]\n", r"has \[training\]"),
         ("[model]\nshape = 'nano'\nnum_lanes = 2\n", "shape and other keys"),
         ("[model]\nhidden_size = 32\n", "missing 5 required"),
