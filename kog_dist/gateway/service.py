@@ -17,7 +17,7 @@ from kog_dist.gateway.engine_facts import engine_facts, read_spec
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.logs import Log
-from kog_dist.gateway.metrics import Metrics
+from kog_dist.gateway.metrics import UNREAD, Metrics
 from kog_dist.gateway.openai.served import SamplingDefaults, ServedModel
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.hardware.gpus import read_inventory
@@ -84,6 +84,10 @@ class Service:
     def count_response(self, path: str, status: int) -> None:
         """A response to this path was begun."""
         self.metrics.http_response(handler_of(path), status)
+
+    def count_refusal(self, status: int) -> None:
+        """A connection was refused before there was a request that could be read."""
+        self.metrics.http_response(UNREAD, status)
 
     # ---- life ----
     def announce(self) -> None:

@@ -252,6 +252,8 @@ def test_connections_that_say_nothing_are_cut(shared_engine: ScriptedEngine, fol
             connection.close()
         until(lambda: not made.server.server_state.connections)
         assert httpx.get(f"{made.url}/livez", trust_env=False).status_code == 200
+        metrics = httpx.get(f"{made.url}/metrics", trust_env=False).text
+        assert 'kog:http_responses_total{handler="unread",status="503"} 1.0' in metrics
 
 
 def test_bodies_share_a_bound(shared_engine: ScriptedEngine, folder: Path) -> None:
