@@ -90,7 +90,7 @@ class HttpGateway:
                 key_file=None if engine.key_file is None else str(engine.key_file),
                 model=None if engine.model_folder is None else str(engine.model_folder), model_name=engine.model_name,
                 cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, stall_s=settings.stall_timeout,
-                log_format=settings.log_format, ends_with_engine=True,
+                log_format=settings.log_format, log_prompts=settings.log_prompts, ends_with_engine=True,
             )  # fmt: skip
             self._child = local.spawn(
                 ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,
