@@ -80,5 +80,7 @@ def join_ranks(device: str) -> Ranks:
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else alone.device
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        dist.init_process_group("nccl", device_id=place)
+    else:
+        dist.init_process_group("gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), place)
