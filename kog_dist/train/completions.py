@@ -51,6 +51,7 @@ def complete_functions(
     temperature: float = 0.2,
     seed: int = 0,
     max_new_tokens: int = 320,
+    batch: int = 256,
 ) -> list[Completion]:
     """Generate the rest of each function, parse it, and run the unit tests of those that have some."""
     margins = [_margin(function) for function in functions]
@@ -58,7 +59,7 @@ def complete_functions(
         module, tokenizer,
         [textwrap.indent(function.prompt, margin) for function, margin in zip(functions, margins, strict=True)],
         lambda row, line: _DEDENT[margins[row]].search(line) is not None,
-        temperature=temperature, seed=seed, max_new_tokens=max_new_tokens,
+        temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, batch=batch,
     )  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the tests run in processes of their own
         return list(pool.map(judge, functions, margins, continuations))

@@ -23,7 +23,6 @@ class Continuation:
     ended: bool
 
 
-@torch.no_grad()
 def continue_texts(
     module: Laneformer,
     tokenizer: Any,
@@ -33,19 +32,35 @@ def continue_texts(
     temperature: float,
     seed: int,
     max_new_tokens: int,
+    batch: int = 256,
 ) -> list[Continuation]:
-    """Sample behind each prompt; all rows advance together, so that a shorter prompt just starts to generate earlier.
+    """Sample behind each prompt, `batch` of them at a time.
 
     The n-th token of a row is drawn with the n-th of the row's own random numbers, whatever the other rows do: device and batch
     change it only where probabilities differ in their last bits.
     """
+    numbers = torch.rand(len(prompts), max_new_tokens, generator=torch.Generator().manual_seed(seed)).to(module.cos.device)
+    found: list[Continuation] = []
+    for first in range(0, len(prompts), batch):
+        rows = [tokenizer.encode(prompt).ids for prompt in prompts[first : first + batch]]
+
+        def is_row_over(row: int, line: str, first: int = first) -> bool:
+            return is_over(first + row, line)
+
+        found += _continue_rows(module, tokenizer, rows, is_row_over, temperature, numbers[first : first + batch])
+    return found
+
+
+@torch.no_grad()
+def _continue_rows(
+    module: Laneformer, tokenizer: Any, rows: list[list[int]], is_over: IsOver, temperature: float, numbers: Tensor
+) -> list[Continuation]:
+    """All rows advance together, so that a shorter prompt just starts to generate earlier. numbers: (rows, max_new_tokens)."""
     end_id = tokenizer.token_to_id(END_OF_TEXT)
-    rows: list[list[int]] = [tokenizer.encode(prompt).ids for prompt in prompts]
     sizes = [len(row) for row in rows]
-    device = module.cos.device
-    numbers = torch.rand(len(rows), max_new_tokens, generator=torch.Generator().manual_seed(seed)).to(device)
+    device, max_new_tokens = numbers.device, numbers.shape[1]
     last_lines, ended = ["\n"] * len(rows), [False] * len(rows)
-    pieces: dict[int, str] = {}
+    pieces: dict[int, str] = {}  # text by token id
     active = list(range(len(rows)))
     cache = KvCache()
     position = min(sizes)
@@ -57,14 +72,11 @@ def continue_texts(
         for row, token_id in zip(active, drawn, strict=True):
             if len(rows[row]) > position:  # still inside the prompt
                 continue
-            if token_id == end_id:
-                ended[row] = True
-                continue
             rows[row].append(token_id)
             if token_id not in pieces:
                 pieces[token_id] = tokenizer.decode([token_id])
             line = last_lines[row] + pieces[token_id]
-            ended[row] = is_over(row, line)
+            ended[row] = token_id == end_id or is_over(row, line)
             last_lines[row] = line[line.rfind("\n") :]
         position += 1
         kept = [slot for slot, row in enumerate(active) if not ended[row] and len(rows[row]) < sizes[row] + max_new_tokens]

@@ -19,6 +19,7 @@ def evaluate(
     temperature: float = 0.2,
     max_new_tokens: int = 320,
     seed: int = 0,
+    batch: Annotated[int, typer.Option(help="Functions that are completed together; changes time and memory only.")] = 256,
     device: str = "cpu",
 ) -> dict[str, Any]:
     """Complete held-out functions, count how many parse, and how many pass the unit tests of those that have some."""
@@ -34,7 +35,7 @@ def evaluate(
     started = time.perf_counter()
     completions = complete_functions(
         module, Tokenizer.from_file(str(tokenizer)), [*sample, *tested],
-        temperature=temperature, seed=seed, max_new_tokens=max_new_tokens,
+        temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, batch=batch,
     )  # fmt: skip
     every = summary(completions)
     outcome = {
