@@ -10,11 +10,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from typer.testing import CliRunner
 
 from kog_dist.errors import CheckpointError, ConfigError
@@ -22,7 +24,8 @@ from kog_dist.train import state
 from kog_dist.train.__main__ import app
 from kog_dist.train.config import read_run_config
 from kog_dist.train.display import duration
-from kog_dist.train.execution import with_windows
+from kog_dist.train.distributed import Ranks
+from kog_dist.train.execution import faster_windows, with_windows
 from kog_dist.train.model import TrainingModel
 from kog_dist.train.run import Run
 from kog_dist.train.schedule import learning_rate_factor
@@ -173,6 +176,26 @@ def test_what_is_wrong_with_settings_is_named(tmp_path: Path, tokens: Path) -> N
         (tmp_path / "bad.toml").write_text(whole, encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             read_run_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(("clock", "chosen"), [([0, 5, 10, 25], "sdpa"), ([0, 15, 20, 25], "flex")])
+def test_the_faster_windows_are_kept(monkeypatch: pytest.MonkeyPatch, clock: list[float], chosen: str) -> None:
+    model = TrainingModel(nano_spec())
+    mask = model.window_mask = cast(BlockMask, object())
+    seen: list[object] = []
+
+    def loss() -> Tensor:
+        seen.append(model.window_mask)
+        return model.model.tok_embeddings.weight.sum()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("time.perf_counter", iter(clock).__next__)
+    found, times_s = faster_windows(model, loss, Ranks(0, 1, torch.device("cpu")))
+    assert found == chosen
+    assert times_s == {"sdpa": (clock[1] - clock[0]) / 5, "flex": (clock[3] - clock[2]) / 5}
+    assert seen == [None] * 8 + [mask] * 8
+    assert model.window_mask is (mask if chosen == "flex" else None)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_named_configurations() -> None:
