@@ -26,7 +26,16 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
-from kog_dist.workers.prefill.gpu import DEFAULT, NO_PAIRS, GraphRunner, Tuning, exact_products, matrices_for, runner_for
+from kog_dist.workers.prefill.gpu import (
+    DEFAULT,
+    NO_PAIRS,
+    GraphRunner,
+    Tuning,
+    exact_products,
+    matrices_for,
+    prefill_by,
+    runner_for,
+)
 from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
 
@@ -90,7 +99,7 @@ def run(
         runner = runner_for(kernel, matrices, tuning=tuning)
         made_s = round(time.monotonic() - begin_s, 2)
         print(f"{choice}: captured in {made_s} s, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
-        prefill = Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=tuning.sizes, paired_from=tuning.paired_from)
+        prefill = prefill_by(runner, tuning)
         for figure in _measure(kernel, prefill, prompts, repeats):
             figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
         figures["graphs"] += [{"choice": choice, **figure} for figure in _graphs(runner)]

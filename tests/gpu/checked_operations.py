@@ -68,8 +68,8 @@ class CheckedOperations:
         self._compare(f"attention of layer {layer}", {"outputs": mixed}, run)
         return results[0]
 
-    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
-        self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(partial, own_sum))
+    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
+        self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(rows, partial, own_sum))
 
     def residual(
         self,

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 _BEFORE_PRODUCTS = -1  # priority of limited kernels: a product would leave them no place until its last thread blocks
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
-_KERNELS = (
-    "begin", "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
-    "load_cache", "store_cache",
+_OF_ROWS = (
+    "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
 )  # fmt: skip
+_KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
 
 
 def build(header: str) -> compiler.Cubin:
@@ -65,6 +65,11 @@ class DeviceOperations:
             self._params[f"{name}_ptr"] = tensor.data_ptr()
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
 
+    def _launch_rows(self, kernel: str, rows: Rows, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
+        """A kernel that there is for both kinds of blocks."""
+        name = f"{kernel}_exact" if rows.is_exact else kernel
+        self._launch(name, num_rows, num_threads, size=rows.size, **fields)
+
     def _launch(self, kernel: str, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
         """A kernel whose thread blocks take rows in turn. `fields`: tensors are for the pointers of their names."""
         if self._max_ctas:
@@ -95,8 +100,8 @@ class DeviceOperations:
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""
-        self._launch(
-            "embed", rows.size, self._row_threads, size=rows.size, place=rows.place, stream=rows.stream,
+        self._launch_rows(
+            "embed", rows, rows.size, self._row_threads, place=rows.place, stream=rows.stream,
             inverse_rms=rows.inverse_rms, scale=scale,
         )  # fmt: skip
 
@@ -111,8 +116,8 @@ class DeviceOperations:
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
-        self._launch(
-            "append", rows.size, MAX_THREADS, size=rows.size, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
+        self._launch_rows(
+            "append", rows, rows.size, MAX_THREADS, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
             query=rows.query,
             keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
@@ -129,10 +134,9 @@ class DeviceOperations:
         by_lane: Tensor = mixed.view(rows.size, self.layout.num_lanes, -1)
         return by_lane.transpose(0, 1)
 
-    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
-        size = partial.shape[1]
-        self._launch("lane_sum", size, self._row_threads, size=size, partial=partial, own_sum=own_sum)
+        self._launch_rows("lane_sum", rows, rows.size, self._row_threads, partial=partial, own_sum=own_sum)
 
     def residual(
         self,
@@ -147,15 +151,15 @@ class DeviceOperations:
     ) -> None:
         """See `Operations`."""
         kernel = "residual_alone" if mode is ReduceMode.DELAYED and total is None else f"residual_{mode.value}"
-        self._launch(
-            kernel, rows.size, self._row_threads, size=rows.size, stream=rows.stream,
+        self._launch_rows(
+            kernel, rows, rows.size, self._row_threads, stream=rows.stream,
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
         """See `Operations`."""
-        self._launch(
-            "swiglu", rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT), size=rows.size,
+        self._launch_rows(
+            "swiglu", rows, rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT),
             inverse_rms=rows.inverse_rms,
             gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM, Block
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, PAIRED_FROM, Block
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
@@ -38,6 +38,7 @@ class Tuning:
     paired_from: int = PAIRED_FROM  # blocks of so many rows run two at a time
     library: str = "cublas"  # of the products; or cublaslt
     paired_ctas: int = 0  # of a pair's fused kernels, which then leave places for the other block's products; 0: as many as rows
+    exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
     product_sms: int = 0  # multiprocessors that a pair's products are made for; 0: all
 
 
@@ -73,7 +74,15 @@ def prefill_for(
     if exchange is not None:
         tuning = replace(tuning, paired_from=NO_PAIRS)
     runner = runner_for(kernel, matrices, exchange=exchange, tuning=tuning)
-    return Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=tuning.sizes, paired_from=tuning.paired_from)
+    return prefill_by(runner, tuning)
+
+
+def prefill_by(runner: GraphRunner, tuning: Tuning) -> Prefill:
+    """Prefill by a runner that was made for this tuning."""
+    return Prefill(
+        runner, max_context=runner.layers.spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size,
+        paired_from=tuning.paired_from,
+    )  # fmt: skip
 
 
 def runner_for(
@@ -151,11 +160,13 @@ class GraphRunner:
         self._tail, self._last = tail, (0, 0)
         self._staged_logits = None if tail is None else torch.zeros(tail.logits.shape, pin_memory=tail.logits.is_cuda)
         self._rows = {size: buffers.rows(size) for size in sizes}  # the graphs have their addresses
+        if tuning.exact_size:
+            self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
         self._second_rows = {size: buffers.rows(size, 1) for size in sizes if size >= paired_from}
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
         with torch.no_grad(), exact_products(tuning.library), torch.cuda.stream(stream):
-            for size in sorted(sizes, reverse=True):
+            for size in sorted(self._rows, reverse=True):
                 for count in (1, 2) if size >= paired_from else (1,):
                     buffers.next_start.zero_()
                     self._warm_up(size, count)

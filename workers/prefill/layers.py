@@ -84,7 +84,9 @@ class Layers:
         assert matrices.w13 is not None
         assert matrices.w2 is not None
         partial = self.partial(rows, Block.ATTENTION, layer)
-        do.product(do.attend(rows, layer), matrices.wo, partial)
+        do.product(do.attend(rows, layer), matrices.wo, partial[:, : rows.size])
+        if rows.is_exact:
+            partial[:, rows.size :].zero_()  # attention's outputs are rounded
         self._reduce(rows, Block.ATTENTION, layer, partial)
         do.product(rows.stream, matrices.w13, rows.gate_up)
         do.swiglu(rows)
@@ -102,7 +104,7 @@ class Layers:
         is_published = is_fed_on and not exchange.is_alone
         mode = spec.reduce_mode(layer, block)
         if mode is ReduceMode.BLOCKING:
-            do.lane_sum(partial, own_sum)
+            do.lane_sum(rows, partial, own_sum)
             exchange.publish(block, layer, own_sum)
             do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None, unscale, scale)
             return

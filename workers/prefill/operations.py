@@ -39,7 +39,7 @@ class Operations(Protocol):
     def attend(self, rows: Rows, layer: int) -> Tensor:
         """Outputs (L, size, heads * head_dim) of all heads; a token sees itself and what the layer's window holds before it."""
 
-    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """own_sum (size, D) float32 = sum over the hosted lanes of `partial`, as a binary tree of neighbours."""
 
     def residual(
@@ -96,10 +96,10 @@ class TorchOperations:
         """See `Operations`."""
         start = int(rows.place[0])
         ids = self.buffers.prompt[start : start + rows.size].long()
-        self._keep(rows, self.embedding[ids].float().expand_as(rows.stream), scale)
+        self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale)
 
     def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None) -> None:
-        rows.stream.copy_(h if scale is None else h * scale[:, None])
+        _split(h if scale is None else h * scale[:, None], rows.stream)
         rows.inverse_rms.copy_((h.square().mean(-1) + self.spec.norm_eps).rsqrt())
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -111,7 +111,7 @@ class TorchOperations:
         import torch
 
         spec, start, lanes = self.spec, int(rows.place[0]), len(rows.stream)
-        scaled = rows.qkv.float() * rows.inverse_rms[..., None]
+        scaled = _whole(rows.qkv, rows.size) * rows.inverse_rms[..., None]
         heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
         positions = torch.arange(start, start + rows.size, device=heads.device).clamp(max=spec.max_context - 1)
         cos, sin = self.buffers.rope[positions].unbind(-1)  # (size, head_dim / 2)
@@ -155,9 +155,9 @@ class TorchOperations:
         outputs: Tensor = by_lane.transpose(1, 2).reshape(len(rows.stream), rows.size, -1)
         return outputs
 
-    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
-        own_sum.copy_(_tree_sum(partial))
+        own_sum.copy_(_tree_sum(_whole(partial, rows.size)))
 
     def residual(
         self,
@@ -176,20 +176,23 @@ class TorchOperations:
             added = total
         elif mode is ReduceMode.DELAYED:
             assert past is not None
-            added = partial.float() + ((_tree_sum(past) if total is None else total) - past.float())
+            before = _whole(past, rows.size)
+            added = _whole(partial, rows.size) + ((_tree_sum(before) if total is None else total) - before)
         else:
-            added = partial.float() * math.sqrt(self.spec.num_lanes)
-        h = rows.stream.float() if unscale is None else rows.stream.float() * unscale[:, None]
+            added = _whole(partial, rows.size) * math.sqrt(self.spec.num_lanes)
+        h = _whole(rows.stream, rows.size)
+        if unscale is not None:
+            h = h * unscale[:, None]
         if own_sum is not None:
-            self.lane_sum(partial, own_sum)
+            self.lane_sum(rows, partial, own_sum)
         self._keep(rows, h + added, scale)
 
     def swiglu(self, rows: Rows) -> None:
         """See `Operations`."""
         import torch
 
-        gate, up = (rows.gate_up.float() * rows.inverse_rms[..., None]).chunk(2, dim=-1)
-        rows.activation.copy_(torch.nn.functional.silu(gate) * up)
+        gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[..., None]).chunk(2, dim=-1)
+        _split(torch.nn.functional.silu(gate) * up, rows.activation)
 
     def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
@@ -210,6 +213,20 @@ class TorchOperations:
         for layer in range(self.spec.num_layers):
             keys, values = (kept[layer, first:last].to(self.cache.dtype) for kept in (self.buffers.keys, self.buffers.values))
             self.layout.store(self.cache, layer, first, keys, values)
+
+
+def _whole(kept: Tensor, size: int) -> Tensor:
+    """The values (L, size, n) in float32 of one plane or two."""
+    values = kept[:, :size].float()
+    return values if kept.shape[1] == size else values + kept[:, size:].float()
+
+
+def _split(values: Tensor, to: Tensor) -> None:
+    """Store values (L, size, n) in one plane, or in two: rounded, and what rounding left."""
+    size = values.shape[1]
+    to[:, :size] = values
+    if to.shape[1] > size:
+        to[:, size:] = values - to[:, :size].float()
 
 
 def _tree_sum(partial: Tensor) -> Tensor:

@@ -67,9 +67,16 @@ class Prefill:
     """
 
     def __init__(
-        self, runner: Runner, *, max_context: int, sizes: Sequence[int] = BLOCK_SIZES, paired_from: int = PAIRED_FROM
+        self,
+        runner: Runner,
+        *,
+        max_context: int,
+        sizes: Sequence[int] = BLOCK_SIZES,
+        exact_size: int = 0,
+        paired_from: int = PAIRED_FROM,
     ) -> None:
         self._runner, self._max_context, self._sizes, self._paired_from = runner, max_context, tuple(sizes), paired_from
+        self._exact_size = exact_size
         self._held = 0  # positions whose plain keys and values are those of the cache
         self.logits: NDArray[np.float32] | None = None  # (vocab,), see `run`
 
@@ -112,7 +119,7 @@ class Prefill:
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
         self.logits = None
-        waiting = deque(pairs(blocks(start, len(token_ids), self._sizes), self._paired_from))
+        waiting = deque(pairs(blocks(start, len(token_ids), self._sizes, self._exact_size), self._paired_from))
         if not waiting:
             return start
         wants_logits = wants_logits and self.has_head
@@ -173,10 +180,18 @@ class HostRunner:
     """Runs blocks on a CPU, at once: for tests, and as the definition of what a GPU does."""
 
     def __init__(
-        self, layers: Layers, buffers: Buffers, sizes: Sequence[int] = BLOCK_SIZES, *, head: HeadMatrices | None = None
+        self,
+        layers: Layers,
+        buffers: Buffers,
+        sizes: Sequence[int] = BLOCK_SIZES,
+        *,
+        exact_size: int = 0,
+        head: HeadMatrices | None = None,
     ) -> None:
         self._layers, self._buffers = layers, buffers
         self._rows: dict[int, Rows] = {size: buffers.rows(size) for size in sizes}
+        if exact_size:
+            self._rows[exact_size] = buffers.rows(exact_size, is_exact=True)
         self._tail = None if head is None else Tail(layers, buffers, head)
         self._last_size = 0
 

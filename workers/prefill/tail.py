@@ -23,7 +23,7 @@ class Tail:
 
         assert layers.exchange.is_alone
         self._layers, self._buffers, self._head, self.spec = layers, buffers, head, layers.spec
-        self._row = buffers.rows(1, _TURN, largest_size=1)
+        self._row = buffers.rows(1, _TURN, is_exact=True)
         self.logits = torch.zeros(self.spec.vocab_size, device=buffers.device)  # float32
 
     def run(self, rows: Rows) -> None:
@@ -33,18 +33,25 @@ class Tail:
         row.place[:1].copy_(self._buffers.last_position)
         row.place[2:].copy_(self._buffers.last_position + 1)
         row.query.copy_(rows.query.index_select(0, place))
-        row.stream.copy_(rows.stream.index_select(1, place))
+        self._take(row.stream, rows.stream, rows.size, place)
         for block in Block:
             if self.spec.reduce_mode(layer, block) is ReduceMode.DELAYED:
                 past = layer - self.spec.delay
-                layers.partial(row, block, past).copy_(layers.partial(rows, block, past).index_select(1, place))
+                self._take(layers.partial(row, block, past), layers.partial(rows, block, past), rows.size, place)
         layers.finish_layer(row, layer)
         weight = self._head.weight
         layers.operations.scores(self._input().view(len(weight), -1), weight, self.logits.view(len(weight), -1))
 
+    def _take(self, to: Tensor, source: Tensor, size: int, place: Tensor) -> None:
+        """A row of all planes; the second plane stays 0 if there is none."""
+        for plane in range(source.shape[1] // size):
+            to[:, plane : plane + 1].copy_(source.index_select(1, place + plane * size))
+        if source.shape[1] == size:
+            to[:, 1:].zero_()
+
     def _input(self) -> Tensor:
         """What the LM head is multiplied with, float32: (1, D), (1, lanes * D) or (lanes, D)."""
-        spec, streams = self.spec, self._row.stream[:, 0].float()  # (lanes, D)
+        spec, streams = self.spec, self._row.stream.float().sum(1)  # (lanes, D)
         if spec.pre_norm_lane_agg:
             streams = streams.sum(0, keepdim=True)
         normed: Tensor = streams * (streams.square().mean(-1, keepdim=True) + spec.norm_eps).rsqrt() * self._head.norm

@@ -42,15 +42,15 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     kv_dtype, spec = "bfloat16", ModelSpec(**TINY)
     assert {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
-    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, kv_dtype=getattr(torch, kv_dtype), sizes=(2,))
+    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, kv_dtype=getattr(torch, kv_dtype), sizes=(2,), exact_size=3)
     cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
-    buffers = Buffers(rank.layout, torch.float16, 2, "cpu")
+    buffers = Buffers(rank.layout, torch.float16, 3, "cpu")
     made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
     layers = Layers(spec, rank.matrices, made, OneRank())
-    runner = HostRunner(layers, buffers, (2,))
-    emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,))
+    runner = HostRunner(layers, buffers, (2,), exact_size=3)
+    emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,), exact_size=3)
     ids = token_ids(spec, 5)
-    for found, start in ((3, 0), (5, 3)):  # the second one begins with the first one's cache
+    for found, start in ((3, 0), (5, 3), (4, 0)):  # exact; the second one begins with the first one's cache
         made.limit(1 if start else 0, 0)  # then a thread block takes several rows
         layers.exchange = Asked() if start else OneRank()
         assert rank.run(ids[:found], start) == found
