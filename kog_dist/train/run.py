@@ -146,14 +146,14 @@ class Run:
         while self.num_steps is None or self.step_idx < self.num_steps:
             self.train_step()
             in_call = self.step_idx - first_step
-            if in_call == RATE_STEPS // 2:  # compilation is over
-                self._wait_for_device()
-                rate_from, rate_step = time.perf_counter(), self.step_idx
-            elif in_call == RATE_STEPS * 3 // 2:
+            if in_call == RATE_STEPS * 3 // 2:
                 self._fix_num_steps(rate_from, report)
             if self.step_idx % report_every == 0 or self.step_idx == self.num_steps:
                 rate = self._tokens_per_s(time.perf_counter() - rate_from, self.step_idx - rate_step)
                 self._report(rate, time.perf_counter() - called, report)
+            if in_call == RATE_STEPS // 2:  # compilation is over
+                self._wait_for_device()
+                rate_from, rate_step = time.perf_counter(), self.step_idx
             if in_call % _CLOCK_STEPS == 0:
                 now = time.perf_counter()
                 if advanced is not None and self.step_idx > rate_step:
