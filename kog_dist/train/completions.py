@@ -102,7 +102,7 @@ def judge(function: HeldOutFunction, margin: str, continuation: Continuation) ->
         parses = bool(body.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         parses = False
-    passes = None if function.tests is None else parses and function.tests.passes(text, function.name)
+    passes = None if function.tests is None else parses and function.tests.passes(textwrap.dedent(text), function.name)
     return Completion(function.project, function.prompt, text, continuation.ended, parses, passes)
 
 

@@ -26,7 +26,9 @@ SAFE_BUILTINS = frozenset(
     NotImplementedError OverflowError RuntimeError StopIteration SyntaxError TypeError UnicodeDecodeError UnicodeEncodeError
     UnicodeError ValueError ZeroDivisionError DeprecationWarning UserWarning""".split()
 )
-_HIDDEN_ATTRIBUTES = frozenset("builtins codecs importlib io modules os subprocess sys threading warnings".split())
+_HIDDEN_ATTRIBUTES = frozenset(
+    "attrgetter builtins codecs importlib io methodcaller modules os subprocess sys threading warnings".split()
+)
 _CPU_S, _WALL_S, _CALL_S = 10, 20, 0.25
 _MEMORY_BYTES, _OUTPUT_BYTES, _RESULT_CHARS = 2**30, 2**22, 4000
 _MARK = "calls made:"
