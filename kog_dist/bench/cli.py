@@ -320,6 +320,7 @@ def scaling(
     contexts: Annotated[str, typer.Option(help="Positions in the KV cache.")] = "64,512,4000",
     tokens: Annotated[int, typer.Option(help="Tokens of a measurement.")] = 200,
     repeats: Annotated[int, typer.Option(help="Short launches whose bits are compared.")] = 20,
+    yardstick: Annotated[bool, typer.Option("--yardstick", help="Once more with the delayed sums left out.")] = False,
     lanes_us: Annotated[
         str,
         typer.Option(help="Measured on one GPU, us per token by hosted lanes: 8:1122,4:584,2:343,1:240. The costs are fitted."),
@@ -336,7 +337,8 @@ def scaling(
     if not model:
         from kog_dist.bench import scaling_run
 
-        same = scaling_run.run(spec, _counts(gpus, "--gpus"), _counts(contexts, "--contexts"), tokens, repeats)
+        counts = _counts(gpus, "--gpus")
+        same = scaling_run.run(spec, counts, _counts(contexts, "--contexts"), tokens, repeats, yardstick=yardstick)
         raise typer.Exit(0 if same else 1)
     if not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")
