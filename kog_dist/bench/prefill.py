@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("cublas", "cublaslt")
 _TO_512 = tuple(size for size in BLOCK_SIZES if size <= 512)
+_TO_256 = tuple(size for size in BLOCK_SIZES if size <= 256)
 CHOICES = {  # what could be the default
     "default": Tuning(),
     "cublaslt": Tuning(library="cublaslt"),
@@ -56,7 +57,8 @@ CHOICES = {  # what could be the default
     "to 512": Tuning(_TO_512),
     "to 512, no pairs": Tuning(_TO_512, paired_from=NO_PAIRS),
     "to 512, 96 blocks": Tuning(_TO_512, paired_ctas=96),
-    "to 256": Tuning(tuple(size for size in BLOCK_SIZES if size <= 256), paired_from=256),
+    "to 256": Tuning(_TO_256, paired_from=256),
+    "to 256, 24 blocks, 120 SMs": Tuning(_TO_256, paired_from=256, paired_ctas=24, product_sms=120),
     "to 2048, no pairs": Tuning((*BLOCK_SIZES, 2048), paired_from=NO_PAIRS),
     "32 blocks": Tuning(paired_ctas=32),
     "to 512, 48 blocks": Tuning(_TO_512, paired_ctas=48),

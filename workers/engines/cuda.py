@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
 USE_PREFILL = False  # until tests/gpu/test_prefill.py has passed on a GPU
+LOGITS_FROM_PREFILL = True  # on one rank; else the kernel decodes a prompt's last token there, too, as it does on several
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
@@ -116,13 +117,13 @@ class CudaEngine:
         from kog_dist.workers.cuda.monokernel import Monokernel
         from kog_dist.workers.prefill.blocks import BLOCK_SIZES
         from kog_dist.workers.prefill.buffers import misfit
-        from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
+        from kog_dist.workers.prefill.gpu import is_available, matrices_for, prefill_for
 
         spec = shape.spec
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
         limit_us = ALONE_WAIT_US if self._peers is None else AMONG_PEERS_WAIT_US
-        if not USE_PREFILL or misfit(spec):
+        if not USE_PREFILL or misfit(spec) or not is_available():
             weights = load_weights(shape, checkpoint)
             return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=self._link())
         matrices, observe = matrices_for(shape)
@@ -182,7 +183,8 @@ class CudaEngine:
         if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
             self._prefill.forget(start)
             return start, None
-        first = FirstToken(request, self._max_context) if self._prefill.has_head and not request.is_shaped else None
+        has_head = LOGITS_FROM_PREFILL and self._prefill.has_head
+        first = FirstToken(request, self._max_context) if has_head and not request.is_shaped else None
         num_wanted = num_prompt - 1 if first is None else num_prompt
         num_asked = 0
 

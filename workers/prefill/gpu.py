@@ -45,6 +45,15 @@ class Tuning:
 DEFAULT = Tuning()
 
 
+def is_available() -> bool:
+    """Whether there is a torch that can use a GPU; a rank without it takes prompts token by token."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
     """An empty collection in the products' type, and the observer that `load_weights` fills it through.
 
