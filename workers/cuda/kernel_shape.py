@@ -39,10 +39,8 @@ class KernelShape:
     splits: int = 8
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
-    pieces_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
-    pieces: int = 1
-    pieces_when_late: int = 0
-    late_below: int = 1
+    pieces: int = 1  # of a ring tile: what is copied, and given back, by itself
+    pieces_in_flight: int = 0  # 0: 2 tiles for one or two lanes, 3 for more
     max_slots: int = 16
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
@@ -228,7 +226,7 @@ class KernelShape:
             + (4 * 32 + 2 * lanes * self.num_ranks) * MATRIX_WARPS * 4
         )
         others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
-        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024
+        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024 + 16 * self.max_slots * (self.pieces - 1)
         return min(self.max_slots, (SHARED_BYTES - others) // SLOT_BYTES)
 
     # ---- generated headers ----
@@ -247,7 +245,6 @@ class KernelShape:
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
             "kPieces": self.pieces, "kPiecesInFlight": self.in_flight,
-            "kPiecesWhenLate": max(self.pieces_when_late, self.in_flight), "kLateBelow": self.late_below,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
