@@ -1,7 +1,7 @@
 """What a GPU rank does together with its peers: agree, map their memory, and carry what the host needs of all ranks.
 
 Sums, streams and candidates travel inside the monokernel (collectives/kernel_boxes.py). Here are the meetings of the start, and
-what hosts exchange between launches: slices of the logits on their way to rank 0, and rank 0's choice on its way back.
+what hosts exchange between launches: slices of the logits on their way to rank 0.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cuda import CudaCommunicator
 from kog_dist.control import ControlPage
-from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.build import KERNEL_SOURCES
 from kog_dist.workers.engines.agreement import agree, common_terms
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-_LOGITS, _CHOICE = "logits", "choice"
+_LOGITS = "logits"
 _SLOTS = 2  # in turn
-_CHOICE_VALUES = 3  # upper and lower 16 bits of the token id, and the Finish: whole numbers that float32 holds exactly
 
 
 class CudaPeers:
@@ -42,7 +41,7 @@ class CudaPeers:
         self._slices = [last - first for first, last in (shape.vocab_rows for shape in shapes)]
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=control.aborted)
         self._comm: CudaCommunicator | None = None
-        self._num_gathered = self._num_chosen = 0
+        self._num_gathered = 0
 
     @property
     def vocab_size(self) -> int:
@@ -58,7 +57,7 @@ class CudaPeers:
 
         runtime: Any = cupy.cuda.runtime
         name = runtime.getDeviceProperties(device)["name"]
-        kernels = sorted({cubin_name(shape.headers()) for shape in self._shapes})  # two, where the vocabulary is cut unevenly
+        kernels = sorted({cubin_name(shape.headers(), source) for shape in self._shapes for source in KERNEL_SOURCES})
         terms = common_terms(self._args, checkpoint, plan_digest) | {
             "kernel": hashlib.sha256("\n".join(kernels).encode()).hexdigest(),
             "version of the CUDA driver": str(runtime.driverGetVersion()),
@@ -67,12 +66,13 @@ class CudaPeers:
         agree(self._rendezvous, terms, self._deadline)
 
     def build(self) -> None:
-        """Have every rank's kernel in the cache: rank 0 compiles, the others wait for it. Raises CompileError on rank 0."""
+        """Have every rank's kernels in the cache: rank 0 compiles, the others wait for it. Raises CompileError on rank 0."""
         from kog_dist.workers.cuda.build import build
 
         if self._rank == 0:
             for shape in self._shapes:
-                build(shape.headers())
+                for source in KERNEL_SOURCES:
+                    build(shape.headers(), source)
         self.meet()
 
     def link(self, device: int) -> CudaHeap:
@@ -80,7 +80,6 @@ class CudaPeers:
         boxes = [
             *self._shapes[self._rank].boxes.specs(),
             MailboxSpec(_LOGITS, _SLOTS, max(self._slices)),
-            MailboxSpec(_CHOICE, _SLOTS, _CHOICE_VALUES),
         ]
         self._comm = CudaCommunicator.create(
             boxes, rendezvous=self._rendezvous, control=self._control, deadline=self._deadline, device=device,
@@ -106,7 +105,7 @@ class CudaPeers:
         """All logits (vocab_size,) on rank 0, from this rank's slice of them on each; None on the other ranks.
 
         Ranks above 0 do not wait, so between two calls they must have waited for what rank 0 did after the first: a token that
-        its kernel decoded, or a choice.
+        its kernel decoded.
         """
         assert self._comm is not None
         epoch = self._num_gathered = self._num_gathered + 1
@@ -117,16 +116,6 @@ class CudaPeers:
             return None
         rows = self._comm.collect(_LOGITS, epoch % _SLOTS, epoch, padded)
         return np.concatenate([row[:length] for row, length in zip(rows, self._slices, strict=True)])
-
-    def share_choice(self, token_id: int, finish: Finish) -> tuple[int, Finish]:
-        """Rank 0's token and finish, on every rank; what the others give does not count."""
-        assert self._comm is not None
-        epoch = self._num_chosen = self._num_chosen + 1
-        word = 0 if token_id == NO_TOKEN else token_id + 1
-        values = np.array([word >> 16, word & 0xFFFF, finish], np.float32)
-        upper, lower, ended = map(int, self._comm.all_gather(_CHOICE, epoch % _SLOTS, epoch, values)[0])
-        word = upper << 16 | lower
-        return (word - 1 if word else NO_TOKEN), Finish(ended)
 
     def close(self) -> None:
         """Unmap the peers' memory, meet, free the own; the kernel must have left. Never hangs, and raises nothing: see below."""
