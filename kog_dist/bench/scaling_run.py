@@ -13,8 +13,11 @@ from typing import Any
 from kog_dist.bench.gpu import gpu_name, require_gpus
 from kog_dist.bench.latency import token_times_us
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.shaped import figures as shaped_figures
+from kog_dist.bench.shaped import times_us
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext, run_ranks
+from kog_dist.control import ControlPage
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import KogError
 
@@ -27,7 +30,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     `repeats` had others."""
     import cupy
 
-    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
     from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
@@ -37,12 +40,17 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
     cupy.cuda.Device(context.info.local_rank).use()
     if rank == 0:
-        build(shape.headers())
+        for source in KERNEL_SOURCES:
+            build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)  # the others find it in the cache
+    samplings = list(context.arguments["samplings"])
+    page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
     comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=_WAIT_LIMIT_US / 1e6) if world_size > 1 else None
+    heap = None if comm is None else comm.heap
     kernel = Monokernel(
-        shape, random_weights(shape, SEED), rank=rank, wait_limit_us=_WAIT_LIMIT_US, heap=None if comm is None else comm.heap
-    )
+        shape, random_weights(shape, SEED), rank=rank, wait_limit_us=_WAIT_LIMIT_US, heap=heap,
+        shaped=page is not None, masks=None if page is None else page.masks,
+    )  # fmt: skip
     found: dict[str, Any] = {"us": {}, "bits": {}, "repeats": {}}
     first = shape.vocab_rows[0]
 
@@ -63,17 +71,28 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             kernel.finish()
             repeated.append(bits())
         found["repeats"][str(tokens)] = sum(other != repeated[0] for other in repeated)
+    if page is not None:
+        found["samplings"] = {}
+        for name in samplings:
+            context.rendezvous.barrier(context.deadline)
+            at = max(map(int, context.arguments["contexts"]))
+            found["samplings"] |= times_us(kernel, page, [name], at, int(context.arguments["tokens"]))
     context.rendezvous.barrier(context.deadline)
+    kernel.close()
     if comm is not None:
         comm.close()
     return found
 
 
-def run(spec_name: str, gpu_counts: Sequence[int], contexts: Sequence[int], tokens: int, repeats: int) -> bool:
+def run(
+    spec_name: str, gpu_counts: Sequence[int], contexts: Sequence[int], tokens: int, repeats: int, samplings: Sequence[str] = ()
+) -> bool:
     """Measure and print a table; the last line is one JSON object. False: bits differ."""
     require_gpus(max(gpu_counts))
     before = machine()
-    arguments = {"spec": spec_name, "contexts": list(contexts), "tokens": tokens, "repeats": repeats}
+    arguments = {
+        "spec": spec_name, "contexts": list(contexts), "tokens": tokens, "repeats": repeats, "samplings": list(samplings),
+    }  # fmt: skip
     figures: list[dict[str, Any]] = []
     reference: dict[str, list[str]] = {}
     for count in gpu_counts:
@@ -100,5 +119,7 @@ def run(spec_name: str, gpu_counts: Sequence[int], contexts: Sequence[int], toke
                 f"{figure['different_repeats']} of {repeats} repeats differ",
                 flush=True,
             )
+        if samplings:
+            figures += shaped_figures(outcomes[0].result["samplings"], max(contexts), gpus=count)
     finish("scaling", {"model": f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}, before, figures)
-    return all(figure["same_bits"] and not figure["different_repeats"] for figure in figures)
+    return all(figure["same_bits"] and not figure["different_repeats"] for figure in figures if "same_bits" in figure)

@@ -70,7 +70,7 @@ class ScriptedKernel:
         self.entries: list[Entry] = []
         self.cancelled = self.aborted = self.closed = False
         self.shaped: ShapedRequest | None = None
-        self.num_asked = 0  # for log-probabilities
+        self.asked: set[int] = set()  # for log-probabilities
         self.recovered = 0
         self.begun: list[tuple[int, int]] = []  # length of the prompt, first position
         self.fault_at = self.silent_from = 10**9
@@ -122,8 +122,8 @@ class ScriptedKernel:
         return self.entries[index] if index < len(self.entries) else None
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
-        self.num_asked += 1
-        if self.num_asked % 2 or self.shaped is None or self.shaped.logprobs is None:  # they come later than the token
+        if index not in self.asked or self.shaped is None or self.shaped.logprobs is None:  # they come later than the token
+            self.asked.add(index)
             return None
         token_id = self.entries[index].token_id
         return token_logprobs(logits_of(token_id), token_id, self.shaped.logprobs)
