@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import HostMapping, Kernel
 from kog_dist.decode.masks import MaskSlots, num_words
@@ -18,7 +19,7 @@ from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, SHAPING_PARAMS, Shapi
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
 
-_IN_PROMPT = np.uint32(1 << 31)
+IN_PROMPT = np.uint32(1 << 31)  # of the history
 _FIRST_TOP = 4  # of a report: mass low, mass high, largest logit, chosen logit; then pairs of logit and id
 
 
@@ -50,32 +51,28 @@ class ShapedBuild:
         self._reports = pinned(context * REPORT_WORDS * 8).view(np.uint64).reshape(context, REPORT_WORDS)
         has_masks = masks is not None and masks.vocab_size > 0
         self._masks = HostMapping(*masks.memory) if masks is not None and has_masks else None
-        self._request, self._flags = ShapedRequest(), ShapingFlag(0)
+        self._request, self._params = ShapedRequest(), np.zeros((), SHAPING_PARAMS.dtype)
 
     def begin(self, request: ShapedRequest, sampling: Sampling, prompt: Sequence[int], stream: Any) -> None:
         """Set up a request; no launch may be under way. Raises ValueError for a grammar if there are no masks."""
-        shaping, flags = request.shaping, ShapingFlag(0)
-        if shaping.logit_bias:
-            flags |= ShapingFlag.BIASED
+        if request.mask_epoch and self._masks is None:
+            raise ValueError("this kernel was made without masks")
+        self._request, self._params = request, request_params(self._shape, request, sampling)
+        flags = ShapingFlag(int(self._params["flags"]))
+        if ShapingFlag.BIASED in flags:
             self._staged_bias[:] = 0
-            self._spread(self._staged_bias, *zip(*shaping.logit_bias, strict=True))
+            self._spread(self._staged_bias, *zip(*request.shaping.logit_bias, strict=True))
             self._upload(self._bias, self._staged_bias, stream)
-        if shaping.has_penalties():
-            flags |= ShapingFlag.REMEMBERS
+        if ShapingFlag.REMEMBERS in flags:
             self._staged_history[:] = 0
-            self._spread(self._staged_history, prompt, _IN_PROMPT)
+            self._spread(self._staged_history, prompt, IN_PROMPT)
             self._upload(self._history, self._staged_history, stream)
-        if sampling.temperature > 0 and shaping.has_filters():
-            flags |= ShapingFlag.FILTERED
-            if shaping.top_p < 1:
-                flags |= ShapingFlag.TOP_P
-        if request.logprobs is not None:
-            flags |= ShapingFlag.REPORTS
-        if request.mask_epoch:
-            if self._masks is None:
-                raise ValueError("this kernel was made without masks")
-            flags |= ShapingFlag.MASKED
-        self._request, self._flags = request, flags
+        arrays = {"bias": self._bias, "history": self._history, "raw": self._raw, "maxima": self._maxima}
+        for name, held in arrays.items():
+            self._params[f"{name}_ptr"] = held.data.ptr
+        self._params["report_ptr"] = self._reports.ctypes.data
+        if self._masks is not None:
+            self._params["mask_ptr"] = self._masks.device_ptr
 
     def _spread(self, rows: Any, ids: Sequence[int], values: Any) -> None:
         """Set this rank's rows of some ids."""
@@ -89,45 +86,52 @@ class ShapedBuild:
         runtime.memcpyAsync(held.data.ptr, staged.ctypes.data, staged.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
     def params(self) -> bytes:
-        """A `SHAPING_PARAMS` record of the request."""
-        shape, shaping = self._shape, self._request.shaping
-        params = np.zeros((), SHAPING_PARAMS.dtype)
-        arrays = {"bias": self._bias, "history": self._history, "raw": self._raw, "maxima": self._maxima}
-        for name, held in arrays.items():
-            params[f"{name}_ptr"] = held.data.ptr
-        params["report_ptr"] = self._reports.ctypes.data
-        if self._masks is not None:
-            params["mask_ptr"], params["num_mask_words"] = self._masks.device_ptr, num_words(shape.spec.vocab_size)
-        params["mask_epoch"], params["flags"] = self._request.mask_epoch, self._flags
-        params["top_p"] = fixed_top_p(shaping.top_p) if shaping.top_p < 1 else 0
-        floats: dict[str, Any] = {
-            "repetition": shaping.repetition_penalty, "frequency": shaping.frequency_penalty,
-            "presence": shaping.presence_penalty, "lowest": lowest_distance(shaping.min_p),
-        }  # fmt: skip
-        for name, value in floats.items():
-            params[f"{name}_bits"] = np.float32(value).view(np.uint32)
-        params["top_k"], params["min_tokens"] = shaping.top_k, shaping.min_tokens
-        params["num_top"] = self._request.logprobs or 0
-        for rank, of_rank in enumerate(shapes_of_ranks(shape)):
-            params["first_ids"][rank], params["cta_rows"][rank] = of_rank.vocab_rows[0], of_rank.head.cta_rows
-        return params.tobytes()
+        """The request's `SHAPING_PARAMS`."""
+        return bytes(self._params.tobytes())
 
     def logprobs(self, index: int, tag: int) -> TokenLogprobs | None:
         """Of token `index` of the request with this tag; None while the kernel has not written them. Only on rank 0."""
-        num_top = min(self._request.logprobs or 0, self._shape.spec.vocab_size)
-        entry = self._reports[index, : _FIRST_TOP + 2 * num_top].copy()
-        if (entry >> np.uint64(32) != tag).any():
-            return None
-        words = entry.astype(np.uint32)  # keeps the lower halves
-        logits = words.view(np.float32)
-        total, top = int(words[0]) | int(words[1]) << 32, slice(_FIRST_TOP, None, 2)
-        return logprobs_of(logits[2], total, logits[3], words[_FIRST_TOP + 1 :: 2], logits[top])
+        return read_report(self._reports[index], tag, min(self._request.logprobs or 0, self._shape.spec.vocab_size))
 
     def close(self) -> None:
         """Let go of the masks; the kernel must have left."""
         if self._masks is not None:
             self._masks.close()
             self._masks = None
+
+
+def request_params(shape: KernelShape, request: ShapedRequest, sampling: Sampling) -> Any:
+    """A `SHAPING_PARAMS` record of a request, without pointers."""
+    shaping, params = request.shaping, np.zeros((), SHAPING_PARAMS.dtype)
+    filtered = sampling.temperature > 0 and shaping.has_filters()
+    wanted = {
+        ShapingFlag.BIASED: bool(shaping.logit_bias), ShapingFlag.REMEMBERS: shaping.has_penalties(),
+        ShapingFlag.MASKED: request.mask_epoch != 0, ShapingFlag.FILTERED: filtered,
+        ShapingFlag.TOP_P: filtered and shaping.top_p < 1, ShapingFlag.REPORTS: request.logprobs is not None,
+    }  # fmt: skip
+    params["flags"] = sum(flag for flag, is_wanted in wanted.items() if is_wanted)
+    floats: dict[str, Any] = {
+        "repetition": shaping.repetition_penalty, "frequency": shaping.frequency_penalty,
+        "presence": shaping.presence_penalty, "lowest": lowest_distance(shaping.min_p),
+    }  # fmt: skip
+    for name, value in floats.items():
+        params[f"{name}_bits"] = np.float32(value).view(np.uint32)
+    params["top_p"] = fixed_top_p(shaping.top_p) if shaping.top_p < 1 else 0
+    params["top_k"], params["min_tokens"], params["num_top"] = shaping.top_k, shaping.min_tokens, request.logprobs or 0
+    params["mask_epoch"], params["num_mask_words"] = request.mask_epoch, num_words(shape.spec.vocab_size)
+    for rank, of_rank in enumerate(shapes_of_ranks(shape)):
+        params["first_ids"][rank], params["cta_rows"][rank] = of_rank.vocab_rows[0], of_rank.head.cta_rows
+    return params
+
+
+def read_report(report: NDArray[np.uint64], tag: int, num_top: int) -> TokenLogprobs | None:
+    """What the kernel wrote about one token (REPORT_WORDS,) of the request with this tag; None when it is not all there."""
+    entry = report[: _FIRST_TOP + 2 * num_top].copy()
+    if (entry >> np.uint64(32) != tag).any():
+        return None
+    words = entry.astype(np.uint32)  # keeps the lower halves
+    logits, total = words.view(np.float32), int(words[0]) | int(words[1]) << 32
+    return logprobs_of(logits[2], total, logits[3], words[_FIRST_TOP + 1 :: 2], logits[_FIRST_TOP::2])
 
 
 def shapes_of_ranks(shape: KernelShape) -> list[KernelShape]:
