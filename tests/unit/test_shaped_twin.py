@@ -35,20 +35,15 @@ SHAPES = {  # the second one's rows do not fit into attention's shared memory
     "2 ranks": KernelShape(SPEC, range(2), max_ctas=3, num_ranks=2),
     "1 rank": KernelShape(replace(SPEC, vocab_size=601), range(4), max_ctas=4),
 }
-PROMPT, TOKENS, TAG = (7, 3, 90), 6, 5
+PROMPT, TOKENS, TAG = (7, 3, 90), 4, 5
 WARM, HOT = Sampling(0.7, 5), Sampling(2.0, 2**63 + 11)
 BIAS = tuple((id_, 4.0 * ((id_ % 7) - 3)) for id_ in range(0, 96, 5))
 CASES = {
-    "penalties": (Sampling(), ShapedRequest(Shaping(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2))),
     "logprobs": (WARM, ShapedRequest(Shaping(logit_bias=BIAS), logprobs=20)),
     "top-p": (HOT, ShapedRequest(Shaping(top_p=0.6), logprobs=3)),
-    "nearly nothing": (HOT, ShapedRequest(Shaping(top_p=1e-6), logprobs=0)),
-    "top-k": (HOT, ShapedRequest(Shaping(top_k=4))),
     "top-k, top-p": (HOT, ShapedRequest(Shaping(top_k=40, top_p=0.7))),
-    "more than all, top-p": (HOT, ShapedRequest(Shaping(top_k=10**6, top_p=0.4))),
-    "min-p": (HOT, ShapedRequest(Shaping(min_p=0.3))),
     "everything": (HOT, ShapedRequest(Shaping(30, 0.8, 0.02, 1.2, 0.3, 0.1, BIAS, 3), logprobs=7)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +68,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Answer:
-    """What the kernel makes of a request with given logits (tokens, vocab)."""
+    """What the kernel makes of a request with given logits (tokens, vocab). No masks, or one for each token."""
 
     def __init__(
         self, program: Path, name: str, logits: Any, sampling: Sampling, request: ShapedRequest, *,
@@ -92,8 +87,8 @@ class Answer:
             bias[token_id] = value
         history[list(PROMPT)] = IN_PROMPT
         request = replace(request, mask_epoch=9) if masks else request
-        counts = np.array([len(PROMPT), 4, len(PROMPT) - 1 + num_tokens - 4, num_tokens, num_words(vocab_size)], np.uint32)
-        no_masks = [np.zeros(num_words(vocab_size), np.uint32)] * (num_tokens - len(masks))
+        counts = np.array([len(PROMPT), 3, len(PROMPT) + num_tokens - 4, num_tokens, num_words(vocab_size)], np.uint32)
+        masks = masks or (np.zeros(num_words(vocab_size), np.uint32),) * num_tokens
         parts = [
             params,
             request_params(shape, request, sampling),
@@ -101,7 +96,6 @@ class Answer:
             bias,
             history,
             *masks,
-            *no_masks,
             np.array(PROMPT, np.uint32),
         ]
         (folder / "request.bin").write_bytes(b"".join(part.tobytes() for part in parts))
@@ -145,8 +139,9 @@ def mask_of(vocab_size: int, ids: Any) -> MaskWords:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("name", "case"), [("2 ranks", "everything"), ("2 ranks", "top-p"), ("1 rank", "top-k, top-p"), ("1 rank", "logprobs")]
+)
 def test_answers_are_those_of_the_definition(programs: Any, name: str, case: str) -> None:
     logits = random_logits(name)
     answer = Answer(programs(name), name, logits, *CASES[case], seed=len(case))
@@ -154,34 +149,32 @@ def test_answers_are_those_of_the_definition(programs: Any, name: str, case: str
     answer.check(logits, *CASES[case])
 
 
-@pytest.mark.parametrize("shaping", [Shaping(top_p=1e-6), Shaping(top_k=3, top_p=0.5), Shaping(top_p=0.3, min_p=0.5)])
-def test_equal_logits_are_ordered_by_id(programs: Any, shaping: Shaping) -> None:
-    name, request = "2 ranks", ShapedRequest(shaping, logprobs=20)
-    logits = np.round(random_logits(name, 1.0))  # few values
-    logits[::2] = -0.0
+def test_equal_logits_are_ordered_by_id(programs: Any) -> None:
+    name, request = "2 ranks", ShapedRequest(Shaping(top_p=0.3, min_p=0.5), logprobs=20)
+    logits = np.round(random_logits(name, 1.0)[:2])  # few values
+    logits[0] = -0.0
     answer = Answer(programs(name), name, logits, HOT, request)
-    assert len(answer.token_ids) == TOKENS
+    assert len(answer.token_ids) == 2
     answer.check(logits, HOT, request)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), HOT])
-def test_masks_and_end_ids(programs: Any, sampling: Sampling) -> None:
-    """The fourth token's mask leaves end ids only, which then may be chosen though it is too early."""
+def test_masks_and_end_ids(programs: Any) -> None:
+    """The third token's mask leaves end ids only, which then may be chosen though it is too early."""
     name, stop_ids = "2 ranks", (5, 60, 61, 95)
     request, logits = (
         ShapedRequest(Shaping(min_tokens=6, top_k=2, top_p=0.9, frequency_penalty=0.5), logprobs=2),
         random_logits(name),
     )
-    masks = tuple(mask_of(96, ids) for ids in (range(96), (5, 9, 70), range(0, 96, 3), (95, 61), range(96), range(96)))
-    answer = Answer(programs(name), name, logits, sampling, request, stop_ids=stop_ids, masks=masks)
-    assert (len(answer.token_ids), answer.finish) == (4, Finish.STOP)
-    assert not set(answer.token_ids[:3]) & set(stop_ids)
-    answer.check(logits, sampling, request, stop_ids, masks)
+    masks = tuple(mask_of(96, ids) for ids in (range(96), (5, 9, 70), (95, 61), range(96)))
+    answer = Answer(programs(name), name, logits, HOT, request, stop_ids=stop_ids, masks=masks)
+    assert (len(answer.token_ids), answer.finish) == (3, Finish.STOP)
+    assert not set(answer.token_ids[:2]) & set(stop_ids)
+    answer.check(logits, HOT, request, stop_ids, masks)
 
 
 def test_a_mask_that_allows_nothing_ends_the_answer(programs: Any) -> None:
     name, logits = "2 ranks", random_logits("2 ranks")
-    masks = (mask_of(96, (3, 4)), mask_of(96, ()), *[mask_of(96, (1,))] * 4)
+    masks = (mask_of(96, (3, 4)), mask_of(96, ()), *[mask_of(96, (1,))] * 2)
     answer = Answer(programs(name), name, logits, HOT, ShapedRequest(), masks=masks)
     assert (len(answer.token_ids), answer.finish) == (1, Finish.NO_MASK)
 
