@@ -17,15 +17,50 @@ struct Offer {
     __device__ __forceinline__ void take(float other_score, float other_x, u32 other_place) {
         if (other_score > score || (other_score == score && other_place < place)) score = other_score, x = other_x, place = other_place;
     }
+};
+__device__ __forceinline__ Offer no_offer() { return {-INFINITY, -INFINITY, kNoPlace}; }
+
+// What thread blocks tell each other first: the best token, the largest x, the token with the largest logit, and flags.
+struct Offers {
+    Offer best = no_offer();
+    float largest = -INFINITY;
+    Element raw = no_element();
+    u32 flags = 0;
+
+    // Those of the whole warp.
     __device__ __forceinline__ void combine() {
 #pragma unroll 1
         for (int offset = 16; offset > 0; offset >>= 1) {
-            const float other_score = __shfl_xor_sync(kFullWarp, score, offset), other_x = __shfl_xor_sync(kFullWarp, x, offset);
-            take(other_score, other_x, __shfl_xor_sync(kFullWarp, place, offset));
+            const float score = __shfl_xor_sync(kFullWarp, best.score, offset), x = __shfl_xor_sync(kFullWarp, best.x, offset);
+            const u32 place = __shfl_xor_sync(kFullWarp, best.place, offset);
+            const float other_largest = __shfl_xor_sync(kFullWarp, largest, offset);
+            const Element other{__shfl_xor_sync(kFullWarp, raw.value, offset), __shfl_xor_sync(kFullWarp, raw.place, offset)};
+            best.take(score, x, place);
+            largest = fmaxf(largest, other_largest);
+            if (is_before(other, raw)) raw = other;
         }
+        flags = __reduce_or_sync(kFullWarp, flags);
     }
 };
-__device__ __forceinline__ Offer no_offer() { return {-INFINITY, -INFINITY, kNoPlace}; }
+
+// What stands before a token in the order: how many tokens with how much mass, and the best of them; and the mass of all that count.
+struct Before {
+    u64 total = 0, mass = 0;
+    u32 num = 0;
+    Offer best = no_offer();
+
+    // Sums over the warp.
+    __device__ __forceinline__ void combine() {
+#pragma unroll 1
+        for (int offset = 16; offset > 0; offset >>= 1) {
+            const float score = __shfl_xor_sync(kFullWarp, best.score, offset), x = __shfl_xor_sync(kFullWarp, best.x, offset);
+            const u32 place = __shfl_xor_sync(kFullWarp, best.place, offset);
+            total += __shfl_xor_sync(kFullWarp, total, offset), mass += __shfl_xor_sync(kFullWarp, mass, offset);
+            best.take(score, x, place);
+        }
+        num = __reduce_add_sync(kFullWarp, num);
+    }
+};
 
 struct Chooser {
     const KogDecodeParams& params;
@@ -109,16 +144,19 @@ struct Chooser {
     __device__ __forceinline__ bool is_root() const { return role.cta == 0 && peers.rank == 0; }
 
     // ---- the own rows ----
+    __device__ __forceinline__ float noise_of(u32 row, u32 position) const {
+        return __uint_as_float(params.inverse_temperature_bits) > 0 ? gumbel(params.vocab_first + row, position, params.seed) : 0.0f;
+    }
     // Take a row's logit: x and score to shared memory. `allowed`: else it cannot be chosen.
-    __device__ __forceinline__ void look_at(u32 row, float logit, bool allowed, u32 position, float& largest, Offer& offer, u32& flags) const {
-        const u32 local = row - first_row(), id = params.vocab_first + row;
+    __device__ __forceinline__ void look_at(u32 row, float logit, bool allowed, const Adjustment& adjustment, float noise, Offers& offers) const {
+        const u32 local = row - first_row();
         float x = -INFINITY, score = -INFINITY;
         if (allowed) {
-            x = shaped_logit(params, shaping, row, logit);
-            if (!(fabsf(x) < INFINITY)) flags |= kFaultFlag;
-            score = __uint_as_float(params.inverse_temperature_bits) > 0 ? __fadd_rn(x, gumbel(id, position, params.seed)) : x;
-            largest = fmaxf(largest, x);
-            offer.take(score, x, place_of(own_source(), local));
+            x = adjustment.apply(params, shaping, logit);
+            if (!(fabsf(x) < INFINITY)) offers.flags |= kFaultFlag;
+            score = __fadd_rn(x, noise);
+            offers.largest = fmaxf(offers.largest, x);
+            offers.best.take(score, x, place_of(own_source(), local));
         }
         store_shared(x_at(role, local), x);
         store_shared(score_at(role, local), score);
@@ -127,102 +165,97 @@ struct Chooser {
     __device__ __forceinline__ u32 heads_before(u32 step) const {
         return step - (role.num_prompt > role.first_position + 1 ? role.num_prompt - 1 - role.first_position : 0);
     }
-    // All own rows, block by block as the finaliser hands them over. False: leave.
-    __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, float& largest, Offer& offer, Element& raw,
-                                                 u32& flags) const {
+    // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. False: leave.
+    __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, Offers& offers) const {
         float* logits = reinterpret_cast<float*>(shaping.raw_ptr);
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
+            const u32 row = first_row() + block * HeadOp::kRows + laneid(), id = params.vocab_first + row;
+            const bool real = laneid() < HeadOp::kRows && row < kVocabRows, allowed = real && in_grammar(id) && !(no_end && ends_answer(id));
+            const Adjustment adjustment(shaping, real ? row : 0);
+            const float noise = noise_of(row, position);
             if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * HeadOp::kBlocks + block + 1))
                 return false;
-            const u32 row = first_row() + block * HeadOp::kRows + laneid();
-            if (laneid() < HeadOp::kRows && row < kVocabRows) {
+            if (real) {
                 const float logit = load_shared_f32(x_at(role, row - first_row()));
-                const u32 id = params.vocab_first + row;
-                if (!(fabsf(logit) < INFINITY)) flags |= kFaultFlag;
+                if (!(fabsf(logit) < INFINITY)) offers.flags |= kFaultFlag;
                 const Element found{logit, place_of(own_source(), row - first_row())};
-                if (is_before(found, raw)) raw = found;
+                if (is_before(found, offers.raw)) offers.raw = found;
                 logits[row] = logit;  // a copy that the head of the next token does not overwrite before the report is made
-                look_at(row, logit, in_grammar(id) && !(no_end && ends_answer(id)), position, largest, offer, flags);
+                look_at(row, logit, allowed, adjustment, noise, offers);
             }
         }
         __syncwarp();
         return true;
     }
     // Only the ids that would end the answer, where nothing else is left.
-    __device__ __forceinline__ void look_at_end_ids(u32 position, float& largest, Offer& offer, u32& flags) const {
-        const u32 row = laneid() < params.num_stop_ids ? params.stop_ids[laneid() & (kMaxStopIds - 1)] - params.vocab_first - first_row() : ~0u;
-        if (row < num_rows() && in_grammar(params.vocab_first + first_row() + row))
-            look_at(first_row() + row, reinterpret_cast<const float*>(shaping.raw_ptr)[first_row() + row], true, position, largest, offer, flags);
+    __device__ __forceinline__ void look_at_end_ids(u32 position, Offers& offers) const {
+        const u32 local = laneid() < params.num_stop_ids ? params.stop_ids[laneid() & (kMaxStopIds - 1)] - params.vocab_first - first_row() : ~0u;
+        const u32 row = first_row() + local;
+        if (local < num_rows() && in_grammar(params.vocab_first + row)) {
+            const float logit = reinterpret_cast<const float*>(shaping.raw_ptr)[row];
+            look_at(row, logit, true, Adjustment(shaping, row), noise_of(row, position), offers);
+        }
         __syncwarp();
     }
     static constexpr u32 kMaxStopIds = sizeof(KogDecodeParams::stop_ids) / sizeof(u32);
     static_assert((kMaxStopIds & (kMaxStopIds - 1)) == 0 && kMaxStopIds <= 32, "one thread of the warp for each");
 
     // ---- exchanges; see quads.cuh. All thread blocks of all ranks take part in each and combine what all have said alike. ----
-    // The best token, the largest x and the largest logit of all; flags of any. False: leave.
-    __device__ __forceinline__ bool exchange_offers(float& largest, Offer& offer, Element raw, u32& flags) const {
-        offer.combine();
-        raw = first_of_warp(raw);
-        largest = largest_of_warp(largest);
-        flags = __reduce_or_sync(kFullWarp, flags);
-        if (is_root() && role.shared->cancelled) flags |= kCancelFlag;
+    // Of this thread block before, of all after. `reports`: keep each one's best logit for the report. False: leave.
+    __device__ __forceinline__ bool exchange(Offers& offers, bool reports) const {
+        offers.combine();
+        if (is_root() && role.shared->cancelled) offers.flags |= kCancelFlag;
         const u32 number = next_number();
-        quads().publish(role.cta, number, join_float(largest, 0), join_float(raw.value, row_of(raw.place)),
-                        join_float(offer.x, row_of(offer.place)), join_float(offer.score, flags));
-        Offer all = no_offer();
-        float all_largest = -INFINITY, all_raw = -INFINITY;
-        u32 all_flags = 0;
+        quads().publish(role.cta, number, join_float(offers.largest, 0), join_float(offers.raw.value, row_of(offers.raw.place)),
+                        join_float(offers.best.x, row_of(offers.best.place)), join_float(offers.best.score, offers.flags));
+        offers = Offers{};
         u64* maxima = reinterpret_cast<u64*>(shaping.maxima_ptr) + role.cta * (kRanks * kNumCtas);
-        const bool reports = shaping.flags & kReports;
         const auto fold = [&](u32 source, const ulonglong2& first, const ulonglong2& second) {
-            all.take(float_of(second.y), float_of(second.x), place_of(source, beside_of(second.x)));
-            all_flags |= beside_of(second.y);
-            all_largest = fmaxf(all_largest, float_of(first.x)), all_raw = fmaxf(all_raw, float_of(first.y));
+            offers.best.take(float_of(second.y), float_of(second.x), place_of(source, beside_of(second.x)));
+            offers.flags |= beside_of(second.y);
+            offers.largest = fmaxf(offers.largest, float_of(first.x));
+            const Element raw{float_of(first.y), place_of(source, beside_of(first.y))};
+            if (is_before(raw, offers.raw)) offers.raw = raw;
             if (reports) store_relaxed(maxima + source, first.y & kQuadPayload);
         };
         if (!quads().collect(role.cta, number, role.stopped(), role.shared->peer_notes[1], fold)) return false;
-        all.combine();
-        offer = all, largest = largest_of_warp(all_largest), all_raw = largest_of_warp(all_raw);
-        store_shared(role.base + KOG_OFFSET(largest_logit), all_raw);
+        offers.combine();
+        store_shared(role.base + KOG_OFFSET(largest_logit), offers.raw.value);
         __syncwarp();
-        flags = __reduce_or_sync(kFullWarp, all_flags);
         return true;
     }
 
-    // Of all tokens not below min-p: what comes before `pivot` in the order, how many (`num`) with how much mass (`before`), and the best
-    // of them; `total`: the mass of those whose key is below `bound`. False: leave.
-    __device__ __forceinline__ bool count_before(const Offer& pivot, float largest, u32 bound, u64& total, u64& before, u32& num, Offer& next) const {
+    // What is before `pivot` in the order of all tokens not below min-p; those with keys below `bound` count for the total. False: leave.
+    __device__ __forceinline__ bool count_before(const Offer& pivot, float largest, u32 bound, Before& before) const {
         const float lowest = __uint_as_float(shaping.lowest_bits);
-        total = before = num = 0, next = no_offer();
+        before = Before{};
 #pragma unroll 1
         for (u32 row = laneid(); row < num_rows(); row += 32) {
             const float x = load_shared_f32(x_at(role, row)), distance = __fadd_rn(x, -largest);
             if (!(x > -INFINITY) || !(distance >= lowest)) continue;
             const u64 mass = mass_of(distance);
             const u32 place = place_of(own_source(), row);
-            if (key_of(distance) < bound) total += mass;
+            if (key_of(distance) < bound) before.total += mass;
             if (!is_before({x, place}, {pivot.x, pivot.place})) continue;
-            before += mass, ++num;
-            next.take(load_shared_f32(score_at(role, row)), x, place);
+            before.mass += mass, ++before.num;
+            before.best.take(load_shared_f32(score_at(role, row)), x, place);
         }
-        next.combine();
-        total = sum_of_warp(total), before = sum_of_warp(before), num = __reduce_add_sync(kFullWarp, num);
+        before.combine();
         const u32 number = next_number();
-        quads().publish(role.cta, number, before & kQuadPayload, total & kQuadPayload,
-                        join_float(next.x, row_of(next.place) | static_cast<u32>(before >> 48) << kRowBits),
-                        join_float(next.score, num | static_cast<u32>(total >> 48) << kRowBits));
-        total = before = num = 0, next = no_offer();
+        quads().publish(role.cta, number, before.mass & kQuadPayload, before.total & kQuadPayload,
+                        join_float(before.best.x, row_of(before.best.place) | static_cast<u32>(before.mass >> 48) << kRowBits),
+                        join_float(before.best.score, before.num | static_cast<u32>(before.total >> 48) << kRowBits));
+        before = Before{};
         const auto fold = [&](u32 source, const ulonglong2& first, const ulonglong2& second) {
             const u32 by_x = beside_of(second.x), by_score = beside_of(second.y);
-            before += (first.x & kQuadPayload) | static_cast<u64>(by_x >> kRowBits) << 48;
-            total += (first.y & kQuadPayload) | static_cast<u64>(by_score >> kRowBits) << 48;
-            num += by_score & kNoRowOfCta;
-            next.take(float_of(second.y), float_of(second.x), place_of(source, by_x & kNoRowOfCta));
+            before.mass += (first.x & kQuadPayload) | static_cast<u64>(by_x >> kRowBits) << 48;
+            before.total += (first.y & kQuadPayload) | static_cast<u64>(by_score >> kRowBits) << 48;
+            before.num += by_score & kNoRowOfCta;
+            before.best.take(float_of(second.y), float_of(second.x), place_of(source, by_x & kNoRowOfCta));
         };
         if (!quads().collect(role.cta, number, role.stopped(), role.shared->peer_notes[1], fold)) return false;
-        next.combine();
-        total = sum_of_warp(total), before = sum_of_warp(before), num = __reduce_add_sync(kFullWarp, num);
+        before.combine();
         return true;
     }
 
@@ -290,63 +323,61 @@ struct Chooser {
         }
     }
 
+    // Mass before which a token must stand to be among top-p.
+    __device__ __forceinline__ u64 limit() const {
+        uint2 halves;
+        load_shared(role.base + KOG_OFFSET(top_p_limit), halves);
+        return join_halves(halves.x, halves.y);
+    }
+    __device__ __forceinline__ void set_limit(u64 limit) const {
+        __syncwarp();
+        store_shared(role.base + KOG_OFFSET(top_p_limit), make_uint2(static_cast<u32>(limit), static_cast<u32>(limit >> 32)));
+        __syncwarp();
+    }
     // Draw: the best of all is the token if the filters keep it. If not, they keep nothing behind it in the order either, so the
     // next one is the best of those before it. False: leave.
     __device__ __forceinline__ bool filter(float largest, Offer& offer) const {
         u32 bound = ~0u;
         u64 rest = 0;
-        if ((shaping.flags & kTopP) && shaping.top_k > 0 && !find_top_k(largest, bound, rest)) return false;
-        const u32 limit_at = role.base + KOG_OFFSET(top_p_limit);
         bool has_limit = !(shaping.flags & kTopP);
-        store_shared(limit_at, make_uint2(~0u, ~0u));
+        if (!has_limit && shaping.top_k > 0 && !find_top_k(largest, bound, rest)) return false;
+        set_limit(has_limit ? ~0ull : rest);  // what top-k adds to the total is kept in its place until that is known
         while (true) {
-            u64 total, before;
-            u32 num;
-            Offer next;
-            if (!count_before(offer, largest, bound, total, before, num, next)) return false;
-            if (!has_limit) {  // known after the first time; rounded up
-                total += rest, has_limit = true;
-                total = __umul64hi(total, shaping.top_p) + (total * shaping.top_p != 0);
-                store_shared(limit_at, make_uint2(static_cast<u32>(total), static_cast<u32>(total >> 32)));
+            Before before;
+            if (!count_before(offer, largest, bound, before)) return false;
+            if (!has_limit) {  // rounded up
+                const u64 total = before.total + limit();
+                set_limit(__umul64hi(total, shaping.top_p) + (total * shaping.top_p != 0));
+                has_limit = true;
             }
-            __syncwarp();
-            uint2 limit;
-            load_shared(limit_at, limit);
-            const bool in_top_k = shaping.top_k == 0 || num < shaping.top_k;
-            const bool in_top_p = before < join_halves(limit.x, limit.y);
+            const bool in_top_k = shaping.top_k == 0 || before.num < shaping.top_k, in_top_p = before.mass < limit();
             if (in_top_k && in_top_p && __fadd_rn(offer.x, -largest) >= __uint_as_float(shaping.lowest_bits)) return true;
-            offer = next;
+            offer = before.best;
         }
     }
 
     // Choose the successor of a step's token, unless the prompt has it; or say why there is none. False: leave.
     __device__ __forceinline__ bool choose(u32 step, u32& finish) const {
         const u32 position = role.first_position + step, index = position + 1 - role.num_prompt;
-        const bool has_logits = has_head(role, step);
-        float largest = -INFINITY;
-        Element raw = no_element();
-        u32 flags = 0;
-        Offer best = no_offer();
-        const bool no_end = index < shaping.min_tokens && params.num_stop_ids > 0;
+        const bool has_logits = has_head(role, step), no_end = index < shaping.min_tokens && params.num_stop_ids > 0;
+        Offers offers;
         if (has_logits) {
-            if ((shaping.flags & kMasked) && !fetch_mask(step, index, flags)) return false;
-            if (!look_at_rows(step, position, no_end, largest, best, raw, flags)) return false;
+            if ((shaping.flags & kMasked) && !fetch_mask(step, index, offers.flags)) return false;
+            if (!look_at_rows(step, position, no_end, offers)) return false;
         }
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1)) return false;
-        if (!exchange_offers(largest, best, raw, flags)) return false;
-        if (has_logits && flags == 0 && best.place == kNoPlace && no_end) {
-            Offer offer = no_offer();
-            look_at_end_ids(position, largest, offer, flags);
-            if (!exchange_offers(largest, offer, raw, flags)) return false;
-            best = offer;
+        if (!exchange(offers, shaping.flags & kReports)) return false;
+        if (has_logits && offers.flags == 0 && offers.best.place == kNoPlace && no_end) {
+            look_at_end_ids(position, offers);
+            if (!exchange(offers, false)) return false;
         }
-        if (flags & kCancelFlag) finish = kCancelledFinish;
+        if (offers.flags & kCancelFlag) finish = kCancelledFinish;
         else if (!has_logits) return true;
-        else if (flags & kNoMaskFlag) finish = kNoMaskFinish;
-        else if (flags & kFaultFlag) finish = kNumericalFault;
-        else if (best.place == kNoPlace) finish = kNoMaskFinish;
-        else if ((shaping.flags & kFiltered) && !filter(largest, best)) return false;
-        store_shared(role.base + KOG_OFFSET(chosen_place), best.place);
+        else if (offers.flags & kNoMaskFlag) finish = kNoMaskFinish;
+        else if (offers.flags & kFaultFlag) finish = kNumericalFault;
+        else if (offers.best.place == kNoPlace) finish = kNoMaskFinish;
+        else if ((shaping.flags & kFiltered) && !filter(offers.largest, offers.best)) return false;
+        store_shared(role.base + KOG_OFFSET(chosen_place), offers.best.place);
         __syncwarp();
         return true;
     }

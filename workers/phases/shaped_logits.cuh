@@ -28,22 +28,28 @@ __device__ __forceinline__ void hand_logits(const Role& role, u32 block, u32 row
     }
 }
 
-// The logit of a row of the rank after bias and penalties, times 1 / temperature.
-__device__ __forceinline__ float shaped_logit(const KogDecodeParams& params, const KogShapingParams& shaping, u32 row, float logit) {
-    if (shaping.flags & kBiased) logit = __fadd_rn(logit, reinterpret_cast<const float*>(shaping.bias_ptr)[row]);
-    if (shaping.flags & kRemembers) {
-        // Times in the answer, and whether the id stands in the prompt.
-        const u32 said = load_relaxed_u32(reinterpret_cast<const u32*>(shaping.history_ptr) + row), times = said & 0x7fffffffu;
+// What a row's logit meets besides the temperature; loaded before the logit is there.
+struct Adjustment {
+    float bias;
+    u32 said;  // times in the answer; the highest bit: in the prompt
+
+    __device__ __forceinline__ Adjustment(const KogShapingParams& shaping, u32 row) : bias(0), said(0) {
+        if (shaping.flags & kBiased) bias = __uint_as_float(load_relaxed_u32(reinterpret_cast<const u32*>(shaping.bias_ptr) + row));
+        if (shaping.flags & kRemembers) said = load_relaxed_u32(reinterpret_cast<const u32*>(shaping.history_ptr) + row);
+    }
+    // The logit after bias and penalties, times 1 / temperature.
+    __device__ __forceinline__ float apply(const KogDecodeParams& params, const KogShapingParams& shaping, float logit) const {
+        if (shaping.flags & kBiased) logit = __fadd_rn(logit, bias);
         const float penalty = __uint_as_float(shaping.repetition_bits);
         if (said) logit = logit < 0 ? __fmul_rn(logit, penalty) : __fdiv_rn(logit, penalty);
-        if (times) {
+        if (const u32 times = said & 0x7fffffffu) {
             logit = __fadd_rn(logit, -__fmul_rn(__uint_as_float(shaping.frequency_bits), static_cast<float>(times)));
             logit = __fadd_rn(logit, -__uint_as_float(shaping.presence_bits));
         }
+        const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
+        return inverse_temperature > 0 ? __fmul_rn(logit, inverse_temperature) : logit;
     }
-    const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
-    return inverse_temperature > 0 ? __fmul_rn(logit, inverse_temperature) : logit;
-}
+};
 
 // exp(distance) * 2**40, cut off; `bits.masses`. `distance` is not above 0.
 __device__ __forceinline__ u64 mass_of(float distance) {
@@ -65,12 +71,6 @@ __device__ __forceinline__ u64 sum_of_warp(u64 mine) {
     for (int offset = 16; offset > 0; offset >>= 1) mine += __shfl_xor_sync(kFullWarp, mine, offset);
     return mine;
 }
-__device__ __forceinline__ float largest_of_warp(float mine) {
-#pragma unroll 1
-    for (int offset = 16; offset > 0; offset >>= 1) mine = fmaxf(mine, __shfl_xor_sync(kFullWarp, mine, offset));
-    return mine;
-}
-
 // A token's place in the order of ids, which every rank computes alike: (rank * kNumCtas + thread block) << 12 | row.
 constexpr u32 kRowBits = 12, kNoRowOfCta = (1u << kRowBits) - 1, kNoPlace = ~0u;
 static_assert(HeadOp::kCtaRows < kNoRowOfCta, "rows of a thread block");
