@@ -52,7 +52,7 @@ struct Reporter {
 
     // What every thread block does. `tag`: number of the token.
     __device__ __forceinline__ bool report(u32 tag, u32 index, u32 request_tag) {
-        const u32 own = chooser.own_source(), first_row = chooser.first_row(), num_rows = chooser.num_rows();
+        const u32 own = opaque(chooser.own_source()), first_row = chooser.first_row(), num_rows = chooser.num_rows();
         const float largest = chooser.largest_logit();
         u64 mass = 0;
 #pragma unroll 1
