@@ -60,6 +60,7 @@ class LaunchConfig:
     stall_timeout: float = 1.0  # s without a heartbeat after which a ready rank counts as hung
     log_dir: str | None = None
     log_format: str = "text"  # of the gateway's log
+    log_prompts: bool = False  # write prompts and answers into it, too
 
     def __post_init__(self) -> None:
         _one_of("device", self.device, DEVICES)

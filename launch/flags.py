@@ -65,6 +65,7 @@ def launch(
     stall_timeout: Annotated[float | None, typer.Option(help="Seconds without a heartbeat until a rank counts as hung.")] = None,
     log_dir: Annotated[str | None, typer.Option(help="Folder for one log per process and exit.json.")] = None,
     log_format: Annotated[str | None, typer.Option(help="Of the HTTP gateway's log: text or json.")] = None,
+    log_prompts: Annotated[bool | None, typer.Option("--log-prompts/--no-log-prompts", help="Also prompts and answers.")] = None,
     config_file: Annotated[Path | None, typer.Option("--config", help="TOML file of settings (keys = these flags).")] = None,
     prompt: Annotated[str | None, typer.Option(help="Generate once to stdout, then exit.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="The same with token ids: 1,2,3.")] = None,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from kog_dist.collectives.cuda_abi import MAX_RANKS
+from kog_dist.collectives.mailbox import place
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
@@ -17,12 +19,6 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
-MAX_GPUS = 1  # of an engine, until the CUDA engine runs on several ranks
-
-
-def auto_takes_gpus() -> bool:
-    """Whether `--device auto` takes GPUs that can run the model. The one switch: see docs/monokernel.md, "Status"."""
-    return False
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ def choose_gpus(
     Raises ConfigError or LaunchError for a request that makes no sense, or no number of ranks, wherever it is started.
     """
     asked = settings.device == "cuda" or settings.gpus is not None
-    if settings.device == "cpu" or not (asked or auto_takes_gpus()):
+    if settings.device == "cpu":
         return None
     inventory = read_inventory() if inventory is None else inventory
     visible = visible_gpus(inventory.gpus, environ)
@@ -78,7 +74,7 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
         "tape": 2 * shape.tape_values * shape.num_ctas,
         "tables": 2 * (spec.vocab_size * spec.hidden_size + norms) + rope,
         "cache": shape.kv_bytes,
-        "words": 8 * shape.num_words,
+        "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), world_size))),
     }
 
 
@@ -95,9 +91,8 @@ def _obstacles(gpus: tuple[Gpu, ...], count: int, needed: Mapping[str, int]) -> 
         reason = _unfit(gpu, needed)
         if reason:
             yield LaunchError(f"{gpu} {reason}")
-    if count > MAX_GPUS:
-        most = f"{MAX_GPUS} GPU{'s' if MAX_GPUS > 1 else ''}"
-        yield LaunchError(f"this version decodes on {most}, not on {count}; use --gpus {MAX_GPUS}, or --device cpu")
+    if count > MAX_RANKS:
+        yield LaunchError(f"an engine runs on at most {MAX_RANKS} GPUs, not on {count}; use --gpus {MAX_RANKS}, or --device cpu")
     if find_spec("cupy") is None:
         yield LaunchError("GPUs need the package cupy-cuda13x; install kog-dist[cuda], or use --device cpu")
 
@@ -118,7 +113,7 @@ def _choose_unasked(
 ) -> GpuChoice | None:
     """As many GPUs as can be used, None where CPU ranks are the better answer. Raises nothing: nobody asked for GPUs."""
     num_lanes = checkpoint.spec.num_lanes
-    for count in range(min(MAX_GPUS, len(visible.gpus)), 0, -1):
+    for count in range(min(MAX_RANKS, len(visible.gpus)), 0, -1):
         if num_lanes % count or settings.ranks not in (0, count):
             continue
         try:

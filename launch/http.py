@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -64,8 +65,13 @@ class HttpGateway:
         return self._port.url
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
-        return self._engine is not None and (self._engine.instance_folder / HTTP_FILE).exists()
+        """Whether it answers, and knows that the engine takes requests."""
+        if self._engine is None:
+            return False
+        try:
+            return bool(json.loads((self._engine.instance_folder / HTTP_FILE).read_text(encoding="utf-8"))["serves"])
+        except FileNotFoundError:
+            return False
 
     def wake_fds(self) -> list[int]:
         """Descriptors that become readable when `look` may have something to do."""
@@ -90,7 +96,7 @@ class HttpGateway:
                 key_file=None if engine.key_file is None else str(engine.key_file),
                 model=None if engine.model_folder is None else str(engine.model_folder), model_name=engine.model_name,
                 cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, stall_s=settings.stall_timeout,
-                log_format=settings.log_format, ends_with_engine=True,
+                log_format=settings.log_format, log_prompts=settings.log_prompts, ends_with_engine=True,
             )  # fmt: skip
             self._child = local.spawn(
                 ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,

@@ -20,6 +20,8 @@ class StopFilter:
 
     def push(self, piece: str) -> str:
         """The text that is certain with this piece; once `stopped`, nothing more."""
+        if not self._stops:
+            return piece
         if self.stopped:
             return ""
         text = self._held + piece

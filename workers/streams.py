@@ -80,6 +80,8 @@ class RequestStream:
         self.num_tokens += len(token_ids)
         if not token_ids and not text:
             return None, reason
+        if len(token_ids) == 1 and not (stamps_s or digests or logprobs):
+            return Tokens.one(self.request_id, first, token_ids[0], text), reason
         event = Tokens(
             self.request_id, first, tuple(token_ids), text, tuple(stamps_s), tuple(digests),
             logprobs=tuple(token.chosen for token in logprobs),

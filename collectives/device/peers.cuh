@@ -120,11 +120,16 @@ struct SumFromPeers {
     const u64* rows;
     u32 count, slot;
 
-    // Start reading; never waits. Arguments as in `publish_sum_to_peers`.
-    __device__ __forceinline__ void load(const KogPeers& peers, const Mailbox& box, u32 slot_, u32 first_row, u32 num_rows) {
+    // Where they arrive. Arguments as in `publish_sum_to_peers`. Who has loaded long ago calls it again rather than keep the place.
+    __device__ __forceinline__ void locate(const KogPeers& peers, const Mailbox& box, u32 slot_, u32 first_row, u32 num_rows) {
         if constexpr (kRanks == 1) return;
         slot = slot_, count = first_row < num_rows ? min(num_rows - first_row, static_cast<u32>(kRows)) : 0;
         rows = heap_of(peers, peers.rank) + box.row(kRanks, slot, 0) + first_row;
+    }
+    // Start reading; never waits.
+    __device__ __forceinline__ void load(const KogPeers& peers, const Mailbox& box, u32 slot_, u32 first_row, u32 num_rows) {
+        if constexpr (kRanks == 1) return;
+        locate(peers, box, slot_, first_row, num_rows);
         if (laneid() < count) got.load(rows + laneid(), box.row_words, peers.rank);
     }
     // The sum over ranks of each thread's row, in the fixed tree; `own_sum` is this rank's part, as it was published. False: leave.
@@ -192,26 +197,30 @@ __device__ __forceinline__ bool collect_candidates(const KogPeers& peers, const 
                                                    u32 stopped, PeerNote& note, Fold&& fold) {
     const u64* rows = heap_of(peers, peers.rank) + box.row(kRanks, slot, 0) + copy * copy_words;
     u32 pending = (1u << kRanks) - 1, rounds = 0;
-    constexpr int kMany = (kNumCtas + 31) / 32;
+    constexpr int kMany = (kNumCtas + 31) / 32, kTogether = kRanks % 2 == 0 ? 2 : 1;  // sources that are asked for at a time
     while (pending) {
 #pragma unroll 1
-        for (u32 source = 0; source < kRanks; ++source) {
-            if (!(pending >> source & 1)) continue;
-            ulonglong2 words[kMany];
-            bool ready = true;
+        for (u32 first = 0; first < kRanks; first += kTogether) {
+            if (!(pending >> first & ((1u << kTogether) - 1))) continue;
+            ulonglong2 words[kTogether][kMany];
 #pragma unroll
-            for (int k = 0; k < kMany; ++k) {
-                const u32 cta = 32 * k + laneid();
-                if (cta < kNumCtas) words[k] = load_system_x2(rows + source * box.row_words + 2 * cta);
+            for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+                for (int k = 0; k < kMany; ++k)
+                    if (32 * k + laneid() < kNumCtas) words[i][k] = load_system_x2(rows + (first + i) * box.row_words + 2 * (32 * k + laneid()));
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                bool ready = true;
+#pragma unroll
+                for (int k = 0; k < kMany; ++k)
+                    if (32 * k + laneid() < kNumCtas)
+                        ready = ready && value_has_tag(words[i][k].x, tag) && value_has_tag(words[i][k].y, tag);
+                if (!__all_sync(kFullWarp, ready) || !(pending >> (first + i) & 1)) continue;
+                pending &= ~(1u << (first + i));
+#pragma unroll
+                for (int k = 0; k < kMany; ++k)
+                    if (32 * k + laneid() < kNumCtas) fold(static_cast<u32>(words[i][k].x), static_cast<u32>(words[i][k].y));
             }
-#pragma unroll
-            for (int k = 0; k < kMany; ++k)
-                if (32 * k + laneid() < kNumCtas) ready = ready && value_has_tag(words[k].x, tag) && value_has_tag(words[k].y, tag);
-            if (!__all_sync(kFullWarp, ready)) continue;
-            pending &= ~(1u << source);
-#pragma unroll
-            for (int k = 0; k < kMany; ++k)
-                if (32 * k + laneid() < kNumCtas) fold(static_cast<u32>(words[k].x), static_cast<u32>(words[k].y));
         }
         if (pending && must_leave(stopped)) return false;
         if (++rounds == kRoundsBeforeNote && laneid() == 0)

@@ -113,6 +113,7 @@ def prefill(
     ] = "default",
     load: Annotated[bool, typer.Option("--load", help="Measure loading with and without the matrices of prefill, too.")] = False,
     only_prompts: Annotated[bool, typer.Option("--only-prompts", help="Leave out the single operations.")] = False,
+    gpus: Annotated[str, typer.Option(help="Prompts on so many GPUs instead: 2,4, a process each, random weights.")] = "1",
 ) -> None:
     """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
     from kog_dist.bench import prefill as benchmark
@@ -122,6 +123,9 @@ def prefill(
         raise ConfigError(f"--choices must be all or one or more of {'; '.join(benchmark.CHOICES)}, got {choices!r}")
     if repeats < 1:
         raise ConfigError("--repeats must be at least 1")
+    if gpus != "1":
+        benchmark.run_on_several(spec, _counts(gpus, "--gpus"), _counts(prompts, "--prompts"), repeats)
+        return
     benchmark.run(model, spec, _counts(prompts, "--prompts"), repeats, names, with_load=load, only_prompts=only_prompts)
 
 
@@ -322,6 +326,7 @@ def scaling(
     contexts: Annotated[str, typer.Option(help="Positions in the KV cache.")] = "64,512,4000",
     tokens: Annotated[int, typer.Option(help="Tokens of a measurement.")] = 200,
     repeats: Annotated[int, typer.Option(help="Short launches whose bits are compared.")] = 20,
+    yardstick: Annotated[bool, typer.Option("--yardstick", help="Once more with the delayed sums left out.")] = False,
     lanes_us: Annotated[
         str,
         typer.Option(help="Measured on one GPU, us per token by hosted lanes: 8:1122,4:584,2:343,1:240. The costs are fitted."),
@@ -339,8 +344,10 @@ def scaling(
     if not model:
         from kog_dist.bench import scaling_run
 
-        samplings = _samplings(sampling)
-        same = scaling_run.run(spec, _counts(gpus, "--gpus"), _counts(contexts, "--contexts"), tokens, repeats, samplings)
+        counts, samplings = _counts(gpus, "--gpus"), _samplings(sampling)
+        same = scaling_run.run(
+            spec, counts, _counts(contexts, "--contexts"), tokens, repeats, yardstick=yardstick, samplings=samplings
+        )
         raise typer.Exit(0 if same else 1)
     if not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")

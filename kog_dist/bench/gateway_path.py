@@ -1,7 +1,9 @@
 """`kog-bench gateway`: how long a token takes from the engine to a client, over RPC and over HTTP, on this machine.
 
-The synthetic engine writes into each token's text the moment at which it sends it; the client, on the same monotonic clock,
-notes when the bytes came. In between are the engine's encoding, the sockets, the gateway, and the client's own wake-up.
+The synthetic engine writes into each token's text the moment at which it has it; the client, on the same monotonic clock, notes
+when `recv` has given it the bytes. In between are the engine's making and encoding of the event, the sockets, the gateway, and
+the client's own wake-up. What the client makes of the bytes comes after. It reads as httpx does under the official client: one
+thread, a blocking socket with a time limit.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.report import finish, machine, percentile
-from kog_dist.bench.serve_client import Exchange, LoadClient
-from kog_dist.chat.wire import ServiceUrl, error_text
+from kog_dist.bench.serve_client import LoadClient
+from kog_dist.chat.wire import EventParser, ResponseParser, ServiceUrl, error_text, request_bytes
 from kog_dist.errors import LaunchError, RequestFailed
 from kog_dist.gateway.args import GatewayArgs
 from kog_dist.rpc.client import Client
@@ -33,6 +35,7 @@ from kog_dist.rpc.transport import Access
 INSTANCE = "path"
 _READY_S = 30.0
 _END_S = 10.0
+_RECEIVE_BYTES = 1 << 16  # as httpcore
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -59,12 +62,12 @@ def run(rate: float, *, num_tokens: int, repeats: int) -> None:
     rpc, http = _Sample(), _Sample()
     with _service(rate) as (access, url, pids):
         _receive_rpc(access, 200)
-        asyncio.run(_receive_http(url, 200))
+        _receive_http(url, 200)
         for _ in range(repeats):
             with _spent(rpc, pids):
                 _add(rpc, _receive_rpc(access, num_tokens))
             with _spent(http, pids):
-                _add(http, asyncio.run(_receive_http(url, num_tokens)))
+                _add(http, _receive_http(url, num_tokens))
     figures = {"rpc": rpc.summary(), "http": http.summary()}
     for name, figure in figures.items():
         spent = ", ".join(f"{who} {cpu_us:.0f}" for who, cpu_us in figure["cpu_us_per_token"].items())
@@ -93,13 +96,11 @@ def _receive_rpc(access: Access, num_tokens: int) -> list[tuple[str, int]]:
     return pairs
 
 
-async def _receive_http(url: ServiceUrl, num_tokens: int) -> list[tuple[str, int]]:
+def _receive_http(url: ServiceUrl, num_tokens: int) -> list[tuple[str, int]]:
     body = {"model": "default", "prompt": "x", "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
-    async with LoadClient(url) as client:
-        exchange = await client.post(f"{url.prefix}/completions", body, num_tokens + _READY_S)
-    _check(exchange)
+    received = _exchange(url, request_bytes(url, "POST", f"{url.prefix}/completions", body=body))
     pairs = []
-    for stamp_ns, payload in zip(exchange.stamps_ns, exchange.payloads, strict=True):
+    for payload, stamp_ns in received:
         if payload != b"[DONE]" and (choices := json.loads(payload).get("choices")) and choices[0]["text"]:
             pairs.append((choices[0]["text"], stamp_ns))
     if sum(len(text.split()) for text, _ in pairs) != num_tokens:
@@ -107,9 +108,26 @@ async def _receive_http(url: ServiceUrl, num_tokens: int) -> list[tuple[str, int
     return pairs
 
 
-def _check(exchange: Exchange) -> None:
-    if exchange.error or exchange.response.status != 200:
-        raise RequestFailed("http", exchange.error or error_text(exchange.response.status, exchange.plain))
+def _exchange(url: ServiceUrl, request: bytes) -> list[tuple[bytes, int]]:
+    """Payloads of the answer's events, each with the moment at which its bytes had been received."""
+    response, events, plain = ResponseParser(), EventParser(), b""
+    received: list[tuple[bytes, int]] = []
+    with socket.create_connection((url.host, url.port), timeout=_READY_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(request)
+        while not response.is_complete:
+            piece = connection.recv(_RECEIVE_BYTES)
+            now_ns = time.monotonic_ns()
+            if not piece:
+                raise RequestFailed("incomplete", "the gateway closed the connection before its answer was complete")
+            body = response.feed(piece)
+            if response.status == 200:
+                received += [(payload, now_ns) for payload in events.feed(body)]
+            else:
+                plain += body
+    if response.status != 200:
+        raise RequestFailed("http", error_text(response.status, plain))
+    return received
 
 
 @contextlib.contextmanager

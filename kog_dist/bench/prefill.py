@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kog_dist.bench.gpu import free_memory, gpu_name
+from kog_dist.bench import prefill_ranks
+from kog_dist.bench.gpu import free_memory, gpu_name, require_gpus
+from kog_dist.bench.prefill_ranks import DECODED
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec, random_checkpoint
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, candidate
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ReduceMode
@@ -24,15 +26,26 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
-from kog_dist.workers.prefill.gpu import DEFAULT, NO_PAIRS, GraphRunner, Tuning, exact_products, matrices_for, runner_for
-from kog_dist.workers.prefill.matrices import LayerMatrices
+from kog_dist.workers.prefill.gpu import (
+    DEFAULT,
+    NO_PAIRS,
+    GraphRunner,
+    Tuning,
+    exact_products,
+    matrices_for,
+    prefill_by,
+    runner_for,
+)
+from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 LIBRARIES = ("cublas", "cublaslt")
 _TO_512 = tuple(size for size in BLOCK_SIZES if size <= 512)
+_TO_256 = tuple(size for size in BLOCK_SIZES if size <= 256)
 CHOICES = {  # what could be the default
     "default": Tuning(),
     "cublaslt": Tuning(library="cublaslt"),
@@ -44,10 +57,17 @@ CHOICES = {  # what could be the default
     "to 512": Tuning(_TO_512),
     "to 512, no pairs": Tuning(_TO_512, paired_from=NO_PAIRS),
     "to 512, 96 blocks": Tuning(_TO_512, paired_ctas=96),
-    "to 256": Tuning(tuple(size for size in BLOCK_SIZES if size <= 256), paired_from=256),
+    "to 256": Tuning(_TO_256, paired_from=256),
+    "to 256, 24 blocks, 120 SMs": Tuning(_TO_256, paired_from=256, paired_ctas=24, product_sms=120),
     "to 2048, no pairs": Tuning((*BLOCK_SIZES, 2048), paired_from=NO_PAIRS),
     "32 blocks": Tuning(paired_ctas=32),
     "to 512, 48 blocks": Tuning(_TO_512, paired_ctas=48),
+    "24 blocks, 120 SMs": Tuning(paired_ctas=24, product_sms=120),
+    "32 blocks, 116 SMs": Tuning(paired_ctas=32, product_sms=116),
+    "48 blocks, 108 SMs": Tuning(paired_ctas=48, product_sms=108),
+    "64 blocks, 100 SMs": Tuning(paired_ctas=64, product_sms=100),
+    "to 512, 32 blocks, 116 SMs": Tuning(_TO_512, paired_ctas=32, product_sms=116),
+    "to 512, 48 blocks, 108 SMs": Tuning(_TO_512, paired_ctas=48, product_sms=108),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
@@ -81,7 +101,7 @@ def run(
         runner = runner_for(kernel, matrices, tuning=tuning)
         made_s = round(time.monotonic() - begin_s, 2)
         print(f"{choice}: captured in {made_s} s, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
-        prefill = Prefill(runner, max_context=kernel.shape.spec.max_context, sizes=tuning.sizes, paired_from=tuning.paired_from)
+        prefill = prefill_by(runner, tuning)
         for figure in _measure(kernel, prefill, prompts, repeats):
             figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
         figures["graphs"] += [{"choice": choice, **figure} for figure in _graphs(runner)]
@@ -95,13 +115,28 @@ def run(
     finish("prefill", configuration, before, figures)
 
 
-def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, list[LayerMatrices]]:
+def run_on_several(spec_name: str, gpu_counts: tuple[int, ...], prompts: tuple[int, ...], repeats: int) -> None:
+    """The prompts on several GPUs, a process each. Prints the report; its last line is one JSON object."""
+    configuration = {"model": f"{spec_name}, random weights", "repeats": repeats, "gpu": require_gpus(max(gpu_counts))}
+    before = machine()
+    cases = _cases(prompts, named_spec(spec_name).max_context)
+    figures = [figure for count in gpu_counts for figure in prefill_ranks.run(spec_name, count, cases, repeats)]
+    finish("prefill", configuration, before, {"prompts": figures})
+
+
+def _cases(prompts: Sequence[int], max_context: int) -> list[tuple[int, int]]:
+    """Lengths of prompts, and how much of each is cached: nothing, and a conversation that goes on."""
+    cases = [(length, 0) for length in prompts]
+    return [*cases, (_CACHED + _ADDED, _CACHED)] if max_context > _CACHED + _ADDED else cases
+
+
+def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, Matrices]:
     if model is not None:
         checkpoint = open_checkpoint(Path(model), verify=False)
         lanes = range(checkpoint.spec.num_lanes)
         shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
         matrices, observe = matrices_for(shape)
-        return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices.layers()
+        return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices
     spec = named_spec(spec_name)
     shape = KernelShape(spec, range(spec.num_lanes))
     matrices, observe = matrices_for(shape)
@@ -112,36 +147,51 @@ def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, list[LayerMa
         observe(name, words)
         return words
 
-    return Monokernel(shape, from_tensors(shape, tensor)), matrices.layers()
+    return Monokernel(shape, from_tensors(shape, tensor)), matrices
 
 
 def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Prefill and first token of each length, then of a conversation that goes on, and token by token for comparison."""
     max_context = kernel.shape.spec.max_context
     ids = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, max_context).tolist()
-    cases = [(length, 0) for length in prompts]
-    if max_context > _CACHED + _ADDED:
-        cases.append((_CACHED + _ADDED, _CACHED))
     figures = []
-    for length, cached in cases:
-        times = [_first_token(kernel, prefill, ids[:length], cached) for _ in range(repeats + 1)][1:]
+    for length, cached in _cases(prompts, max_context):
+        run = partial(_first_token, kernel, prefill, ids[:length], cached)
+        times = [run(by_kernel=False) for _ in range(repeats + 1)][1:]
+        by_kernel_ms = percentile([run(by_kernel=True)[2] * 1e3 for _ in range(repeats)], 0.5)
         prefill_ms, launched_ms, first_ms = (percentile([time_s[i] * 1e3 for time_s in times], 0.5) for i in range(3))
         figure = {
             "prompt": length, "cached": cached, "prefill_ms": round(prefill_ms, 3), "launched_ms": round(launched_ms, 3),
             "first_token_ms": round(first_ms, 3),
+            "first_token_by_kernel_ms": round(by_kernel_ms, 3),
             "p99_first_token_ms": round(percentile([time_s[2] * 1e3 for time_s in times], 0.99), 3),
         }  # fmt: skip
         figures.append(figure)
         print(
             f"  prompt {length:5}, {cached:5} cached: prefill {prefill_ms:8.3f} ms, launched {launched_ms:8.3f} ms, "
-            f"first token {first_ms:8.3f} ms median, {figure['p99_first_token_ms']:8.3f} p99",
+            f"first token {first_ms:8.3f} ms median, {figure['p99_first_token_ms']:8.3f} p99, {by_kernel_ms:8.3f} by the kernel",
             flush=True,
         )
     return figures
 
 
-def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float, float]:
-    """Seconds from the prompt to a full cache, to the last token's launch, and to the first token in host memory."""
+def _first_token(
+    kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int, *, by_kernel: bool
+) -> tuple[float, float, float]:
+    """Seconds from the prompt to a full cache, to the last token's launch, and to the first token in host memory.
+
+    `by_kernel`: the monokernel decodes the last token of the prompt; else prefill leaves its logits, and there is no launch.
+    """
+    prefill.forget(max(0, cached - DECODED))
+    if prefill.has_head and not by_kernel:
+        begin_s = time.perf_counter()
+        prefill.run(ids, cached, should_stop=lambda: False, wants_logits=True)
+        filled_s = time.perf_counter()
+        if prefill.logits is None:
+            raise ConfigError("prefill gave no logits: a value left the range of binary16")
+        candidate(prefill.logits, 0, len(ids) - 1, Sampling())
+        first_s = time.perf_counter()
+        return filled_s - begin_s, filled_s - begin_s, first_s - begin_s
     begin_s = time.perf_counter()
     reached = prefill.run(ids[:-1], cached, should_stop=lambda: False)
     filled_s = time.perf_counter()
@@ -163,19 +213,31 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
 
     figures = []
     for (size, count), graph in sorted(runner.graphs.items()):
-        with torch.cuda.stream(runner.stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            times = []
-            for _ in range(5):
-                runner.buffers.next_start.zero_()
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(1000 * begin.elapsed_time(end))
+        times = []
+        for _ in range(5):
+            runner.buffers.next_start.zero_()
+            torch.cuda.synchronize()
+            times.append(_graph_us(runner, graph))
         figures.append({"graph": f"{count} x {size}", "us": round(percentile(times, 0.5), 1)})
+    for (size, count), graph in sorted(runner.tails.items()):
+        runner.buffers.last_position.zero_()
+        torch.cuda.synchronize()
+        us = percentile([_graph_us(runner, graph) for _ in range(5)], 0.5)
+        figures.append({"graph": f"tail of {count} x {size}", "us": round(us, 1)})
     print("  us of a graph:", ", ".join(f"{figure['graph']}: {figure['us']}" for figure in figures), flush=True)
     return figures
+
+
+def _graph_us(runner: GraphRunner, graph: torch.cuda.CUDAGraph) -> float:
+    import torch
+
+    with torch.cuda.stream(runner.stream):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+    return 1000 * float(begin.elapsed_time(end))
 
 
 def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -217,13 +279,13 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
-    yield "append", partial(do.append, rows, 0), 0, 2 * rows.qkv.nbytes, DEFAULT.library
+    yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2, DEFAULT.library
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, DEFAULT.library
     if spec.delay:
-        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None)
+        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, runner.layers.matrices[1].unscale, None)
         yield "residual", residual, 0, 4 * rows.stream.nbytes, DEFAULT.library
     end = spec.max_context - 1
-    yield f"load {end} positions", partial(do.load_cache, end), 0, 0, DEFAULT.library
+    yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0, DEFAULT.library
     yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0, DEFAULT.library
     for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
         for start in (0, spec.max_context - size):
@@ -257,15 +319,16 @@ def _row_bits(runner: GraphRunner, sizes: Sequence[int], library: str) -> dict[s
     import torch
 
     found: dict[str, dict[str, bool]] = {}
+    outputs_of = {"wqkv": torch.float32, "wo": torch.float16, "w13": torch.float16, "w2": torch.float16}
     generator = torch.Generator("cuda").manual_seed(1)
     with torch.no_grad(), exact_products(library):
-        for name in ("wqkv", "wo", "w13", "w2"):
+        for name, dtype in outputs_of.items():
             matrix = getattr(runner.layers.matrices[0], name)
             lanes, out_rows, columns = matrix.shape
             x = torch.randn(lanes, max(sizes), columns, device="cuda", dtype=torch.float16, generator=generator)
             outputs = {}
             for size in sizes:
-                outputs[size] = torch.empty(lanes, size, out_rows, device="cuda", dtype=torch.float16)
+                outputs[size] = torch.empty(lanes, size, out_rows, device="cuda", dtype=dtype)
                 runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
             largest = outputs[max(sizes)]
             found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}

@@ -1,7 +1,8 @@
 """`kog-bench scaling`: the monokernel on 1, 2 and 4 GPUs, a process each: microseconds per token, and whether bits are the same.
 
 Every number of GPUs runs the same model with random weights and the same prompts. What is compared are the logits of each
-lane's slice of the vocabulary after many greedy tokens, in repeated launches, too.
+lane's slice of the vocabulary after many greedy tokens, in repeated launches, too. `--yardstick` measures the same kernel once
+more with the delayed sums left out: what they cost where they are not hidden.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
 
     rank, world_size = context.info.rank, context.info.world_size
     spec = named_spec(str(context.arguments["spec"]))
-    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
+    left_out = bool(context.arguments.get("leaves_out_delayed"))
+    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, leaves_out_delayed=left_out)
     cupy.cuda.Device(context.info.local_rank).use()
     if rank == 0:
         for source in KERNEL_SOURCES:
@@ -85,7 +87,14 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
 
 
 def run(
-    spec_name: str, gpu_counts: Sequence[int], contexts: Sequence[int], tokens: int, repeats: int, samplings: Sequence[str] = ()
+    spec_name: str,
+    gpu_counts: Sequence[int],
+    contexts: Sequence[int],
+    tokens: int,
+    repeats: int,
+    *,
+    yardstick: bool = False,
+    samplings: Sequence[str] = (),
 ) -> bool:
     """Measure and print a table; the last line is one JSON object. False: bits differ."""
     require_gpus(max(gpu_counts))
@@ -96,30 +105,38 @@ def run(
     figures: list[dict[str, Any]] = []
     reference: dict[str, list[str]] = {}
     for count in gpu_counts:
-        outcomes = run_ranks(
-            count, "kog_dist.bench.scaling_run:decode_on_ranks", arguments, deadline_s=_DEADLINE_S, device="cuda"
-        )
-        failed = [f"rank {outcome.rank}: {outcome.error or f'status {outcome.status}'}" for outcome in outcomes if outcome.status]
-        if failed:
-            raise KogError(f"decoding on {count} GPUs failed:\n" + "\n".join(failed))
+        ranks = _decode(count, arguments)
+        bare = _decode(count, {**arguments, "repeats": 0, "leaves_out_delayed": True}) if yardstick and count > 1 else None
         for context in map(str, contexts):
-            bits = [digest for outcome in outcomes for digest in outcome.result["bits"][context]]
-            times = outcomes[0].result["us"][context]
+            bits = [digest for rank in ranks for digest in rank["bits"][context]]
+            times = ranks[0]["us"][context]
             median = percentile(times, 0.5)
             figure = {
                 "gpus": count, "context": int(context), "us_per_token": round(median, 1),
                 "p99_us": round(percentile(times, 0.99), 1), "tokens_per_s": round(1e6 / median, 1),
                 "same_bits": bits == reference.setdefault(context, bits),
-                "different_repeats": max(outcome.result["repeats"][context] for outcome in outcomes), "repeats": repeats,
+                "different_repeats": max(rank["repeats"][context] for rank in ranks), "repeats": repeats,
             }  # fmt: skip
-            figures.append(figure)
-            print(
+            line = (
                 f"{count} GPUs, context {context:>5}: {figure['us_per_token']:8.1f} us median, {figure['p99_us']:8.1f} p99, "
                 f"{figure['tokens_per_s']:8.1f} tokens/s, bits {'the same' if figure['same_bits'] else 'OTHERS'}, "
-                f"{figure['different_repeats']} of {repeats} repeats differ",
-                flush=True,
+                f"{figure['different_repeats']} of {repeats} repeats differ"
             )
+            if bare is not None:
+                figure["us_without_delayed_sums"] = round(percentile(bare[0]["us"][context], 0.5), 1)
+                line += f", {figure['us_without_delayed_sums']:.1f} us without the delayed sums"
+            figures.append(figure)
+            print(line, flush=True)
         if samplings:
-            figures += shaped_figures(outcomes[0].result["samplings"], max(contexts), gpus=count)
+            figures += shaped_figures(ranks[0]["samplings"], max(contexts), gpus=count)
     finish("scaling", {"model": f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}, before, figures)
     return all(figure["same_bits"] and not figure["different_repeats"] for figure in figures if "same_bits" in figure)
+
+
+def _decode(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `decode_on_ranks` found on every rank. Raises KogError with what went wrong on any."""
+    outcomes = run_ranks(count, "kog_dist.bench.scaling_run:decode_on_ranks", arguments, deadline_s=_DEADLINE_S, device="cuda")
+    failed = [f"rank {outcome.rank}: {outcome.error or f'status {outcome.status}'}" for outcome in outcomes if outcome.status]
+    if failed:
+        raise KogError(f"decoding on {count} GPUs failed:\n" + "\n".join(failed))
+    return [outcome.result for outcome in outcomes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Final
@@ -76,6 +76,45 @@ def curve(points: Sequence[tuple[float, float]], x_unit: str, y_unit: str) -> st
     return _svg([f'<polyline class="line" points="{path}"/>'], x_axis, y_axis, x_unit, f"{y_unit} over {x_unit}", y_unit)
 
 
+def lines(series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str) -> str:
+    """Several named lines through points that ascend in x; the y axis fits them. Classes `line series-0`, `line series-1`, ..."""
+    points = [point for line in series.values() for point in line]
+    if len(points) < 2:
+        return _empty("too short to draw")
+    x_axis = _Axis(min(x for x, _ in points), max(x for x, _ in points), _LEFT, WIDTH - _RIGHT)
+    y_axis = _Axis(min(y for _, y in points), max(y for _, y in points), HEIGHT - _BOTTOM, _TOP)
+    parts = []
+    for number, (name, line) in enumerate(series.items()):
+        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in line)
+        parts.append(f'<polyline class="line series-{number}" points="{path}"/>')
+        parts.append(_legend(number, name))
+    return _svg(parts, x_axis, y_axis, x_unit, f"{y_unit} over {x_unit}", y_unit)
+
+
+def intervals(rows: Sequence[tuple[str, int, float, float, float]], unit: str, *, with_zero: bool = False) -> str:
+    """Values with intervals, one row each: (label, series, value, low, high). Classes `interval` and `dot`, with `series-N`."""
+    if not rows:
+        return _empty("nothing to draw")
+    left, row = 230, 16.0
+    height = round(_TOP + row * len(rows) + _BOTTOM)
+    zero = [0.0] if with_zero else []
+    low_end, high_end = min([*zero, *(low for *_, low, _ in rows)]), max([*zero, *(high for *_, high in rows)])
+    x_axis = _Axis(low_end, high_end, left, WIDTH - _RIGHT)
+    parts = []
+    if x_axis.low <= 0 <= x_axis.high:
+        parts.append(f'<line class="mark" x1="{x_axis.at(0):.1f}" x2="{x_axis.at(0):.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>')
+    for idx, (label, series, value, low, high) in enumerate(rows):
+        y = _TOP + (idx + 0.5) * row
+        title = f"<title>{escape(f'{label}: {value:.4g} ({low:.4g} to {high:.4g}) {unit}')}</title>"
+        parts.append(_text(left - 8, y + 4, label, "end"))
+        parts.append(
+            f'<line class="interval series-{series}" x1="{x_axis.at(low):.1f}" x2="{x_axis.at(high):.1f}" '
+            f'y1="{y:.1f}" y2="{y:.1f}">{title}</line>'
+        )
+        parts.append(f'<circle class="dot series-{series}" cx="{x_axis.at(value):.1f}" cy="{y:.1f}" r="3.5">{title}</circle>')
+    return _svg(parts, x_axis, None, unit, f"{len(rows)} values with intervals in {unit}", "", height)
+
+
 def timeline(spans: Sequence[tuple[float, float, float, str]]) -> str:
     """Requests as bars: (start, first token, end) in seconds and a title; the time to the first token is paler."""
     if not spans:
@@ -107,6 +146,12 @@ def _svg(
         drawn.append(_text(_LEFT, base + 32, y_unit, "start"))
     body = "".join([*drawn, *parts])
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{body}</svg>'
+
+
+def _legend(number: int, name: str) -> str:
+    y = _TOP + 10 + 14 * number
+    swatch = f'<line class="line series-{number}" x1="{WIDTH - 150}" x2="{WIDTH - 130}" y1="{y - 4}" y2="{y - 4}"/>'
+    return swatch + _text(WIDTH - 124, y, name, "start")
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str, title: str) -> str:

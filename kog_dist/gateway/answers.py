@@ -38,7 +38,9 @@ class AnswerResponse(Response):
         """Send the requests, and write the answer or the error."""
         service, begin_s = self._service, time.monotonic()
         service.bridge.deliver()
-        exchange = Exchange(self._planned, service.metrics, service.limits, self._endpoint)
+        exchange = Exchange(
+            self._planned, service.metrics, service.limits, self._endpoint, keeps_text=service.log.with_prompts
+        )  # fmt: skip
         service.answering.add(exchange)
         watch = asyncio.create_task(_watch(receive, exchange))
         status = 500
@@ -103,7 +105,16 @@ class AnswerResponse(Response):
             num_generated_tokens=sum(meter.num_tokens for meter in exchange.meters),
             queue_s=first.queue_s if first is not None else None, ttft_s=exchange.meters[0].ttft_s if exchange.meters else None,
             total_s=total_s, tokens_per_s=exchange.meters[0].tokens_per_s if exchange.meters else None,
+            prompt=self._prompt() if self._service.log.with_prompts else None, answer="".join(exchange.texts) or None,
         )  # fmt: skip
+
+    def _prompt(self) -> str | None:
+        """What the ranks read, as text: with the chat template's marks, and ids where this gateway has no tokenizer."""
+        first, served = self._planned.generates[0], self._service.served
+        if first.prompt is not None or first.prompt_ids is None:
+            return first.prompt
+        tokenizer = None if served is None else served.tokenizer
+        return str(list(first.prompt_ids)) if tokenizer is None else tokenizer.decode(first.prompt_ids)
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:

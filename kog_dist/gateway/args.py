@@ -12,7 +12,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.rpc.transport import Access
 
 MAX_KEY_BYTES: Final = 1024
-HTTP_FILE: Final = "http.json"  # in the instance folder, once the gateway answers: {"url": ..., "pid": ...}
+HTTP_FILE: Final = "http.json"  # in the instance folder, once the gateway answers; see Service.announce
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class GatewayArgs:
     drain_s: float = 10.0  # for running answers after a stop was asked for
     stall_s: float = 1.0  # the limit by which the launcher calls a rank hung
     log_format: str = "text"
+    log_prompts: bool = False
     ends_with_engine: bool = False  # a stopping gateway also waits for the engine: until then it says that it is stopping
 
     def access(self) -> Access:

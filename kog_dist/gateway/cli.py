@@ -27,6 +27,7 @@ def gateway(
     cors_origin: Annotated[list[str] | None, typer.Option(help="Web pages that may use it; may be given several times.")] = None,
     shutdown_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for running answers after a stop.")] = 10.0,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what users write and are answered, too.")] = False,
 ) -> None:
     """Serve HTTP for a running engine. Exit codes: 0 fine, 2 usage, 3 cannot start."""
     from kog_dist.gateway import bind
@@ -43,7 +44,7 @@ def gateway(
         listen_fd=http.listener.detach(), host=http.host, key_fd=-1 if key is None else write_key(key),
         instance_folder=str(instances_root() / _name(instance)) if key_file is None else None,
         key_file=None if key_file is None else str(key_file), model=None if model is None else str(_folder(model)),
-        cors_origins=check_origins(cors_origin or ()), drain_s=shutdown_timeout, log_format=log_format,
+        cors_origins=check_origins(cors_origin or ()), drain_s=shutdown_timeout, log_format=log_format, log_prompts=log_prompts,
     )  # fmt: skip
     args.access()  # a key file that is none is said now
     raise typer.Exit(run_gateway(args))

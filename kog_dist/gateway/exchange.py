@@ -21,13 +21,15 @@ from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, Prefill, 
 class Exchange:
     """The requests of one HTTP request, and what is ready for its client. `begin` it, then wait for `opened` and `next_bytes`."""
 
-    def __init__(self, planned: Planned, metrics: Metrics, limits: Limits, endpoint: str) -> None:
+    def __init__(self, planned: Planned, metrics: Metrics, limits: Limits, endpoint: str, *, keeps_text: bool = False) -> None:
+        """`keeps_text`: of the first choice, in `texts`."""
         self.reply = planned.reply
+        self.texts: list[str] = []
         self.refusal: ApiError | None = None  # why there is no answer, or why it has ended early
         self.is_abandoned = False
         self.last: dict[int, Done] = {}
         self.meters = [metrics.request_started(endpoint) for _ in planned.generates]
-        self._planned, self._metrics, self._limits = planned, metrics, limits
+        self._planned, self._metrics, self._limits, self._keeps_text = planned, metrics, limits, keeps_text
         self._call: Call | None = None
         self._frames: list[bytes] = []
         self._num_bytes = 0
@@ -44,10 +46,10 @@ class Exchange:
         self._call = submit(self._planned.generates, tuple(self._sink(choice) for choice in choices))
 
     def _sink(self, choice: int) -> Callable[[Event], None]:
-        meter, reply = self.meters[choice], self.reply
+        meter, reply, texts = self.meters[choice], self.reply, self.texts if self._keeps_text and choice == 0 else None
 
         def take(event: Event) -> None:
-            if isinstance(event, Tokens):
+            if type(event) is Tokens:
                 now_s = time.monotonic()
                 if not self._is_over:
                     frames = reply.on_event(choice, event)
@@ -55,6 +57,8 @@ class Exchange:
                         frames = reply.keepalive  # tokens without text, of a model without a tokenizer
                     self._put(choice, frames)
                 meter.tokens(len(event.token_ids), now_s)  # when the client has them
+                if texts is not None:
+                    texts.append(event.text)
             else:
                 self._take_rare(choice, meter, event)
 

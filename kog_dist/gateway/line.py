@@ -1,7 +1,4 @@
-"""One RPC connection in asyncio: many requests, each with a sink that hears its events; a lost engine is one error for each.
-
-zmq's own descriptors are watched, without its asyncio layer, which takes longer for a message than a token may take.
-"""
+"""One RPC connection in asyncio: many requests, each with a sink that hears its events; a lost engine is one error for each."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ import time
 from collections.abc import Callable
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kog_dist.errors import LaunchError
+from kog_dist.gateway.links import LinkLost, open_link
 from kog_dist.rpc.listener import error_event
 from kog_dist.rpc.messages import (
     BadMessage,
@@ -29,48 +26,41 @@ from kog_dist.rpc.messages import (
     decode_event,
     encode,
 )
-from kog_dist.rpc.transport import Access, open_dealer
+from kog_dist.rpc.transport import Access
 
 EVENTS_PER_TURN = 64  # then other things have their turn
 Sink = Callable[[Event], None]  # hears the events of a request; a Done or an Error is the last one
 
 
 class Line:
-    """A DEALER and its monitor. It belongs to one run of an engine: once lost, it is closed and of no use any more."""
+    """It belongs to one run of an engine: once lost, it is closed and of no use any more."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], access: Access, *, on_event: Sink, on_lost: Callable[[Line, str], None]
     ) -> None:
-        """Begin to connect. `on_event` hears what belongs to no request. Raises LaunchError for a wrong address or key."""
+        """Begin to connect. `on_event` hears what belongs to no request. Raises LaunchError like `open_link`."""
         self.access = access
-        self.is_connected = self.is_lost = False
+        self.is_lost = False
         self.used_s = time.monotonic()  # when there was last something to do
         self.tokens_s = -math.inf  # when there were last tokens
         self._sinks: dict[str, Sink] = {}
         self._heard_s: dict[str, float] = {}
         self._on_event, self._on_lost = on_event, on_lost
         self._loop = asyncio.get_running_loop()
-        self._dealer = open_dealer(context, access)
-        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        )  # fmt: skip
-        try:
-            self._dealer.connect(access.address)
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from None
-        self._fds = [int(socket.getsockopt(zmq.FD)) for socket in (self._dealer, self._monitor)]
-        for fd in self._fds:
-            self._loop.add_reader(fd, self.read)
+        self._link = open_link(context, access, self.read)
 
     def __len__(self) -> int:
         return len(self._sinks)
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the engine has taken the connection."""
+        return self._link.is_connected
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called, or the engine was lost."""
-        return bool(self._dealer.closed)
+        return self._link.closed
 
     # ---- requests ----
     def generate(self, message: Generate, sink: Sink) -> None:
@@ -91,14 +81,8 @@ class Line:
                 self.send(Cancel(request_id))
 
     def send(self, message: Request) -> None:
-        """Hand a message to zmq. Raises LaunchError if the engine does not take any."""
-        if self._dealer.closed:
-            raise LaunchError("the connection to the engine is closed")
-        try:
-            self._dealer.send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise LaunchError(f"the engine at {self.access.address} takes no more messages: {error.strerror}") from None
-        self._loop.call_soon(self.read)  # sending may have used up the edge that announces what came meanwhile
+        """Send a message. Raises LaunchError if the engine does not take any."""
+        self._link.send(encode(message))
 
     def silent_since(self, limit_s: float) -> list[str]:
         """Requests of which nothing was heard for so long; the engine speaks of each four times a second."""
@@ -112,14 +96,17 @@ class Line:
 
     # ---- events ----
     def read(self) -> None:
-        """Take what has come. Edge-triggered: reads until there is nothing, or comes again at once."""
+        """Take what has come, or come again at once when that is much."""
+        link = self._link
         for _ in range(EVENTS_PER_TURN):
-            if self._dealer.closed:
+            if link.closed:
                 return
             try:
-                frame = self._dealer.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                self._read_monitor()
+                frame = link.receive()
+            except LinkLost as lost:
+                self.lose(f"the engine at {self.access.address} {lost}")
+                return
+            if frame is None:
                 return
             try:
                 event = decode_event(frame)
@@ -137,28 +124,16 @@ class Line:
         sink = self._sinks.get(request_id)
         if sink is None:
             return  # what was under way when it was cancelled
-        if isinstance(event, Done | Error):
+        self.used_s = now_s = time.monotonic()
+        if type(event) is Tokens:
+            self._heard_s[request_id] = self.tokens_s = now_s
+        elif isinstance(event, Done | Error):
             if isinstance(event, Error) and event.code is ErrorCode.UNKNOWN_REQUEST:
                 return  # it had ended when it was cancelled; how, was told before
             del self._sinks[request_id], self._heard_s[request_id]
         else:
-            self._heard_s[request_id] = time.monotonic()
-        self.used_s = time.monotonic()
-        if isinstance(event, Tokens):
-            self.tokens_s = self.used_s
+            self._heard_s[request_id] = now_s
         sink(event)
-
-    def _read_monitor(self) -> None:
-        while not self._monitor.closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.is_connected = True
-            elif event == zmq.EVENT_DISCONNECTED and self.is_connected:
-                self.lose(f"the engine at {self.access.address} is gone")
-                return
-            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                self.lose(f"the engine at {self.access.address} refuses this gateway's key")
-                return
 
     def lose(self, reason: str) -> None:
         """The engine is gone: every request ends with one error, and the line is closed."""
@@ -173,15 +148,6 @@ class Line:
 
     def close(self) -> None:
         """Close it; sinks hear nothing more. A second call does nothing."""
-        if self._dealer.closed:
-            return
-        for fd in self._fds:
-            self._loop.remove_reader(fd)
+        self._link.close()
         self._sinks.clear()
         self._heard_s.clear()
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        self._dealer.disable_monitor()
-        self._monitor.close(0)
-        self._dealer.close(0)

@@ -64,7 +64,7 @@ class RequestLine:
     ttft_s: float | None = None
     total_s: float | None = None
     tokens_per_s: float | None = None
-    prompt: str | None = None  # these two are written only with `with_prompts`
+    prompt: str | None = None  # these two are of the first choice, and written only with `with_prompts`
     answer: str | None = None
 
 
@@ -162,7 +162,7 @@ class Log:
         if log_format not in FORMATS:
             raise ConfigError(f"log_format must be {' or '.join(FORMATS)}, got {log_format!r}")
         self._as_json = log_format == "json"
-        self._with_prompts = with_prompts
+        self.with_prompts = with_prompts
         self._secrets = tuple(secret for secret in secrets if secret)
         self._wall_clock, self._clock = wall_clock, clock
         self._bound = RepeatBound()
@@ -175,7 +175,7 @@ class Log:
 
     def request(self, line: RequestLine) -> None:
         """A request has ended."""
-        values = {name: getattr(line, name) for name in _LINE_FIELDS if self._with_prompts or name not in _PRIVATE_FIELDS}
+        values = {name: getattr(line, name) for name in _LINE_FIELDS if self.with_prompts or name not in _PRIVATE_FIELDS}
         level = Level.ERROR if line.status >= 500 else Level.INFO
         self._write(level, "request", {name: value for name, value in values.items() if value is not None})
 

@@ -23,6 +23,7 @@ from kog_dist.gateway.engine_metrics import LABELS, EngineFacts, EngineView
 from kog_dist.rpc.messages import Done, Error, ErrorCode, FinishReason, StatusReport
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+UNREAD = "unread"  # the handler of responses to what was no request that could be read, or to a connection too many
 MAX_HANDLERS = 64  # more different routes than that are counted together: a label must not grow with what clients send
 
 # Bounds of vLLM (vllm/v1/metrics/loggers.py), in seconds.

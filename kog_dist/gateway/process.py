@@ -34,7 +34,7 @@ def run_gateway(args: GatewayArgs) -> int:
     listener.setblocking(False)
     api_key = read_key(args.key_fd)
     limits = replace(LIMITS, connections=_room_for_connections())
-    log = Log(log_format=args.log_format, secrets=() if api_key is None else (api_key,))
+    log = Log(log_format=args.log_format, with_prompts=args.log_prompts, secrets=() if api_key is None else (api_key,))
 
     async def run() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_CHECKS, thread_name_prefix="check"))

@@ -17,10 +17,11 @@ from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 
 
 class BoundedHttp(H11Protocol):
-    """One connection. Its limits, and what is called before a request is parsed, are those of a subclass (`bounded`)."""
+    """One connection. Its limits, and what it calls before a request is parsed and after a refusal, come from `bounded`."""
 
     limits: Limits = LIMITS
     before_work: Callable[[], None] = staticmethod(lambda: None)
+    on_refusal: Callable[[int], None] = staticmethod(lambda _status: None)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,6 +36,7 @@ class BoundedHttp(H11Protocol):
             )
             transport.write(plain_response(error, b"Service Unavailable", retry_after_s=1))
             transport.close()
+            self.on_refusal(error.status)
             self.transport = transport
             return
         super().connection_made(transport)
@@ -100,6 +102,7 @@ class BoundedHttp(H11Protocol):
         error = ApiError(400, INVALID_REQUEST, "bad_http", None, "this is not an HTTP/1.1 request that can be read")
         self.transport.write(plain_response(error, b"Bad Request"))
         self.transport.close()
+        self.on_refusal(error.status)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """There are no websockets here."""
@@ -111,9 +114,10 @@ class BoundedHttp(H11Protocol):
         self.transport.abort()
 
 
-def bounded(limits: Limits, before_work: Callable[[], None]) -> type[BoundedHttp]:
-    """The protocol with these bounds."""
-    return type("BoundedHttp", (BoundedHttp,), {"limits": limits, "before_work": staticmethod(before_work)})
+def bounded(limits: Limits, before_work: Callable[[], None], on_refusal: Callable[[int], None]) -> type[BoundedHttp]:
+    """The protocol with these bounds. `on_refusal` hears the status of what was refused before a request could be read."""
+    calls = {"before_work": staticmethod(before_work), "on_refusal": staticmethod(on_refusal)}
+    return type("BoundedHttp", (BoundedHttp,), {"limits": limits, **calls})
 
 
 def plain_response(error: ApiError, phrase: bytes, retry_after_s: int | None = None) -> bytes:

@@ -39,7 +39,7 @@ def make_server(service: Service, api_key: str | None, port: int, limits: Limits
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it has to say is in our log or of no use
     return Server(
         uvicorn.Config(
-            guard, http=bounded(limits, service.bridge.deliver), ws="none", lifespan="off",
+            guard, http=bounded(limits, service.bridge.deliver, service.count_refusal), ws="none", lifespan="off",
             log_config=None, access_log=False, server_header=False,
             timeout_keep_alive=round(limits.keep_alive_s), timeout_graceful_shutdown=round(CLOSE_S), proxy_headers=False,
             h11_max_incomplete_event_size=limits.head_bytes,

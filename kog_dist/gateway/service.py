@@ -17,7 +17,7 @@ from kog_dist.gateway.engine_facts import engine_facts, read_spec
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.logs import Log
-from kog_dist.gateway.metrics import Metrics
+from kog_dist.gateway.metrics import UNREAD, Metrics
 from kog_dist.gateway.openai.served import SamplingDefaults, ServedModel
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.hardware.gpus import read_inventory
@@ -43,6 +43,7 @@ class Service:
         self.tokenizer, self.chat_template, self._defaults = _read_model(args.model)
         self.readiness = Readiness(stall_s=args.stall_s)
         self.welcome: Welcome | None = None
+        self._announced: dict[str, Any] | None = None
         self.served: ServedModel | None = None  # None until the engine has said what it serves
         self.facts = EngineFacts()
         self._spec, self._gpus = read_spec(args.model), read_inventory().gpus
@@ -77,6 +78,8 @@ class Service:
 
     def _on_report(self, report: StatusReport | None) -> None:
         self.metrics.engine_report(report)
+        if self._announced is not None and not self._announced["serves"] and self._serves():
+            self.announce()
         if report is not None and self.welcome is not None and not self.facts.bytes_per_token:
             self.facts = engine_facts(self.welcome.max_context, self._spec, report, self._gpus)
             self.metrics.engine_facts(self.facts)
@@ -85,16 +88,27 @@ class Service:
         """A response to this path was begun."""
         self.metrics.http_response(handler_of(path), status)
 
+    def count_refusal(self, status: int) -> None:
+        """A connection was refused before there was a request that could be read."""
+        self.metrics.http_response(UNREAD, status)
+
     # ---- life ----
     def announce(self) -> None:
-        """Write http.json into the instance folder: where the service is, now that it answers."""
+        """Write http.json into the instance folder now that the service answers: url, pid, and whether it `serves`.
+
+        It is written again once it does: the launcher calls the engine ready when those who ask are not refused any more.
+        """
         if self.args.instance_folder is None or not self.args.ends_with_engine:
             return
+        self._announced = {"url": self.url, "pid": os.getpid(), "serves": self._serves()}
         path = Path(self.args.instance_folder) / HTTP_FILE
         fresh = path.with_suffix(".new")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
-            json.dump({"url": self.url, "pid": os.getpid()}, stream)
+            json.dump(self._announced, stream)
         fresh.replace(path)
+
+    def _serves(self) -> bool:
+        return self.served is not None and self.readiness.health().serves
 
     def drain(self) -> None:
         """Take nothing new; running answers go on."""

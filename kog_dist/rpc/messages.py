@@ -36,6 +36,7 @@ from kog_dist.rpc.fields import (
     optional,
     text,
 )
+from kog_dist.rpc.plain_tokens import PlainTokens
 
 MAGIC = b"KOG"
 PROTOCOL_VERSION = 1
@@ -52,7 +53,9 @@ MAX_SECONDS = 1e9
 MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
 LEAST_DEADLINE_S = 0.001
 
+_HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
 _ID = identifier(64)
+_PLAIN_TOKENS = PlainTokens(_HEAD, _ID)
 _COUNT = integer(0, MAX_COUNT)
 _ANY_INTEGER = integer(-(2**63), 2**63 - 1)  # the message's own check, or the model, says which are allowed
 _LOGPROB = number(-MAX_FLOAT32, 0.0)
@@ -61,6 +64,7 @@ _SECONDS = number(0.0, MAX_SECONDS)
 _NAME = text(0, 1024)
 _TEXT = text(0, MAX_MESSAGE_BYTES)
 _DIGEST = text(64, 64)
+_NONE: tuple[Any, ...] = ()
 
 
 class ErrorCode(enum.StrEnum):
@@ -262,7 +266,7 @@ class Prefill(_Checked):
     num_prompt_tokens: int = checked(_COUNT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen like the others: there is one for each token, and to make it would take ten times as long
 class Tokens(_Checked):
     """Tokens `index`, `index + 1`, ... and the text that became certain with them.
 
@@ -283,6 +287,22 @@ class Tokens(_Checked):
     logprobs: tuple[float, ...] = checked(array(_LOGPROB, MAX_ARRAY), default=())
     top_ids: tuple[int, ...] = checked(array(_TOKEN_ID, MAX_ARRAY), default=())
     top_logprobs: tuple[float, ...] = checked(array(_LOGPROB, MAX_ARRAY), default=())
+
+    @classmethod
+    def one(cls, request_id: str, index: int, token_id: int, text: str) -> Tokens:
+        """An event of one token and its text, and nothing else. The values are not checked: the caller knows them."""
+        event = cls.__new__(cls)
+        event.request_id, event.index, event.token_ids, event.text = request_id, index, (token_id,), text
+        event.stamps_s = event.digests = event.logprobs = event.top_ids = event.top_logprobs = _NONE
+        return event
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one token, and nothing is said of it but its text: so it is with almost every token."""
+        return (
+            self.stamps_s is _NONE and self.digests is _NONE and self.logprobs is _NONE and self.top_ids is _NONE
+            and self.top_logprobs is _NONE and type(self.token_ids) is tuple and len(self.token_ids) == 1
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +401,12 @@ def build_hash() -> str:
 
 def encode(message: Message) -> bytes:
     """The frame of a message. Raises BadMessage if it is larger than MAX_MESSAGE_BYTES."""
+    if type(message) is Tokens and message.is_plain:
+        plain = _PLAIN_TOKENS.pack(message.request_id, message.index, message.token_ids[0], message.text)
+        if plain is not None:
+            return plain
     body = {name: getattr(message, name) for name, _ in _CHECKS[type(message)]}
-    frame: bytes = MAGIC + bytes((PROTOCOL_VERSION,)) + msgpack.packb([_TAG_OF[type(message)], body])
+    frame: bytes = _HEAD + msgpack.packb([_TAG_OF[type(message)], body])
     if len(frame) > MAX_MESSAGE_BYTES:
         raise BadMessage(
             f"{_TAG_OF[type(message)]}: the message has {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed",
@@ -399,6 +423,8 @@ def decode_request(frame: bytes) -> Request:
 
 def decode_event(frame: bytes) -> Event:
     """What the coordinator sent. Raises BadMessage, and nothing else, like `decode_request`."""
+    if (plain := _PLAIN_TOKENS.unpack(frame)) is not None:
+        return Tokens.one(*plain)
     message: Event = _decode(frame, EVENTS, "engine", "client")
     return message
 

@@ -11,16 +11,22 @@ from typing import Any
 import typer
 
 from kog_dist.errors import KogError
+from kog_dist.train.commands.ablation import ablation
+from kog_dist.train.commands.convert import convert
 from kog_dist.train.commands.evaluate import evaluate
 from kog_dist.train.commands.export import export
+from kog_dist.train.commands.heal import heal
 from kog_dist.train.commands.prepare import prepare
 from kog_dist.train.commands.run import run
 
 COMMANDS: tuple[Callable[..., dict[str, Any]], ...] = (
     prepare,
     run,
+    ablation,
     evaluate,
     export,
+    convert,
+    heal,
 )
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from kog_dist.train.corpus import END_OF_TEXT
+from kog_dist.train.cleaning import END_OF_TEXT
 
 # In this order: blank lines; an indentation or other run of blanks as one piece, apart from the word behind it, so that a
 # prompt may end anywhere in the layout; __dunder__; words with the space, dot or underscores in front; short numbers;
@@ -18,8 +18,8 @@ _PIECES = (
 )  # fmt: skip
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A `tokenizers.Tokenizer` of at most `vocab_size` ids; id 0 is the end of a text. Any bytes can be encoded."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Any:
+    """A `tokenizers.Tokenizer` of at most `vocab_size` ids, the first of them special tokens. Any bytes can be encoded."""
     tokenizer = LibraryTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -30,7 +30,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         min_frequency=2,
         show_progress=False,

@@ -1,35 +1,25 @@
-"""Collects Python source that may be trained on: whole projects, cleaned, each file once."""
+"""Collects Python source that may be trained on: whole projects, cleaned, without duplicates."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import platform
 import re
 import sysconfig
-import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 
 from kog_dist.errors import ConfigError
-from kog_dist.train.licences import PERMISSIVE, permissive_licence
+from kog_dist.train.cleaning import Unfit, read_source, short_functions
+from kog_dist.train.licences import PERMISSIVE, licence_of_folder, permissive_licence
+from kog_dist.train.near_duplicates import NearDuplicates, Signature, signature
 
-END_OF_TEXT = "<|endoftext|>"
-_MIN_CHARS, _MAX_CHARS = 200, 300_000
-_SKIPPED_FOLDERS = frozenset(
-    """test tests testing test_data testdata _vendor vendor vendored _vendored extern externals third_party site-packages
-    dist-packages __pycache__ migrations node_modules pydoc_data encodings""".split()
-)
-_SKIPPED_NAMES = re.compile(
-    r"(_pb2|_pb2_grpc|_generated|_lextab|_parsetab)\.py$|^(test_|conftest|_version|version\.py)|_test\.py$"
-)
-_GENERATED = re.compile(
-    r"do not (edit|modify)|@generated|auto-?generated|(automatically|was|file) generated|generated (by|from|with)", re.IGNORECASE
-)
+_SHARED_FUNCTION_LINES = (4, 40)  # functions whose copies elsewhere are looked for
 
 
 @dataclass(frozen=True)
@@ -39,104 +29,125 @@ class Project:
     name: str
     version: str
     licence: str
+    evidence: str  # what says so
     root: Path
     files: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
 class Document:
-    """One cleaned source file."""
+    """One cleaned source file. `functions`: what `function_digest` gives for its functions of 4 to 40 lines."""
 
     project: str
     text: str
+    functions: frozenset[bytes]
 
 
-def installed_projects() -> tuple[list[Project], list[str]]:
-    """The standard library and installed packages with a permissive licence; and the names of those that were refused."""
+@dataclass
+class Tally:
+    """What became of the files of one project: kept ones, their bytes, and how many were dropped for which reason."""
+
+    num_kept: int = 0
+    num_bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def installed_projects() -> tuple[list[Project], dict[str, str]]:
+    """The standard library and installed packages with a permissive licence; the others' names with what they say instead."""
     stdlib = Path(sysconfig.get_paths()["stdlib"]).resolve()
-    projects = [Project("python-stdlib", platform.python_version(), "PSF-2.0", stdlib, tuple(sorted(stdlib.rglob("*.py"))))]
-    refused = []
+    own = tuple(path for path in sorted(stdlib.rglob("*.py")) if "site-packages" not in path.relative_to(stdlib).parts)
+    projects = [Project("python-stdlib", platform.python_version(), "PSF-2.0", "part of Python", stdlib, own)]
+    refused = {}
     for distribution in distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         files = tuple(sorted(Path(str(f.locate())) for f in distribution.files or () if f.suffix == ".py"))
         if not name or not files or any(project.name == name for project in projects):
             continue
-        licence = permissive_licence(distribution)
-        if licence is None:
-            refused.append(name)
+        found = permissive_licence(distribution)
+        if found.licence is None:
+            refused[name] = found.evidence
         else:
-            projects.append(Project(name, distribution.version, licence, Path(str(distribution.locate_file(""))), files))
-    return sorted(projects, key=lambda project: project.name), sorted(refused)
+            root = Path(str(distribution.locate_file("")))
+            projects.append(Project(name, distribution.version, found.licence, found.evidence, root, files))
+    return sorted(projects, key=lambda project: project.name), dict(sorted(refused.items()))
 
 
-def folder_project(folder: Path, licence: str) -> Project:
-    """A folder of source under a licence that the caller vouches for.
+def folder_project(folder: Path, licence: str = "") -> Project:
+    """A folder of source under a licence that the caller vouches for, or else the one that its licence files hold.
 
     Raises ConfigError if the licence is not permissive or the folder has no source.
     """
-    if licence not in PERMISSIVE:
+    folder = folder.resolve()
+    evidence = "given by the caller"
+    if not licence:
+        found = licence_of_folder(folder)
+        if found.licence is None:
+            raise ConfigError(f"{folder} has no permissive licence file ({found.evidence}); name its licence if you know it")
+        licence, evidence = found.licence, found.evidence
+    elif licence not in PERMISSIVE:
         raise ConfigError(f"{folder} is said to be under {licence!r}; only permissive licences are used: {', '.join(PERMISSIVE)}")
-    files = tuple(sorted(folder.resolve().rglob("*.py")))
+    files = tuple(sorted(folder.rglob("*.py")))
     if not files:
         raise ConfigError(f"{folder} holds no .py files; give a folder with Python source")
-    return Project(folder.resolve().name.lower(), "local", licence, folder.resolve(), files)
+    return Project(folder.name.lower(), "local", licence, evidence, folder, files)
 
 
-def documents(projects: Iterable[Project], *, max_project_bytes: int, num_processes: int) -> Iterator[Document]:
-    """Clean the files of all projects; each text once, at most `max_project_bytes` per project, in an order fixed by content."""
+def documents(
+    projects: Sequence[Project], tallies: dict[str, Tally], *, max_project_bytes: int, num_processes: int
+) -> Iterator[Document]:
+    """Clean the files of all projects; of texts that are the same or nearly so only the first is kept, whatever its project.
+
+    At most `max_project_bytes` per project. The order of the projects is the caller's; files are ordered by their content.
+    `tallies` is filled by project name on the way.
+    """
     seen: set[str] = set()
+    near = NearDuplicates()
     with ProcessPoolExecutor(num_processes) if num_processes > 1 else nullcontext() as pool:
         for project in projects:
+            tally = tallies.setdefault(project.name, Tally())
             roots = [project.root] * len(project.files)
-            texts = (
-                pool.map(_cleaned_file, project.files, roots, chunksize=16) if pool else map(_cleaned_file, project.files, roots)
-            )
-            by_digest = {hashlib.sha256(text.encode()).hexdigest(): text for text in texts if text is not None}
-            num_bytes = 0
-            for digest in sorted(by_digest.keys() - seen):
-                num_bytes += len(by_digest[digest].encode())
-                if num_bytes > max_project_bytes:
-                    break
-                yield Document(project.name, by_digest[digest])
-            seen |= by_digest.keys()
+            examined = pool.map(_examine, project.files, roots, chunksize=16) if pool else map(_examine, project.files, roots)
+            fit: dict[str, _Examined] = {}
+            for found in examined:
+                if isinstance(found, str):
+                    tally.dropped[found] += 1
+                elif found.digest in seen or found.digest in fit:
+                    tally.dropped["same"] += 1
+                else:
+                    fit[found.digest] = found
+            for digest in sorted(fit):
+                found = fit[digest]
+                num_bytes = len(found.text.encode())
+                if tally.num_bytes + num_bytes > max_project_bytes:
+                    tally.dropped["project is large"] += 1
+                elif not near.add(found.signature):
+                    tally.dropped["nearly the same"] += 1
+                else:
+                    tally.num_kept += 1
+                    tally.num_bytes += num_bytes
+                    yield Document(project.name, found.text, found.functions)
+            seen |= fit.keys()
 
 
-def _cleaned_file(path: Path, root: Path) -> str | None:
-    folders = path.relative_to(root).parts[:-1] if path.is_relative_to(root) else path.parts[:-1]
-    if _SKIPPED_FOLDERS & set(folders) or _SKIPPED_NAMES.search(path.name):
-        return None
+def function_digest(lines: Iterable[str]) -> bytes:
+    """Eight bytes that copies of a function share, however they are indented."""
+    return hashlib.sha256("\n".join(line.strip() for line in lines).encode()).digest()[:8]
+
+
+@dataclass(frozen=True)
+class _Examined:
+    text: str
+    digest: str
+    signature: Signature
+    functions: frozenset[bytes]
+
+
+def _examine(path: Path, root: Path) -> _Examined | str:
+    """A cleaned file, or the reason why it is dropped."""
     try:
-        return clean(path.read_bytes().decode("utf-8"))
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def clean(text: str) -> str | None:
-    """The source without licence header and trailing blanks, or None if it is junk: generated, tabular, foreign or invalid."""
-    text = "\n".join(line.rstrip() for line in text.replace("\r\n", "\n").split("\n"))
-    text = _without_header(text).strip("\n") + "\n"
-    if not _MIN_CHARS <= len(text) <= _MAX_CHARS or _GENERATED.search(text[:1000]) or END_OF_TEXT in text or "\t" in text:
-        return None
-    lines = text.split("\n")
-    longest = max(map(len, lines))
-    num_digits = sum(map(str.isdigit, text))
-    num_foreign = sum(ord(character) > 126 for character in text)
-    if longest > 400 or num_digits > 0.12 * len(text) or num_foreign > 0.02 * len(text):
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    return text
-
-
-def _without_header(text: str) -> str:
-    """Drop the comment block at the top if it is about copyright; every project repeats its own in each file."""
-    lines = text.split("\n")
-    end = next((i for i, line in enumerate(lines) if line and not line.startswith("#")), len(lines))
-    header = "\n".join(lines[:end]).lower()
-    if "copyright" in header or "licen" in header or "coding" in header or header.startswith("#!"):
-        return "\n".join(lines[end:])
-    return text
+        source = read_source(path, root)
+    except Unfit as reason:
+        return str(reason)
+    text, lines = source.text, source.text.split("\n")
+    functions = frozenset(function_digest(own) for _, own in short_functions(source.tree, lines, _SHARED_FUNCTION_LINES))
+    return _Examined(text, hashlib.sha256(text.encode()).hexdigest(), signature(text), functions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import write_checkpoint, write_manifest
 from kog_dist.model.spec import ModelSpec
-from kog_dist.train.corpus import END_OF_TEXT
+from kog_dist.train.cleaning import END_OF_TEXT
 from kog_dist.train.state import load_progress, load_tensors
 
 _MAX_SHARD_BYTES = 15 * 2**20
@@ -64,7 +65,9 @@ def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any
         "Muon for the lanes' matrices, AdamW for the rest, bfloat16 autocast, flat learning rate with linear decay.",
     ]
     if loss is not None:
-        lines.append(f"Final loss on held-out projects: {loss:.3f} nats per token.")
+        bits = loss / math.log(2) / sources["held_out_bytes_per_token"]
+        lines.append(f"Final loss on held-out projects: {loss:.3f} nats per token, {bits:.3f} bits per byte.")
+    lines.append(f"Data set (SHA-256): `{sources['digest']}`.")
     if evaluation is not None:
         lines += ["", "## How well it does", "", _evaluation_text(evaluation)]
     lines += _source_table(sources)
@@ -80,7 +83,9 @@ def _evaluation_text(evaluation: dict[str, Any]) -> str:
         f"{whole} completions came to an end of their own, and {evaluation['num_ended_parsed']} of these parse; {cut} were\n"
         f"still going on after {evaluation['max_new_tokens']} tokens, lost their unfinished last line, and "
         f"{evaluation['num_parsed'] - evaluation['num_ended_parsed']} of these parse.\n"
-        "An empty completion counts as failed. Parsing says nothing about whether the code is right."
+        "An empty completion counts as failed. Parsing says nothing about whether the code is right.\n\n"
+        f"Of {evaluation['num_tested']} functions with unit tests, made by calling the originals on invented arguments,\n"
+        f"**{evaluation['num_passed']} ({evaluation['pass_share']:.1%}) pass** all of theirs."
     )
 
 
@@ -90,8 +95,8 @@ def _source_table(sources: dict[str, Any]) -> list[str]:
         "## Sources",
         "",
         f"{sources['num_train_bytes']:,} bytes of Python source from installed packages whose own metadata names only",
-        "permissive licences, without tests, generated files, vendored copies and duplicates. Projects marked as held out",
-        "are kept from training whole.",
+        "permissive licences, without tests, generated files, tables, vendored copies and duplicates, near ones included.",
+        "Projects marked as held out are kept from training whole.",
         "",
         "| project | version | licence | files | bytes | |",
         "|---|---|---|---:|---:|---|",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import Distribution
+from pathlib import Path
 
 PERMISSIVE = frozenset(
     """0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSD-3-Clause-Open-MPI BSL-1.0 CC0-1.0 CNRI-Python HPND ISC MIT MIT-0 MIT-CMU
@@ -34,11 +37,20 @@ _TEXTS = (  # sentences that only these licences contain
     ("Apache License Version 2.0, January 2004", "Apache-2.0"),
     ("Permission to use, copy, modify, and/or distribute this software for any purpose with or without fee", "ISC"),
 )
+_LICENCE_FILE = re.compile(r"(licen[cs]e|copying)([-_.].*)?$", re.IGNORECASE)
 _COPYLEFT = re.compile(r"GNU (LESSER |AFFERO )?GENERAL PUBLIC|Mozilla Public|proprietary|Eclipse Public", re.IGNORECASE)
 
 
-def permissive_licence(distribution: Distribution) -> str | None:
-    """The SPDX licence of an installed package if all of it is permissive by its own metadata, else None.
+@dataclass(frozen=True)
+class Finding:
+    """licence: SPDX, or None if something is not permissive or nothing is known. evidence: where it stands, what it says."""
+
+    licence: str | None
+    evidence: str
+
+
+def permissive_licence(distribution: Distribution) -> Finding:
+    """The SPDX licence of an installed package if all of it is permissive by its own metadata.
 
     Looks at License-Expression, else the licence classifiers, else the License field, else the licence files; the first that
     is present decides.
@@ -46,18 +58,34 @@ def permissive_licence(distribution: Distribution) -> str | None:
     metadata = distribution.metadata
     expression = _field(distribution, "License-Expression")
     if expression:
-        return evaluate(expression)
+        return Finding(evaluate(expression), f"License-Expression: {expression}")
     named = [c.rsplit(" :: ", 1)[1] for c in metadata.get_all("Classifier") or () if c.startswith("License :: ")]
     named = [name for name in named if name not in ("OSI Approved", "DFSG approved")]
     if named:
         known = [_CLASSIFIERS.get(name) for name in named]
-        return " AND ".join(sorted({name for name in known if name})) if all(known) else None
-    field = _field(distribution, "License")
-    if 0 < len(field) < 80:
-        return _short_form(field)
-    texts = [field] if field else [_read(distribution, name) for name in metadata.get_all("License-File") or ()]
-    found = [_recognise(text) for text in texts]
-    return " AND ".join(sorted({name for name in found if name})) if found and all(found) else None
+        return Finding(_joined(known), f"classifiers: {', '.join(named)}")
+    stated = _field(distribution, "License")
+    if 0 < len(stated) < 80:
+        return Finding(_short_form(stated), f"License: {stated}")
+    if stated:
+        return Finding(_recognise(stated), "text in License")
+    files = metadata.get_all("License-File") or []
+    return _finding_of_texts({name: _read(distribution, name) for name in files})
+
+
+def licence_of_folder(folder: Path) -> Finding:
+    """The SPDX licence that the licence files at the top of a folder hold, if each of them is permissive."""
+    files = [path for path in sorted(folder.glob("*")) if path.is_file() and _LICENCE_FILE.match(path.name)]
+    return _finding_of_texts({path.name: path.read_text(encoding="utf-8", errors="replace") for path in files})
+
+
+def _finding_of_texts(texts: Mapping[str, str]) -> Finding:
+    return Finding(_joined([_recognise(text) for text in texts.values()]), f"licence files: {', '.join(texts) or 'none'}")
+
+
+def _joined(licences: Sequence[str | None]) -> str | None:
+    """All of them; None if one is unknown or there are none."""
+    return " AND ".join(sorted({name for name in licences if name})) if licences and all(licences) else None
 
 
 def _field(distribution: Distribution, name: str) -> str:

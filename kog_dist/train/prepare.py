@@ -1,16 +1,14 @@
-"""`prepare`: from projects to token shards, a tokenizer, held-out functions and the list of sources."""
+"""`prepare`: from projects to token shards, a tokenizer, held-out functions and the record of sources."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import random
-import textwrap
-import warnings
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +18,21 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from kog_dist.errors import ConfigError
 from kog_dist.train.bpe import train_tokenizer
-from kog_dist.train.corpus import END_OF_TEXT, Document, Project, documents
+from kog_dist.train.cleaning import END_OF_TEXT, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL_TOKENS
+from kog_dist.train.corpus import Document, Project, Tally, documents
+from kog_dist.train.fill_in_middle import rearrange
+from kog_dist.train.held_out import HeldOutFunction, held_out_functions, save_functions
 
 SHARD_TOKENS = 2**24
 _TOKENIZER_SAMPLE_CHARS = 80_000_000
 _HELD_OUT_SHARE = 16  # one project in 16 is held out unless named
-
-
-@dataclass(frozen=True)
-class HeldOutFunction:
-    """A function that no training file contains. `prompt` is its start: signature and docstring, or else the first line."""
-
-    project: str
-    prompt: str
-    source: str
+_MAX_PLAIN_FUNCTIONS, _MAX_TESTED_FUNCTIONS = 2000, 500
+_ENCODED_AT_ONCE = 512
 
 
 def prepare(
     projects: Sequence[Project],
-    refused: Sequence[str],
+    refused: Mapping[str, str],
     out: Path,
     *,
     held_out: Sequence[str] = (),
@@ -47,102 +41,155 @@ def prepare(
     max_project_bytes: int = 24_000_000,
     num_processes: int = 2,
     tokenizer_file: Path | None = None,
+    fim_rate: float = 0.0,
 ) -> dict[str, Any]:
     """Write `train-*.npy`, `held_out.npy` (uint16), `tokenizer.json`, `held_out_functions.json`, `sources.json`; returns counts.
 
-    held_out: names of projects that are kept from training; by default one in 16 by the hash of the name. Equal input gives
-    equal files. Raises ConfigError if either side of the split is empty.
+    held_out: names of projects that are kept from training; by default one in 16 by the hash of the name. They come first: of
+    near duplicates on both sides of the split, the training side's are dropped. fim_rate: see `fill_in_middle.rearrange`;
+    held-out tokens are never rearranged. Equal input gives equal files, and `digest` says that they are equal.
+    Raises ConfigError if either side of the split is empty, or a rate or tokenizer does not fit.
     """
     out.mkdir(parents=True, exist_ok=True)
-    names = set(held_out) or {
-        p.name for p in projects if int(hashlib.sha256(p.name.encode()).hexdigest(), 16) % _HELD_OUT_SHARE == 0
-    }
+    if not 0 <= fim_rate <= 1:
+        raise ConfigError(f"--fim-rate must be from 0 to 1, got {fim_rate}")
+    names = _held_out_names(projects, held_out)
+    ordered = sorted(projects, key=lambda project: (project.name not in names, project.name))
     train: list[str] = []
     kept: list[Document] = []
-    num_bytes: dict[str, int] = defaultdict(int)
-    num_files: Counter[str] = Counter()
-    for document in documents(projects, max_project_bytes=max_project_bytes, num_processes=num_processes):
-        num_bytes[document.project] += len(document.text.encode())
-        num_files[document.project] += 1
+    trained_functions: set[bytes] = set()
+    tallies: dict[str, Tally] = {}
+    for document in documents(ordered, tallies, max_project_bytes=max_project_bytes, num_processes=num_processes):
         if document.project in names:
             kept.append(document)
         else:
             train.append(document.text)
+            trained_functions |= document.functions
     if not train or not kept:
         raise ConfigError(
             f"{len(train)} files to train on and {len(kept)} held out; both must be some: name projects to hold out"
         )
     random.Random(seed).shuffle(train)
-    tokenizer = LibraryTokenizer.from_file(str(tokenizer_file)) if tokenizer_file else _tokenizer(train, vocab_size)
+    tokenizer = _tokenizer(train, vocab_size, tokenizer_file, fim=fim_rate > 0)
     tokenizer.save(str(out / "tokenizer.json"))
-    tokens = _encode(tokenizer, train)
+    tokens = _encode(tokenizer, train, fim_rate, seed)
+    for old in out.glob("train-*.npy"):
+        old.unlink()
     for shard_idx, start in enumerate(range(0, len(tokens), SHARD_TOKENS)):
         np.save(out / f"train-{shard_idx:03d}.npy", tokens[start : start + SHARD_TOKENS], allow_pickle=False)
-    held_tokens = _encode(tokenizer, [document.text for document in kept])
+    held_texts = [document.text for document in kept]
+    held_tokens = _encode(tokenizer, held_texts, 0.0, seed)
     np.save(out / "held_out.npy", held_tokens, allow_pickle=False)
-    functions = [function for document in kept for function in held_out_functions(document)]
-    random.Random(seed).shuffle(functions)
-    _write(out / "held_out_functions.json", [vars(function) for function in functions[:2000]])
-    sources = [
-        {"name": p.name, "version": p.version, "licence": p.licence, "files": num_files[p.name], "bytes": num_bytes[p.name],
-         "held_out": p.name in names}
-        for p in projects if num_files[p.name]
-    ]  # fmt: skip
+    functions = _functions(kept, trained_functions, seed, num_processes)
+    save_functions(out / "held_out_functions.json", functions)
     counts = {
+        "digest": _digest(out),
         "num_train_tokens": len(tokens),
-        "num_train_bytes": sum(len(text.encode()) for text in train),
+        "num_train_bytes": _num_bytes(train),
+        "train_bytes_per_token": round(_num_bytes(train) / len(tokens), 5),
         "num_held_out_tokens": len(held_tokens),
-        "num_held_out_bytes": sum(len(document.text.encode()) for document in kept),
+        "num_held_out_bytes": _num_bytes(held_texts),
+        "held_out_bytes_per_token": round(_num_bytes(held_texts) / len(held_tokens), 5),
         "num_held_out_functions": len(functions),
+        "num_tested_functions": sum(function.tests is not None for function in functions),
         "vocab_size": tokenizer.get_vocab_size(),
+        "fim_rate": fim_rate,
     }
-    _write(out / "sources.json", {**counts, "refused": list(refused), "sources": sources})
+    record = {**counts, "refused": refused, "sources": _source_records(ordered, tallies, names)}
+    (out / "sources.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return counts
 
 
-def held_out_functions(document: Document) -> Iterator[HeldOutFunction]:
-    """Functions and methods of 4 to 40 lines, moved to the left margin, with a body behind the prompt."""
-    lines = document.text.split("\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nodes = list(ast.walk(ast.parse(document.text)))
-        for node in nodes:
-            if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
-                continue
-            source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-            first = node.body[0]
-            has_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-            prompt_lines = (first.end_lineno if has_docstring and first.end_lineno else first.lineno) - node.lineno + 1
-            own = source.split("\n")
-            prompt = "\n".join(own[:prompt_lines]) + "\n"
-            if not 4 <= len(own) <= 40 or len(own) - prompt_lines < 2 or not source.startswith("def ") or len(prompt) > 800:
-                continue
-            try:
-                ast.parse(source)
-            except SyntaxError:  # a string that is not indented lost its place
-                continue
-            yield HeldOutFunction(document.project, prompt, source + "\n")
+def _held_out_names(projects: Sequence[Project], named: Sequence[str]) -> set[str]:
+    unknown = set(named) - {project.name for project in projects}
+    if unknown:
+        raise ConfigError(f"no permissively licensed source of {', '.join(sorted(unknown))}, which should be held out")
+    if named:
+        return set(named)
+    return {p.name for p in projects if int(hashlib.sha256(p.name.encode()).hexdigest(), 16) % _HELD_OUT_SHARE == 0}
 
 
-def _tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
+def _source_records(projects: Sequence[Project], tallies: Mapping[str, Tally], held_out: set[str]) -> list[dict[str, Any]]:
+    """One entry per project that gave files, by name: licence, what says so, what was kept and why the rest was not."""
+    return [
+        {
+            "name": project.name,
+            "version": project.version,
+            "licence": project.licence,
+            "evidence": project.evidence,
+            "files": tallies[project.name].num_kept,
+            "bytes": tallies[project.name].num_bytes,
+            "dropped": dict(sorted(tallies[project.name].dropped.items())),
+            "held_out": project.name in held_out,
+        }
+        for project in sorted(projects, key=lambda project: project.name)
+        if tallies[project.name].num_kept
+    ]
+
+
+def _functions(kept: Sequence[Document], trained: set[bytes], seed: int, num_processes: int) -> list[HeldOutFunction]:
+    """Up to 2,000 functions in random order, then those with unit tests that were not among them."""
+    own = partial(_functions_of, trained=frozenset(trained & {digest for document in kept for digest in document.functions}))
+    with ProcessPoolExecutor(num_processes) if num_processes > 1 else nullcontext() as pool:
+        per_document = pool.map(own, kept, chunksize=4) if pool else map(own, kept)
+        functions = list({function.source: function for found in per_document for function in found}.values())
+    random.Random(seed).shuffle(functions)
+    plain, rest = functions[:_MAX_PLAIN_FUNCTIONS], functions[_MAX_PLAIN_FUNCTIONS:]
+    return plain + [function for function in rest if function.tests is not None][:_MAX_TESTED_FUNCTIONS]
+
+
+def _functions_of(document: Document, trained: frozenset[bytes]) -> list[HeldOutFunction]:
+    return list(held_out_functions(document, trained, with_tests=True))
+
+
+def _tokenizer(texts: Sequence[str], vocab_size: int, file: Path | None, *, fim: bool) -> Any:
+    special_tokens = SPECIAL_TOKENS if fim else SPECIAL_TOKENS[:1]
+    if file is not None:
+        tokenizer = LibraryTokenizer.from_file(str(file))
+        missing = [token for token in special_tokens if tokenizer.token_to_id(token) is None]
+        if missing:
+            raise ConfigError(f"{file} has no {', '.join(missing)}; train a tokenizer with the same --fim-rate")
+        return tokenizer
     sample, num_chars = [], 0
     for text in texts:
         sample.append(text)
         num_chars += len(text)
         if num_chars > _TOKENIZER_SAMPLE_CHARS:
             break
-    return train_tokenizer(sample, vocab_size)
+    return train_tokenizer(sample, vocab_size, special_tokens)
 
 
-def _encode(tokenizer: Any, texts: Sequence[str]) -> NDArray[np.uint16]:
-    """All texts one after another, each behind an end-of-text token."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    pieces: list[NDArray[np.uint16]] = []
-    for start in range(0, len(texts), 512):
-        for encoding in tokenizer.encode_batch_fast(list(texts[start : start + 512])):
-            pieces.append(np.array([end, *encoding.ids], dtype=np.uint16))
-    return np.concatenate(pieces)
+def _encode(tokenizer: Any, texts: Iterable[str], fim_rate: float, seed: int) -> NDArray[np.uint16]:
+    """All texts one after another, each (and each rearranged part) behind an end-of-text token."""
+    draw = random.Random(seed)
+    pieces: list[str] = []  # what is encoded on its own
+    marks: list[str] = []  # the special token in front of each piece
+    for text in texts:
+        for part in rearrange(text, fim_rate, draw) if fim_rate else [text]:
+            if isinstance(part, str):
+                pieces.append(part)
+                marks.append(END_OF_TEXT)
+            else:
+                pieces += ["", *part]
+                marks += [END_OF_TEXT, FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE]
+    ids = {mark: tokenizer.token_to_id(mark) for mark in set(marks)}
+    encoded: list[NDArray[np.uint16]] = []
+    for start in range(0, len(pieces), _ENCODED_AT_ONCE):
+        several = slice(start, start + _ENCODED_AT_ONCE)
+        for mark, encoding in zip(marks[several], tokenizer.encode_batch_fast(pieces[several]), strict=True):
+            encoded.append(np.array([ids[mark], *encoding.ids], dtype=np.uint16))
+    return np.concatenate(encoded)
 
 
-def _write(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _digest(out: Path) -> str:
+    """SHA-256 over the files of the data set: equal exactly for equal tokens, tokenizer and held-out functions."""
+    files = [*sorted(out.glob("train-*.npy")), out / "held_out.npy", out / "tokenizer.json", out / "held_out_functions.json"]
+    hasher = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            hasher.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+    return hasher.hexdigest()
+
+
+def _num_bytes(texts: Iterable[str]) -> int:
+    return sum(len(text.encode()) for text in texts)

@@ -5,176 +5,232 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from kog_dist.errors import ConfigError
-from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
-from kog_dist.train.muon import Muon
-from kog_dist.train.state import load_progress, load_tensors, save_progress, save_tensors
+from kog_dist.train.display import duration
+from kog_dist.train.distributed import Ranks
+from kog_dist.train.execution import apply_determinism, faster_windows, with_windows
+from kog_dist.train.model import Residual, TrainingModel
+from kog_dist.train.optimizers import Optimizers
+from kog_dist.train.schedule import learning_rate_factor
+from kog_dist.train.settings import Execution, RunSettings
+from kog_dist.train.state import load_progress, load_tensors, save_state, tensors_digest
+from kog_dist.train.tokens import TokenSet
 
-_RATE_STEPS = 40  # steps over which the speed is measured before the number of steps is fixed
+RATE_STEPS = 40  # steps over which the speed is measured before the number of steps is fixed
+_CLOCK_STEPS = 10  # between two looks at the clock
+Advanced = Callable[[int, int | None, float], None]  # step, steps in all if known, tokens per second
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """What decides the outcome of a run; kept with its state and compared when it resumes.
+class _Loss(nn.Module):
+    """The loss of rows (batch, time + 1) as a module, for data parallel wrappers."""
 
-    num_steps: optimizer steps in all; None = as many as fit into `train_seconds`, by the speed of the first steps.
-    decay_share: last part of the steps, in which the learning rate falls linearly to zero.
-    """
+    def __init__(self, model: TrainingModel, autocast: bool) -> None:
+        super().__init__()
+        self.model, self.autocast = model, autocast
 
-    num_steps: int | None = None
-    train_seconds: float = 1200.0
-    batch: int = 128
-    time: int = 2048
-    learning_rate: float = 5e-3
-    adam_learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    warmup_steps: int = 100
-    decay_share: float = 0.4
-    seed: int = 0
+    def forward(self, rows: Tensor) -> Tensor:
+        """Mean loss in nats per token."""
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.model.loss(rows[:, :-1], rows[:, 1:])
 
 
 class Run:
-    """One training run: the model, its optimizers and the data, on one device."""
+    """One training run: the model, its optimizers and its tokens on the device of this rank."""
 
     def __init__(
         self,
         spec: ModelSpec,
         settings: RunSettings,
-        data: Path,
+        tokens: Path | TokenSet,
         *,
-        device: str = "cpu",
-        compiled: bool = False,
-        flex: bool = False,
+        ranks: Ranks | None = None,
+        execution: Execution | None = None,
+        residual: Residual = Residual.LANES,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.spec, self.settings, self.device = spec, settings, torch.device(device)
-        self.tokens = _load_tokens(sorted(data.glob("train-*.npy")), settings.time, self.device)
-        self.held_out = _load_tokens([data / "held_out.npy"], settings.time, self.device)
-        self.module = Laneformer(spec, seed=settings.seed).to(self.device)
-        if flex:
-            self.module.use_flex_windows(settings.time)
-        named = dict(self.module.named_parameters())
-        self._matrix_names = [name for name, p in named.items() if p.ndim == 3 and name.startswith("model.layers.")]
-        self._other_names = [name for name in named if name not in self._matrix_names]
-        self.muon = Muon([named[name] for name in self._matrix_names], weight_decay=settings.weight_decay)
-        self.adam = torch.optim.AdamW(
-            [named[name] for name in self._other_names], lr=settings.adam_learning_rate, betas=(0.9, 0.95), eps=1e-10,
-            weight_decay=0.01, fused=self.device.type == "cuda",
+        """`tokens`: what `prepare` wrote, or that already loaded. `start`: weights to begin with instead of random ones."""
+        self.spec, self.settings = spec, settings
+        self.ranks = ranks or Ranks(0, 1, torch.device("cpu"))
+        self.execution = execution or Execution()
+        device = self.ranks.device
+        apply_determinism(self.execution, device)
+        self.tokens = tokens if isinstance(tokens, TokenSet) else TokenSet.load(tokens, settings.time, device)
+        self.tokens.check_fits(spec.vocab_size)
+        self.module = TrainingModel(spec, seed=settings.seed, residual=residual)
+        self.start_digest = None if start is None else tensors_digest(start)
+        if start is not None:
+            self.module.load_state_dict(start)
+        self.module.to(device)
+        self.optimizers = Optimizers(
+            self.module, settings.optimizer, learning_rate=settings.learning_rate,
+            adam_learning_rate=settings.adam_learning_rate, weight_decay=settings.weight_decay,
         )  # fmt: skip
-        self._loss: Callable[[Tensor], Tensor] = torch.compile(self._plain_loss, dynamic=False) if compiled else self._plain_loss
+        if self.execution.compiled:
+            self.module.compile_layers()
+        autocast = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
+        self._loss = _Loss(self.module, autocast)
+        self.windows = with_windows(self.module, self.execution.windows, settings.time)
+        self._parallel_loss = self.ranks.wrap(self._loss)
+        self._share = self.ranks.share(settings.batch)
         self.step_idx = 0
         self.num_steps = settings.num_steps
         self.trained_s = 0.0
-        self.losses: list[tuple[int, float]] = []  # (step, training loss)
+        self.losses: list[tuple[int, float]] = []  # (step, mean training loss since the last entry)
         self.held_out_losses: list[tuple[int, float]] = []
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of the steps since the last entry
+        self._num_summed = 0
 
-    def _plain_loss(self, token_ids: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.module(token_ids[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
-
+    # ---- steps ----
     def learning_rate_factor(self, step_idx: int) -> float:
-        """Share of the full learning rate: linear warm-up, flat, linear decay to zero."""
-        num_steps = self.num_steps or 10**9
-        decay = max(1, int(num_steps * self.settings.decay_share))
-        return min(1.0, (step_idx + 1) / self.settings.warmup_steps, (num_steps - step_idx) / decay)
-
-    def train_step(self) -> Tensor:
-        """One optimizer step on rows drawn by (seed, step); returns the loss, still on the device."""
+        """Share of the full learning rate at a step."""
         settings = self.settings
-        draw = np.random.default_rng((settings.seed, self.step_idx))
-        starts = torch.from_numpy(draw.integers(0, len(self.tokens) - settings.time, settings.batch)).to(self.device)
-        loss = self._loss(_rows(self.tokens, starts, settings.time))
-        loss.backward()  # type: ignore[no-untyped-call]
-        factor = self.learning_rate_factor(self.step_idx)
-        self.muon.step(settings.learning_rate * factor)
-        self.adam.param_groups[0]["lr"] = settings.adam_learning_rate * factor
-        self.adam.step()
-        for parameter in self.module.parameters():
-            parameter.grad = None
-        self.step_idx += 1
-        return loss.detach()
+        return learning_rate_factor(
+            step_idx, self.num_steps, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
+            decay_share=settings.decay_share,
+        )  # fmt: skip
 
-    def held_out_loss(self) -> float:
-        """Mean loss per token in nats over one batch of evenly spaced rows of the held-out tokens.
+    def train_step(self) -> None:
+        """One optimizer step on rows drawn by (seed, step). Collective."""
+        settings = self.settings
+        rows = self.tokens.drawn(settings.batch, settings.time, settings.seed, self.step_idx)[self._share]
+        loss = self._parallel_loss(rows)
+        loss.backward()
+        self.optimizers.step(self.learning_rate_factor(self.step_idx))
+        self._loss_sum += loss.detach()
+        self._num_summed += 1
+        self.step_idx += 1
+
+    def held_out_loss(self, num_batches: int | None = None) -> float:
+        """Mean loss per token in nats over evenly spaced held-out rows, by default as many as the settings say. Collective.
 
         Same shape and gradient mode as a training step, so that it needs no compilation of its own.
         """
-        last = len(self.held_out) - self.settings.time - 1
-        starts = torch.linspace(0, last, self.settings.batch, device=self.device).long()
-        return float(self._loss(_rows(self.held_out, starts, self.settings.time)).detach())
+        settings = self.settings
+        num_batches = num_batches or settings.held_out_batches
+        rows = self.tokens.spaced(settings.batch * num_batches, settings.time)
+        total = torch.zeros((), dtype=torch.float64, device=rows.device)
+        for batch in rows.view(num_batches, settings.batch, -1):
+            total += self._loss(batch[self._share]).detach()
+        return float(self.ranks.mean(total)) / num_batches
 
-    def train(self, *, call_seconds: float = math.inf, report: Callable[[str], None] = print, report_every: int = 200) -> bool:
-        """Train until the last step (returns True) or until `call_seconds` from now have passed (False)."""
-        called = rate_from = time.perf_counter()
-        first_step = self.step_idx
-        recent: list[Tensor] = []
+    def train(
+        self,
+        *,
+        call_seconds: float = math.inf,
+        report: Callable[[str], None] = print,
+        report_every: int = 200,
+        advanced: Advanced | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        save_to: Path | None = None,
+        save_seconds: float = 120.0,
+    ) -> bool:
+        """Train until the last step (returns True), or until `call_seconds` have passed or `stop` says so (False). Collective.
+
+        report_every: steps between two entries of the loss curves. advanced: told now and then how far it is. save_to: folder
+        that the state is saved to every `save_seconds`, and at the end.
+        """
+        if self.windows == "auto" and not (self.num_steps is not None and self.step_idx >= self.num_steps):
+            self._measure_windows(report)
+        called = saved = rate_from = time.perf_counter()
+        first_step = rate_step = self.step_idx
+        trained_before = self.trained_s
         while self.num_steps is None or self.step_idx < self.num_steps:
-            recent.append(self.train_step())
+            self.train_step()
             in_call = self.step_idx - first_step
-            if in_call == _RATE_STEPS // 2:  # compilation is over
-                float(recent[-1])
-                rate_from = time.perf_counter()
-            elif in_call == _RATE_STEPS * 3 // 2:
-                float(recent[-1])
-                self._fix_num_steps((time.perf_counter() - rate_from) / _RATE_STEPS, report)
+            if in_call == RATE_STEPS * 3 // 2:
+                self._fix_num_steps(rate_from, report)
             if self.step_idx % report_every == 0 or self.step_idx == self.num_steps:
-                self._report(recent, called, report)
-                recent.clear()
-            if in_call % 10 == 0 and time.perf_counter() - called > call_seconds:
-                break
-        self.trained_s += time.perf_counter() - called
+                rate = self._tokens_per_s(time.perf_counter() - rate_from, self.step_idx - rate_step)
+                self._report(rate, time.perf_counter() - called, report)
+            if in_call == RATE_STEPS // 2:  # compilation is over
+                self._wait_for_device()
+                rate_from, rate_step = time.perf_counter(), self.step_idx
+            if in_call % _CLOCK_STEPS == 0:
+                now = time.perf_counter()
+                if advanced is not None and self.step_idx > rate_step:
+                    advanced(self.step_idx, self.num_steps, self._tokens_per_s(now - rate_from, self.step_idx - rate_step))
+                if self.ranks.from_first(now - called > call_seconds or stop()):
+                    break
+                if save_to is not None and self.ranks.from_first(now - saved > save_seconds):
+                    self.trained_s = trained_before + now - called
+                    self.save(save_to)
+                    saved = now
+        self._wait_for_device()
+        self.trained_s = trained_before + time.perf_counter() - called
+        if save_to is not None:
+            self.save(save_to)
         return self.step_idx == self.num_steps
 
-    def _fix_num_steps(self, step_s: float, report: Callable[[str], None]) -> None:
-        tokens_per_s = self.settings.batch * self.settings.time / step_s
-        if self.num_steps is None:
-            self.num_steps = max(2 * _RATE_STEPS, int(self.settings.train_seconds / step_s))
-        report(f"{step_s * 1e3:.1f} ms per step, {tokens_per_s:,.0f} tokens/s, {self.num_steps} steps in all")
+    def _measure_windows(self, report: Callable[[str], None]) -> None:
+        settings = self.settings
+        rows = self.tokens.drawn(settings.batch, settings.time, settings.seed, 0)[self._share]
+        self.windows, times_s = faster_windows(self.module, lambda: self._loss(rows), self.ranks)
+        report(f"windowed layers: {self.windows} ({', '.join(f'{key} {s * 1e3:.1f} ms' for key, s in times_s.items())})")
 
-    def _report(self, recent: Sequence[Tensor], called: float, report: Callable[[str], None]) -> None:
-        loss = float(torch.stack(list(recent)).mean())
+    def _tokens_per_s(self, elapsed_s: float, num_steps: int) -> float:
+        return self.settings.batch * self.settings.time * num_steps / elapsed_s
+
+    def _fix_num_steps(self, rate_from: float, report: Callable[[str], None]) -> None:
+        self._wait_for_device()
+        step_s = self.ranks.from_first((time.perf_counter() - rate_from) / RATE_STEPS)
+        if self.num_steps is None:
+            self.num_steps = max(2 * RATE_STEPS, int(self.settings.train_seconds / step_s))
+        report(f"{step_s * 1e3:.1f} ms per step, {self._tokens_per_s(step_s, 1):,.0f} tokens/s, {self.num_steps} steps in all")
+
+    def _report(self, tokens_per_s: float, elapsed_s: float, report: Callable[[str], None]) -> None:
+        loss = float(self.ranks.mean(self._loss_sum)) / self._num_summed
+        self._loss_sum.zero_()
+        self._num_summed = 0
         if not math.isfinite(loss):
             raise ConfigError(f"the training loss is {loss} at step {self.step_idx}; start again with a lower --lr")
         held_out = self.held_out_loss()
         self.losses.append((self.step_idx, round(loss, 5)))
         self.held_out_losses.append((self.step_idx, round(held_out, 5)))
-        elapsed = time.perf_counter() - called
-        report(f"step {self.step_idx}/{self.num_steps} loss {loss:.4f} held-out {held_out:.4f} {elapsed:.0f} s")
+        left_s = math.inf
+        if self.num_steps is not None and tokens_per_s > 0:
+            left_s = (self.num_steps - self.step_idx) * self.settings.batch * self.settings.time / tokens_per_s
+        report(
+            f"step {self.step_idx}/{self.num_steps} loss {loss:.4f} held-out {held_out:.4f}; {duration(elapsed_s)}, "
+            f"{tokens_per_s:,.0f} tokens/s, {duration(left_s)} left"
+        )
+
+    def _wait_for_device(self) -> None:
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
 
     # ---- state ----
     def save(self, folder: Path) -> None:
-        """Write everything that `resume` needs."""
-        save_tensors(folder, "weights", self.module.state_dict())
-        moments = {f"muon.{name}": buffer for name, buffer in zip(self._matrix_names, self.muon.buffers, strict=True)}
-        for name, parameter in self._others():
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                moments[f"adam.{key}.{name}"] = self.adam.state[parameter][key]
-        save_tensors(folder, "moments", moments)
-        save_progress(folder, self.progress())
+        """Write everything that `resume` needs; rank 0 does it."""
+        sums = {"loss_sum": self.ranks.mean(self._loss_sum)}
+        if self.ranks.is_first:
+            moments = {**self.optimizers.state(), **sums}
+            save_state(folder, self.progress(), {"weights": self.module.state_dict(), "moments": moments})
 
     def progress(self) -> dict[str, Any]:
         """What the run has done so far, as JSON."""
         return {
             "spec": self.spec.to_config(),
             "settings": asdict(self.settings),
+            "residual": self.module.residual.value,
+            "start_digest": self.start_digest,
+            "windows": self.windows,
             "step": self.step_idx,
             "num_steps": self.num_steps,
             "trained_tokens": self.step_idx * self.settings.batch * self.settings.time,
-            "num_unique_tokens": len(self.tokens),
+            "num_unique_tokens": len(self.tokens.train),
             "trained_seconds": round(self.trained_s, 1),
             "losses": self.losses,
             "held_out_losses": self.held_out_losses,
+            "num_summed": self._num_summed,
         }
 
     def resume(self, folder: Path) -> bool:
@@ -182,44 +238,22 @@ class Run:
         progress = load_progress(folder)
         if progress is None:
             return False
-        for key, now in (("spec", self.spec.to_config()), ("settings", asdict(self.settings))):
-            if progress[key] != json.loads(json.dumps(now)):
-                raise ConfigError(f"{folder} holds a run with {key} {progress[key]}, now asked for: {now}; use another folder")
+        now = json.loads(json.dumps(self.progress()))
+        for key in ("spec", "settings", "residual", "start_digest"):
+            if progress[key] != now[key]:
+                raise ConfigError(
+                    f"{folder} holds a run with {key} {progress[key]}, now asked for: {now[key]}; use another folder"
+                )
+        if self.windows == "auto" and progress["windows"] != "auto":  # measured when the run began
+            self.windows = progress["windows"]
+            self.module.window_mask = self.module.window_mask if self.windows == "flex" else None
         self.module.load_state_dict(load_tensors(folder, "weights"))
         moments = load_tensors(folder, "moments")
-        for name, buffer in zip(self._matrix_names, self.muon.buffers, strict=True):
-            buffer.copy_(moments[f"muon.{name}"])
-        for name, parameter in self._others():
-            state = {key: moments[f"adam.{key}.{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}
-            # a fused AdamW counts its steps on the device, the plain one on the CPU
-            step_device = self.device if self.adam.param_groups[0]["fused"] else torch.device("cpu")
-            self.adam.state[parameter] = {
-                key: value.to(step_device if key == "step" else self.device) for key, value in state.items()
-            }
+        self._loss_sum.copy_(moments.pop("loss_sum"))
+        self._num_summed = progress["num_summed"]
+        if progress["step"] > 0:
+            self.optimizers.load_state(moments)
         self.step_idx, self.num_steps, self.trained_s = progress["step"], progress["num_steps"], progress["trained_seconds"]
         self.losses = [(int(step), float(loss)) for step, loss in progress["losses"]]
         self.held_out_losses = [(int(step), float(loss)) for step, loss in progress["held_out_losses"]]
         return True
-
-    def _others(self) -> list[tuple[str, torch.nn.Parameter]]:
-        named = dict(self.module.named_parameters())
-        return [(name, named[name]) for name in self._other_names]
-
-
-def _load_tokens(files: Sequence[Path], row_time: int, device: torch.device) -> Tensor:
-    """Token ids of .npy shards, (count,) int32 on the device."""
-    try:
-        shards = [np.load(file, allow_pickle=False) for file in files]
-        if not shards:
-            raise FileNotFoundError("there are no train-*.npy")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"token shards cannot be read: {error}; run `python -m kog_dist.train prepare` first") from None
-    num_tokens = sum(len(shard) for shard in shards)
-    if num_tokens <= row_time + 1:
-        raise ConfigError(f"{num_tokens} tokens are too few for rows of {row_time}; prepare more source or lower --time")
-    return torch.from_numpy(np.concatenate(shards).astype(np.int32)).to(device)
-
-
-def _rows(tokens: Tensor, starts: Tensor, row_time: int) -> Tensor:
-    """Rows of `row_time` + 1 token ids from each start, int64 (batch, row_time + 1)."""
-    return tokens[starts[:, None] + torch.arange(row_time + 1, device=tokens.device)].long()

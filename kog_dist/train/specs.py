@@ -14,6 +14,14 @@ def demo_spec() -> ModelSpec:
     )  # fmt: skip
 
 
+def ablation_spec() -> ModelSpec:
+    """What the ablation compares: 4.2 M parameters, deep enough for a delay of 4, with heads and FFN for 2, 4 or 8 lanes."""
+    return ModelSpec(
+        hidden_size=128, num_layers=12, num_heads=8, num_kv_heads=8, intermediate_size=512, vocab_size=4096,
+        max_context=512, num_lanes=8, delay=2,
+    )  # fmt: skip
+
+
 def nano_spec() -> ModelSpec:
     """A model that trains in seconds on a CPU, with every feature of the demo model."""
     return ModelSpec(
@@ -23,8 +31,8 @@ def nano_spec() -> ModelSpec:
 
 
 def named_spec(name: str) -> ModelSpec:
-    """`demo` or `nano`. Raises ConfigError for another name."""
-    specs = {"demo": demo_spec, "nano": nano_spec}
+    """`demo`, `nano` or `ablation`. Raises ConfigError for another name."""
+    specs = {"demo": demo_spec, "nano": nano_spec, "ablation": ablation_spec}
     if name not in specs:
         raise ConfigError(f"there is no model shape {name!r}; choose one of {', '.join(specs)}")
     return specs[name]()

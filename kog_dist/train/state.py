@@ -1,8 +1,14 @@
-"""A training run on disk: tensors in safetensors files of bounded size and a JSON file; no pickle."""
+"""A training run on disk: tensors in safetensors files of bounded size and a JSON file; no pickle.
+
+Each save is a new generation of files; progress.json names the one that counts and is replaced last, in one step. Whenever the
+process is killed, the folder holds a whole state.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +19,65 @@ from torch import Tensor
 from kog_dist.errors import CheckpointError
 
 _MAX_FILE_BYTES = 15 * 2**20
+_PROGRESS = "progress.json"
 
 
-def save_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write `stem-NNN.safetensors` files of at most 15 MiB (or one tensor); older files of the same stem are removed."""
+def save_state(folder: Path, progress: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Replace the state in `folder`: JSON, and named tensors under each stem, in files of at most 15 MiB (or one tensor)."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f"{stem}-*.safetensors"):
-        old.unlink()
+    old = load_progress(folder)
+    generation = (old["generation"] if old else 0) + 1
+    for stem, named in tensors.items():
+        for shard_idx, shard in enumerate(_shards(named)):
+            save_file(shard, folder / f"{stem}-{generation}-{shard_idx:03d}.safetensors")
+    write_json(folder / _PROGRESS, {**progress, "generation": generation})
+    for stem in tensors:
+        for file in folder.glob(f"{stem}-*.safetensors"):
+            if not file.name.startswith(f"{stem}-{generation}-"):
+                file.unlink()
+
+
+def load_tensors(folder: Path, stem: str) -> dict[str, Tensor]:
+    """All tensors that were saved under `stem`. Raises CheckpointError if there are none."""
+    progress = load_progress(folder)
+    files = sorted(folder.glob(f"{stem}-{progress['generation']}-*.safetensors")) if progress else []
+    if not files:
+        raise CheckpointError(f"{folder} holds no {stem} of a training run; run `python -m kog_dist.train run` first")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def load_progress(folder: Path) -> dict[str, Any] | None:
+    """The JSON part of a state, or None if no run has been saved in `folder`. Raises CheckpointError if it cannot be read."""
+    path = folder / _PROGRESS
+    try:
+        progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no training state: {error}; use another folder") from None
+    if not isinstance(progress.get("generation"), int):
+        raise CheckpointError(f"{path} names no generation of files; it was written by an older version, use another folder")
+    return progress
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file whole or not at all, with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     room = _MAX_FILE_BYTES
     for name, tensor in tensors.items():
@@ -29,27 +87,4 @@ def save_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> None
             room = _MAX_FILE_BYTES
         shards[-1][name] = tensor.detach().cpu().contiguous()
         room -= num_bytes
-    for shard_idx, shard in enumerate(shards):
-        save_file(shard, folder / f"{stem}-{shard_idx:03d}.safetensors")
-
-
-def load_tensors(folder: Path, stem: str) -> dict[str, Tensor]:
-    """All tensors of `stem-NNN.safetensors`. Raises CheckpointError if there are none."""
-    files = sorted(folder.glob(f"{stem}-*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no {stem}-*.safetensors; run `python -m kog_dist.train run` first")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def save_progress(folder: Path, progress: Mapping[str, Any]) -> None:
-    """Write the JSON part of a state; the last file of a save, so that its presence means the state is whole."""
-    (folder / "progress.json").write_text(json.dumps(progress, indent=1) + "\n", encoding="utf-8")
-
-
-def load_progress(folder: Path) -> dict[str, Any] | None:
-    """The JSON part of a state, or None if no run has been saved in `folder`."""
-    path = folder / "progress.json"
-    if not path.exists():
-        return None
-    progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return progress
+    return shards

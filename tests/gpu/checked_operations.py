@@ -36,16 +36,16 @@ class CheckedOperations:
             assert error < LIMIT, f"{name}: {key} is wrong by {error:.1e}"
             tensor.copy_(found[key])
 
-    def limit(self, num_ctas: int) -> None:
-        self.device.limit(num_ctas)
+    def limit(self, num_ctas: int, product_sms: int) -> None:
+        self.device.limit(num_ctas, product_sms)
 
     def begin(self, rows: Rows) -> None:
         outputs = {"place": rows.place, "next start": self.buffers.next_start}
         self._compare("begin", outputs, lambda do: do.begin(rows))
 
-    def embed(self, rows: Rows) -> None:
+    def embed(self, rows: Rows, scale: Tensor) -> None:
         outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
-        self._compare("embed", outputs, lambda do: do.embed(rows))
+        self._compare("embed", outputs, lambda do: do.embed(rows, scale))
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
@@ -68,24 +68,35 @@ class CheckedOperations:
         self._compare(f"attention of layer {layer}", {"outputs": mixed}, run)
         return results[0]
 
-    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
-        self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(partial, own_sum))
+    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
+        self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(rows, partial, own_sum))
 
     def residual(
-        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+        self,
+        rows: Rows,
+        mode: ReduceMode,
+        partial: Tensor,
+        past: Tensor | None,
+        total: Tensor | None,
+        own_sum: Tensor | None,
+        unscale: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
         if own_sum is not None:
             outputs["own sum"] = own_sum
         name = f"{mode.value} residual, " + ("sums here" if total is None else "sums given")
-        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum))
+        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum, unscale, scale))
 
     def swiglu(self, rows: Rows) -> None:
         self._compare("swiglu", {"activation": rows.activation}, lambda do: do.swiglu(rows))
 
-    def load_cache(self, last: int) -> None:
+    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        self._compare("scores", {"scores": out}, lambda do: do.scores(x, matrix, out))
+
+    def load_cache(self, first: int, last: int) -> None:
         outputs = {"keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow}
-        self._compare("load cache", outputs, lambda do: do.load_cache(last))
+        self._compare("load cache", outputs, lambda do: do.load_cache(first, last))
 
     def store_cache(self, first: int, last: int) -> None:
         outputs: dict[str, Any] = {"cache": self.twin.cache}

@@ -21,6 +21,7 @@ from kog_dist.errors import RequestFailed
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, ErrorCode, Tokens
+from tests.multi.mpi_command import mpirun_or_skip
 
 pytestmark = pytest.mark.timeout(580)
 RANKS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)]
@@ -59,7 +60,7 @@ def answer(client: Client, prompt: str | Sequence[int] = PROMPT, **options: Any)
 
 def answers(client: Client) -> dict[str, Any]:
     """Every way through the engine: long launches, digests, tokens that the host chooses, KV cache used again, early ends."""
-    greedy = answer(client, max_tokens=1000)
+    greedy = answer(client, max_tokens=2000)
     return {
         "greedy": greedy,
         "digests": answer(client, max_tokens=40, logit_digests=True),
@@ -102,7 +103,7 @@ def test_answers_are_those_of_one_gpu(session: EngineSession, count: int) -> Non
             found.append(answers(client))
         stop(session, launcher)
     alone, together = found
-    assert len(alone["greedy"]["tokens"]) == 1000
+    assert len(alone["greedy"]["tokens"]) == 2000
     assert len(set(alone["long"]["digests"])) > 50
     assert alone["longer"]["tokens"] == alone["anew"]["tokens"]
     for name, expected in alone.items():
@@ -122,6 +123,22 @@ def test_a_cancel_ends_the_answer_on_all_ranks(session: EngineSession, count: in
             assert taken == whole[: len(taken)]
             assert answer(client, max_tokens=200)["tokens"] == whole
     stop(session, launcher)
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_ranks_that_mpirun_started_answer_alike(session: EngineSession, count: int) -> None:
+    def tokens(*flags: str) -> list[int]:
+        arguments = [*flags, f"--gpus={count}", f"--prompt={PROMPT}", "--max-tokens=200", "--ignore-eos", "--json"]
+        done = session.run("kog_dist.launch.cli", arguments, timeout_s=READY_S)
+        assert done.returncode == 0, done.stderr
+        assert session.leftovers() == []
+        found: list[int] = json.loads(done.stdout)["token_ids"]
+        return found
+
+    expected = tokens()
+    session.starter = tuple(mpirun_or_skip("Open MPI", count))
+    assert tokens("--launcher=mpi") == expected
+    assert len(expected) == 200
 
 
 @pytest.mark.parametrize("count", RANKS)

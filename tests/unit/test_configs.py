@@ -51,7 +51,6 @@ def test_a_config_file_can_be_planned(name: str, capsys: pytest.CaptureFixture[s
     if device == "cuda":
         assert "a GPU that is not here" in text
         assert "refused    on this machine now: --gpus" in text
-    assert ("this version decodes on 1 GPU" in text) == (device == "cuda" and num_ranks > 1)
     written = tomllib.loads((CONFIGS / f"{name}.toml").read_text(encoding="utf-8"))
     assert written["instance"] == name
     assert run(["--config", str(CONFIGS / f"{name}.toml"), "--check"]) == 0, "no GPU is needed to look at a checkpoint"
@@ -64,7 +63,7 @@ def test_a_dry_run_shows_the_gpus_that_are_here(monkeypatch: pytest.MonkeyPatch,
     assert re.search(r"^rank 0     lanes 0-3 on GPU 5 \(NVIDIA H200, GPU-00000005\)", text, re.M)
     assert re.search(r"^rank 1     lanes 4-7 on GPU 0 \(NVIDIA H200, GPU-00000000\), pinned to CPUs \d", text, re.M)
     assert "at 4.9 TB/s for each GPU\n           (from memory clock x bus width)" in text
-    assert "refused    on this machine now: this version decodes on 1 GPU, not on 2" in text
+    assert "refused" not in text
     assert "not pinned" in dry_run(capsys, "--gpus", "1", "--no-pin")
     assert "refused" not in dry_run(capsys, "--gpus", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")

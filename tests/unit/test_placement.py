@@ -126,7 +126,7 @@ def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> No
     assert obstacle("name", "NVIDIA H200") == ""
     assert "has compute capability 8.0, and the kernel is for 9.0" in obstacle("compute", (8, 0))
     assert "has 0.0 GiB of free memory and a rank needs 0.1 GiB; stop what uses it" in obstacle("free", 2**20)
-    assert "decodes on 1 GPU, not on 4; use --gpus 1" in obstacle("name", "NVIDIA H200", "4")
+    assert obstacle("name", "NVIDIA H200", "8") == ""
 
 
 def test_a_missing_package_is_said(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,31 +153,29 @@ def test_gpus_that_are_not_here_can_be_planned(demo: Checkpoint) -> None:
         choose(demo, nothing, gpus="1", kv_dtype="float32")
 
 
-def test_auto_takes_no_gpu_until_the_switch_is_turned(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch, with_cupy: None) -> None:
-    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: False)
-    assert choose(demo, inventory_from(node())) is None
-    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: True)
-    found = choose(demo, inventory_from(node()))
-    assert found is not None
-    assert [gpu.index for gpu in found.gpus] == [0]
+def test_auto_takes_as_many_gpus_as_can_run_the_model(demo: Checkpoint, with_cupy: None) -> None:
+    for present, taken in ((8, 8), (7, 4), (3, 2), (1, 1)):
+        found = choose(demo, inventory_from(node(present)))
+        assert found is not None
+        assert [gpu.index for gpu in found.gpus] == list(range(taken))
+    two = choose(demo, inventory_from(node()), ranks=2)
+    assert two is not None
+    assert two.count == 2
     assert choose(demo, inventory_from(node()), device="cpu") is None
-    assert choose(demo, inventory_from(node()), ranks=2) is None, "as many ranks as one GPU cannot have"
+    assert choose(demo, inventory_from(node()), ranks=3) is None, "lanes that cannot be spread"
     assert choose(demo, inventory_from(node(0))) is None
     assert choose(demo, inventory_from(node()), kv_dtype="float32") is None, "the kernel cannot run it"
 
 
-def test_auto_passes_over_gpus_that_cannot_run_the_model(
-    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch, with_cupy: None
-) -> None:
+def test_auto_passes_over_gpus_that_cannot_run_the_model(demo: Checkpoint, with_cupy: None) -> None:
     def change(index: int, gpu: FakeGpu) -> None:
         gpu.compute = (8, 0) if index == 0 else (9, 0)
         gpu.mig = (1, 1) if index == 1 else (0, 0)
         gpu.free = 0 if index == 2 else gpu.total
 
-    monkeypatch.setattr(gpu_choice, "auto_takes_gpus", lambda: True)
     found = choose(demo, inventory_from(node(8, change)))
     assert found is not None
-    assert [gpu.index for gpu in found.gpus] == [3]
+    assert [gpu.index for gpu in found.gpus] == [3, 4, 5, 6]
 
 
 # --- a worker takes its place ---------------------------------------------------------------------------------------------------

@@ -307,3 +307,40 @@ def test_every_message_has_one_tag() -> None:
     assert not set(REQUESTS) & set(EVENTS)
     classes = {item for item in vars(messages).values() if isinstance(item, type) and dataclasses.is_dataclass(item)}
     assert classes == {*REQUESTS.values(), *EVENTS.values()}
+
+
+# ---- a token and its text: the short way ----
+EMPTY = {"stamps_s": (), "digests": (), "logprobs": (), "top_ids": (), "top_logprobs": ()}
+
+
+@given(
+    request_id=names, index=counts, token_id=st.integers(0, 2**31 - 1), text=st.text(st.characters(codec="utf-8"), max_size=400)
+)
+def test_the_short_way_is_the_same_message(request_id: str, index: int, token_id: int, text: str) -> None:
+    body = {"request_id": request_id, "index": index, "token_ids": (token_id,), "text": text, **EMPTY}
+    general = HEAD + msgpack.packb(["tokens", body])
+    event = Tokens.one(request_id, index, token_id, text)
+    assert event == Tokens(**body) == decode_event(general) == decode_event(encode(event))  # type: ignore[arg-type]
+    assert msgpack.unpackb(encode(event)[len(HEAD) :]) == msgpack.unpackb(general[len(HEAD) :]), "any msgpack library reads it"
+
+
+@given(
+    place=st.integers(0, 1000), byte=st.binary(min_size=1, max_size=3), width=st.integers(0, 3),
+    text=st.sampled_from(["", "x", "\N{SNOWMAN}" * 9]),
+)  # fmt: skip
+def test_the_short_way_refuses_what_the_general_one_refuses(place: int, byte: bytes, width: int, text: str) -> None:
+    frame = encode(Tokens.one("a-1", 5, 7, text))
+    place %= len(frame)
+    damaged = frame[:place] + byte + frame[place + width :]
+    try:
+        event = decode_event(damaged)
+    except BadMessage:
+        return
+    assert decode_event(encode(event)) == event
+    if isinstance(event, Tokens):
+        Tokens(**{item.name: getattr(event, item.name) for item in dataclasses.fields(event)})
+
+
+def test_long_texts_and_large_numbers_take_the_general_way() -> None:
+    for event in (Tokens.one("a", 2**40, 7, "x"), Tokens.one("a", 1, 7, "x" * 70_000)):
+        assert decode_event(encode(event)) == event

@@ -1,4 +1,4 @@
-"""How a kernel draws from what filters leave (workers/phases/choose.cuh), as NumPy: the token of the definition, in few exchanges."""
+"""How a kernel draws from what filters leave (workers/phases/choose.cuh), in NumPy: the definition's token, in few exchanges."""
 
 from __future__ import annotations
 

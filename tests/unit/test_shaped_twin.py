@@ -1,7 +1,7 @@
 """The shaped build's sampling on a CPU: its device code with fibers for threads (kccl_twin/, shaped_twin/), and the definition.
 
-The logits come from here. It shows that masses, places, exchanges and reports are right for any number of thread blocks and ranks,
-and however late words arrive; what the compiler and the GPU make of it, only a GPU shows.
+The logits come from here. It shows that masses, places, exchanges and reports are right for any number of thread blocks and
+ranks, and however late words arrive; what the compiler and the GPU make of it, only a GPU shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from kog_dist.workers.cuda.shaped import IN_PROMPT, ShapedRequest, read_report, 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 SPEC = ModelSpec(
-    hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=96, max_context=64, num_lanes=4, delay=0,
+    hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=96, max_context=64, num_lanes=4,
+    delay=0,
 )  # fmt: skip
 SHAPES = {  # the second one's rows do not fit into attention's shared memory
     "2 ranks": KernelShape(SPEC, range(2), max_ctas=3, num_ranks=2),

@@ -40,11 +40,15 @@ class KernelShape:
     splits: int = 8
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
-    tiles_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
+    pieces_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
+    pieces: int = 1
+    pieces_when_late: int = 0
+    late_below: int = 1
     max_slots: int = 16
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
+    leaves_out_delayed: bool = False  # a yardstick: delayed sums are neither sent nor awaited, so the tokens are wrong
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -65,7 +69,7 @@ class KernelShape:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.head.cta_rows >= 4095:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
-        if self.num_slots <= self.in_flight + 1:
+        if self.pieces * self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if self.num_ranks > 1:
             if self.num_lanes * self.num_ranks != spec.num_lanes:
@@ -140,8 +144,8 @@ class KernelShape:
 
     @property
     def in_flight(self) -> int:
-        """Ring tiles that may be under way from memory."""
-        return self.tiles_in_flight or (2 if self.num_lanes <= 2 else 3)
+        """Pieces of ring tiles that may be under way from memory."""
+        return self.pieces_in_flight or (2 if self.num_lanes <= 2 else 3) * self.pieces
 
     @property
     def replicas(self) -> int:
@@ -251,7 +255,8 @@ class KernelShape:
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
-            "kTilesInFlight": self.in_flight,
+            "kPieces": self.pieces, "kPiecesInFlight": self.in_flight,
+            "kPiecesWhenLate": max(self.pieces_when_late, self.in_flight), "kLateBelow": self.late_below,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
@@ -292,6 +297,8 @@ class KernelShape:
         lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
         if self.silent_cta >= 0:
             lines += [f"#define KOG_SILENT_CTA {self.silent_cta}"]
+        if self.leaves_out_delayed:
+            lines += ["#define KOG_LEAVE_OUT_DELAYED 1"]
         if self.traced_step >= 0:
             lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {self.traced_step}; }}"]
         return "\n".join(lines) + "\n"

@@ -11,9 +11,11 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
@@ -27,6 +29,7 @@ from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda_peers import CudaPeers
+from kog_dist.workers.engines.first_token import FirstToken
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import Kernel, Launches, Token
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
 USE_PREFILL = False  # until tests/gpu/test_prefill.py has passed on a GPU
+LOGITS_FROM_PREFILL = True  # on one rank; else the kernel decodes a prompt's last token there, too, as it does on several
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
@@ -53,9 +57,23 @@ class Prefiller(Protocol):
         start: int,
         *,
         should_stop: Callable[[], bool],
+        aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
+        wants_logits: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether `run` can give logits."""
+
+    @property
+    def logits(self) -> NDArray[np.float32] | None:
+        """Of the last token, if they were wanted, and `run` came so far."""
+
+    def forget(self, position: int) -> None:
+        """The kernel writes its KV cache from `position` on, without prefill."""
 
 
 class CudaEngine:
@@ -97,36 +115,41 @@ class CudaEngine:
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> Kernel:
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.cuda.monokernel import Monokernel
+        from kog_dist.workers.prefill.blocks import BLOCK_SIZES
         from kog_dist.workers.prefill.buffers import misfit
-        from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
+        from kog_dist.workers.prefill.gpu import is_available, matrices_for, prefill_for
 
         spec = shape.spec
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
-        alone, masks = self._peers is None, self._control.masks
-        if not alone or not USE_PREFILL or misfit(spec):
+        shaped: Any = {"shaped": True, "masks": self._control.masks}
+        limit_us = ALONE_WAIT_US if self._peers is None else AMONG_PEERS_WAIT_US
+        if not USE_PREFILL or misfit(spec) or not is_available():
             weights = load_weights(shape, checkpoint)
-            limit_us = ALONE_WAIT_US if alone else AMONG_PEERS_WAIT_US
-            heap = self._link()
-            return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=heap, shaped=True, masks=masks)
+            return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=self._link(), **shaped)
         matrices, observe = matrices_for(shape)
         weights = load_weights(shape, checkpoint, observe)
-        made = Monokernel(shape, weights, rank=self._rank, wait_limit_us=ALONE_WAIT_US, shaped=True, masks=masks)
-        self._prefill = prefill_for(made, matrices.layers())
+        heap = self._link(prefill_tokens=max(BLOCK_SIZES))
+        made = Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=heap, **shaped)
+        exchange = None if self._peers is None else self._peers.prefill_sums(limit_us / 1e6)
+        self._prefill = prefill_for(made, matrices, exchange=exchange)
         return made
 
-    def _link(self) -> CudaHeap | None:
-        """The memory that all ranks have mapped; None for one rank."""
+    def _link(self, prefill_tokens: int = 0) -> CudaHeap | None:
+        """The memory that all ranks have mapped, with room for prefill in blocks of so many tokens; None for one rank."""
         if self._peers is None:
             return None
         self._control.set_state(self._rank, RankState.LINKING)
-        return self._peers.link(device_index(self._args.device))
+        return self._peers.link(device_index(self._args.device), prefill_tokens)
 
     def _try_kernel(self, kernel: Kernel) -> None:
         """A token on trial: maps everything, and shows that the kernel runs and that its peers answer. Collective."""
         kernel.begin((0,), 1, Sampling())  # for which cupy may have to compile
         if self._peers is not None:
             self._peers.meet()  # all have loaded all, so nobody's first wait is for somebody's weights
+        if self._prefill is not None:
+            self._prefill.run((0,) * 2, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None)
+            self._prefill.forget(0)
         kernel.launch(1)
         self._await_launches("left its trial")
         kernel.finish()
@@ -142,38 +165,71 @@ class CudaEngine:
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
         limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
         with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
-            num_cached = self._prefilled(seq, request, heartbeat)
-            return self._decode(seq, request, heartbeat, num_cached)
+            num_cached, first = self._prefilled(seq, request, heartbeat)
+            if first is not None and first.finish is not Finish.NONE:
+                return first.finish
+            return self._decode(seq, request, heartbeat, num_cached, () if first is None else (first.token_id,))
 
-    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> int:
-        """Positions that the KV cache holds once the prompt without its last token has gone through prefill.
+    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, FirstToken | None]:
+        """Positions that the KV cache holds once the prompt has gone through prefill, and the answer's first token, handed out.
 
-        Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
+        Without that token, if prefill has no head: all but the prompt's last position, which the kernel decodes. Fewer when
+        the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
         """
-        start, num_wanted = request.kv.num_cached, len(request.prompt) - 1
-        if self._prefill is None or num_wanted - start < MIN_PREFILL_TOKENS:
-            return start
+        start, num_prompt = request.kv.num_cached, len(request.prompt)
+        if self._prefill is None:
+            return start, None
+        if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
+            self._prefill.forget(start)
+            return start, None
+        has_head = LOGITS_FROM_PREFILL and self._prefill.has_head
+        first = FirstToken(request, self._max_context) if has_head and not request.is_shaped else None
+        num_wanted = num_prompt - 1 if first is None else num_prompt
+        num_asked = 0
 
         def progress(position: int) -> None:
             heartbeat.progress()
             self._control.set_progress(self._rank, seq, position)
 
         def should_stop() -> bool:
-            return self._control.aborted() or self._control.cancelled(seq)
+            """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
+            nonlocal num_asked
+            num_asked += 1
+            cancelled = self._control.cancelled(seq)
+            if self._peers is None:
+                return cancelled
+            return num_asked > 1 and bool(self._peers.share_choice(int(cancelled), Finish.NONE)[0])
 
-        held = self._prefill.run(request.prompt[:num_wanted], start, should_stop=should_stop, on_progress=progress)
+        held = self._prefill.run(
+            request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress,
+            wants_logits=first is not None,
+            meanwhile=(lambda: None) if first is None else partial(first.prepare, len(self._loaded.logits)),
+        )  # fmt: skip
+        if self._control.aborted():
+            self._leave(f"left request {seq}")
+        logits = self._prefill.logits
+        if first is not None and logits is not None:
+            first.choose(logits, cancelled=self._control.cancelled(seq))
+            self._put(seq, 0, first.token_id, first.finish, logits if request.logit_digests else None)
+            progress(held)
+            return held, first
+        held = min(held, num_prompt - 1)
+        self._prefill.forget(held)
         progress(held)
-        return held
+        return held, None
 
-    def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int) -> Finish:
-        """The kernel decodes many tokens in a launch and chooses them itself."""
-        kernel, num_prompt = self._loaded, len(request.prompt)
-        max_tokens = min(request.max_tokens, self._max_context - num_prompt)
+    def _decode(
+        self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, begun: tuple[int, ...] = ()
+    ) -> Finish:
+        """The kernel decodes many tokens in a launch and chooses them itself, behind those with which the answer has `begun`."""
+        kernel, prompt = self._loaded, (*request.prompt, *begun)
+        num_prompt = len(prompt)
+        max_tokens = min(request.max_tokens - len(begun), self._max_context - num_prompt)
         sampling = Sampling(request.temperature, request.seed)
         shaped = ShapedRequest(request.shaping, request.logprobs, request.mask_epoch) if request.is_shaped else None
         if request.mask_epoch:
             self._await_first_mask(seq, request, heartbeat)
-        kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
+        kernel.begin(prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
@@ -186,7 +242,7 @@ class CudaEngine:
                 self._control.set_progress(self._rank, seq, num_prompt + index)
             else:
                 self._settle(seq, token.finish)
-            self._put(seq, index, token.token_id, token.finish, logits, logprobs)
+            self._put(seq, len(begun) + index, token.token_id, token.finish, logits, logprobs)
             if token.finish is not Finish.NONE:
                 return token.finish
         raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")

@@ -1,7 +1,7 @@
 """What a GPU rank does together with its peers: agree, map their memory, and carry what the host needs of all ranks.
 
 Sums, streams and candidates travel inside the monokernel (collectives/kernel_boxes.py). Here are the meetings of the start, and
-what hosts exchange between launches: slices of the logits on their way to rank 0.
+what hosts exchange between launches: slices of the logits on their way to rank 0, and rank 0's choice on its way back.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ from numpy.typing import NDArray
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cuda import CudaCommunicator
 from kog_dist.control import ControlPage
+from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.build import KERNEL_SOURCES
 from kog_dist.workers.engines.agreement import agree, common_terms
+from kog_dist.workers.prefill import peer_exchange
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.prefill.peer_exchange import PeerExchange
 
-_LOGITS = "logits"
+_LOGITS, _CHOICE = "logits", "choice"
 _SLOTS = 2  # in turn
+_CHOICE_VALUES = 3  # upper and lower 16 bits of the token id, and the Finish: whole numbers that float32 holds exactly
 
 
 class CudaPeers:
@@ -41,7 +45,7 @@ class CudaPeers:
         self._slices = [last - first for first, last in (shape.vocab_rows for shape in shapes)]
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=control.aborted)
         self._comm: CudaCommunicator | None = None
-        self._num_gathered = 0
+        self._num_gathered = self._num_chosen = self._prefill_tokens = 0
 
     @property
     def vocab_size(self) -> int:
@@ -75,17 +79,30 @@ class CudaPeers:
                     build(shape.headers(), source)
         self.meet()
 
-    def link(self, device: int) -> CudaHeap:
-        """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first."""
+    def link(self, device: int, prefill_tokens: int = 0) -> CudaHeap:
+        """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first.
+
+        `prefill_tokens`: most tokens in a block of prefill; 0: there is none.
+        """
+        shape = self._shapes[self._rank]
+        self._prefill_tokens = prefill_tokens
         boxes = [
-            *self._shapes[self._rank].boxes.specs(),
+            *shape.boxes.specs(),
             MailboxSpec(_LOGITS, _SLOTS, max(self._slices)),
+            MailboxSpec(_CHOICE, _SLOTS, _CHOICE_VALUES),
+            *(peer_exchange.mailboxes(shape.spec, prefill_tokens) if prefill_tokens else ()),
         ]
         self._comm = CudaCommunicator.create(
             boxes, rendezvous=self._rendezvous, control=self._control, deadline=self._deadline, device=device,
             timeout_s=self._args.step_timeout_s,
         )  # fmt: skip
         return self._comm.heap
+
+    def prefill_sums(self, limit_s: float) -> PeerExchange:
+        """What adds up the ranks' sums during prefill, after `link`; `limit_s` bounds its waits."""
+        assert self._comm is not None
+        spec = self._shapes[self._rank].spec
+        return peer_exchange.peer_exchange(spec, self._prefill_tokens, self._comm, limit_s=limit_s)
 
     def meet(self) -> None:
         """Return when all ranks have come as often."""
@@ -105,7 +122,7 @@ class CudaPeers:
         """All logits (vocab_size,) on rank 0, from this rank's slice of them on each; None on the other ranks.
 
         Ranks above 0 do not wait, so between two calls they must have waited for what rank 0 did after the first: a token that
-        its kernel decoded.
+        its kernel decoded, or a choice.
         """
         assert self._comm is not None
         epoch = self._num_gathered = self._num_gathered + 1
@@ -116,6 +133,16 @@ class CudaPeers:
             return None
         rows = self._comm.collect(_LOGITS, epoch % _SLOTS, epoch, padded)
         return np.concatenate([row[:length] for row, length in zip(rows, self._slices, strict=True)])
+
+    def share_choice(self, token_id: int, finish: Finish) -> tuple[int, Finish]:
+        """Rank 0's token and finish, on every rank; what the others give does not count."""
+        assert self._comm is not None
+        epoch = self._num_chosen = self._num_chosen + 1
+        word = 0 if token_id == NO_TOKEN else token_id + 1
+        values = np.array([word >> 16, word & 0xFFFF, finish], np.float32)
+        upper, lower, ended = map(int, self._comm.all_gather(_CHOICE, epoch % _SLOTS, epoch, values)[0])
+        word = upper << 16 | lower
+        return (word - 1 if word else NO_TOKEN), Finish(ended)
 
     def close(self) -> None:
         """Unmap the peers' memory, meet, free the own; the kernel must have left. Never hangs, and raises nothing: see below."""

@@ -21,10 +21,12 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     constexpr u32 kLayerTiles = QkvOp::kBlocks * QkvOp::kTiles + OutOp::kBlocks * OutOp::kTiles + GateUpOp::kBlocks * GateUpOp::kTiles +
                                 DownOp::kBlocks * DownOp::kTiles;
     const u32 num_tiles = params.num_steps * (kLayers * kLanes * kLayerTiles + HeadOp::kBlocks * HeadOp::kTiles);
-    u32 slot = 0, parity = 0;
+    const u32 first = warp / (kMatrixWarps / kPieces);
+    u32 piece = first, parity = 0;
     for (u32 i = 0; i < num_tiles; ++i) {
-        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(full[slot]), parity)) return;
-        if (laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(empty[slot]));
-        if (++slot == kNumSlots) slot = 0, parity ^= 1;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(full[piece]), parity)) return;
+        if (laneid() == 0) mbar_arrive(role.base + KOG_OFFSET(empty[piece]));
+        piece += kPieces;
+        if (piece >= kRingPieces) piece = first, parity ^= 1;
     }
 }

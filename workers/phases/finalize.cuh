@@ -10,6 +10,12 @@
 
 namespace kog {
 
+#ifdef KOG_LEAVE_OUT_DELAYED
+constexpr bool kSendsDelayed = false;
+#else
+constexpr bool kSendsDelayed = kRanks > 1;
+#endif
+
 struct Finalizer {
     const KogDecodeParams& params;
     const KogPeers& peers;
@@ -17,6 +23,8 @@ struct Finalizer {
     u32 lane;
     u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0;
     u32 squares_parity = 0;  // one bit for each slot of `squares`
+    SumFromPeers<kRanks, OutOp::kRows> sums;  // of the next product, if `early`
+    bool early = false;
 
     __device__ __forceinline__ void count_vector(u32 lane_idx) {
         stamp(role, kPublished, step, num_vectors - first_vector);
@@ -154,16 +162,28 @@ struct Finalizer {
         publish_sum_to_peers<kRanks, OutOp::kRows>(peers, sum_box(kind), slot, first_row, kHidden, own_sum,
                                                    sum_tag(kind, role.first_epoch + step + 1, slot));
     }
-    // Sum over all ranks of what they have published for a layer. False: leave.
-    __device__ __forceinline__ bool total_of_ranks(u32 kind, u32 layer, u32 first_row, float& sum) {
+    // Sum over all ranks of what they have published for a layer, from a `SumFromPeers` that may have been loaded already. False: leave.
+    __device__ __forceinline__ bool total_of_ranks(SumFromPeers<kRanks, OutOp::kRows>& from, bool loaded, u32 kind, u32 layer, u32 first_row,
+                                                   float& sum) {
         const u32 slot = sum_slot(kind, layer);
-        return collect_total<kRanks, OutOp::kRows>(peers, sum_box(kind), slot, first_row, kHidden, sum,
-                                                   sum_tag(kind, role.first_epoch + step + 1, slot), role.stopped(),
-                                                   role.shared->peer_notes[0], sum);
+        if (loaded) from.locate(peers, sum_box(kind), slot, first_row, kHidden);
+        else from.load(peers, sum_box(kind), slot, first_row, kHidden);
+        return from.total(peers, sum_box(kind), sum, sum_tag(kind, role.first_epoch + step + 1, slot), role.stopped(),
+                          role.shared->peer_notes[0], sum);
+    }
+    // Read what peers have sent for the product after number `product` while that one is being multiplied; usually it is there. From
+    // here to that product nothing else may touch `sums`.
+    __device__ __forceinline__ void look_ahead(u32 product) {
+        if constexpr (!kSendsDelayed) return;
+        const Place next(product + 1);
+        const u32 kind = next.phase() >> 1;
+        early = (next.phase() & 1) && in_mask(kind == 0 ? kAttentionDelayed : kMlpDelayed, next.layer());  // none behind the last
+        if (early)
+            sums.load(peers, sum_box(kind), sum_slot(kind, next.layer() - kDelay), role.cta * OutOp::kCtaRows, kHidden);
     }
 
     // The output of a block (kind 0: attention, 1: MLP) into the residual streams. The last hosted lane is the last to finish a block.
-    __device__ __forceinline__ bool residual(u32 kind, u32 layer, u32 lane_idx, u32 tag) {
+    __device__ __forceinline__ bool residual(u32 kind, u32 layer, u32 lane_idx, u32 tag, u32 product) {
         const bool blocking = in_mask(kind == 0 ? kAttentionBlocking : kMlpBlocking, layer);
         const bool delayed = in_mask(kind == 0 ? kAttentionDelayed : kMlpDelayed, layer);
         Shared& shared = *role.shared;
@@ -177,9 +197,10 @@ struct Finalizer {
             float others = 0, sum;
             if (delayed) {
                 others = lane_sum(then, row);
-                if (!total_of_ranks(kind, layer - kDelay, first_row, others)) return false;
+                if (kSendsDelayed && !total_of_ranks(sums, block == 0 && early, kind, layer - kDelay, first_row, others)) return false;
                 others -= then[lane_idx][row];
             }
+            if (block == OutOp::kBlocks - 1) look_ahead(product);
             float stream = load_shared_f32(role.base + KOG_OFFSET(residual[lane_idx][row]));
             if (!row_sum(sum, OutOp::kRows)) return false;
             sum *= kInverseXScale;
@@ -190,7 +211,7 @@ struct Finalizer {
 #endif
                 publish_stream(kind, layer, lane_idx, first_row, stream, tag);
                 if (mine) now[lane_idx][row] = sum, shared.residual[lane_idx][row] = stream;
-                if (summed) publish_sum(kind, layer, first_row, lane_sum(now, row));
+                if (kSendsDelayed && summed) publish_sum(kind, layer, first_row, lane_sum(now, row));
                 end_block();
                 continue;
             }
@@ -200,7 +221,8 @@ struct Finalizer {
             if (from == 0) {
                 sum = lane_sum(now, row);
                 if (summed) publish_sum(kind, layer, first_row, sum);
-                if (!total_of_ranks(kind, layer, first_row, sum)) return false;
+                SumFromPeers<kRanks, OutOp::kRows> from;
+                if (!total_of_ranks(from, false, kind, layer, first_row, sum)) return false;
             }
 #pragma unroll 1
             for (; from < kLanes; ++from) {
@@ -290,10 +312,11 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             const Place at(number);
             const u32 tag = layer_tag(epoch, at.layer());
             if (kRanks > 1) finalizer.lane = opaque(laneid());  // addresses are computed anew instead of being kept
+            if (!(at.phase() & 1)) finalizer.look_ahead(number);
             bool ok;
             if (at.phase() == 0) ok = finalizer.qkv(at.lane(), position, tag);
             else if (at.phase() == 2) ok = finalizer.gate_up(at.lane(), tag);
-            else ok = finalizer.residual(at.phase() >> 1, at.layer(), at.lane(), tag);
+            else ok = finalizer.residual(at.phase() >> 1, at.layer(), at.lane(), tag, number);
             if (!ok) return;
         }
         Candidate best{-INFINITY, kIdMask};

@@ -283,35 +283,66 @@ struct Gatherer {
     // ---- LM head ----
     // Its input is the mean over the model's lanes of rmsnorm(h), or rmsnorm of the sum of h. The scales need whole vectors: the
     // warps add up their sums of squares through shared memory. Every rank reads all lanes in the same order, hence the same bits.
+    // Streams lie one behind the other, those of a peer's lanes, too: its row of the mailbox has no gap (kernel_boxes.py).
+    static constexpr u32 kStreamWords = kReplicas * (kRanks > 1 ? kStreamCopyWords : kStreamStride);
     __device__ __forceinline__ const u64* last_stream(u32 lane_idx) const {
-        const u32 copy = role.cta % kReplicas;
-        if constexpr (kRanks > 1)
-            return heap_of(peers, peers.rank) + stream_box().row(kRanks, 0, lane_idx / kLanes) +
-                   (lane_idx % kLanes * kReplicas + copy) * kStreamCopyWords;
-        return reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + (lane_idx * kReplicas + copy) * kStreamStride;
+        const u64* first = kRanks > 1 ? heap_of(peers, peers.rank) + stream_box().row(kRanks, 0, 0) + role.cta % kReplicas * kStreamCopyWords
+                                      : reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
+        return first + lane_idx * kStreamWords;
+    }
+    static constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // streams that are asked for at a time
+    struct Streams {
+        ulonglong2 got[kTogether][HiddenSlice::kLoads];
+    };
+    __device__ __forceinline__ void load_streams(u32 first_lane, Streams& streams) {
+        const u64* mine = last_stream(first_lane) + 2 * (warp * HiddenSlice::kUnits + lane);
+#pragma unroll
+        for (u32 k = 0; k < kTogether; ++k)
+#pragma unroll
+            for (int i = 0; i < HiddenSlice::kLoads; ++i)
+                if (HiddenSlice::is_real(warp, lane, i)) {
+                    const u64* at = mine + k * kStreamWords + 64 * i;
+                    streams.got[k][i] = kRanks > 1 ? load_system_x2(at) : load_relaxed_x2(at);
+                }
+    }
+    __device__ __forceinline__ bool wait_for_streams(u32 first_lane, u32 tag, Streams& streams) {
+#pragma unroll 1
+        for (u32 rounds = 1;; ++rounds) {
+            load_streams(first_lane, streams);
+            u32 wrong = 0;
+#pragma unroll
+            for (u32 k = 0; k < kTogether; ++k)
+#pragma unroll
+                for (int i = 0; i < HiddenSlice::kLoads; ++i)
+                    if (HiddenSlice::is_real(warp, lane, i)) wrong |= tag_difference(streams.got[k][i], tag);
+            if (__all_sync(kFullWarp, wrong == 0)) return true;
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, first_lane, tag, last_stream(first_lane), kHidden / 2);
+        }
     }
     __device__ __forceinline__ bool gather_head() {
         Shared& shared = *role.shared;
         const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
-        constexpr bool kFromPeers = kRanks > 1;
         using S = HiddenSlice;
         float4 sum[S::kLoads];
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) sum[i] = make_float4(0, 0, 0, 0);
         if (!wait_until_near(role, kLanes - 1, 4 * kLayers)) return false;
+        Streams streams;
 #pragma unroll 1
-        for (u32 lane_idx = 0; lane_idx < kModelLanes; ++lane_idx) {
-            const Source from{last_stream(lane_idx), tag};
-            load_units<S, kFromPeers>(from.words);
-            if (!wait_for_units<S, kFromPeers>(from, [&] { note_wait(kHeadPhase, 0, lane_idx, tag, from.words, kHidden / 2); })) return false;
-            float squares = 0;
+        for (u32 first = 0; first < kModelLanes; first += kTogether) {
+            if (!wait_for_streams(first, tag, streams)) return false;
 #pragma unroll
-            for (int i = 0; i < S::kLoads; ++i) {
-                if (!S::is_real(warp, lane, i)) continue;
-                if (kPreNormSum) sum[i] = add_scaled(sum[i], 1.0f, values(got[i]));
-                else squares += square_sum(values(got[i]));
+            for (u32 k = 0; k < kTogether; ++k) {
+                float squares = 0;
+#pragma unroll
+                for (int i = 0; i < S::kLoads; ++i) {
+                    if (!S::is_real(warp, lane, i)) continue;
+                    if (kPreNormSum) sum[i] = add_scaled(sum[i], 1.0f, values(streams.got[k][i]));
+                    else squares += square_sum(values(streams.got[k][i]));
+                }
+                if (!kPreNormSum) add_squares(squares, first + k);
             }
-            if (!kPreNormSum) add_squares(squares, lane_idx);
         }
         if (kPreNormSum) {
             float squares = 0;
@@ -330,14 +361,17 @@ struct Gatherer {
         const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * S::kUnits + lane;
         if (!kPreNormSum) {
 #pragma unroll 1
-            for (u32 lane_idx = 0; lane_idx < kModelLanes; ++lane_idx) {
-                const float lane_factor = __shfl_sync(kFullWarp, factor, lane_idx);
-                load_units<S, kFromPeers>(last_stream(lane_idx));
+            for (u32 first = 0; first < kModelLanes; first += kTogether) {
+                load_streams(first, streams);
 #pragma unroll
-                for (int i = 0; i < S::kLoads; ++i) {
-                    if (!S::is_real(warp, lane, i)) continue;
-                    const uint2 weights = norm[(kFinalNormLanes == 1 ? 0 : lane_idx * (kHidden / 4)) + 32 * i];
-                    sum[i] = add_scaled(sum[i], lane_factor, times(values(got[i]), widen(weights)));
+                for (u32 k = 0; k < kTogether; ++k) {
+                    const float lane_factor = __shfl_sync(kFullWarp, factor, first + k);
+#pragma unroll
+                    for (int i = 0; i < S::kLoads; ++i) {
+                        if (!S::is_real(warp, lane, i)) continue;
+                        const uint2 weights = norm[(kFinalNormLanes == 1 ? 0 : (first + k) * (kHidden / 4)) + 32 * i];
+                        sum[i] = add_scaled(sum[i], lane_factor, times(values(streams.got[k][i]), widen(weights)));
+                    }
                 }
             }
         }
@@ -352,8 +386,16 @@ struct Gatherer {
             write_x(place_of(i * 32 + lane), v);
         }
         ++num_heads;
+        forget();
         __syncwarp();
         return true;
+    }
+    // Nothing read ahead is wanted: its registers were free meanwhile.
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int i = 0; i < kGot; ++i) got[i] = make_ulonglong2(0, 0);
+#pragma unroll
+        for (int i = 0; i < kMany; ++i) scale[i] = make_uint2(0, 0);
     }
     __device__ __forceinline__ void add_squares(float squares, u32 lane_idx) {
 #pragma unroll

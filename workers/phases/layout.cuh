@@ -18,8 +18,8 @@ constexpr int kNumWarps = kAttendWarp + kAttendWarps, kNumThreads = kNumWarps * 
 
 constexpr int kLaunchRegisters = 96;
 // Exchanging with peers costs the finaliser registers; the matrix warps give them.
-constexpr int kMatrixRegisters = kRanks > 1 ? 72 : 80, kServiceRegisters = kRanks > 1 ? 80 : kLanes <= 2 ? 56 : 64;
-constexpr int kAttendRegisters = kRanks > 1 || kLanes <= 2 ? 184 : 176;
+constexpr int kMatrixRegisters = kRanks > 1 ? 72 : 80, kServiceRegisters = kRanks > 4 ? 96 : kRanks > 1 ? 80 : kLanes <= 2 ? 56 : 64;
+constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks > 1 || kLanes <= 2 ? 184 : 176;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
@@ -36,6 +36,8 @@ constexpr int kHistory = kDelay + 1;                 // layers whose partials a 
 static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) for each query head");
 
 constexpr u32 kSlotBytes = kMatrixWarps * 1536;      // one ring slot: at most 24 rows x 32 columns of each matrix warp
+constexpr int kRingPieces = kNumSlots * kPieces;     // a piece is what 12 / kPieces warps need of a tile: copied and given back by itself
+static_assert(kMatrixWarps % kPieces == 0, "pieces of a tile");
 constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
 
 constexpr int kMaxPieces = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
@@ -76,7 +78,7 @@ struct Shared {
     alignas(16) float attended[2][4][kGroup][kHeadDim];          // unnormalised outputs of the attention warps, two items in turn
     alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
     float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
-    u64 full[kNumSlots], empty[kNumSlots];
+    u64 full[kRingPieces], empty[kRingPieces];
     u64 red_full[2], red_empty[2], squares_full[4], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];

@@ -5,43 +5,57 @@
 namespace kog {
 
 __device__ __forceinline__ void init_ring(const Role& role) {
-    for (int i = 0; i < kNumSlots; ++i) {
+    for (int i = 0; i < kRingPieces; ++i) {
         mbar_init(role.base + KOG_OFFSET(full[i]), 1);
-        mbar_init(role.base + KOG_OFFSET(empty[i]), kMatrixWarps);
+        mbar_init(role.base + KOG_OFFSET(empty[i]), kMatrixWarps / kPieces);
     }
 }
 
+// Copies are of pieces of tiles, so that how much is under way can be bounded finely: less leaves memory idle, and with more the polls
+// of those who wait for words queue behind it.
 struct Loader {
     const Role& role;
     const unsigned char* source;
     u64 policy;
     u32 num_issued = 0, num_landed = 0;
-    u32 slot = 0, parity = 1;  // of the next tile: `empty` barriers start as if they had been passed
-    u32 landed_slot = 0, landed_parity = 0;
+    u32 piece = 0, parity = 1;  // of the next copy: `empty` barriers start as if they had been passed
+    u32 landed_piece = 0, landed_parity = 0;
 
-    __device__ __forceinline__ u32 next_to_land() const { return role.base + KOG_OFFSET(full[landed_slot]); }
+    __device__ __forceinline__ u32 next_to_land() const { return role.base + KOG_OFFSET(full[landed_piece]); }
     __device__ __forceinline__ void count_landed() {
         ++num_landed;
-        if (++landed_slot == kNumSlots) landed_slot = 0, landed_parity ^= 1;
+        if (++landed_piece == kRingPieces) landed_piece = 0, landed_parity ^= 1;
     }
-    __device__ __forceinline__ bool issue(u32 bytes) {
-        // At most kTilesInFlight copies at a time: a drained ring would refill in one burst, behind which polls queue.
-        if (num_issued - num_landed >= kTilesInFlight) {
+    // Whether the matrix warps have taken what landed, but for less than kLateBelow pieces.
+    __device__ __forceinline__ bool is_late() const {
+        if (num_landed < kLateBelow) return true;
+        const u32 back = landed_piece >= kLateBelow ? landed_piece - kLateBelow : landed_piece + kRingPieces - kLateBelow;
+        return mbar_test(role.base + KOG_OFFSET(empty[back]), landed_piece >= kLateBelow ? landed_parity : landed_parity ^ 1);
+    }
+    __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
+        if (!mbar_wait_alone(role.stopped(), role.base + KOG_OFFSET(empty[piece]), parity, role.base + KOG_OFFSET(finished))) return false;
+        const u32 full = role.base + KOG_OFFSET(full[piece]);
+        mbar_arrive_expect(full, bytes);
+        // All is prepared when the turn comes: between a landing and the next copy memory would have less to do.
+        while (num_issued - num_landed >= kPiecesInFlight) {
+            if (kPiecesWhenLate > kPiecesInFlight && num_issued - num_landed < kPiecesWhenLate && is_late()) break;
             if (!mbar_wait_alone(role.stopped(), next_to_land(), landed_parity, role.stopped())) return false;
             count_landed();
         }
-        if (!mbar_wait_alone(role.stopped(), role.base + KOG_OFFSET(empty[slot]), parity, role.base + KOG_OFFSET(finished))) return false;
-        const u32 full = role.base + KOG_OFFSET(full[slot]);
-        mbar_arrive_expect(full, bytes);
-        bulk_load(role.base + KOG_OFFSET(ring[slot]), source, bytes, full, policy);
+        bulk_load(to, source, bytes, full, policy);
         source += bytes;
         ++num_issued;
-        if (++slot == kNumSlots) slot = 0, parity ^= 1;
+        if (++piece == kRingPieces) piece = 0, parity ^= 1;
         return true;
     }
     __device__ __forceinline__ bool issue_tiles(u32 count, u32 bytes) {
-        for (u32 i = 0; i < count; ++i)
-            if (!issue(bytes)) return false;
+#pragma unroll 1
+        for (u32 i = 0; i < count; ++i) {
+            u32 to = role.base + KOG_OFFSET(ring) + piece / kPieces * kSlotBytes;
+#pragma unroll
+            for (u32 k = 0; k < kPieces; ++k, to += bytes / kPieces)
+                if (!issue(to, bytes / kPieces)) return false;
+        }
         return true;
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {

@@ -16,15 +16,15 @@ struct Multiplier {
     u32 zero;
 
     __device__ __forceinline__ Multiplier(const KogDecodeParams& params_, const Role& role_, u32 warp_, u32 lane_)
-        : params(params_), role(role_), warp(warp_), lane(lane_), full(opaque(role_.base + KOG_OFFSET(full))),
+        : params(params_), role(role_), warp(warp_), lane(lane_), full(opaque(role_.base + KOG_OFFSET(full) + warp / (kMatrixWarps / kPieces) * 8)),
           slot_at(opaque(role_.base + KOG_OFFSET(ring) + lane * 16)), zero(__shfl_sync(kFullWarp, params_.zero, 0)) {}
 
-    static constexpr u32 kEmptyOffset = kNumSlots * 8;  // from a slot's `full` to its `empty`
+    static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
 
     __device__ __forceinline__ bool wait_for_tile() { return mbar_wait(role.stopped(), full, parity); }
     __device__ __forceinline__ void next_slot() {
-        full += 8, slot_at += kSlotBytes;
-        if (full == role.base + KOG_OFFSET(full) + kEmptyOffset) full -= kEmptyOffset, slot_at -= kNumSlots * kSlotBytes, parity ^= 1;
+        full += 8 * kPieces, slot_at += kSlotBytes;
+        if (full >= role.base + KOG_OFFSET(full) + kEmptyOffset) full -= kEmptyOffset, slot_at -= kNumSlots * kSlotBytes, parity ^= 1;
     }
     // The tile that stood there is in registers: its slot may be filled again. In registers for certain: the copy that fills it does not
     // queue behind loads from shared memory that are still under way, as loads and stores of threads would. Without a dependence on

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 # Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better.
 BLOCK_SIZES = (128, 256, 512, 1024)
+# A prompt that is no longer goes through one block of so many rows. Its values are kept as sums of two, so products see twice as
+# many rows: in short prompts little averages roundings out, and weights are waited for anyway.
+EXACT_SIZE = 64
 PAIRED_FROM = 512  # neighbouring blocks of one size from this one on run two at a time
 
 
@@ -24,13 +27,15 @@ class Block:
         return self.start + self.num_tokens
 
 
-def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES) -> list[Block]:
-    """The blocks of positions `start` to `end` - 1; `sizes` ascend.
+def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size: int = 0) -> list[Block]:
+    """The blocks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them.
 
     A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast blocks were
     queued. Largest blocks come first: where a prompt was left at the end of one, going on there gives the blocks that the whole
     prompt has. A rest is padded if that wastes less than the smallest block, else cut again.
     """
+    if start < end <= exact_size:
+        return [Block(start, exact_size, end - start)]
     found = []
     while start < end:
         rest = end - start

@@ -23,19 +23,27 @@ class Rows:
     """Views for a block of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type.
 
     `partials[block][slot]` is p of layer i at slot i % (delay + 1), and so are `own_sums`, its sum over the hosted lanes.
+
+    An exact block has P = 2 planes (else 1): what is multiplied is a sum of two values of T, `size` rows apart, and what comes of
+    it a sum of two float32 values. R: T, but float32 in an exact block.
     """
 
     size: int
-    stream: Tensor  # (L, size, D) T
+    stream: Tensor  # (L, P * size, D) T
     inverse_rms: Tensor  # (L, size) float32
-    qkv: Tensor  # (L, size, rows) T: query, key, value rows of wqkv, without 1 / rms
+    qkv: Tensor  # (L, P * size, rows) float32, so that keys and values are rounded once: rows of wqkv, without 1 / rms
     query: Tensor  # (size, L * heads, head_dim) T
-    gate_up: Tensor  # (L, size, 2F) T, without 1 / rms
-    activation: Tensor  # (L, size, F) T
-    partials: tuple[tuple[Tensor, ...], ...]  # (L, size, D) T
+    gate_up: Tensor  # (L, P * size, 2F) R, without 1 / rms
+    activation: Tensor  # (L, P * size, F) T
+    partials: tuple[tuple[Tensor, ...], ...]  # (L, P * size, D) R
     own_sums: tuple[tuple[Tensor, ...], ...]  # (size, D) float32
     place: Tensor  # int32: first position of the block; 0 and one past its last row, the bounds of its keys
     query_bounds: Tensor  # int32: 0, size
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it has two planes."""
+        return self.stream.shape[1] > self.size
 
 
 class Buffers:
@@ -61,9 +69,10 @@ class Buffers:
         shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.flags = torch.zeros(2, dtype=torch.int32, device=device)
-        self.next_start, self.overflow = self.flags[:1], self.flags[1:]  # where the next block begins; 1: a value was not finite
-        self.staged_flags = self._staged(2)
+        self.flags = torch.zeros(3, dtype=torch.int32, device=device)
+        self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next block begins; 1: a value was not finite
+        self.last_position = self.flags[2:]  # of the prompt
+        self.staged_flags = self._staged(3)
 
     def _staged(self, count: int) -> Tensor:
         """int32 on the host, page-locked if the GPU copies it."""
@@ -77,11 +86,15 @@ class Buffers:
         held = (self.rope, self.prompt, self.keys, self.values, self.flags)
         return sum(array.nbytes for array in (*held, *self._memory.values()))
 
-    def rows(self, size: int, turn: int = 0) -> Rows:
-        """The views of a block of `size` tokens. Blocks that run at the same time take different `turn`s, and share nothing."""
+    def rows(self, size: int, turn: int = 0, *, is_exact: bool = False) -> Rows:
+        """The views of a block of `size` tokens. Blocks that run at the same time take different `turn`s, and share nothing.
+
+        All exact blocks of a turn must have the same size; they share nothing with others.
+        """
         import torch
 
         assert size <= self.max_size
+        max_size, planes, results = (size, 2, torch.float32) if is_exact else (self.max_size, 1, self.dtype)
         spec, lanes = self.spec, self.layout.num_lanes
         d, dim = spec.hidden_size, spec.head_dim
         heads = lanes * spec.lane_heads
@@ -90,9 +103,9 @@ class Buffers:
 
         def view(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             """The front of the memory `name`, which is made for the largest block."""
-            key = f"{name} {turn}"
+            key = f"{name} {turn}{' exact' * is_exact}"
             if key not in self._memory:
-                largest = prod(shape) // size * self.max_size
+                largest = prod(shape) // size * max_size
                 self._memory[key] = torch.zeros(largest, dtype=dtype, device=self.device)
             return self._memory[key][: prod(shape)].view(shape)
 
@@ -101,13 +114,13 @@ class Buffers:
 
         return Rows(
             size=size,
-            stream=view("stream", lanes, size, d),
+            stream=view("stream", lanes, planes * size, d),
             inverse_rms=view("inverse rms", lanes, size, dtype=torch.float32),
-            qkv=view("qkv", lanes, size, (spec.lane_heads + 2 * spec.lane_kv_heads) * dim),
+            qkv=view("qkv", lanes, planes * size, (spec.lane_heads + 2 * spec.lane_kv_heads) * dim, dtype=torch.float32),
             query=view("query", size, heads, dim),
-            gate_up=view("gate up", lanes, size, 2 * spec.lane_ffn),
-            activation=view("activation", lanes, size, spec.lane_ffn),
-            partials=by_slot("partial", lanes, size, d),
+            gate_up=view("gate up", lanes, planes * size, 2 * spec.lane_ffn, dtype=results),
+            activation=view("activation", lanes, planes * size, spec.lane_ffn),
+            partials=by_slot("partial", lanes, planes * size, d, dtype=results),
             own_sums=by_slot("own sum", size, d, dtype=torch.float32),
             place=torch.zeros(3, dtype=torch.int32, device=self.device),
             query_bounds=bounds,

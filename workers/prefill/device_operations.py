@@ -6,6 +6,7 @@ for any place in any prompt.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
+from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 
 _BEFORE_PRODUCTS = -1  # priority of limited kernels: a product would leave them no place until its last thread blocks
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
-_KERNELS = (
-    "begin", "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
-    "load_cache", "store_cache",
+_OF_ROWS = (
+    "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
 )  # fmt: skip
+_KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
 
 
 def build(header: str) -> compiler.Cubin:
@@ -52,7 +54,7 @@ class DeviceOperations:
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, int], None]]) -> None:
         """`launchers`: by kernel; called with thread blocks, threads of each, parameters, priority."""
         buffers = self.buffers
-        self._launchers, self._max_ctas = launchers, 0
+        self._launchers, self._max_ctas, self._product_sms = launchers, 0, 0
         self._held = (embedding, cache)  # the kernels have their addresses
         self._params = np.zeros((), PREFILL_PARAMS.dtype)
         pointers = {
@@ -62,6 +64,11 @@ class DeviceOperations:
         for name, tensor in pointers.items():
             self._params[f"{name}_ptr"] = tensor.data_ptr()
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
+
+    def _launch_rows(self, kernel: str, rows: Rows, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
+        """A kernel that there is for both kinds of blocks."""
+        name = f"{kernel}_exact" if rows.is_exact else kernel
+        self._launch(name, num_rows, num_threads, size=rows.size, **fields)
 
     def _launch(self, kernel: str, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
         """A kernel whose thread blocks take rows in turn. `fields`: tensors are for the pointers of their names."""
@@ -81,31 +88,36 @@ class DeviceOperations:
                 params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
         self._launchers[kernel](num_ctas, num_threads, params.tobytes(), priority)
 
-    def limit(self, num_ctas: int) -> None:
-        """See `Operations`."""
-        self._max_ctas = num_ctas
+    def limit(self, num_ctas: int, product_sms: int) -> None:
+        """See `Operations`. cuBLAS alone can be told, and what it makes of it is its own affair."""
+        if product_sms != self._product_sms:
+            set_product_sms(product_sms)
+        self._max_ctas, self._product_sms = num_ctas, product_sms
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
         self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
-    def embed(self, rows: Rows) -> None:
+    def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""
-        self._launch(
-            "embed", rows.size, self._row_threads, size=rows.size, place=rows.place, stream=rows.stream,
-            inverse_rms=rows.inverse_rms,
+        self._launch_rows(
+            "embed", rows, rows.size, self._row_threads, place=rows.place, stream=rows.stream,
+            inverse_rms=rows.inverse_rms, scale=scale,
         )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
         import torch
 
-        torch.bmm(x, matrix.transpose(1, 2), out=out)
+        if out.dtype == x.dtype:
+            torch.bmm(x, matrix.transpose(1, 2), out=out)
+        else:
+            torch.ops.aten.bmm.dtype_out(x, matrix.transpose(1, 2), out.dtype, out=out)
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
-        self._launch(
-            "append", rows.size, MAX_THREADS, size=rows.size, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
+        self._launch_rows(
+            "append", rows, rows.size, MAX_THREADS, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
             query=rows.query,
             keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
@@ -122,32 +134,47 @@ class DeviceOperations:
         by_lane: Tensor = mixed.view(rows.size, self.layout.num_lanes, -1)
         return by_lane.transpose(0, 1)
 
-    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
-        size = partial.shape[1]
-        self._launch("lane_sum", size, self._row_threads, size=size, partial=partial, own_sum=own_sum)
+        self._launch_rows("lane_sum", rows, rows.size, self._row_threads, partial=partial, own_sum=own_sum)
 
     def residual(
-        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+        self,
+        rows: Rows,
+        mode: ReduceMode,
+        partial: Tensor,
+        past: Tensor | None,
+        total: Tensor | None,
+        own_sum: Tensor | None,
+        unscale: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         """See `Operations`."""
         kernel = "residual_alone" if mode is ReduceMode.DELAYED and total is None else f"residual_{mode.value}"
-        self._launch(
-            kernel, rows.size, self._row_threads, size=rows.size, stream=rows.stream,
-            inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum,
+        self._launch_rows(
+            kernel, rows, rows.size, self._row_threads, stream=rows.stream,
+            inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
         """See `Operations`."""
-        self._launch(
-            "swiglu", rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT), size=rows.size,
+        self._launch_rows(
+            "swiglu", rows, rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT),
             inverse_rms=rows.inverse_rms,
             gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
 
-    def load_cache(self, last: int) -> None:
+    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """See `Operations`. x is the sum of two values in the products' type."""
+        import torch
+
+        upper = x.to(matrix.dtype)
+        both = torch.stack((upper, (x - upper.float()).to(matrix.dtype)), dim=1)  # (B, 2, K)
+        out.copy_(torch.bmm(both, matrix.transpose(1, 2), out_dtype=torch.float32).sum(1))
+
+    def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
-        self._copy("load_cache", 0, last)
+        self._copy("load_cache", first, last)
 
     def store_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
@@ -164,6 +191,19 @@ def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, prio
     import torch
 
     kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream, priority=priority)
+
+
+def set_product_sms(num_sms: int) -> None:
+    """Let cuBLAS choose its kernels for so many multiprocessors, in this thread and on this device; 0: for all."""
+    import torch
+
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        path = next((line.split()[-1] for line in maps if "/libcublas.so" in line), None)
+    if path is None:
+        raise LaunchError("torch has not loaded cuBLAS, so its number of multiprocessors cannot be set")
+    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
+    if code := ctypes.CDLL(path).cublasSetSmCountTarget(handle, num_sms):
+        raise LaunchError(f"cublasSetSmCountTarget({num_sms}) failed with status {code}")
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

@@ -27,11 +27,23 @@ class SumExchange(Protocol):
     def is_alone(self) -> bool:
         """Whether this rank hosts all lanes. Delayed sums are then made where they are used, and not published."""
 
+    def begin_block(self) -> None:
+        """A block of tokens begins."""
+
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
         """Send this rank's `own_sum` (size, D) float32 of a layer; it stays unchanged for `delay` more layers."""
 
     def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
         """The sum (size, D) over all ranks of what they published, as a binary tree of neighbours. May be called twice."""
+
+    def share_overflow(self, overflow: Tensor) -> None:
+        """Behind the last block: `overflow` (int32, 1 value) becomes 1 if it is on any rank, or if a wait was given up."""
+
+    def stop(self) -> None:
+        """End all waits for peers, from the host: what is under way gives wrong sums, and overflows."""
+
+    def check(self) -> None:
+        """After `share_overflow` has ended: raises DeviceError if a wait ran out of time."""
 
 
 class OneRank:
@@ -39,12 +51,30 @@ class OneRank:
 
     is_alone = True
 
+    def begin_block(self) -> None:
+        """See `SumExchange`."""
+
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
         """Nothing to send."""
 
     def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
         """The own sum."""
         return own_sum
+
+    def share_overflow(self, overflow: Tensor) -> None:
+        """Nobody else has one."""
+
+    def stop(self) -> None:
+        """Nothing waits."""
+
+    def check(self) -> None:
+        """Nothing has waited."""
+
+
+class Rehearsal(OneRank):
+    """A rank among others that makes its sums and sends them to nobody, to warm up: results are wrong."""
+
+    is_alone = False
 
 
 def mailbox(spec: ModelSpec, max_size: int) -> MailboxSpec:
@@ -63,6 +93,9 @@ class CommunicatorExchange:
         self._epoch = 0
         self._sent: dict[tuple[Block, int], tuple[int, int]] = {}  # layer and epoch of what was published last, by place
         self._totals: dict[tuple[Block, int], tuple[int, Tensor]] = {}
+
+    def begin_block(self) -> None:
+        """See `SumExchange`."""
 
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
         """See `SumExchange`."""
@@ -84,6 +117,19 @@ class CommunicatorExchange:
         kept_layer, total = self._totals[place]
         assert kept_layer == layer
         return total
+
+    def share_overflow(self, overflow: Tensor) -> None:
+        """See `SumExchange`."""
+        self._epoch += 1
+        slot, own = self._epoch % self._box.num_slots, self._padded(overflow)
+        self._comm.publish(MAILBOX, slot, self._epoch, own)
+        overflow.fill_(int(self._comm.delayed_reduce(MAILBOX, slot, self._epoch, own)[0] > 0))
+
+    def stop(self) -> None:
+        """The communicator's waits are bounded, and end with an abort."""
+
+    def check(self) -> None:
+        """See `stop`."""
 
     def _padded(self, own_sum: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         row = np.zeros(self._box.length, np.float32)

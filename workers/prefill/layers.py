@@ -51,6 +51,7 @@ class Layers:
     def run(self, rows: Rows) -> None:
         """The next block. Collective when there are several ranks."""
         self.operations.begin(rows)
+        self.exchange.begin_block()
         self.forward(rows)
 
     def run_pair(self, first: Rows, second: Rows, *, together: Together) -> None:
@@ -66,48 +67,66 @@ class Layers:
     def forward(self, rows: Rows, *, appended: Hook = _nothing, before_attention: Hook = _nothing) -> None:
         """A block that has begun. The hooks are called with the layer."""
         do = self.operations
-        do.embed(rows)
+        do.embed(rows, self.matrices[0].scale)
         for layer, matrices in enumerate(self.matrices):
             do.product(rows.stream, matrices.wqkv, rows.qkv)
             do.append(rows, layer)
             appended(layer)
-            if matrices.wo is None or matrices.w13 is None or matrices.w2 is None:
-                return  # the last layer: its keys and values are all that a later token sees of it
+            if layer == self.spec.num_layers - 1:
+                return  # its keys and values are all that a later token sees of it
             before_attention(layer)
-            partial = self._partial(rows, Block.ATTENTION, layer)
-            do.product(do.attend(rows, layer), matrices.wo, partial)
-            self._reduce(rows, Block.ATTENTION, layer, partial)
-            do.product(rows.stream, matrices.w13, rows.gate_up)
-            do.swiglu(rows)
-            partial = self._partial(rows, Block.MLP, layer)
-            do.product(rows.activation, matrices.w2, partial)
-            self._reduce(rows, Block.MLP, layer, partial)
+            self.finish_layer(rows, layer)
+
+    def finish_layer(self, rows: Rows, layer: int) -> None:
+        """A layer from its queries, keys and values on."""
+        do, matrices = self.operations, self.matrices[layer]
+        assert matrices.wo is not None
+        assert matrices.w13 is not None
+        assert matrices.w2 is not None
+        partial = self.partial(rows, Block.ATTENTION, layer)
+        do.product(do.attend(rows, layer), matrices.wo, partial[:, : rows.size])
+        if rows.is_exact:
+            partial[:, rows.size :].zero_()  # attention's outputs are rounded
+        self._reduce(rows, Block.ATTENTION, layer, partial)
+        do.product(rows.stream, matrices.w13, rows.gate_up)
+        do.swiglu(rows)
+        partial = self.partial(rows, Block.MLP, layer)
+        do.product(rows.activation, matrices.w2, partial)
+        self._reduce(rows, Block.MLP, layer, partial)
 
     def _reduce(self, rows: Rows, block: Block, layer: int, partial: Tensor) -> None:
         """Add a block's partial sums to the streams, as docs/plan.md says of RESIDUAL."""
         do, spec, exchange = self.operations, self.spec, self.exchange
         own_sum = self._own_sum(rows, block, layer)
+        unscale, scale = self._scales(block, layer)
         feeds = spec.feeds_layer(layer, block)
         is_fed_on = feeds is not None and feeds < spec.num_layers - 1  # nothing of the last layer is summed
         is_published = is_fed_on and not exchange.is_alone
         mode = spec.reduce_mode(layer, block)
         if mode is ReduceMode.BLOCKING:
-            do.lane_sum(partial, own_sum)
+            do.lane_sum(rows, partial, own_sum)
             exchange.publish(block, layer, own_sum)
-            do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None)
+            do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None, unscale, scale)
             return
         past: Tensor | None = None
         total: Tensor | None = None
         if mode is ReduceMode.DELAYED:
             past_layer = layer - spec.delay
-            past = self._partial(rows, block, past_layer)
+            past = self.partial(rows, block, past_layer)
             if not exchange.is_alone:  # else the residual adds `past` up, of which it reads all lanes: fewer bytes
                 total = exchange.total(block, past_layer, self._own_sum(rows, block, past_layer))
-        do.residual(rows, mode, partial, past, total, own_sum if is_published else None)
+        do.residual(rows, mode, partial, past, total, own_sum if is_published else None, unscale, scale)
         if is_published:
             exchange.publish(block, layer, own_sum)
 
-    def _partial(self, rows: Rows, block: Block, layer: int) -> Tensor:
+    def _scales(self, block: Block, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """By what a residual multiplies the streams that it reads, and those that it writes: `wqkv` wants them scaled."""
+        if block is Block.ATTENTION:
+            return self.matrices[layer].unscale, None
+        return None, self.matrices[layer + 1].scale if layer + 1 < len(self.matrices) else None
+
+    def partial(self, rows: Rows, block: Block, layer: int) -> Tensor:
+        """Where the partial sums of a layer are."""
         return rows.partials[block][layer % (self.spec.delay + 1)]
 
     def _own_sum(self, rows: Rows, block: Block, layer: int) -> Tensor:

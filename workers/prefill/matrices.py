@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
+from kog_dist.model.layout import head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -20,48 +20,65 @@ _MATRICES = {
     "w13": ("feed_forward.w1", "feed_forward.w3"),
     "w2": ("feed_forward.w2",),
 }
-_NORM_OF = {"wqkv": "attention_norm", "w13": "ffn_norm"}
+_NORM_OF = {"w13": "ffn_norm"}
+_LEAST_SCALE = 2.0**-6
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMatrices:
     """One layer of the hosted lanes, (lanes, out, in), in the type of the products.
 
-    Norm weights are multiplied into the columns of the matrices behind them, in float32, before these are rounded.
-    The last layer has `wqkv` alone: prefill computes nothing else of it.
+    FFN norm weights are multiplied into the columns of `w13`, in float32, before these are rounded. Roundings of `wqkv` would go
+    straight into keys and values, so streams are multiplied by `scale` instead: the attention norm's weights but for a power of
+    two, and for those so small that a stream would lose bits; what is missing is multiplied into the columns.
+    Without a head the last layer has `wqkv` alone: nothing else of it is computed.
     """
 
     wqkv: Tensor  # query rows, key rows, value rows
     wo: Tensor | None
     w13: Tensor | None  # gate rows, up rows
     w2: Tensor | None
+    scale: Tensor  # (lanes or 1, D) float32
+    unscale: Tensor  # its inverse
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """What makes logits of streams. The weight's form is that of the model's `lm_head_type`."""
+
+    norm: Tensor  # (lanes or 1, D) float32
+    weight: Tensor  # (1, vocab, D), (1, vocab, lanes * D) or (lanes, vocab / lanes, D) in the type of the products
 
 
 class Matrices:
     """Collects the layers of a model while its tensors pass by, in any order; a layer is made as soon as it is complete.
 
     `take` wants the rows of the hosted lanes (all lanes of the model have the same number of rows), as floating-point values.
+    `with_head`: all of the last layer and the LM head, too; only for a rank that hosts all lanes.
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self._spec, self._dtype = spec, dtype
-        self._names = {name: layer for layer in range(spec.num_layers) for name in _tensor_names(spec, layer)}
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, with_head: bool = False) -> None:
+        self._spec, self._dtype, self._with_head = spec, dtype, with_head
+        self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
+        self._head: dict[str, Tensor | None] = dict.fromkeys(_head_names(spec) if with_head else ())
         self._waiting: dict[int, dict[str, Tensor]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices] = {}
 
     def wants(self, name: str) -> bool:
         """Whether a tensor belongs to a matrix."""
-        return name in self._names
+        return name in self._names or name in self._head
 
     def take(self, name: str, values: Tensor) -> None:
         """A tensor passes by. Those that are not wanted are left alone."""
-        if not self.wants(name):
+        if name in self._head:
+            self._head[name] = values.float() if name == _head_names(self._spec)[0] else values.to(self._dtype)
+        if name not in self._names:
             return
         layer = self._names[name]
         waiting = self._waiting[layer]
         waiting[name] = values
-        names = _tensor_names(self._spec, layer)
+        names = self._tensor_names(layer)
         if len(waiting) == len(names):
             self._made[layer] = self._make(layer, [waiting[name] for name in names])
             waiting.clear()
@@ -72,17 +89,37 @@ class Matrices:
         assert not missing, f"tensors of layers {missing} did not pass"
         return [self._made[layer] for layer in range(self._spec.num_layers)]
 
+    def head(self) -> HeadMatrices | None:
+        """The head, once every tensor has passed; None if it was not wanted."""
+        if not self._with_head:
+            return None
+        norm, weight = (self._head[name] for name in _head_names(self._spec))
+        assert norm is not None
+        assert weight is not None
+        return HeadMatrices(norm.view(-1, self._spec.hidden_size), weight if weight.dim() == 3 else weight[None])
+
+    def _parts(self, layer: int) -> list[str]:
+        """Names within a layer of the tensors that prefill multiplies with."""
+        if layer == self._spec.num_layers - 1 and not self._with_head:
+            return ["attention_norm", *_MATRICES["wqkv"]]
+        return [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
+
+    def _tensor_names(self, layer: int) -> list[str]:
+        prefix, spec = layer_prefix(layer), self._spec
+        return [norm_name(spec, prefix + part) if part in _NORMS else f"{prefix}{part}.weight" for part in self._parts(layer)]
+
     def _make(self, layer: int, tensors: list[Tensor]) -> LayerMatrices:
-        by_part = dict(zip(_parts(self._spec, layer), tensors, strict=True))
+        by_part = dict(zip(self._parts(layer), tensors, strict=True))
 
         def matrix(name: str) -> Tensor | None:
             if not all(part in by_part for part in _MATRICES[name]):
                 return None
             return self._matrix([by_part[part] for part in _MATRICES[name]], by_part.get(_NORM_OF.get(name, "")))
 
-        wqkv = matrix("wqkv")
-        assert wqkv is not None
-        return LayerMatrices(wqkv, matrix("wo"), matrix("w13"), matrix("w2"))
+        norm = by_part["attention_norm"].float().reshape(-1, self._spec.hidden_size)
+        scale = _scale(norm)
+        wqkv = self._matrix([by_part[part] for part in _MATRICES["wqkv"]], norm / scale)
+        return LayerMatrices(wqkv, matrix("wo"), matrix("w13"), matrix("w2"), scale, 1 / scale)
 
     def _matrix(self, parts: list[Tensor], norm: Tensor | None) -> Tensor:
         lanes, _, columns = parts[0].shape
@@ -95,23 +132,25 @@ class Matrices:
         return matrix
 
 
-def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Tensor], dtype: torch.dtype) -> list[LayerMatrices]:
-    """The matrices of a model whose whole tensors can be asked for by name."""
-    matrices = Matrices(spec, dtype)
+def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Tensor], dtype: torch.dtype) -> Matrices:
+    """The matrices of a model whose whole tensors can be asked for by name; with the head, if all lanes are hosted."""
+    matrices = Matrices(spec, dtype, with_head=len(lanes) == spec.num_lanes)
     for name, layout in tensor_layouts(spec).items():
         if matrices.wants(name):
-            values = tensor(name)
-            matrices.take(name, values[lanes[0] : lanes[-1] + 1] if len(layout.parts) > 1 else values)
-    return matrices.layers()
+            is_cut = len(layout.parts) > 1
+            first, last = (layout.parts[lanes[0]][0], layout.parts[lanes[-1]][1]) if is_cut else layout.parts[0]
+            matrices.take(name, tensor(name)[first:last])
+    return matrices
 
 
-def _parts(spec: ModelSpec, layer: int) -> list[str]:
-    """Names within a layer of the tensors that prefill multiplies with."""
-    if layer == spec.num_layers - 1:
-        return ["attention_norm", *_MATRICES["wqkv"]]
-    return [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
+def _scale(norm: Tensor) -> Tensor:
+    """See `LayerMatrices`: at most 2, at least 2**-7 of that."""
+    import torch
+
+    largest = norm.abs().max().clamp(min=2.0**-100)
+    scaled = norm / torch.exp2(largest.log2().round())
+    return torch.where(scaled.abs() < _LEAST_SCALE, _LEAST_SCALE, scaled)
 
 
-def _tensor_names(spec: ModelSpec, layer: int) -> list[str]:
-    prefix = layer_prefix(layer)
-    return [norm_name(spec, prefix + part) if part in _NORMS else f"{prefix}{part}.weight" for part in _parts(spec, layer)]
+def _head_names(spec: ModelSpec) -> tuple[str, str]:
+    return norm_name(spec, "model.norm"), head_name(spec)

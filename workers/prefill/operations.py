@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 class Operations(Protocol):
     """One rank's arithmetic. Every operation works on what `Buffers` and `Rows` hold; on a GPU they are queued in order."""
 
-    def limit(self, num_ctas: int) -> None:
-        """Fused operations that are queued from now on take at most so many thread blocks, before other work; 0: no limit."""
+    def limit(self, num_ctas: int, product_sms: int) -> None:
+        """From now on fused operations take at most so many thread blocks, before other work, and products are made for so many
+        multiprocessors; 0: no limit.
+        """
 
     def begin(self, rows: Rows) -> None:
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
-    def embed(self, rows: Rows) -> None:
-        """Streams of all lanes = the tokens' embedding rows; `inverse_rms` of them."""
+    def embed(self, rows: Rows, scale: Tensor) -> None:
+        """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it."""
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K) of each lane."""
@@ -37,13 +39,23 @@ class Operations(Protocol):
     def attend(self, rows: Rows, layer: int) -> Tensor:
         """Outputs (L, size, heads * head_dim) of all heads; a token sees itself and what the layer's window holds before it."""
 
-    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """own_sum (size, D) float32 = sum over the hosted lanes of `partial`, as a binary tree of neighbours."""
 
     def residual(
-        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+        self,
+        rows: Rows,
+        mode: ReduceMode,
+        partial: Tensor,
+        past: Tensor | None,
+        total: Tensor | None,
+        own_sum: Tensor | None,
+        unscale: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         """h += total (blocking), p + (total - past) (delayed) or sqrt(lanes of the model) * p (local); then 1 / rms of h.
+
+        h is `stream` times `unscale`, and `stream` becomes h times `scale`: float32 (lanes or 1, D), one of them at most.
 
         `total` (size, D) float32 is a sum over the lanes of the whole model; None (delayed): that of `past`, as `lane_sum` adds
         it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that is None.
@@ -52,8 +64,11 @@ class Operations(Protocol):
     def swiglu(self, rows: Rows) -> None:
         """activation = silu(gate) * up, with 1 / rms applied to both."""
 
-    def load_cache(self, last: int) -> None:
-        """Keys and values of the positions before `last`, as far as the layers still have them, from the monokernel's cache."""
+    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """out (B, rows) float32 = x (B, K) float32 times the transposed `matrix` (B, rows, K), to about 20 bits of x."""
+
+    def load_cache(self, first: int, last: int) -> None:
+        """Keys and values of these positions, as far as the layers still have them, from the monokernel's cache."""
 
     def store_cache(self, first: int, last: int) -> None:
         """Keys and values of these positions to the monokernel's cache; nothing if `overflow` is set."""
@@ -68,7 +83,7 @@ class TorchOperations:
         if cache.numel() != self.layout.num_values:
             raise ConfigError(f"the KV cache has {cache.numel()} values, its layout has {self.layout.num_values}")
 
-    def limit(self, num_ctas: int) -> None:
+    def limit(self, num_ctas: int, product_sms: int) -> None:
         """See `Operations`. There are none here."""
 
     def begin(self, rows: Rows) -> None:
@@ -77,16 +92,15 @@ class TorchOperations:
         rows.place[2] = rows.place[0] + rows.size
         self.buffers.next_start[0] = rows.place[2]
 
-    def embed(self, rows: Rows) -> None:
+    def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""
         start = int(rows.place[0])
         ids = self.buffers.prompt[start : start + rows.size].long()
-        rows.stream.copy_(self.embedding[ids].expand_as(rows.stream))
-        self._norm(rows)
+        self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale)
 
-    def _norm(self, rows: Rows) -> None:
-        squares = rows.stream.float().square().mean(-1)
-        rows.inverse_rms.copy_((squares + self.spec.norm_eps).rsqrt())
+    def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None) -> None:
+        _split(h if scale is None else h * scale[:, None], rows.stream)
+        rows.inverse_rms.copy_((h.square().mean(-1) + self.spec.norm_eps).rsqrt())
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
@@ -97,7 +111,7 @@ class TorchOperations:
         import torch
 
         spec, start, lanes = self.spec, int(rows.place[0]), len(rows.stream)
-        scaled = rows.qkv.float() * rows.inverse_rms[..., None]
+        scaled = _whole(rows.qkv, rows.size) * rows.inverse_rms[..., None]
         heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
         positions = torch.arange(start, start + rows.size, device=heads.device).clamp(max=spec.max_context - 1)
         cos, sin = self.buffers.rope[positions].unbind(-1)  # (size, head_dim / 2)
@@ -141,12 +155,20 @@ class TorchOperations:
         outputs: Tensor = by_lane.transpose(1, 2).reshape(len(rows.stream), rows.size, -1)
         return outputs
 
-    def lane_sum(self, partial: Tensor, own_sum: Tensor) -> None:
+    def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
-        own_sum.copy_(_tree_sum(partial))
+        own_sum.copy_(_tree_sum(_whole(partial, rows.size)))
 
     def residual(
-        self, rows: Rows, mode: ReduceMode, partial: Tensor, past: Tensor | None, total: Tensor | None, own_sum: Tensor | None
+        self,
+        rows: Rows,
+        mode: ReduceMode,
+        partial: Tensor,
+        past: Tensor | None,
+        total: Tensor | None,
+        own_sum: Tensor | None,
+        unscale: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         """See `Operations`."""
         if mode is ReduceMode.BLOCKING:
@@ -154,28 +176,35 @@ class TorchOperations:
             added = total
         elif mode is ReduceMode.DELAYED:
             assert past is not None
-            added = partial.float() + ((_tree_sum(past) if total is None else total) - past.float())
+            before = _whole(past, rows.size)
+            added = _whole(partial, rows.size) + ((_tree_sum(before) if total is None else total) - before)
         else:
-            added = partial.float() * math.sqrt(self.spec.num_lanes)
-        rows.stream.copy_(rows.stream.float() + added)
+            added = _whole(partial, rows.size) * math.sqrt(self.spec.num_lanes)
+        h = _whole(rows.stream, rows.size)
+        if unscale is not None:
+            h = h * unscale[:, None]
         if own_sum is not None:
-            self.lane_sum(partial, own_sum)
-        self._norm(rows)
+            self.lane_sum(rows, partial, own_sum)
+        self._keep(rows, h + added, scale)
 
     def swiglu(self, rows: Rows) -> None:
         """See `Operations`."""
         import torch
 
-        gate, up = (rows.gate_up.float() * rows.inverse_rms[..., None]).chunk(2, dim=-1)
-        rows.activation.copy_(torch.nn.functional.silu(gate) * up)
+        gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[..., None]).chunk(2, dim=-1)
+        _split(torch.nn.functional.silu(gate) * up, rows.activation)
 
-    def load_cache(self, last: int) -> None:
+    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """See `Operations`."""
+        out.copy_((matrix.float() @ x[..., None])[..., 0])
+
+    def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
         for layer in range(self.spec.num_layers):
-            first = self.layout.first_kept(layer, last)
-            keys, values = self.layout.load(self.cache, layer, first, last)
-            self.buffers.keys[layer, first:last] = keys.to(self.buffers.dtype)
-            self.buffers.values[layer, first:last] = values.to(self.buffers.dtype)
+            kept = max(first, self.layout.first_kept(layer, last))
+            keys, values = self.layout.load(self.cache, layer, kept, last)
+            self.buffers.keys[layer, kept:last] = keys.to(self.buffers.dtype)
+            self.buffers.values[layer, kept:last] = values.to(self.buffers.dtype)
 
     def store_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
@@ -184,6 +213,20 @@ class TorchOperations:
         for layer in range(self.spec.num_layers):
             keys, values = (kept[layer, first:last].to(self.cache.dtype) for kept in (self.buffers.keys, self.buffers.values))
             self.layout.store(self.cache, layer, first, keys, values)
+
+
+def _whole(kept: Tensor, size: int) -> Tensor:
+    """The values (L, size, n) in float32 of one plane or two."""
+    values = kept[:, :size].float()
+    return values if kept.shape[1] == size else values + kept[:, size:].float()
+
+
+def _split(values: Tensor, to: Tensor) -> None:
+    """Store values (L, size, n) in one plane, or in two: rounded, and what rounding left."""
+    size = values.shape[1]
+    to[:, :size] = values
+    if to.shape[1] > size:
+        to[:, size:] = values - to[:, :size].float()
 
 
 def _tree_sum(partial: Tensor) -> Tensor:

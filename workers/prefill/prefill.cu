@@ -40,6 +40,56 @@ __device__ __forceinline__ float square_sum(const Unit& unit) {
     for (int k = 0; k < kUnit; ++k) sum += unit.v[k] * unit.v[k];
     return sum;
 }
+__device__ __forceinline__ void multiply(Unit& unit, const Unit& factors) {
+#pragma unroll
+    for (int k = 0; k < kUnit; ++k) unit.v[k] *= factors.v[k];
+}
+// How a block keeps a value. Exact ones have twice the rows: binary16 values that go into products and what rounding left of them,
+// `size` rows later; and float32 results of both, to be added up.
+template <bool kExact>
+struct Kept {
+    static constexpr u32 kPlanes = kExact ? 2 : 1;
+
+    // First unit of a row of a lane, where a row has `units`.
+    static __device__ __forceinline__ u64 at(u32 lane, u32 row, u32 size, u32 units) {
+        return (static_cast<u64>(lane) * kPlanes * size + row) * units;
+    }
+    // An operand of a product; `rest` is `size` rows in units.
+    static __device__ __forceinline__ Unit operand(const uint4* from, u64 rest) {
+        Unit value = widened(from[0]);
+        if (kExact) add(value, widened(from[rest]));
+        return value;
+    }
+    static __device__ __forceinline__ void store(uint4* to, u64 rest, const Unit& value) {
+        const uint4 rounded = narrowed(value);
+        to[0] = rounded;
+        if (!kExact) return;
+        Unit left = widened(rounded);
+#pragma unroll
+        for (int k = 0; k < kUnit; ++k) left.v[k] = value.v[k] - left.v[k];
+        to[rest] = narrowed(left);
+    }
+    // A result of a product: unit `at` of binary16, or of float32. Nothing in the kernel writes there, so loads may go before stores.
+    static __device__ __forceinline__ Unit result(u64 address, u64 at, u64 rest) {
+        if (!kExact) return widened(__ldg(reinterpret_cast<const uint4*>(address) + at));
+        const float4* from = reinterpret_cast<const float4*>(address) + 2 * at;
+        const float4 a = __ldg(from), b = __ldg(from + 1), c = __ldg(from + 2 * rest), d = __ldg(from + 2 * rest + 1);
+        return {{a.x + c.x, a.y + c.y, a.z + c.z, a.w + c.w, b.x + d.x, b.y + d.y, b.z + d.z, b.w + d.w}};
+    }
+    static __device__ __forceinline__ void add(Unit& value, const Unit& other) {
+#pragma unroll
+        for (int k = 0; k < kUnit; ++k) value.v[k] += other.v[k];
+    }
+};
+// Factors of the streams' columns: one vector for all lanes, or one for each.
+struct Scales {
+    const float* values;
+
+    __device__ __forceinline__ explicit Scales(u64 address) : values(reinterpret_cast<const float*>(address)) {}
+    __device__ __forceinline__ Unit unit(int lane, u32 at) const {
+        return values ? float_unit(values + (kScales > 1 ? lane * kHidden : 0) + at * kUnit) : Unit{};
+    }
+};
 // Binary tree over the lanes' partials, fed lane by lane in order.
 struct LaneTree {
     Unit waiting[5];  // by level: a sum that waits for its neighbour
@@ -87,42 +137,48 @@ __device__ __forceinline__ bool is_finite_pair(u32 packed) {
 enum class Mode { kBlocking, kDelayed, kAlone, kLocal };  // kAlone: delayed, and `past` has all lanes of the model
 
 // A thread has the same columns of all lanes of a row.
-template <Mode kMode>
+template <Mode kMode, bool kExact>
 __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row) {
+    using Values = Kept<kExact>;
     const u32 size = params.size;
+    const u64 rest = static_cast<u64>(size) * kUnits;
     uint4* __restrict__ stream = reinterpret_cast<uint4*>(params.stream_ptr);
-    const uint4* __restrict__ partial = reinterpret_cast<const uint4*>(params.partial_ptr);
     const uint4* __restrict__ past = reinterpret_cast<const uint4*>(params.past_ptr);
     const float* __restrict__ totals = reinterpret_cast<const float*>(params.total_ptr) + static_cast<u64>(row) * kHidden;
     float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr);
+    const Scales scales(params.unscale_ptr ? params.unscale_ptr : params.scale_ptr);
+    const bool scales_input = params.unscale_ptr != 0, scales_output = params.scale_ptr != 0;
     float squares[kLanes] = {};
     for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-        Unit total{};
+        Unit total{}, scale{};
         LaneTree tree;
         if (kMode == Mode::kAlone) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane)
-                tree.add(lane, widened(__ldg(&past[(static_cast<u64>(lane) * size + row) * kUnits + unit])));
+                tree.add(lane, Values::result(params.past_ptr, Values::at(lane, row, size, kUnits) + unit, rest));
             total = tree.sum;
         } else if (kMode != Mode::kLocal) {
             total = float_unit(totals + unit * kUnit);
         }
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
-            const u64 at = (static_cast<u64>(lane) * size + row) * kUnits + unit;
-            Unit h = widened(stream[at]), p{}, old{};
-            if (kMode != Mode::kBlocking) p = widened(partial[at]);
+            const u64 at = Values::at(lane, row, size, kUnits) + unit;
+            if (kScales > 1 || lane == 0) scale = scales.unit(lane, unit);
+            Unit h = Values::operand(&stream[at], rest), p{}, old{};
+            if (scales_input) multiply(h, scale);
+            if (kMode != Mode::kBlocking) p = Values::result(params.partial_ptr, at, rest);
             if (kMode == Mode::kDelayed || kMode == Mode::kLocal) tree.add(lane, p);
-            if (kMode == Mode::kDelayed || kMode == Mode::kAlone) old = widened(past[at]);  // alone: from the L1 cache
+            if (kMode == Mode::kDelayed || (kMode == Mode::kAlone && kExact)) old = Values::result(params.past_ptr, at, rest);
+            else if (kMode == Mode::kAlone) old = widened(past[at]);  // from the L1 cache: all lanes are too many registers
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) {
                 if (kMode == Mode::kBlocking) h.v[k] += total.v[k];
                 else if (kMode == Mode::kLocal) h.v[k] += p.v[k] * kLocalScale;
                 else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
             }
-            const uint4 rounded = narrowed(h);
-            stream[at] = rounded;
-            squares[lane] += square_sum(widened(rounded));  // of what the next product reads
+            squares[lane] += square_sum(h);
+            if (scales_output) multiply(h, scale);
+            Values::store(&stream[at], rest, h);
         }
         if ((kMode == Mode::kDelayed || kMode == Mode::kLocal) && own_sum)
             store_unit(own_sum + static_cast<u64>(row) * kHidden + unit * kUnit, tree.sum);
@@ -189,10 +245,15 @@ __global__ void begin(const __grid_constant__ KogPrefillParams params) {
     place[0] = start, place[2] = end, *next_start = end;
 }
 
-__global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ KogPrefillParams params) {
+}  // extern "C"
+
+template <bool kExact>
+__device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
+    using Values = Kept<kExact>;
     const u32 size = params.size;
     const u32* tokens = reinterpret_cast<const u32*>(params.prompt_ptr) + *reinterpret_cast<const int*>(params.place_ptr);
     uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
+    const Scales scales(params.scale_ptr);
     for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
         const uint4* words = reinterpret_cast<const uint4*>(params.embedding_ptr) + static_cast<u64>(tokens[row]) * kUnits;
         float squares[kLanes] = {};
@@ -200,11 +261,15 @@ __global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ Kog
             const uint4 w = words[unit];
             const Unit value = {{WeightFormat::low(w.x), WeightFormat::high(w.x), WeightFormat::low(w.y), WeightFormat::high(w.y),
                                  WeightFormat::low(w.z), WeightFormat::high(w.z), WeightFormat::low(w.w), WeightFormat::high(w.w)}};
-            const uint4 rounded = narrowed(value);
-            const float sum = square_sum(widened(rounded));
+            const float sum = square_sum(value);
+            Unit scaled{};
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                stream[(static_cast<u64>(lane) * size + row) * kUnits + unit] = rounded;
+                if (kScales > 1 || lane == 0) {
+                    scaled = value;
+                    multiply(scaled, scales.unit(lane, unit));
+                }
+                Values::store(&stream[Values::at(lane, row, size, kUnits) + unit], static_cast<u64>(size) * kUnits, scaled);
                 squares[lane] += sum;
             }
         }
@@ -212,10 +277,11 @@ __global__ void __launch_bounds__(kRowThreads) embed(const __grid_constant__ Kog
     }
 }
 
-__global__ void __launch_bounds__(kMaxThreads) append(const __grid_constant__ KogPrefillParams params) {
+template <bool kExact>
+__device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     const u32 size = params.size, start = *reinterpret_cast<const int*>(params.place_ptr);
     const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
-    const u32* qkv = reinterpret_cast<const u32*>(params.qkv_ptr);
+    const float2* qkv = reinterpret_cast<const float2*>(params.qkv_ptr);
     bool finite = true;
     for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
         const u32 position = start + row;
@@ -226,9 +292,14 @@ __global__ void __launch_bounds__(kMaxThreads) append(const __grid_constant__ Ko
         u32* values = reinterpret_cast<u32*>(params.values_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
         for (u32 i = threadIdx.x; i < kLanes * kLanePairs; i += blockDim.x) {
             const u32 lane = i / kLanePairs, at = i % kLanePairs;
-            const u32 packed = qkv[(static_cast<u64>(lane) * size + row) * kLanePairs + at];
+            const u64 place = Kept<kExact>::at(lane, row, size, kLanePairs) + at;
+            float2 pair = qkv[place];
+            if (kExact) {
+                const float2 rest = qkv[place + static_cast<u64>(size) * kLanePairs];
+                pair.x += rest.x, pair.y += rest.y;
+            }
             const float scale = inverse_rms[lane * size + row];
-            const float even = Fp16::low(packed) * scale, odd = Fp16::high(packed) * scale;
+            const float even = pair.x * scale, odd = pair.y * scale;
             float first = even, second = odd;
             if (at < kTurned) {
                 const float2 turn = rope[at % kPairs];
@@ -250,50 +321,69 @@ __global__ void __launch_bounds__(kMaxThreads) append(const __grid_constant__ Ko
     if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
 }
 
-__global__ void __launch_bounds__(kRowThreads) lane_sum(const __grid_constant__ KogPrefillParams params) {
-    const uint4* partial = reinterpret_cast<const uint4*>(params.partial_ptr);
+template <bool kExact>
+__device__ __forceinline__ void sum_lanes(const KogPrefillParams& params) {
+    using Values = Kept<kExact>;
     for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) {
         float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr) + static_cast<u64>(row) * kHidden;
         for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
             LaneTree tree;
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane)
-                tree.add(lane, widened(partial[(static_cast<u64>(lane) * params.size + row) * kUnits + unit]));
+                tree.add(lane, Values::result(params.partial_ptr, Values::at(lane, row, params.size, kUnits) + unit,
+                                              static_cast<u64>(params.size) * kUnits));
             store_unit(own_sum + unit * kUnit, tree.sum);
         }
     }
 }
 
-__global__ void __launch_bounds__(kRowThreads, 2) residual_blocking(const __grid_constant__ KogPrefillParams params) {
-    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kBlocking>(params, row);
-}
-__global__ void __launch_bounds__(kRowThreads, 2) residual_delayed(const __grid_constant__ KogPrefillParams params) {
-    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kDelayed>(params, row);
-}
-__global__ void __launch_bounds__(kRowThreads, 2) residual_alone(const __grid_constant__ KogPrefillParams params) {
-    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kAlone>(params, row);
-}
-__global__ void __launch_bounds__(kRowThreads, 2) residual_local(const __grid_constant__ KogPrefillParams params) {
-    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<Mode::kLocal>(params, row);
+template <Mode kMode, bool kExact>
+__device__ __forceinline__ void residual_rows(const KogPrefillParams& params) {
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kExact>(params, row);
 }
 
-__global__ void __launch_bounds__(kMaxThreads) swiglu(const __grid_constant__ KogPrefillParams params) {
-    for (u64 row = blockIdx.x; row < static_cast<u64>(kLanes) * params.size; row += gridDim.x) {  // of all lanes
-        const float scale = reinterpret_cast<const float*>(params.inverse_rms_ptr)[row];
-        const uint4* gates = reinterpret_cast<const uint4*>(params.gate_up_ptr) + row * 2 * kFfnUnits;
-        uint4* activation = reinterpret_cast<uint4*>(params.activation_ptr) + row * kFfnUnits;
+template <bool kExact>
+__device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
+    using Values = Kept<kExact>;
+    const u32 size = params.size;
+    for (u32 i = blockIdx.x; i < kLanes * size; i += gridDim.x) {  // rows of all lanes
+        const float scale = reinterpret_cast<const float*>(params.inverse_rms_ptr)[i];
+        const u32 lane = i / size, row = i % size;
+        const u64 gates = Values::at(lane, row, size, 2 * kFfnUnits), rest = static_cast<u64>(size) * kFfnUnits;
+        uint4* activation = reinterpret_cast<uint4*>(params.activation_ptr) + Values::at(lane, row, size, kFfnUnits);
         for (u32 unit = threadIdx.x; unit < kFfnUnits; unit += blockDim.x) {
-            const Unit gate = widened(gates[unit]), up = widened(gates[kFfnUnits + unit]);
+            const Unit gate = Values::result(params.gate_up_ptr, gates + unit, 2 * rest);
+            const Unit up = Values::result(params.gate_up_ptr, gates + kFfnUnits + unit, 2 * rest);
             Unit result;
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) {
                 const float g = gate.v[k] * scale;
                 result.v[k] = g / (1.0f + __expf(-g)) * (up.v[k] * scale);
             }
-            activation[unit] = narrowed(result);
+            Values::store(&activation[unit], rest, result);
         }
     }
 }
+
+#define KOG_KERNEL(name, threads, body) \
+    __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { body(params); }
+#define KOG_KERNELS(name, threads, body)          \
+    KOG_KERNEL(name, threads, body<false>)        \
+    KOG_KERNEL(name##_exact, threads, body<true>)
+#define KOG_RESIDUAL(name, mode)                                     \
+    KOG_KERNEL(name, (kRowThreads, 2), (residual_rows<mode, false>)) \
+    KOG_KERNEL(name##_exact, (kRowThreads), (residual_rows<mode, true>))
+
+extern "C" {
+
+KOG_KERNELS(embed, (kRowThreads), embed_rows)
+KOG_KERNELS(append, (kMaxThreads), append_rows)
+KOG_KERNELS(lane_sum, (kRowThreads), sum_lanes)
+KOG_KERNELS(swiglu, (kMaxThreads), swiglu_rows)
+KOG_RESIDUAL(residual_blocking, Mode::kBlocking)
+KOG_RESIDUAL(residual_delayed, Mode::kDelayed)
+KOG_RESIDUAL(residual_alone, Mode::kAlone)
+KOG_RESIDUAL(residual_local, Mode::kLocal)
 
 __global__ void __launch_bounds__(kMaxThreads) load_cache(const __grid_constant__ KogPrefillParams params) { copy_cache<false>(params); }
 __global__ void __launch_bounds__(kMaxThreads) store_cache(const __grid_constant__ KogPrefillParams params) { copy_cache<true>(params); }

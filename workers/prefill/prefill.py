@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.errors import ConfigError
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM, Block, blocks, pairs
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.layers import Layers
+from kog_dist.workers.prefill.matrices import HeadMatrices
 from kog_dist.workers.prefill.operations import Operations
+from kog_dist.workers.prefill.tail import Tail
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,29 +29,65 @@ POLL_S = 20e-6
 class Runner(Protocol):
     """Runs the blocks of one prompt, one after the other."""
 
-    def begin(self, token_ids: Sequence[int], start: int) -> None:
-        """A new prompt, whose first `start` tokens are in the monokernel's cache. What was queued before must have ended."""
+    def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
+        """A new prompt, whose first `start` tokens are in the monokernel's cache, and whose first `held` <= `start` ones stand in
+        the plain keys and values, too. What was queued before must have ended.
+        """
 
     def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
         """Queue the next block, or two of one size that run at the same time; what comes back says whether they have ended."""
 
-    def store(self, first: int, last: int) -> None:
-        """Queue behind all blocks: these positions go to the monokernel's cache if all values are finite."""
+    def store(self, first: int, last: int, *, wants_logits: bool) -> None:
+        """Queue behind all blocks: logits of the prompt's last token, which the last block holds if they are wanted; then these
+        positions go to the monokernel's cache if all values are finite.
+        """
+
+    @property
+    def has_head(self) -> bool:
+        """Whether logits can be had."""
+
+    def logits(self) -> NDArray[np.float32]:
+        """Of the last token (vocab,), after `finish`; a new array."""
+
+    def has_ended(self) -> bool:
+        """Whether all that was queued has ended, after `store`."""
 
     def finish(self) -> bool:
-        """Wait until what was queued has ended; False if a value was not finite, and nothing was stored."""
+        """After that. False: nothing was stored: a value was not finite, or waits were stopped. DeviceError: one was late."""
+
+    def stop(self) -> None:
+        """End waits for peers, now and ever after."""
 
 
 class Prefill:
     """Fills the KV cache of one rank. One request at a time, never while the monokernel runs.
 
-    With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked.
+    With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
+    once before each block or pair.
     """
 
     def __init__(
-        self, runner: Runner, *, max_context: int, sizes: Sequence[int] = BLOCK_SIZES, paired_from: int = PAIRED_FROM
+        self,
+        runner: Runner,
+        *,
+        max_context: int,
+        sizes: Sequence[int] = BLOCK_SIZES,
+        exact_size: int = 0,
+        paired_from: int = PAIRED_FROM,
     ) -> None:
         self._runner, self._max_context, self._sizes, self._paired_from = runner, max_context, tuple(sizes), paired_from
+        self._exact_size = exact_size
+        self._held = 0  # positions whose plain keys and values are those of the cache
+        self.logits: NDArray[np.float32] | None = None  # (vocab,), see `run`
+
+    @property
+    def has_head(self) -> bool:
+        """Whether `run` can give logits."""
+        return self._runner.has_head
+
+    def forget(self, position: int) -> None:
+        """The cache was written from `position` on while no prefill of what it held until then came between."""
+        self._held = min(self._held, position)
 
     def run(
         self,
@@ -56,72 +95,150 @@ class Prefill:
         start: int,
         *,
         should_stop: Callable[[], bool],
+        aborted: Callable[[], bool] = lambda: False,
         on_progress: Callable[[int], None] = lambda position: None,
+        wants_logits: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
-        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block and while one is
-        waited for, and what is queued by then (some milliseconds of work) still counts. If a value left the range of the
-        products' type, nothing is stored and `start` comes back; the monokernel can go on from there. `on_progress` is called
-        with the number of positions after every block or pair. Raises ConfigError if the tokens do not fit into the context.
+        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block, and what is queued by
+        then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
+        `start` comes back; the monokernel can go on from there. `on_progress` is called with the number of positions after every
+        block or pair. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back. `meanwhile` is called
+        once all is queued, while the device has some milliseconds left to do.
+
+        With `wants_logits`, and a head, `logits` are those of the last token if all tokens have gone through and all logits are
+        finite; else None.
+
+        Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
+        `should_stop` raises ends all waits, too.
         """
         if not 0 <= start <= len(token_ids) <= self._max_context:
             raise ConfigError(
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
-        waiting = deque(pairs(blocks(start, len(token_ids), self._sizes), self._paired_from))
+        self.logits = None
+        waiting = deque(pairs(blocks(start, len(token_ids), self._sizes, self._exact_size), self._paired_from))
         if not waiting:
             return start
-        self._runner.begin(token_ids, start)
+        wants_logits = wants_logits and self.has_head
+        self._runner.begin(token_ids, start, min(self._held, start))
+        self._held = 0
+        try:
+            reached = self._queue(waiting, start, should_stop, aborted, on_progress, wants_logits, meanwhile)
+        except BaseException:
+            self._runner.stop()
+            raise
+        if not self._runner.finish():
+            return start
+        self._held = reached
+        if wants_logits and reached == len(token_ids):
+            logits = self._runner.logits()
+            self.logits = logits if np.isfinite(logits).all() else None
+        return reached
+
+    def _queue(
+        self,
+        waiting: deque[tuple[Block, ...]],
+        start: int,
+        should_stop: Callable[[], bool],
+        aborted: Callable[[], bool],
+        on_progress: Callable[[int], None],
+        wants_logits: bool,
+        meanwhile: Callable[[], None],
+    ) -> int:
+        """Queue what is waiting, and return when it has ended: one past the last position."""
         queued: deque[tuple[int, Callable[[], bool]]] = deque()  # where it ends, whether it has
-        reached = end = start
-        is_stored = False
-        while queued or not is_stored:
-            if waiting and should_stop():
+        end = start
+        is_stored = is_stopped = is_cut = False
+        while queued or not is_stored or not self._runner.has_ended():
+            if aborted() and not is_stopped:
+                self._runner.stop()
                 waiting.clear()
+                is_stopped = is_cut = True
             elif waiting and len(queued) < GROUPS_QUEUED:
+                if should_stop():
+                    waiting.clear()
+                    is_cut = True
+                    continue
                 group = waiting.popleft()
                 end = group[-1].end
                 queued.append((end, self._runner.queue(group)))
             elif not waiting and not is_stored:
-                self._runner.store(start, end)
+                self._runner.store(start, end, wants_logits=wants_logits and not is_cut)
                 is_stored = True
-            elif queued[0][1]():
-                reached = queued.popleft()[0]
-                on_progress(reached)
+                meanwhile()
+            elif queued and queued[0][1]():
+                on_progress(queued.popleft()[0])
             else:
                 time.sleep(POLL_S if waiting else 0)  # the GPU has more to do, or the first token waits for this thread
-        return reached if self._runner.finish() else start
+        return end
 
 
 class HostRunner:
     """Runs blocks on a CPU, at once: for tests, and as the definition of what a GPU does."""
 
-    def __init__(self, layers: Layers, buffers: Buffers, sizes: Sequence[int] = BLOCK_SIZES) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        buffers: Buffers,
+        sizes: Sequence[int] = BLOCK_SIZES,
+        *,
+        exact_size: int = 0,
+        head: HeadMatrices | None = None,
+    ) -> None:
         self._layers, self._buffers = layers, buffers
         self._rows: dict[int, Rows] = {size: buffers.rows(size) for size in sizes}
+        if exact_size:
+            self._rows[exact_size] = buffers.rows(exact_size, is_exact=True)
+        self._tail = None if head is None else Tail(layers, buffers, head)
+        self._last_size = 0
 
-    def begin(self, token_ids: Sequence[int], start: int) -> None:
+    def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
-        load_prompt(self._buffers, self._layers.operations, token_ids, start)
+        load_prompt(self._buffers, self._layers.operations, token_ids, start, held)
 
     def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
         """See `Runner`. Two blocks run one after the other, which is the same function."""
         for block in group:
             self._layers.run(self._rows[block.size])
+            self._last_size = block.size
         return lambda: True
 
-    def store(self, first: int, last: int) -> None:
+    @property
+    def has_head(self) -> bool:
         """See `Runner`."""
+        return self._tail is not None
+
+    def logits(self) -> NDArray[np.float32]:
+        """See `Runner`."""
+        assert self._tail is not None
+        return self._tail.logits.numpy().copy()
+
+    def store(self, first: int, last: int, *, wants_logits: bool) -> None:
+        """See `Runner`."""
+        if self._tail is not None and wants_logits:
+            self._tail.run(self._rows[self._last_size])
+        self._layers.exchange.share_overflow(self._buffers.overflow)
         self._layers.operations.store_cache(first, last)
+
+    def has_ended(self) -> bool:
+        """See `Runner`."""
+        return True
 
     def finish(self) -> bool:
         """See `Runner`."""
+        self._layers.exchange.check()
         return was_finite(self._buffers, self._buffers.overflow)
 
+    def stop(self) -> None:
+        """See `Runner`."""
+        self._layers.exchange.stop()
 
-def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[int], start: int) -> None:
-    """Put the tokens of a prompt from `start` on, and the keys and values of those before, in place.
+
+def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[int], start: int, held: int) -> None:
+    """Put the tokens of a prompt from `start` on, and the keys and values from `held` to `start`, in place.
 
     Queues two copies from page-locked memory, which must not be in use any more.
     """
@@ -129,11 +246,11 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     staged = buffers.staged_prompt.numpy()
     staged[start : len(token_ids)] = np.frombuffer(array("i", token_ids[start:]), np.int32)  # a third of np.array's time
     staged[len(token_ids) : end] = 0  # padding: any token will do
-    buffers.staged_flags[0], buffers.staged_flags[1] = start, 0
+    buffers.staged_flags.numpy()[:] = (start, 0, len(token_ids) - 1)
     buffers.flags.copy_(buffers.staged_flags, non_blocking=True)
     buffers.prompt[start:end].copy_(buffers.staged_prompt[start:end], non_blocking=True)
-    if start:
-        operations.load_cache(start)
+    if held < start:
+        operations.load_cache(held, start)
 
 
 def was_finite(buffers: Buffers, overflow: Tensor) -> bool:

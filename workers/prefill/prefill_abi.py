@@ -1,11 +1,11 @@
-"""What the fused kernels of prefill.cu are compiled for, and the parameters of their launches."""
+"""What prefill.cu and sums.cu are compiled for, and the parameters of their launches."""
 
 from __future__ import annotations
 
 import math
 
-from kog_dist.abi import Field, Struct
-from kog_dist.collectives.cuda_abi import device_header
+from kog_dist.abi import WAIT_RECORD, Field, Struct
+from kog_dist.collectives.cuda_abi import PEERS, device_header
 from kog_dist.workers.cuda.kernel_shape import FORMATS
 from kog_dist.workers.prefill.buffers import UNIT
 from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
@@ -22,8 +22,10 @@ PREFILL_PARAMS = Struct(
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
         Field("stream_ptr", "u64", "binary16 (lanes, size, hidden)"),
+        Field("unscale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams read; 0 = none"),
+        Field("scale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams written; 0 = none"),
         Field("inverse_rms_ptr", "u64", "float32 (lanes, size)"),
-        Field("qkv_ptr", "u64", "binary16 (lanes, size, rows)"),
+        Field("qkv_ptr", "u64", "float32 (lanes, size, rows)"),
         Field("query_ptr", "u64", "binary16 (size, lanes * heads, head_dim)"),
         Field("keys_ptr", "u64", "binary16 (layers, positions, lanes * KV heads, head_dim), all positions or of one layer"),
         Field("values_ptr", "u64", "like keys"),
@@ -39,6 +41,31 @@ PREFILL_PARAMS = Struct(
         Field("last", "u32", "one past the last position to copy"),
     ),
 )
+SUM_PARAMS = Struct(
+    "SumParams",
+    "Parameters of a launch of sums.cu, which a `KogPeers` follows; passed by value. Pointers are device addresses.",
+    (
+        Field("own_sum_ptr", "u64", "float32 (size, width): sum over the hosted lanes"),
+        Field("total_ptr", "u64", "float32 (size, width): sum over all lanes"),
+        Field("num_blocks_ptr", "u64", "uint64: blocks that have begun; of share_overflow: its calls"),
+        Field("overflow_ptr", "u64", "int32, of share_overflow: set to 1 when a wait was given up, or a peer's is set"),
+        Field("stopped_ptr", "u64", "uint32: not 0 = waits end; writer: host, or a wait whose time is up"),
+        Field("record_ptr", "u64", "WaitRecord of that wait"),
+        Field("limit_ns", "u64", "longest wait"),
+        Field("first_word", "u32", "the mailbox"),
+        Field("row_words", "u32", "words from one rank's row to the next"),
+        Field("flag_word", "u32", "first flag in a row"),
+        Field("first_slot", "u32", "first slot of this kind of sums"),
+        Field("num_slots", "u32", "slots of this kind, used in turn"),
+        Field("per_block", "u32", "sums of this kind in a block of tokens"),
+        Field("index", "u32", "which of them"),
+        Field("size", "u32", "rows of the block"),
+        Field("width", "u32", "values of a row"),
+        Field("mailbox", "u32", "its index, for the record"),
+    ),
+)
+SUM_THREADS = 512
+CHUNK_ROWS = 8  # rows that one flag stands for
 
 
 def threads_for(num_items: int) -> int:
@@ -51,6 +78,7 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
     spec = layout.spec
     numbers = {
         "kLanes": layout.num_lanes, "kHidden": spec.hidden_size, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads,
+        "kScales": 1 if spec.shared_norm_scale else layout.num_lanes,
         "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kLayers": spec.num_layers, "kMaxContext": spec.max_context,
         "kPositions": num_positions, "kSplits": layout.splits, "kWindowBatches": layout.window_batches,
         "kFullBatches": layout.full_batches, "kBatch": BATCH, "kUnit": UNIT, "kMaxThreads": MAX_THREADS,
@@ -66,3 +94,11 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
     lines += [f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};"]
     lines += [f"using WeightFormat = {FORMATS[weight_dtype]};", f"using KvFormat = {FORMATS[kv_dtype]};"]
     return "\n".join([*lines, "}  // namespace kog", ""])
+
+
+def sums_header(num_ranks: int) -> str:
+    """`sums_shape.cuh`."""
+    numbers = {"kRanks": num_ranks, "kSumThreads": SUM_THREADS, "kChunkRows": CHUNK_ROWS}
+    lines = [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    structs = device_header("kog_dist.workers.prefill.prefill_abi", (WAIT_RECORD, PEERS, SUM_PARAMS))
+    return "\n".join([structs, "namespace kog {", *lines, "}  // namespace kog", ""])

@@ -15,24 +15,35 @@ def evaluate(
     model: Annotated[Path | None, typer.Option(help="Model folder to judge.")] = None,
     state: Annotated[Path | None, typer.Option(help="Training state to judge instead, in float32.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write all completions to this JSON file.")] = None,
-    count: int = 200,
+    count: Annotated[int, typer.Option(help="Functions to parse; all others that have unit tests are added for these.")] = 500,
     temperature: float = 0.2,
     max_new_tokens: int = 320,
     seed: int = 0,
+    batch: Annotated[int, typer.Option(help="Functions that are completed together; changes time and memory only.")] = 256,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Complete held-out functions and count how many parse."""
+    """Complete held-out functions, count how many parse, and how many pass the unit tests of those that have some."""
+    import time
+
     from tokenizers import Tokenizer
 
-    from kog_dist.train.completions import complete_functions, load_module, summary
-    from kog_dist.train.prepare import HeldOutFunction
+    from kog_dist.train.completions import chosen_functions, complete_functions, load_module, summary
+    from kog_dist.train.held_out import load_functions
 
-    chosen = [HeldOutFunction(**entry) for entry in json.loads(functions.read_text(encoding="utf-8"))[:count]]
+    sample, tested = chosen_functions(load_functions(functions), count)
+    module = load_module(model, state).to(device)
+    started = time.perf_counter()
     completions = complete_functions(
-        load_module(model, state).to(device), Tokenizer.from_file(str(tokenizer)), chosen,
-        temperature=temperature, seed=seed, max_new_tokens=max_new_tokens,
+        module, Tokenizer.from_file(str(tokenizer)), [*sample, *tested],
+        temperature=temperature, seed=seed, max_new_tokens=max_new_tokens, batch=batch,
     )  # fmt: skip
-    outcome = {**summary(completions), "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
+    every = summary(completions)
+    outcome = {
+        **summary(completions[: len(sample)]),
+        **{key: every[key] for key in ("num_tested", "num_passed", "pass_share", "completions")},
+        "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens, "device": device,
+        "seconds": round(time.perf_counter() - started, 1),
+    }  # fmt: skip
     if out is not None:
         out.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
     del outcome["completions"]

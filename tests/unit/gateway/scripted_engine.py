@@ -189,7 +189,7 @@ class RunningGateway:
 
     async def _run(self) -> None:
         with self.log_path.open("w", encoding="utf-8") as stream:
-            log = Log(stream, log_format="json")
+            log = Log(stream, log_format="json", with_prompts=self._args.log_prompts)
             self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             self.service = Service(self._args, log, url=self.url, limits=self._limits)
             self.server = make_server(self.service, self._api_key, self.port, self._limits)

@@ -231,3 +231,17 @@ def test_clients_of_other_connections_have_their_own_turn(running: RunningGatewa
 def test_deadlines_and_lengths_are_finish_reasons(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.on_generate = says("z", finish=FinishReason.LENGTH)
     assert http.post("/v1/completions", json=ASK).json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_prompts_and_answers_are_logged_only_when_asked_for(
+    shared_engine: ScriptedEngine, folder: Path, wanted: bool, stream: bool
+) -> None:  # fmt: skip
+    shared_engine.on_generate = says("pass", " it on")
+    with gateway(shared_engine, folder, log_prompts=wanted) as made:
+        body = {"prompt": "def secret():", "stream": stream, "max_tokens": 9}
+        assert httpx.post(f"{made.url}/v1/completions", json=body, trust_env=False).status_code == 200
+    [line] = [line for line in made.log() if line["event"] == "request"]
+    assert (line.get("prompt"), line.get("answer")) == (("def secret():", "pass it on") if wanted else (None, None))
+    assert wanted or "secret" not in made.log_path.read_text(encoding="utf-8")

@@ -58,3 +58,11 @@ def test_a_vanished_client_is_no_mistake_of_ours(http: httpx.Client, running: Ru
         until(functools.partial(has, engine.cancelled, count))
     after = responses(http)
     assert {key: count for key, count in after.items() if count != before.get(key, 0)}.keys() == {("/metrics", "200")}
+
+
+def test_what_is_no_request_is_counted_too(http: httpx.Client, running: RunningGateway) -> None:
+    before = responses(http).get(("unread", "400"), 0)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=WAIT_S) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert responses(http)[("unread", "400")] == before + 1

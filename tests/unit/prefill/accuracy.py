@@ -39,7 +39,7 @@ def main() -> None:
                 wanted = oracle(torch.tensor([ids]))[0]
             _show(f"rounding alone, cache {kv_dtype}", [relative_error(plain[n - 1], wanted[n - 1]) for n in LENGTHS])
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                rank, errors = Rank(checkpoint, dtype=dtype, kv_dtype=kv_dtype, sizes=(64,)), list[float]()
+                rank, errors = Rank(checkpoint, dtype=dtype, kv_dtype=kv_dtype, sizes=(128,), exact_size=64), list[float]()
                 for length in LENGTHS:
                     rank.run(ids[: length - 1])
                     engine = rank.interpreter(length - 1)

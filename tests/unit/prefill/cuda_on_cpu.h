@@ -1,7 +1,9 @@
 // Enough of CUDA to run the kernels of prefill.cu on a CPU: the threads of a block are threads, its blocks run one after the other.
 // Stands in for collectives/device/ptx.cuh, of which it has what those kernels use.
 #pragma once
+#include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -52,7 +54,37 @@ template <class T>
 T __ldg(const T* from) {
     return *from;
 }
+template <class T>
+T __ldcg(const T* from) {
+    return *from;
+}
 inline float __expf(float x) { return std::exp(x); }
+inline std::atomic<int> num_true;
+inline int voted(bool mine, bool& all) {  // how many threads of the block say yes
+    if (threadIdx.x == 0) num_true = 0;
+    __syncthreads();
+    if (mine) ++num_true;
+    __syncthreads();
+    const int found = num_true;
+    all = found == static_cast<int>(blockDim.x);
+    __syncthreads();
+    return found;
+}
+inline int __syncthreads_and(int mine) {
+    bool all;
+    voted(mine != 0, all);
+    return all;
+}
+inline int __syncthreads_or(int mine) {
+    bool all;
+    return voted(mine != 0, all) != 0;
+}
+inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned wanted) {
+    std::atomic_ref<unsigned>(*at).compare_exchange_strong(expected, wanted);
+    return expected;
+}
 
 namespace kog {
 using u16 = unsigned short;
@@ -60,6 +92,13 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 constexpr u32 kFullWarp = 0xffffffffu;
 inline u32 laneid() { return threadIdx.x & 31; }
+
+inline u64 globaltimer_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+inline u64 load_system(const u64* p) { return std::atomic_ref<u64>(*const_cast<u64*>(p)).load(std::memory_order_relaxed); }
+inline u32 load_system_u32(const u32* p) { return std::atomic_ref<u32>(*const_cast<u32*>(p)).load(std::memory_order_relaxed); }
+inline void store_system(u64* p, u64 value) { std::atomic_ref<u64>(*p).store(value, std::memory_order_relaxed); }
 
 inline float float_of(u32 bits) {
     float value;

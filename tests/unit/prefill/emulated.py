@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,41 @@ from kog_dist.workers.prefill.prefill_abi import PREFILL_PARAMS, prefill_header
 
 LAUNCH = """
 extern "C" void launch_{name}(unsigned num_ctas, unsigned num_threads, const void* params) {{
-    kog::launch<KogPrefillParams>({name}, num_ctas, num_threads, params);
+    kog::launch<{params}>({name}, num_ctas, num_threads, params);
 }}
 """
 
 
-def compiled(folder: Path, header: str) -> ctypes.CDLL:
-    """prefill.cu with this `prefill_shape.cuh` as a library of functions `launch_NAME`."""
-    source = compiler.read_sources(("kog_dist.workers", "prefill"))["prefill.cu"]
-    (folder / "ptx.cuh").write_text((Path(__file__).parent / "cuda_on_cpu.h").read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "prefill_shape.cuh").write_text(header, encoding="utf-8")
-    text = source + "".join(LAUNCH.format(name=name) for name in _KERNELS)
-    (folder / "prefill.cpp").write_text(text, encoding="utf-8")
-    library = folder / "prefill.so"
-    # Products are not fused into sums: the twin's arithmetic.
-    command = ["g++", "-std=c++20", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC", "-shared", "-pthread"]
+def compiled(folder: Path, stem: str, header: str, kernels: Iterable[str], params: str) -> Path:
+    """`stem`.cu with this `stem`_shape.cuh as a library of functions `launch_NAME`, which take a `params`.
+
+    Its kernels run one at a time; who wants several at once loads copies of the library.
+    """
+    sources = compiler.read_sources(("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+    sources["ptx.cuh"] = (Path(__file__).parent / "cuda_on_cpu.h").read_text(encoding="utf-8")
+    for name, text in {**sources, f"{stem}_shape.cuh": header}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    text = sources[f"{stem}.cu"] + "".join(LAUNCH.format(name=name, params=params) for name in kernels)
+    (folder / f"{stem}.cpp").write_text(text, encoding="utf-8")
+    library = folder / f"{stem}.so"
+    # Products are not fused into sums: the twin's arithmetic. A copy of the library has variables of its own.
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fno-gnu-unique",
+        "-w",
+        "-fPIC",
+        "-shared",
+    ]
     done = subprocess.run(
-        [*command, "-I", str(folder), "-o", str(library), str(folder / "prefill.cpp")],
+        [*command, "-pthread", "-I", str(folder), "-o", str(library), str(folder / f"{stem}.cpp")],
         capture_output=True, text=True, check=False, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    return library
 
 
 class EmulatedOperations(DeviceOperations):
@@ -46,7 +61,7 @@ class EmulatedOperations(DeviceOperations):
         twin = TorchOperations(buffers, embedding, cache)
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = prefill_header(self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype)
-        library = compiled(folder, header)
+        library = ctypes.CDLL(str(compiled(folder, "prefill", header, _KERNELS, "KogPrefillParams")))
         self._bind(embedding, cache, {name: partial(_launch, getattr(library, f"launch_{name}")) for name in _KERNELS})
         self.product, self.attend = twin.product, twin.attend  # type: ignore[method-assign]
 

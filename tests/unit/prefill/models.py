@@ -59,17 +59,20 @@ class Rank:
         kv_dtype: torch.dtype = torch.bfloat16,
         exchange: SumExchange | None = None,
         sizes: tuple[int, ...] = SIZES,
+        exact_size: int = 0,
     ) -> None:
         self.spec, self.checkpoint = checkpoint.spec, checkpoint
         self.lanes = lanes or range(self.spec.num_lanes)
         self.layout = layout_of(self.spec, len(self.lanes))
         self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype)
-        self.buffers = Buffers(self.layout, dtype, max(sizes), "cpu")
+        self.buffers = Buffers(self.layout, dtype, max(*sizes, exact_size), "cpu")
         operations = TorchOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
-        self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype)
+        collected = matrices_of(self.spec, self.lanes, self.tensor, dtype)
+        self.matrices = collected.layers()
         self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())
-        runner = HostRunner(self.layers, self.buffers, sizes)
-        self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes)
+        head = collected.head() if exchange is None else None
+        runner = HostRunner(self.layers, self.buffers, sizes, exact_size=exact_size, head=head)
+        self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes, exact_size=exact_size)
 
     def tensor(self, name: str) -> Tensor:
         return torch.from_numpy(self.checkpoint.tensor(name))

@@ -20,7 +20,7 @@ from kog_dist.workers.prefill.exchange import OneRank
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
-from kog_dist.workers.prefill.prefill_abi import prefill_header
+from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from tests.unit.prefill.emulated import EmulatedOperations
 from tests.unit.prefill.models import SMALL, Rank, token_ids
 
@@ -42,18 +42,20 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     kv_dtype, spec = "bfloat16", ModelSpec(**TINY)
     assert {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
-    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, kv_dtype=getattr(torch, kv_dtype), sizes=(2,))
+    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, kv_dtype=getattr(torch, kv_dtype), sizes=(2,), exact_size=3)
     cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
-    buffers = Buffers(rank.layout, torch.float16, 2, "cpu")
+    buffers = Buffers(rank.layout, torch.float16, 3, "cpu")
     made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
     layers = Layers(spec, rank.matrices, made, OneRank())
-    runner = HostRunner(layers, buffers, (2,))
-    emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,))
+    runner = HostRunner(layers, buffers, (2,), exact_size=3)
+    emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,), exact_size=3)
     ids = token_ids(spec, 5)
-    for found, start in ((3, 0), (5, 3)):  # the second one begins with the first one's cache
-        made.limit(1 if start else 0)  # then a thread block takes several rows
-        layers.exchange = Asked() if start else OneRank()
+    # An exact block; one that begins with the cache of that, as a rank among others; an ordinary one; an exact one among others.
+    for found, start, asked in ((3, 0, False), (5, 3, True), (4, 0, False), (3, 0, True)):
+        made.limit(1 if start else 0, 0)  # then a thread block takes several rows
+        layers.exchange = Asked() if asked else OneRank()
         assert rank.run(ids[:found], start) == found
+        emulated.forget(1)  # so that it loads the cache
         assert emulated.run(ids[:found], start, should_stop=lambda: False) == found
         wanted, got = rank.cache.float(), cache.float()
         assert (wanted != 0).any()
@@ -72,3 +74,5 @@ def test_kernels_build_without_spills(tmp_path: Path) -> None:
     assert "Compiling entry function 'residual_delayed'" in cubin.log
     assert "Compiling entry function 'residual_alone'" in cubin.log
     assert "spilled" not in cubin.log
+    sums = compiler.build({**sources, "sums_shape.cuh": sums_header(8)}, "sums.cu", folder=tmp_path)
+    assert sums.log.count("0 bytes spill stores") == 4

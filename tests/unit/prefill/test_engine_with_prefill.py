@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from kog_dist.control import ControlPage, DecodeRequest, KvUse
-from kog_dist.decode.ring import Finish
+from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.sampling import Sampling, sample
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
-from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
+from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, logits_of, request
 
 BLOCK = 16
 
@@ -21,19 +23,35 @@ class ScriptedPrefill:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []  # tokens, start
-        self.gives_up = False
+        self.forgotten: list[int] = []
+        self.gives_up = self.has_head = False
+        self.logits: Any = None
         self.before_block: Callable[[], None] = lambda: None
 
     def run(
-        self, token_ids: Sequence[int], start: int, *, should_stop: Callable[[], bool], on_progress: Callable[[int], None]
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        *,
+        should_stop: Callable[[], bool],
+        aborted: Callable[[], bool],
+        on_progress: Callable[[int], None],
+        wants_logits: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
+        meanwhile()
         self.calls.append((len(token_ids), start))
         position = start
-        while position < len(token_ids) and not should_stop():
+        while position < len(token_ids) and not aborted() and not should_stop():
             self.before_block()
             position = min(position + BLOCK, len(token_ids))
             on_progress(position)
+        is_whole = wants_logits and position == len(token_ids) and not self.gives_up
+        self.logits = logits_of(99 + position) if is_whole else None  # the kernel's token
         return start if self.gives_up else position
+
+    def forget(self, position: int) -> None:
+        self.forgotten.append(position)
 
 
 @pytest.fixture
@@ -67,11 +85,58 @@ def test_the_kernel_begins_with_the_last_token(control: ControlPage, parts: Part
     assert control.progress(2) == 154
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_first_token_comes_from_prefill(control: ControlPage, parts: Parts, temperature: float) -> None:
+    engine, kernel, prefill = parts
+    prefill.has_head = True
+    asked = request(num_prompt=100, max_tokens=5, temperature=temperature, seed=3, logit_digests=True)
+    assert engine.run(1, asked) is Finish.LENGTH
+    assert prefill.calls == [(100, 0)]
+    assert kernel.begun == [(101, 100)]
+    first = sample(logits_of(199), 99, Sampling(temperature, 3))
+    entries = answer(control)
+    assert [entry.token_id for entry in entries] == [first, 200, 201, 202, 203]
+    assert len({entry.digest for entry in entries}) == 5
+    assert control.progress(1) == 104
+
+
+def test_an_answer_may_end_with_its_first_token(control: ControlPage, parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    prefill.has_head = True
+    assert engine.run(1, request(num_prompt=100, max_tokens=1)) is Finish.LENGTH
+    assert engine.run(2, request(num_prompt=100, max_tokens=5, stop_ids=(199,))) is Finish.STOP
+    assert engine.run(3, request(num_prompt=MAX_CONTEXT - 1, max_tokens=5)) is Finish.LENGTH
+    assert control.progress(3) == MAX_CONTEXT - 1
+    prefill.before_block = lambda: control.cancel(4) if prefill.calls[-1] == (16, 0) else None
+    assert engine.run(4, request(num_prompt=BLOCK, max_tokens=5)) is Finish.CANCELLED
+    assert kernel.begun == []
+    assert [entry.token_id for entry in answer(control, 4)] == [NO_TOKEN]
+
+
+def test_without_logits_the_kernel_decodes_the_last_token_again(control: ControlPage, parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    prefill.has_head = True
+    run = prefill.run
+
+    def lost(*arguments: Any, **options: Any) -> int:
+        held = run(*arguments, **options)
+        prefill.logits = None  # of which some were not finite
+        return held
+
+    prefill.run = lost  # type: ignore[method-assign]
+    assert engine.run(1, request(num_prompt=100, max_tokens=2)) is Finish.LENGTH
+    assert kernel.begun == [(100, 99)]
+    assert prefill.forgotten == [99]
+    assert engine.run(2, request(num_prompt=100, max_tokens=2, logprobs=1)) is Finish.LENGTH
+    assert prefill.calls[1] == (99, 0), "shaped requests are chosen from the kernel's logits"
+
+
 def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
     engine, kernel, prefill = parts
     engine.run(1, request(num_prompt=MIN_PREFILL_TOKENS, max_tokens=2))
     engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
     assert prefill.calls == []
+    assert prefill.forgotten == [0, 99], "what stands in the cache from there on is the kernel's"
     assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
 
 
@@ -88,6 +153,27 @@ def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: P
     prefill.before_block = cancel_in_the_second
     assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
     assert kernel.begun == [(100, 2 * BLOCK)]
+
+
+class Rank0:
+    """The peers of a rank that is told when to stop."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def share_choice(self, token_id: int, finish: Finish) -> tuple[int, Finish]:
+        self.given.append(token_id)
+        return int(len(self.given) == 2), finish
+
+
+def test_ranks_stop_at_the_block_that_rank_0_names(control: ControlPage, parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    peers: Any = Rank0()
+    engine._peers, kernel.cancelled = peers, True
+    prefill.before_block = lambda: control.cancel(1)  # this rank sees it first
+    assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
+    assert kernel.begun == [(100, 2 * BLOCK)]
+    assert peers.given == [1, 1], "the first block is not asked about"
 
 
 def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Parts) -> None:

@@ -21,7 +21,7 @@ from kog_dist.workers.prefill.operations import Operations
 from kog_dist.workers.prefill.prefill import Prefill
 from tests.unit.prefill.models import SMALL, Rank, token_ids
 
-SIZES, PAIRED_FROM = (8, 16), 16
+SIZES, EXACT_SIZE, PAIRED_FROM = (8, 16), 12, 16
 
 
 class Graph:
@@ -101,23 +101,27 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank, G
     spec = ModelSpec(**SMALL)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
     checkpoint = open_checkpoint(tmp_path)
-    expected, rank = (Rank(checkpoint, dtype=torch.float16, sizes=SIZES) for _ in range(2))
+    expected, rank = (Rank(checkpoint, dtype=torch.float16, sizes=SIZES, exact_size=EXACT_SIZE) for _ in range(2))
     operations: Any = Captured(rank.layers.operations)
     layers = Layers(spec, rank.matrices, operations, OneRank())
     stream: Any = Stream()
-    return expected, rank, GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, PAIRED_FROM, paired_ctas=3))
+    return (
+        expected,
+        rank,
+        GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, PAIRED_FROM, paired_ctas=3, exact_size=EXACT_SIZE)),
+    )
 
 
 def test_pairs_and_single_blocks_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> None:
     expected, rank, runner = made
-    prefill = Prefill(runner, max_context=rank.spec.max_context, sizes=SIZES, paired_from=PAIRED_FROM)
+    prefill = Prefill(runner, max_context=rank.spec.max_context, sizes=SIZES, exact_size=EXACT_SIZE, paired_from=PAIRED_FROM)
     ids = token_ids(rank.spec, 87)
-    for start, end in ((0, 20), (20, 87), (0, 87)):  # 16 + 4; two pairs and 3; two pairs, 16 and 7
+    for start, end in ((0, 20), (20, 87), (0, 87), (0, 11)):  # 16 + 4; two pairs and 3; two pairs, 16 and 7; an exact one
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
         assert expected.run(ids[:end], start) == end
         assert torch.equal(rank.cache, expected.cache)
     graphs: Any = runner.graphs
-    assert {key: graph.num_replays for key, graph in graphs.items()} == {(16, 1): 2, (16, 2): 4, (8, 1): 3}
+    assert {key: graph.num_replays for key, graph in graphs.items()} == {(16, 1): 2, (16, 2): 4, (8, 1): 3, (12, 1): 1}
 
 
 def test_a_pair_shares_nothing_but_keys_and_values(made: tuple[Rank, Rank, GraphRunner]) -> None:

@@ -1,0 +1,115 @@
+"""Prefill on several GPUs, one process each: what `kog-bench prefill --gpus` measures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kog_dist.bench.report import percentile
+from kog_dist.bench.shapes import SEED, named_spec
+from kog_dist.collectives.ranks import RankContext, run_ranks
+from kog_dist.decode.sampling import Sampling
+from kog_dist.errors import LaunchError
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill import peer_exchange
+from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, matrices_for, prefill_for
+
+if TYPE_CHECKING:
+    from kog_dist.collectives.cuda import CudaCommunicator
+    from kog_dist.workers.cuda.monokernel import Monokernel
+    from kog_dist.workers.prefill.prefill import Prefill
+
+_DEADLINE_S = 150.0
+_LIMIT_S = 2.0
+DECODED = 256  # the last cached positions, which prefill has to fetch from the kernel's cache
+
+
+def prepared(
+    context: RankContext, spec: ModelSpec, seed: int, tuning: Tuning = DEFAULT, limit_s: float = _LIMIT_S
+) -> tuple[CudaCommunicator | None, Monokernel, Prefill]:
+    """One rank's communicator (None if it is alone), kernel with random weights, and prefill. Collective."""
+    import cupy
+    import torch
+
+    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, random_tensor
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.monokernel import Monokernel
+
+    rank, world_size = context.info.rank, context.info.world_size
+    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
+    cupy.cuda.Device(context.info.local_rank).use()
+    torch.cuda.set_device(context.info.local_rank)
+    if rank == 0:
+        build(shape.headers())
+    context.rendezvous.barrier(context.deadline)
+    matrices, observe = matrices_for(shape)
+
+    def tensor(name: str) -> Any:
+        first, last = needed_rows(shape, name)
+        words = random_tensor(spec, name, seed)[first:last]
+        observe(name, words)
+        return words
+
+    weights = from_tensors(shape, tensor)
+    boxes = [*shape.boxes.specs(), *peer_exchange.mailboxes(spec, max(tuning.sizes))]
+    comm = context.cuda_communicator(boxes, timeout_s=_LIMIT_S) if world_size > 1 else None
+    kernel = Monokernel(shape, weights, rank=rank, wait_limit_us=2_000_000, heap=None if comm is None else comm.heap)
+    exchange = None if comm is None else peer_exchange.peer_exchange(spec, max(tuning.sizes), comm, limit_s=limit_s)
+    prefill = prefill_for(kernel, matrices, exchange=exchange, tuning=tuning)
+    context.rendezvous.barrier(context.deadline)
+    return comm, kernel, prefill
+
+
+def measure(context: RankContext) -> dict[str, Any]:
+    """Median milliseconds of each case from a prompt to a full cache, and to its first token, on this rank."""
+    spec, repeats = named_spec(str(context.arguments["spec"])), int(context.arguments["repeats"])
+    comm, kernel, prefill = prepared(context, spec, SEED)
+    ids = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
+    figures = []
+    for length, cached in context.arguments["cases"]:
+        times = []
+        for _ in range(repeats + 1):
+            context.rendezvous.barrier(context.deadline)
+            times.append(_first_token(kernel, prefill, ids[:length], cached))
+        medians = [round(percentile([time_ms[i] for time_ms in times[1:]], 0.5), 3) for i in range(2)]
+        figures.append({"prompt": length, "cached": cached, "prefill_ms": medians[0], "first_token_ms": medians[1]})
+    context.rendezvous.barrier(context.deadline)
+    if comm is not None:
+        comm.close()
+    return {"figures": figures}
+
+
+def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float]:
+    prefill.forget(max(0, cached - DECODED))
+    begin_s = time.perf_counter()
+    reached = prefill.run(ids[:-1], cached, should_stop=lambda: False)
+    filled_s = time.perf_counter()
+    kernel.begin(ids, 1, Sampling(), first_position=reached)
+    kernel.launch(1)
+    kernel.finish()
+    return 1e3 * (filled_s - begin_s), 1e3 * (time.perf_counter() - begin_s)
+
+
+def run(spec_name: str, num_gpus: int, cases: list[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
+    """The figures of the slowest rank. Raises LaunchError when a rank failed."""
+    arguments = {"spec": spec_name, "cases": cases, "repeats": repeats}
+    outcomes = run_ranks(
+        num_gpus, "kog_dist.bench.prefill_ranks:measure", arguments, deadline_s=_DEADLINE_S, device="cuda"
+    )  # fmt: skip
+    if failed := [outcome for outcome in outcomes if outcome.status]:
+        raise LaunchError(f"prefill on {num_gpus} GPUs failed:\n" + "\n".join(asdict(outcome)["error"] for outcome in failed))
+    ranks = [outcome.result["figures"] for outcome in outcomes]
+    figures = []
+    for case in zip(*ranks, strict=True):
+        figure = {"gpus": num_gpus, **max(case, key=lambda row: row["first_token_ms"])}
+        figures.append(figure)
+        print(
+            f"  {num_gpus} GPUs, prompt {figure['prompt']:5}, {figure['cached']:5} cached: "
+            f"prefill {figure['prefill_ms']:8.3f} ms, first token {figure['first_token_ms']:8.3f} ms median",
+            flush=True,
+        )
+    return figures

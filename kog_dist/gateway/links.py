@@ -1,0 +1,221 @@
+"""Connections to an engine for an event loop: to its Unix socket without zmq, to its TCP port with zmq.
+
+zmq's own descriptors are watched, without its asyncio layer, which takes longer for a message than a token may take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kog_dist.errors import LaunchError, ProtocolError
+from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
+from kog_dist.rpc.transport import Access, open_dealer
+from kog_dist.rpc.zmtp import DEALER, Message, Wire, framed, only_message, opening
+
+_RECEIVE_BYTES: Final = 1 << 16
+_UNSENT_BYTES: Final = 8 * MAX_MESSAGE_BYTES  # of requests that the engine has not read
+_FILE_SCHEME: Final = "ipc://"
+
+
+class LinkLost(Exception):
+    """The engine closed the connection, or refuses it. The text says which."""
+
+
+class Link(Protocol):
+    """One connection. `on_readable` is called by the event loop when `receive` may have something to return."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the engine has taken the connection."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+
+    def send(self, frame: bytes) -> None:
+        """Send a message, now or when the engine reads. Raises LaunchError if it takes no more."""
+
+    def receive(self) -> bytes | None:
+        """The next message; None if there is none now. Raises LinkLost."""
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+
+
+def open_link(context: zmq.Context[zmq.Socket[bytes]], access: Access, on_readable: Callable[[], None]) -> Link:
+    """Begin to connect. Raises LaunchError for a wrong address or key, and where no engine listens at a socket file."""
+    if access.address.startswith(_FILE_SCHEME):
+        return FileLink(access.address, on_readable)
+    return ZmqLink(context, access, on_readable)
+
+
+class FileLink:
+    """A connection to the Unix socket of an engine, as a DEALER."""
+
+    def __init__(self, address: str, on_readable: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._address = address
+        self._wire = Wire(DEALER, MAX_MESSAGE_BYTES)
+        self._unsent = bytearray()
+        self._is_drained = False  # the last `recv` has taken all there was
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        try:
+            self._socket.connect(address.removeprefix(_FILE_SCHEME))
+        except OSError as error:
+            self._socket.close()
+            raise LaunchError(f"no engine listens at {address} ({error.strerror})") from None
+        self._loop.add_reader(self._socket.fileno(), on_readable)
+        self._write(opening(DEALER))
+
+    @property
+    def is_connected(self) -> bool:
+        """See Link."""
+        return self._wire.is_ready
+
+    @property
+    def closed(self) -> bool:
+        """See Link."""
+        return self._socket.fileno() < 0
+
+    def send(self, frame: bytes) -> None:
+        """See Link."""
+        if self.closed:
+            raise LaunchError("the connection to the engine is closed")
+        if len(self._unsent) + len(frame) > _UNSENT_BYTES:
+            raise LaunchError(f"the engine at {self._address} takes no more messages")
+        self._write(framed(frame))
+
+    def _write(self, wire: bytes) -> None:
+        if self._unsent:
+            self._unsent += wire
+            return
+        try:
+            num_sent = self._socket.send(wire)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError:
+            return  # what it has sent is still to be read; then `receive` finds out
+        if num_sent < len(wire):
+            self._unsent += wire[num_sent:]
+            self._loop.add_writer(self._socket.fileno(), self._write_rest)
+
+    def _write_rest(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()
+        if not self._unsent:
+            self._loop.remove_writer(self._socket.fileno())
+
+    def receive(self) -> bytes | None:
+        """See Link."""
+        wire = self._wire
+        message: Message | None = None
+        try:
+            while (is_between := wire.is_between) or (message := wire.next()) is None:
+                if wire.replies:
+                    self._write(wire.replies)
+                    wire.replies = b""
+                if self._is_drained:
+                    self._is_drained = False
+                    return None
+                try:
+                    data = self._socket.recv(_RECEIVE_BYTES)
+                except BlockingIOError:
+                    return None
+                self._is_drained = 0 < len(data) < _RECEIVE_BYTES
+                if not data:
+                    raise LinkLost("is gone")
+                if is_between and (frame := only_message(data)) is not None:
+                    return frame
+                wire.feed(data)
+        except OSError:
+            raise LinkLost("is gone") from None
+        except ProtocolError as error:
+            raise LinkLost(f"does not follow the protocol: {error}") from None
+        if message.num_frames != 1:
+            raise LinkLost(f"does not follow the protocol: it sent a message of {message.num_frames} frames")
+        return message.frame
+
+    def close(self) -> None:
+        """See Link."""
+        if not self.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+            self._socket.close()
+
+
+class ZmqLink:
+    """A DEALER and its monitor. Edge-triggered: `receive` until it returns None."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], access: Access, on_readable: Callable[[], None]) -> None:
+        self.is_connected = False
+        self._loop = asyncio.get_running_loop()
+        self._address, self._on_readable = access.address, on_readable
+        self._dealer = open_dealer(context, access)
+        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )  # fmt: skip
+        try:
+            self._dealer.connect(access.address)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from None
+        self._fds = [int(one.getsockopt(zmq.FD)) for one in (self._dealer, self._monitor)]
+        for fd in self._fds:
+            self._loop.add_reader(fd, on_readable)
+
+    @property
+    def closed(self) -> bool:
+        """See Link."""
+        return bool(self._dealer.closed)
+
+    def send(self, frame: bytes) -> None:
+        """See Link."""
+        if self.closed:
+            raise LaunchError("the connection to the engine is closed")
+        try:
+            self._dealer.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise LaunchError(f"the engine at {self._address} takes no more messages: {error.strerror}") from None
+        self._loop.call_soon(self._on_readable)  # sending may have used up the edge that announces what came meanwhile
+
+    def receive(self) -> bytes | None:
+        """See Link."""
+        try:
+            return self._dealer.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            self._read_monitor()
+            return None
+
+    def _read_monitor(self) -> None:
+        while not self._monitor.closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_connected = True
+            elif event == zmq.EVENT_DISCONNECTED and self.is_connected:
+                raise LinkLost("is gone")
+            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                raise LinkLost("refuses this gateway's key")
+
+    def close(self) -> None:
+        """See Link."""
+        if not self.closed:
+            for fd in self._fds:
+                self._loop.remove_reader(fd)
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._dealer.disable_monitor()
+        self._monitor.close(0)
+        self._dealer.close(0)

@@ -1,0 +1,236 @@
+"""The Unix socket of an engine: many zmq clients, one thread, nothing that blocks. See rpc/zmtp.py for why it is not zmq's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from pathlib import Path
+from typing import Final
+
+from kog_dist.errors import ProtocolError
+from kog_dist.rpc.zmtp import ROUTER, Message, Wire, framed, opening
+
+HANDSHAKE_S: Final = 2.0
+_NAME: Final = b"file-"
+_BACKLOG: Final = 1024
+_RECEIVE_BYTES, _RECEIVES_PER_TURN = 1 << 16, 16
+_ACCEPTS_PER_TURN: Final = 16
+_NO_FILES_S: Final = 0.1  # without a free descriptor, new clients wait for so long
+
+
+class Gone(Exception):
+    """The client is no longer connected."""
+
+
+class _Peer:
+    """One connected client."""
+
+    def __init__(self, connection: socket.socket, max_bytes: int) -> None:
+        self.connection = connection
+        self.wire = Wire(ROUTER, max_bytes)
+        self.unsent = opening(ROUTER)  # the rest of what the socket did not take as a whole
+        self.until_s = time.monotonic() + HANDSHAKE_S
+
+    def write(self) -> None:
+        """Send what is left. Raises OSError when nobody is there."""
+        if self.unsent:
+            with contextlib.suppress(BlockingIOError):
+                self.unsent = self.unsent[self.connection.send(self.unsent) :]
+
+
+class FilePort:
+    """Listens on a Unix socket. A client is known by a name that is given here and never again to another one."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Bind; a file that is there already is replaced. Raises OSError. `max_bytes`: of one frame."""
+        self._max_bytes = max_bytes
+        self._peers: dict[bytes, _Peer] = {}
+        self._names: dict[int, bytes] = {}  # by descriptor
+        self._strangers: dict[bytes, _Peer] = {}  # those that have not introduced themselves
+        self._left: list[bytes] = []  # those from which more was received than was asked for
+        self._behind: set[bytes] = set()  # those with something unsent
+        self._num_peers = 0
+        self._accept_at_s = 0.0
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(os.fspath(path))
+            path.chmod(0o600)
+            self._listener.listen(_BACKLOG)
+            self._listener.setblocking(False)
+        except OSError:
+            self._listener.close()
+            raise
+        self._epoll = select.epoll()
+        self._more = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # makes `fd` readable while messages are left
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._epoll.register(self._more, select.EPOLLIN)
+        self.fd = self._epoll.fileno()  # readable when there is something to receive
+
+    # ---- from clients ----
+    def receive(self, max_messages: int) -> list[tuple[bytes, Message]]:
+        """Messages with the names of their senders, of each client one in its turn."""
+        ready = [fd for fd, _ in self._epoll.poll(0)]
+        if not (ready or self._strangers or self._accept_at_s):
+            return []
+        now_s = time.monotonic()
+        if self._more in ready:
+            os.eventfd_read(self._more)
+        self._look_after_strangers(now_s)
+        self._accept(now_s, self._listener.fileno() in ready)
+        turns, self._left = self._left, []
+        turns += [name for fd in ready if (name := self._names.get(fd)) is not None and name not in turns]
+        received: list[tuple[bytes, Message]] = []
+        while turns and len(received) < max_messages:
+            name = turns.pop(0)
+            message = self._next_of(name)
+            if message is not None:
+                received.append((name, message))
+                turns.append(name)
+        if turns:
+            self._left = turns
+            os.eventfd_write(self._more, 1)
+        return received
+
+    def _next_of(self, name: bytes) -> Message | None:
+        """The next message of a client; reads from its socket only when none is there."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return None
+        try:
+            message = peer.wire.next()
+            for _ in range(_RECEIVES_PER_TURN):
+                if message is not None or not (data := _received(peer.connection)):
+                    break
+                peer.wire.feed(data)
+                message = peer.wire.next()
+            if peer.wire.replies:
+                peer.unsent, peer.wire.replies = peer.unsent or peer.wire.replies, b""
+                self._write(name, peer)
+        except (OSError, ProtocolError):
+            self._forget(name)
+            return None
+        if peer.wire.is_ready:
+            self._strangers.pop(name, None)
+        return message
+
+    def _accept(self, now_s: float, has_come: bool) -> None:
+        if self._accept_at_s:
+            if now_s < self._accept_at_s:
+                return
+            self._accept_at_s = 0.0
+            self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
+        elif not has_come:
+            return
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, _address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor is free
+                self._accept_at_s = now_s + _NO_FILES_S
+                self._epoll.modify(self._listener.fileno(), 0)
+                return
+            connection.setblocking(False)
+            self._num_peers += 1
+            name = _NAME + b"%d" % self._num_peers
+            peer = self._peers[name] = self._strangers[name] = _Peer(connection, self._max_bytes)
+            self._names[connection.fileno()] = name
+            self._epoll.register(connection.fileno(), select.EPOLLIN)
+            self._write(name, peer)
+
+    def _look_after_strangers(self, now_s: float) -> None:
+        for name, peer in list(self._strangers.items()):
+            if now_s < peer.until_s:
+                break  # they are in the order in which they came
+            self._forget(name)
+
+    def _forget(self, name: bytes) -> None:
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self._strangers.pop(name, None)
+            self._behind.discard(name)
+            self._epoll.unregister(peer.connection.fileno())
+            del self._names[peer.connection.fileno()]
+            peer.connection.close()
+
+    def has_input(self) -> bool:
+        """Whether `receive` has something to do."""
+        return bool(self._epoll.poll(0, 1))
+
+    # ---- to clients ----
+    def __contains__(self, name: bytes) -> bool:
+        """Whether a client with this name was here, or is; a zmq ROUTER's names begin with a zero."""
+        return name.startswith(_NAME)
+
+    def send(self, name: bytes, body: bytes) -> bool:
+        """Send a message; False if the client has not read so much that nothing more can be sent. Raises Gone."""
+        peer = self._peers.get(name)
+        if peer is None:
+            raise Gone
+        if peer.unsent:
+            self._write(name, peer)
+            if name not in self._peers:
+                raise Gone
+            if peer.unsent:
+                return False
+        wire = framed(body)
+        try:
+            num_sent = peer.connection.send(wire)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._forget(name)
+            raise Gone from None
+        if num_sent < len(wire):
+            peer.unsent = wire[num_sent:]
+            self._behind.add(name)
+        return True
+
+    def _write(self, name: bytes, peer: _Peer) -> None:
+        try:
+            peer.write()
+        except OSError:
+            self._forget(name)
+            return
+        (self._behind.add if peer.unsent else self._behind.discard)(name)
+
+    def flush(self) -> None:
+        """Try again to send what is left of messages. Call once per turn of the loop."""
+        for name in tuple(self._behind):
+            self._write(name, self._peers[name])
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether part of a message waits for a client to read."""
+        return bool(self._behind)
+
+    def close(self, linger_s: float) -> None:
+        """Close everything; the rest of a message gets at most `linger_s`."""
+        deadline_s = time.monotonic() + linger_s
+        while self._behind and (remaining_s := deadline_s - time.monotonic()) > 0:
+            poll = select.poll()
+            for name in self._behind:
+                poll.register(self._peers[name].connection, select.POLLOUT)
+            poll.poll(remaining_s * 1000)
+            self.flush()
+        for name in tuple(self._peers):
+            self._forget(name)
+        self._listener.close()
+        self._epoll.close()
+        os.close(self._more)
+
+
+def _received(connection: socket.socket) -> bytes:
+    """What has come, empty if nothing has. Raises OSError when nobody is there any more."""
+    try:
+        data = connection.recv(_RECEIVE_BYTES)
+    except BlockingIOError:
+        return b""
+    if not data:
+        raise ConnectionResetError
+    return data

@@ -1,0 +1,152 @@
+"""ZMTP 3.1 (ZMQ RFC 37) on a Unix socket: what zmq puts on the wire, without zmq's threads.
+
+Between two processes a message through zmq wakes two threads besides those that want it, and each of them waits for a core. So
+engine and gateway speak the protocol on the socket itself; the other end may be any zmq library. Spoken is what a DEALER and
+a ROUTER need without encryption (mechanism NULL): greeting, READY, messages, and an answer to PING.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kog_dist.errors import ProtocolError
+
+DEALER, ROUTER = b"DEALER", b"ROUTER"
+_GREETING_BYTES: Final = 64
+_GREETING: Final = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+_PARTNERS: Final = {DEALER: (ROUTER,), ROUTER: (DEALER, ROUTER, b"REQ")}  # a REQ's messages have a frame too many: told so later
+_MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
+_MAX_COMMAND_BYTES: Final = 512
+_PING_CONTEXT_BYTES: Final = 16
+
+
+class Message(NamedTuple):
+    """What has come. `frame` is its content if it has one frame, else empty."""
+
+    num_frames: int
+    num_bytes: int
+    frame: bytes
+
+
+def framed(body: bytes) -> bytes:
+    """A message of one frame, as it goes over the wire."""
+    if len(body) < 256:
+        return b"\0%c%b" % (len(body), body)
+    return b"\x02" + len(body).to_bytes(8, "big") + body
+
+
+def only_message(data: bytes) -> bytes | None:
+    """The content if `data`, at the beginning of a frame, is exactly one short message: what a token is. Else None."""
+    return data[2:] if len(data) > 1 and not data[0] and data[1] == len(data) - 2 else None
+
+
+def opening(socket_type: bytes) -> bytes:
+    """What each end says first, without waiting for the other."""
+    properties = [(b"Socket-Type", socket_type), (b"Identity", b"")]
+    ready = b"\x05READY" + b"".join(b"%c%b%b%b" % (len(k), k, len(v).to_bytes(4, "big"), v) for k, v in properties)
+    return _GREETING + b"\x04%c%b" % (len(ready), ready)
+
+
+class Wire:
+    """The receiving half of one connection: bytes in, messages out. It keeps at most one frame and what was fed last."""
+
+    def __init__(self, socket_type: bytes, max_bytes: int) -> None:
+        """`socket_type` is this end's; a frame above `max_bytes` is an error."""
+        self.is_ready = False  # the other end has introduced itself
+        self.replies = b""  # to be written: answers to PING; whoever writes them empties it
+        self._partners = _PARTNERS[socket_type]
+        self._max_bytes = max_bytes
+        self._held = bytearray()
+        self._greeted = False
+        self._num_frames = self._num_bytes = 0  # of the message that is coming
+
+    @property
+    def is_between(self) -> bool:
+        """Whether nothing is held: what comes next is the beginning of a frame, and of a message."""
+        return self.is_ready and not self._held and not self._num_frames
+
+    def feed(self, data: bytes) -> None:
+        """Add what was received. Call `next` until it returns None before feeding more."""
+        self._held += data
+
+    def next(self) -> Message | None:
+        """The next complete message. Raises ProtocolError for what is not ZMTP, too large, or not for this end."""
+        if not self._greeted and not self._read_greeting():
+            return None
+        while (taken := self._next_frame()) is not None:
+            flags, body = taken
+            if flags & _COMMAND:
+                self._obey(body)
+                continue
+            if not self.is_ready:
+                raise ProtocolError("the other end sent a message before it introduced itself")
+            self._num_frames += 1
+            self._num_bytes += len(body)
+            if flags & _MORE:
+                continue
+            message = Message(self._num_frames, self._num_bytes, body if self._num_frames == 1 else b"")
+            self._num_frames = self._num_bytes = 0
+            return message
+        return None
+
+    def _next_frame(self) -> tuple[int, bytes] | None:
+        held = self._held
+        if len(held) < 2:
+            return None
+        flags = held[0]
+        if flags & ~(_MORE | _LONG | _COMMAND):
+            raise ProtocolError(f"a frame has flags {flags:#x}, which mean nothing")
+        begin = 9 if flags & _LONG else 2
+        if len(held) < begin:
+            return None
+        num_bytes = int.from_bytes(held[1:begin], "big")
+        limit = _MAX_COMMAND_BYTES if flags & _COMMAND else self._max_bytes
+        if num_bytes > limit:
+            raise ProtocolError(f"a frame of {num_bytes} bytes was announced, at most {limit} are taken")
+        if len(held) < begin + num_bytes:
+            return None
+        body = bytes(held[begin : begin + num_bytes])
+        del held[: begin + num_bytes]
+        return flags, body
+
+    def _read_greeting(self) -> bool:
+        held = self._held
+        signature = bytes(held[:1] + held[9:11])
+        if not b"\xff\x7f\x03".startswith(signature):
+            raise ProtocolError("the other end does not speak ZMTP 3")
+        if len(held) < _GREETING_BYTES:
+            return False
+        mechanism = bytes(held[12:32]).rstrip(b"\0")
+        if mechanism != b"NULL":
+            raise ProtocolError(f"the other end wants the mechanism {mechanism[:20]!r}; a socket file has none")
+        del held[:_GREETING_BYTES]
+        self._greeted = True
+        return True
+
+    def _obey(self, body: bytes) -> None:
+        name = body[1 : 1 + body[0]] if body else b""
+        content = body[1 + len(name) :]
+        if name == b"READY" and not self.is_ready:
+            found = _properties(content).get(b"socket-type")
+            if found not in self._partners:
+                raise ProtocolError(f"the other end is a {found!r}, which cannot talk to this one")
+            self.is_ready = True
+        elif name == b"PING" and self.is_ready:
+            pong = b"\x04PONG" + content[2:][:_PING_CONTEXT_BYTES]
+            self.replies = b"\x04%c%b" % (len(pong), pong)  # the newest is enough
+        elif name != b"PONG" or not self.is_ready:
+            raise ProtocolError(f"the other end sent the command {name[:20]!r}, which has no place here")
+
+
+def _properties(content: bytes) -> dict[bytes, bytes]:
+    """Name (lower case) and value of each property of a READY."""
+    found, place = {}, 0
+    while place < len(content):
+        name_end = place + 1 + content[place]
+        value_begin = name_end + 4
+        value_end = value_begin + int.from_bytes(content[name_end:value_begin], "big")
+        if value_end > len(content) or value_begin > len(content):
+            raise ProtocolError("the other end introduced itself with a property that is cut off")
+        found[content[place + 1 : name_end].lower()] = content[value_begin:value_end]
+        place = value_end
+    return found

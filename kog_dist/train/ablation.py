@@ -1,0 +1,120 @@
+"""`ablation`: trains every run of a grid, in pieces if need be, and compares their held-out losses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kog_dist.errors import ConfigError
+from kog_dist.train.ablation_grid import AblationConfig, Job
+from kog_dist.train.curves import data_digest
+from kog_dist.train.display import duration
+from kog_dist.train.distributed import Ranks
+from kog_dist.train.run import Run
+from kog_dist.train.settings import RunSettings
+from kog_dist.train.state import write_json
+from kog_dist.train.tokens import TokenSet
+
+_REPORTS = 8  # entries of each run's loss curve
+
+
+class Ablation:
+    """The runs of a grid on one device; what is finished lies in `out/runs`, one JSON file per run.
+
+    Several processes may work on different lanes or seeds of one `out` at the same time.
+    """
+
+    def __init__(self, config: AblationConfig, data: Path, out: Path, device: Ranks) -> None:
+        self.config, self.data, self.out, self.device = config, data, out, device
+        self.described = json.loads(json.dumps({**config.described(), "data_digest": data_digest(data)}))
+        self._restore()
+        self._check_same_config()
+
+    def train(
+        self, jobs: Sequence[Job], *, call_seconds: float = math.inf, report: Callable[[str], None] = print,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> bool:  # fmt: skip
+        """Train what is missing of `jobs` until all are done (True) or `call_seconds` are over (False)."""
+        called = time.perf_counter()
+        missing = [job for job in jobs if not self._result_file(job).exists()]
+        report(f"{len(jobs) - len(missing)} of {len(jobs)} runs are done")
+        if not missing:
+            return True
+        tokens = TokenSet.load(self.data, self.config.settings.time, self.device.device)
+        for number, job in enumerate(missing):
+            left_s = call_seconds - (time.perf_counter() - called)
+            if left_s <= 0 or stop():
+                return False
+            result = self._train_one(job, tokens, left_s, stop)
+            if result is None:
+                return False
+            elapsed = time.perf_counter() - called
+            rest = duration(elapsed / (number + 1) * (len(missing) - number - 1))
+            report(
+                f"{len(jobs) - len(missing) + number + 1}/{len(jobs)} {job.key}: held-out {result['loss']:.4f}, "
+                f"{result['seconds']:.1f} s, {result['tokens'] / result['seconds'] / 1e6:.2f} M tokens/s; about {rest} left"
+            )
+        return True
+
+    def results(self) -> list[dict[str, Any]]:
+        """The outcome of every finished run of the grid, in its order."""
+        files = [self._result_file(job) for job in self.config.grid.jobs()]
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+
+    def _train_one(self, job: Job, tokens: TokenSet, left_s: float, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        settings = self.config.run_settings(job)
+        run = Run(
+            self.config.spec(job), settings, tokens, ranks=self.device, execution=self.config.execution,
+            residual=job.form.residual,
+        )  # fmt: skip
+        unfinished = self.out / "unfinished" / job.key
+        run.resume(unfinished)
+        if not run.train(call_seconds=left_s, report=_ignore, report_every=_report_every(settings), stop=stop):
+            run.save(unfinished)
+            return None
+        result = {
+            "key": job.key, "lanes": job.num_lanes, "form": job.form.name, "learning_rate_factor": job.learning_rate_factor,
+            "seed": job.seed, "loss": run.held_out_loss(self.config.grid.final_batches), "parameters": run.spec.num_parameters,
+            "tokens": run.step_idx * settings.batch * settings.time, "seconds": round(run.trained_s, 2),
+            "training_losses": run.losses, "held_out_losses": run.held_out_losses,
+        }  # fmt: skip
+        write_json(self._result_file(job), result)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return result
+
+    def _result_file(self, job: Job) -> Path:
+        return self.out / "runs" / f"{job.key}.json"
+
+    def _restore(self) -> None:
+        """Take over what `results.json` says and `runs` does not: on another machine that one file is enough to go on."""
+        file = self.out / "results.json"
+        if not file.exists():
+            return
+        results = json.loads(file.read_text(encoding="utf-8"))
+        missing = {self.out / "runs" / f"{run['key']}.json": run for run in results["runs"]}
+        for path, content in {self.out / "config.json": results["config"], **missing}.items():
+            if not path.exists():
+                write_json(path, content)
+
+    def _check_same_config(self) -> None:
+        file = self.out / "config.json"
+        if not file.exists():
+            write_json(file, self.described)
+        before = json.loads(file.read_text(encoding="utf-8"))
+        for key, value in self.described.items():
+            if before.get(key) != value:
+                raise ConfigError(f"{self.out} holds an ablation with {key} {before.get(key)}, now {value}; use another folder")
+
+
+def _report_every(settings: RunSettings) -> int:
+    assert settings.num_steps is not None
+    return max(1, settings.num_steps // _REPORTS)
+
+
+def _ignore(line: str) -> None:
+    pass

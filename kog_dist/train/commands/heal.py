@@ -1,0 +1,43 @@
+"""`heal`: a model of delay 0 as the start of a run with delay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def heal(
+    model: Annotated[Path, typer.Option(help="Model folder of delay 0, for example one that `convert` wrote.")],
+    out: Annotated[Path, typer.Option(help="Model folder to write, for `run --start`.")],
+    delay: Annotated[int, typer.Option(help="Layers between a lane's output and its arrival.")] = 2,
+    affinity: Annotated[bool, typer.Option("--affinity", help="Regroup heads and FFN columns first; needs --data.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Folder that `prepare` wrote with the model's tokenizer.")] = None,
+    count: Annotated[int, typer.Option(help="Training tokens that the coupling is measured with.")] = 4096,
+) -> dict[str, Any]:
+    """Give a model of delay 0 another delay, to be trained until its weights fit."""
+    import numpy as np
+    import torch
+
+    from kog_dist.errors import ConfigError
+    from kog_dist.model.laneformer import Laneformer
+    from kog_dist.train.affinity import module_inputs, regroup
+    from kog_dist.train.start import healing_start, start_weights, write_start
+
+    spec, tensors = start_weights(model)
+    healed = healing_start(spec, delay)
+    shares: dict[str, Any] = {}
+    if affinity:
+        if data is None or not (data / "train-000.npy").exists():
+            raise ConfigError("--affinity needs --data, a folder that `prepare` wrote")
+        module = Laneformer(spec, seed=None)
+        module.load_state_dict(tensors)
+        tokens = np.load(data / "train-000.npy", mmap_mode="r", allow_pickle=False)
+        row = min(spec.max_context, count, len(tokens))
+        rows = np.asarray(tokens[: min(count, len(tokens)) // row * row]).astype(np.int64).reshape(-1, row)
+        regrouped = regroup(spec, tensors, module_inputs(module, torch.from_numpy(rows)), delay)
+        tensors = regrouped.tensors
+        shares = {"share_before": round(regrouped.share_before, 5), "share_after": round(regrouped.share_after, 5)}
+    write_start(out, healed, tensors)
+    return {"out": str(out), "delay": delay, **shares}

@@ -1,0 +1,71 @@
+"""What decides a training run, and how it is computed; both can come from a TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kog_dist.errors import ConfigError
+from kog_dist.train.optimizers import OPTIMIZERS
+from kog_dist.train.schedule import SCHEDULES
+
+PRECISIONS = ("auto", "bf16", "float32")
+WINDOWS = ("sdpa", "flex", "auto")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What decides the outcome of a run; kept with its state and compared when it resumes.
+
+    num_steps: optimizer steps in all; None = as many as fit into `train_seconds`, by the speed of the first steps.
+    batch: rows per step over all ranks; time: tokens per row.
+    schedule: see `learning_rate_factor`; decay_share: last part of the steps of `wsd`.
+    precision: matrix products in bfloat16 (autocast; weights and moments stay float32) or all in float32; auto = bf16 on CUDA.
+    held_out_batches: batches of evenly spaced held-out rows that a held-out loss is the mean of.
+    """
+
+    num_steps: int | None = None
+    train_seconds: float = 1200.0
+    batch: int = 128
+    time: int = 2048
+    optimizer: str = "muon"
+    learning_rate: float = 5e-3
+    adam_learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    schedule: str = "wsd"
+    warmup_steps: int = 100
+    decay_share: float = 0.4
+    precision: str = "auto"
+    held_out_batches: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
+            _one_of(key, getattr(self, key), choices)
+        for key in ("batch", "time", "held_out_batches"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ConfigError(f"num_steps must be at least 1, got {self.num_steps}")
+        if not 0 <= self.decay_share <= 1:
+            raise ConfigError(f"decay_share must be from 0 to 1, got {self.decay_share}")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the same run is computed: changes speed and rounding.
+
+    compiled: torch.compile, layer by layer. windows: windowed layers with a mask for torch's attention (sdpa), with flex
+    attention, or with the faster one (auto, measured at the start; CUDA). deterministic: on CUDA, only kernels that repeat bits.
+    """
+
+    compiled: bool = False
+    windows: str = "sdpa"
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("windows", self.windows, WINDOWS)
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key} must be one of {', '.join(choices)}, got {value!r}")

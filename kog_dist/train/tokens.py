@@ -1,0 +1,80 @@
+"""Token ids on the device, and the rows that a step draws from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kog_dist.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """What `prepare` wrote: token ids (count,) int32 on the device."""
+
+    train: Tensor
+    held_out: Tensor
+
+    @classmethod
+    def load(cls, folder: Path, row_time: int, device: torch.device) -> TokenSet:
+        """Read the shards of a folder. Raises ConfigError if there are none, or too few tokens for a row."""
+        train = _load_tokens(sorted(folder.glob("train-*.npy")), row_time, device)
+        return cls(train, _load_tokens([folder / "held_out.npy"], row_time, device))
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raise ConfigError if there are token ids that a model of this vocabulary does not know."""
+        highest = max(int(self.train.max()), int(self.held_out.max()))
+        if highest >= vocab_size:
+            raise ConfigError(
+                f"there is a token id {highest}, but the model has a vocabulary of {vocab_size}; "
+                f"prepare with --vocab-size {vocab_size}"
+            )
+
+    def drawn(self, num_rows: int, row_time: int, seed: int, step_idx: int) -> Tensor:
+        """Random rows of the training tokens, (num_rows, row_time + 1) int64: the same ones for equal seed and step."""
+        draw = np.random.default_rng((seed, step_idx))
+        return _rows(self.train, torch.from_numpy(draw.integers(0, len(self.train) - row_time, num_rows)), row_time)
+
+    def spaced(self, num_rows: int, row_time: int) -> Tensor:
+        """Evenly spaced rows of the held-out tokens, (num_rows, row_time + 1) int64."""
+        last = len(self.held_out) - row_time - 1
+        return _rows(self.held_out, torch.linspace(0, last, num_rows, dtype=torch.float64).long(), row_time)
+
+
+def held_out_bytes_per_token(folder: Path) -> float:
+    """Bytes of held-out source per token, from `sources.json`. Raises ConfigError if that file is missing or says nothing."""
+    try:
+        counts = json.loads((folder / "sources.json").read_text(encoding="utf-8"))
+        return float(counts["num_held_out_bytes"]) / float(counts["num_held_out_tokens"])
+    except (OSError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise ConfigError(f"{folder / 'sources.json'} does not tell the held-out bytes and tokens: {error!r}") from None
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """A loss in nats per token as bits per byte of source."""
+    return loss / math.log(2) / bytes_per_token
+
+
+def _load_tokens(files: Sequence[Path], row_time: int, device: torch.device) -> Tensor:
+    try:
+        shards = [np.load(file, allow_pickle=False) for file in files]
+        if not shards:
+            raise FileNotFoundError("there are no train-*.npy")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"token shards cannot be read: {error}; run `python -m kog_dist.train prepare` first") from None
+    num_tokens = sum(len(shard) for shard in shards)
+    if num_tokens <= row_time + 1:
+        raise ConfigError(f"{num_tokens} tokens are too few for rows of {row_time}; prepare more source or lower --time")
+    return torch.from_numpy(np.concatenate(shards).astype(np.int32)).to(device)
+
+
+def _rows(tokens: Tensor, starts: Tensor, row_time: int) -> Tensor:
+    offsets = torch.arange(row_time + 1, device=tokens.device)
+    return tokens[starts.to(tokens.device)[:, None] + offsets].long()

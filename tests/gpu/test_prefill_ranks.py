@@ -1,0 +1,53 @@
+"""Prefill on several GPUs: the keys, values and logits of one; a peer that does not come is named, and an abort obeyed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kog_dist.collectives.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+ON_2_AND_4 = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
+
+
+def results(world_size: int, body: str, **arguments: Any) -> list[dict[str, Any]]:
+    outcomes = run_ranks(
+        world_size, f"tests.gpu.prefill_bodies:{body}", arguments, deadline_s=120.0, search_path=[Path(__file__).parents[2]],
+        device="cuda",
+    )  # fmt: skip
+    assert not any(outcome.status for outcome in outcomes), [outcome.error for outcome in outcomes if outcome.status]
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.mark.parametrize("world_size", ON_2_AND_4)
+@pytest.mark.parametrize("variant", ["delayed", "all blocking", "late", "attention alone", "2b"])
+def test_ranks_fill_the_cache_of_one(variant: str, world_size: int) -> None:
+    (alone,) = results(1, "fill", variant=variant)
+    ranks = results(world_size, "fill", variant=variant)
+    num_other = 0
+    for number, wanted in enumerate(alone["logits"]):
+        found = np.concatenate([rank["logits"][number] for rank in ranks])
+        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-3, f"prompt {number}: logits are wrong by {error:.1e}"
+        for layer, heads in enumerate(alone["heads"][number]):
+            others = [head for rank in ranks for head in rank["heads"][number][layer]]
+            num_other += sum(a != b for a, b in zip(heads, others, strict=True))
+    assert num_other == 0, f"{num_other} heads of all prompts and layers have other bits than on one GPU"
+
+
+@pytest.mark.gpu(2)
+def test_a_peer_that_does_not_come_is_named() -> None:
+    found = results(2, "lonely", aborts_after_s=100.0)[0]
+    assert "from rank 1" in found["error"]
+    assert 0.3 <= found["took_s"] < 1.0
+
+
+@pytest.mark.gpu(2)
+def test_an_abort_ends_the_wait_for_a_peer() -> None:
+    found = results(2, "lonely", aborts_after_s=0.1)[0]
+    assert (found["reached"], found["error"]) == (0, "")
+    assert found["took_s"] < 0.3

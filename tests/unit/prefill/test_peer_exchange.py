@@ -1,0 +1,241 @@
+"""Sums between GPUs: sums.cu compiled by g++, a thread for each rank, plain memory in the place of the symmetric heap."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kog_dist.collectives.cuda_abi import PEERS
+from kog_dist.collectives.mailbox import place
+from kog_dist.errors import DeviceError
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.spec import Block, ModelSpec
+from kog_dist.workers.prefill import peer_exchange
+from kog_dist.workers.prefill.exchange import OneRank, Rehearsal
+from kog_dist.workers.prefill.peer_exchange import PeerExchange, mailboxes, summed_layers
+from kog_dist.workers.prefill.prefill_abi import sums_header
+from tests.unit.prefill.emulated import compiled
+from tests.unit.prefill.models import SMALL, VARIANTS, Rank, token_ids
+
+SIZES = (8, 32)
+PROMPT = 75
+JOIN_S = 30.0
+Libraries = Callable[[int], list[ctypes.CDLL]]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+class AtOnce:
+    """`Queues` of a device that does everything when it is queued."""
+
+    def sending(self) -> Any:
+        return nullcontext()
+
+    def collecting(self) -> Any:
+        return nullcontext()
+
+    def collected(self) -> Callable[[], None]:
+        return lambda: None
+
+
+class World:
+    """Ranks of one model. Each has its own copy of the kernels, since threads of a copy run one kernel at a time."""
+
+    def __init__(self, libraries: Libraries, checkpoint: Checkpoint, num_ranks: int, limit_s: float = JOIN_S) -> None:
+        spec = checkpoint.spec
+        self.boxes = place(mailboxes(spec, max(SIZES)), num_ranks)
+        num_words = self.boxes[-1].first_word + self.boxes[-1].num_words
+        self.heaps = [np.zeros(num_words, np.uint64) for _ in range(num_ranks)]
+        self.exchanges, self.ranks = [], []
+        for index in range(num_ranks):
+            kernels = libraries(num_ranks)[index]
+
+            def launch(name: str, num_ctas: int, num_threads: int, params: bytes, kernels: Any = kernels) -> None:
+                getattr(kernels, f"launch_{name}")(ctypes.c_uint(num_ctas), ctypes.c_uint(num_threads), params)
+
+            peers = np.zeros((), PEERS.dtype)
+            peers["heap_ptr"][:num_ranks] = [heap.ctypes.data for heap in self.heaps]
+            peers["rank"], peers["num_ranks"] = index, num_ranks
+            exchange = PeerExchange(
+                spec, max(SIZES), (self.boxes[0], self.boxes[1]), peers.tobytes(), launch, AtOnce(), device="cpu",
+                limit_s=limit_s, num_ctas=2,
+            )  # fmt: skip
+            self.exchanges.append(exchange)
+            lanes = spec.lanes_of_rank(index, num_ranks)
+            self.ranks.append(Rank(checkpoint, lanes=lanes, dtype=torch.float16, exchange=exchange, sizes=SIZES))
+
+    def together(self, run: Callable[[Rank], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(run, self.ranks, timeout=JOIN_S))
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    """The kernels for a number of ranks, a copy for each."""
+
+    @functools.cache
+    def made(num_ranks: int) -> list[ctypes.CDLL]:
+        library = compiled(tmp_path_factory.mktemp("sums"), "sums", sums_header(num_ranks), peer_exchange._KERNELS, "SumLaunch")
+        copies = [library.with_name(f"sums{index}.so") for index in range(num_ranks)]
+        for copy in copies:
+            shutil.copy(library, copy)
+        return [ctypes.CDLL(str(copy)) for copy in copies]
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(peer_exchange, "SUM_THREADS", 4)  # threads are expensive here
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model(folder: Path, variant: str) -> Checkpoint:
+    spec = ModelSpec(**{**SMALL, **VARIANTS[variant]})
+    write_checkpoint(folder, spec, random_tensors(spec, 7), manifest=False)
+    return open_checkpoint(folder)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("variant", "num_ranks"), [("delayed", 4), ("all blocking", 2), ("no attention communication", 2)])
+def test_any_number_of_ranks_has_the_bits_of_one(libraries: Libraries, tmp_path: Path, variant: str, num_ranks: int) -> None:
+    checkpoint = model(tmp_path, variant)
+    ids = token_ids(checkpoint.spec, PROMPT)
+    alone = Rank(checkpoint, dtype=torch.float16, sizes=SIZES)
+    world = World(libraries, checkpoint, num_ranks)
+    for end, start in ((40, 0), (PROMPT, 40), (60, 20)):
+        alone.run(ids[:end], start)
+        assert world.together(lambda rank, end=end, start=start: rank.run(ids[:end], start)) == [end] * num_ranks  # type: ignore[misc]
+    for rank in world.ranks:
+        heads = slice(rank.lanes[0] * rank.spec.lane_kv_heads, (rank.lanes[-1] + 1) * rank.spec.lane_kv_heads)
+        for found, wanted in ((rank.buffers.keys, alone.buffers.keys), (rank.buffers.values, alone.buffers.values)):
+            assert torch.equal(found[:, :60], wanted[:, :60, heads])
+
+
+@needs_compiler
+def test_an_overflow_on_one_rank_is_that_of_all(libraries: Libraries, tmp_path: Path) -> None:
+    checkpoint = model(tmp_path, "delayed")
+    ids = token_ids(checkpoint.spec, PROMPT)
+    world = World(libraries, checkpoint, 2)
+    world.together(lambda rank: rank.run(ids[:20]))
+    kept, matrix = [rank.cache.clone() for rank in world.ranks], world.ranks[1].matrices[-1].wqkv  # whose sums go nowhere
+    matrix.mul_(60000)
+    assert world.together(lambda rank: rank.run(ids, 20)) == [20, 20]
+    assert all(torch.equal(rank.cache, before) for rank, before in zip(world.ranks, kept, strict=True))
+    matrix.div_(60000)
+    assert world.together(lambda rank: rank.run(ids, 20)) == [PROMPT, PROMPT], "the next request is unharmed"
+
+
+@needs_compiler
+def test_a_peer_that_does_not_come_is_named(libraries: Libraries, tmp_path: Path) -> None:
+    checkpoint = model(tmp_path, "delayed")
+    world = World(libraries, checkpoint, 4, limit_s=0.05)
+    rank, ids = world.ranks[2], token_ids(checkpoint.spec, PROMPT)
+    with pytest.raises(DeviceError, match=r"rank 2 .*waited 0\.\d+ s .* from rank [013] and saw epoch 0"):
+        rank.run(ids)
+    assert not rank.cache.any(), "what was computed with wrong sums is not stored"
+
+
+@needs_compiler
+def test_a_stop_ends_a_wait(libraries: Libraries, tmp_path: Path) -> None:
+    checkpoint = model(tmp_path, "delayed")
+    world = World(libraries, checkpoint, 2)
+    rank, ids, reached = world.ranks[0], token_ids(checkpoint.spec, PROMPT), list[int]()
+    thread = threading.Thread(target=lambda: reached.append(rank.run(ids, 0)))
+    thread.start()
+    world.exchanges[0].stop()  # now or later: rank 1 never comes
+    thread.join(JOIN_S)
+    assert reached == [0]
+    assert not rank.cache.any()
+
+
+class Recorder(OneRank):
+    """Which sums are published and asked for, in order."""
+
+    is_alone = False
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Block, int]] = []
+
+    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+        self.calls.append(("publish", block, layer))
+
+    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+        self.calls.append(("total", block, layer))
+        return own_sum
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_slot_is_written_before_it_was_read(tmp_path: Path, variant: str) -> None:
+    """One rank goes ahead as far as its waits let it, the other one does one thing at a time."""
+    checkpoint = model(tmp_path, variant)
+    recorder, spec = Recorder(), checkpoint.spec
+    rank = Rank(checkpoint, exchange=recorder, sizes=(8,))
+    rank.run(token_ids(spec, 24))
+    layers = {block: summed_layers(spec, block) for block in Block}
+    published = [(block, layer) for what, block, layer in recorder.calls if what == "publish"]
+    assert published == 3 * sorted(((block, layer) for block in Block for layer in layers[block]), key=lambda place: place[::-1])
+    assert lost(recorder.calls, layers, 2 * spec.delay + 2) == 0
+    if variant == "no early communication":
+        assert lost(recorder.calls, layers, 2 * spec.delay - 1) > 0, "the test would see it"
+
+
+def lost(calls: list[tuple[str, Block, int]], layers: dict[Block, list[int]], num_slots: int) -> int:
+    """Messages of the fast rank that are overwritten before the slow one has read them."""
+    program = list[tuple[str, Block, int]]()  # epochs in the place of layers; a total counts when it is asked for first
+    num_published, asked = dict.fromkeys(Block, 0), set[tuple[Block, int]]()
+    latest = dict[tuple[Block, int], int]()
+    for what, block, layer in calls:
+        if what == "publish":
+            num_published[block] += 1
+            latest[block, layer] = num_published[block]
+            program.append((what, block, num_published[block]))
+        elif (block, latest[block, layer]) not in asked:
+            asked.add((block, latest[block, layer]))
+            program.append((what, block, latest[block, layer]))
+    done, sent = [0, 0], [set[tuple[Block, int]](), set[tuple[Block, int]]()]
+    unread, num_lost = set[tuple[Block, int]](), 0
+
+    def step(rank: int) -> bool:
+        nonlocal num_lost
+        if done[rank] == len(program):
+            return False
+        what, block, epoch = program[done[rank]]
+        if what == "total" and (block, epoch) not in sent[1 - rank]:
+            return False
+        done[rank] += 1
+        if what == "publish":
+            sent[rank].add((block, epoch))
+            if rank == 0:
+                num_lost += (block, epoch - num_slots) in unread
+                unread.add((block, epoch))
+        elif rank == 1:
+            unread.discard((block, epoch))
+        return True
+
+    while step(0) or step(1):
+        pass
+    assert done == [len(program)] * 2, "nobody waits for ever"
+    return num_lost
+
+
+def test_a_rehearsal_needs_nobody() -> None:
+    own, rehearsal = torch.ones(2, 4), Rehearsal()
+    rehearsal.begin_block()
+    rehearsal.publish(Block.MLP, 0, own)
+    assert rehearsal.total(Block.MLP, 0, own) is own
+    assert not rehearsal.is_alone

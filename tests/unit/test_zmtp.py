@@ -1,0 +1,164 @@
+"""The wire of zmq as engine and gateway write and read it. That zmq's own sockets understand it, tests/multi/rpc shows."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kog_dist.errors import ProtocolError
+from kog_dist.rpc import file_port
+from kog_dist.rpc.file_port import FilePort, Gone
+from kog_dist.rpc.zmtp import DEALER, ROUTER, Message, Wire, framed, only_message, opening
+
+LIMIT = 1 << 16
+WAIT_S = 5.0
+
+
+def messages_of(wire: Wire, data: bytes, cuts: list[int]) -> list[Message]:
+    found = []
+    places = [0, *sorted({cut % (len(data) + 1) for cut in cuts}), len(data)]
+    for begin, end in itertools.pairwise(places):
+        wire.feed(data[begin:end])
+        while (message := wire.next()) is not None:
+            found.append(message)
+    return found
+
+
+@given(bodies=st.lists(st.binary(max_size=700), max_size=5), cuts=st.lists(st.integers(0, 5000), max_size=8))
+def test_messages_survive_any_cut(bodies: list[bytes], cuts: list[int]) -> None:
+    found = messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + b"".join(map(framed, bodies)), cuts)
+    assert found == [Message(1, len(body), body) for body in bodies]
+
+
+@given(body=st.binary(max_size=600), rest=st.binary(max_size=3))
+def test_the_short_way_of_a_message_takes_only_whole_ones(body: bytes, rest: bytes) -> None:
+    taken = only_message(framed(body) + rest)
+    assert taken in (None, body)
+    assert (taken is not None) == (len(body) < 256 and not rest)
+
+
+def test_frames_of_a_message_are_counted_and_not_kept() -> None:
+    parts = b"".join(b"\x01%c%b" % (len(part), part) for part in (b"ab", b"", b"c")) + framed(b"de")
+    assert messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + parts, [80, 90]) == [Message(4, 5, b"")]
+
+
+def test_a_ping_is_answered() -> None:
+    wire = Wire(ROUTER, LIMIT)
+    assert messages_of(wire, opening(DEALER) + b"\x04\x09\x04PING\x00\x10hi", []) == []
+    assert wire.replies == b"\x04\x07\x04PONGhi"
+
+
+GREETING = opening(DEALER)[:64]
+BAD = {
+    "http": b"GET / HTTP/1.1\r\n",
+    "an old zmq": b"\xff" + bytes(8) + b"\x7f\x01",
+    "encrypted": GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:],
+    "a subscriber": opening(b"SUB"),
+    "cut property": GREETING + b"\x04\x0c\x05READY\x0bSocke",
+    "message too early": GREETING + framed(b"x"),
+    "unknown flags": opening(DEALER) + b"\x08\x00",
+    "unknown command": opening(DEALER) + b"\x04\x05\x04STOP",
+    "twice": opening(DEALER) + opening(DEALER)[64:],
+    "too large": opening(DEALER) + b"\x02" + (LIMIT + 1).to_bytes(8, "big"),
+    "large command": opening(DEALER) + b"\x06" + (4096).to_bytes(8, "big"),
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("cuts", [[], list(range(200))])
+def test_what_is_not_the_protocol_is_refused(data: bytes, cuts: list[int]) -> None:
+    with pytest.raises(ProtocolError):
+        messages_of(Wire(ROUTER, LIMIT), data, cuts)
+
+
+# ---- the port ----
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[FilePort]:
+    port = FilePort(tmp_path / "rpc.sock", LIMIT)
+    yield port
+    port.close(0.0)
+
+
+def connect(path: Path, first: bytes = opening(DEALER)) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.settimeout(WAIT_S)
+    client.connect(str(path))
+    client.sendall(first)
+    return client
+
+
+def received(port: FilePort, count: int, max_messages: int = 16) -> list[tuple[bytes, Message]]:
+    """Turns the port until so many messages have come."""
+    found: list[tuple[bytes, Message]] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while len(found) < count:
+        assert time.monotonic() < deadline_s, "the messages did not come"
+        found += port.receive(max_messages)
+    return found
+
+
+def is_closed(client: socket.socket) -> bool:
+    client.settimeout(0.0)
+    try:
+        while client.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_clients_take_turns(port: FilePort, tmp_path: Path) -> None:
+    with connect(tmp_path / "rpc.sock") as many, connect(tmp_path / "rpc.sock") as one:
+        many.sendall(b"".join(framed(b"%d" % i) for i in range(20)))
+        one.sendall(framed(b"x"))
+        first = received(port, 4, max_messages=4)
+        assert sorted(message.frame for _, message in first[:2]) == [b"0", b"x"]
+        assert port.has_input(), "the others are announced though the socket is empty"
+        rest = received(port, 17)
+        assert [message.frame for _, message in (*first, *rest) if message.frame != b"x"] == [b"%d" % i for i in range(20)]
+        assert not port.has_input()
+
+
+def test_a_slow_reader_gets_whole_messages(port: FilePort, tmp_path: Path) -> None:
+    with connect(tmp_path / "rpc.sock") as client:
+        client.sendall(framed(b"hello"))
+        [(name, _)] = received(port, 1)
+        body, num_sent = b"t" * 50_000, 0
+        while port.send(name, body):
+            num_sent += 1
+        assert num_sent > 0
+        assert not port.send(name, body)
+        wire, found = Wire(DEALER, LIMIT), 0
+        while found < num_sent:
+            port.flush()
+            found += len(messages_of(wire, client.recv(1 << 16), []))
+        assert not port.has_unsent
+        assert port.send(name, b"again")
+
+
+def test_a_client_that_goes_is_gone(port: FilePort, tmp_path: Path) -> None:
+    with connect(tmp_path / "rpc.sock") as client:
+        client.sendall(framed(b"last words"))
+        [(name, message)] = received(port, 1)
+        assert message.frame == b"last words"
+    assert port.receive(16) == []
+    with pytest.raises(Gone):
+        port.send(name, b"x")
+
+
+def test_strangers_are_closed_in_time(port: FilePort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_port, "HANDSHAKE_S", 0.0)
+    with connect(tmp_path / "rpc.sock", b"\xff") as silent, connect(tmp_path / "rpc.sock", b"GET /") as other:
+        port.receive(16)
+        port.receive(16)
+        assert is_closed(silent)
+        assert is_closed(other)
