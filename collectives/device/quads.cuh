@@ -49,7 +49,7 @@ struct Quads {
     // Wait for the quads of all thread blocks of all ranks and give each to `fold(source, first pair, second pair)` in one of the
     // warp's threads, in no particular order; source = rank * kNumCtas + thread block. False: leave.
     // So many quads are read at a time: each takes eight registers.
-    template <u32 kBatch = (kRanks > 1 && kMany >= 4 ? 4 : 1), class Fold>
+    template <u32 kBatch = (kRanks > 2 && kMany >= 4 ? 4 : kRanks), class Fold>
     __device__ __forceinline__ bool collect(u32 cta, u32 number, u32 stopped, PeerNote& note, Fold&& fold) const {
         constexpr u32 kBatches = (kMany + kBatch - 1) / kBatch;
         static_assert(kRanks * kBatches <= 32, "one bit for each");
