@@ -45,7 +45,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
         for source in KERNEL_SOURCES:
             build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)  # the others find it in the cache
-    samplings = list(context.arguments["samplings"])
+    samplings = list(context.arguments.get("samplings", ()))
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
     comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=_WAIT_LIMIT_US / 1e6) if world_size > 1 else None
     heap = None if comm is None else comm.heap
@@ -106,7 +106,11 @@ def run(
     reference: dict[str, list[str]] = {}
     for count in gpu_counts:
         ranks = _decode(count, arguments)
-        bare = _decode(count, {**arguments, "repeats": 0, "leaves_out_delayed": True}) if yardstick and count > 1 else None
+        bare = (
+            _decode(count, {**arguments, "repeats": 0, "samplings": [], "leaves_out_delayed": True})
+            if yardstick and count > 1
+            else None
+        )
         for context in map(str, contexts):
             bits = [digest for rank in ranks for digest in rank["bits"][context]]
             times = ranks[0]["us"][context]
