@@ -117,14 +117,16 @@ def prefill(
 ) -> None:
     """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
     from kog_dist.bench import prefill as benchmark
+    from kog_dist.bench import prefill_ranks
 
-    names = tuple(benchmark.CHOICES) if choices == "all" else tuple(part.strip() for part in choices.split(";"))
-    if not set(names) <= set(benchmark.CHOICES):
-        raise ConfigError(f"--choices must be all or one or more of {'; '.join(benchmark.CHOICES)}, got {choices!r}")
+    present = benchmark.CHOICES if gpus == "1" else prefill_ranks.CHOICES
+    names = tuple(present) if choices == "all" else tuple(part.strip() for part in choices.split(";"))
+    if not set(names) <= set(present):
+        raise ConfigError(f"--choices must be all or one or more of {'; '.join(present)}, got {choices!r}")
     if repeats < 1:
         raise ConfigError("--repeats must be at least 1")
     if gpus != "1":
-        benchmark.run_on_several(spec, _counts(gpus, "--gpus"), _counts(prompts, "--prompts"), repeats)
+        benchmark.run_on_several(spec, _counts(gpus, "--gpus"), _counts(prompts, "--prompts"), repeats, names)
         return
     benchmark.run(model, spec, _counts(prompts, "--prompts"), repeats, names, with_load=load, only_prompts=only_prompts)
 

@@ -115,12 +115,19 @@ def run(
     finish("prefill", configuration, before, figures)
 
 
-def run_on_several(spec_name: str, gpu_counts: tuple[int, ...], prompts: tuple[int, ...], repeats: int) -> None:
+def run_on_several(
+    spec_name: str, gpu_counts: tuple[int, ...], prompts: tuple[int, ...], repeats: int, choices: tuple[str, ...]
+) -> None:
     """The prompts on several GPUs, a process each. Prints the report; its last line is one JSON object."""
     configuration = {"model": f"{spec_name}, random weights", "repeats": repeats, "gpu": require_gpus(max(gpu_counts))}
     before = machine()
     cases = _cases(prompts, named_spec(spec_name).max_context)
-    figures = [figure for count in gpu_counts for figure in prefill_ranks.run(spec_name, count, cases, repeats)]
+    figures = [
+        figure
+        for count in gpu_counts
+        for choice in choices
+        for figure in prefill_ranks.run(spec_name, count, cases, repeats, choice)
+    ]
     finish("prefill", configuration, before, {"prompts": figures})
 
 
