@@ -13,7 +13,8 @@ from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import MATRIX_WARPS, MAX_ROWS, OpShape, op_shape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
-from kog_dist.workers.cuda.kernel_abi import abi_header
+from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
+from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 
 MAX_CTAS = 128
 SLOT_BYTES = MATRIX_WARPS * 1536
@@ -64,6 +65,8 @@ class KernelShape:
             findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
         if self.splits % 8:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
+        if self.head.cta_rows >= 4095:
+            findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
         if self.pieces * self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if self.num_ranks > 1:
@@ -200,6 +203,8 @@ class KernelShape:
             "Attended": (query_rows * self.splits // 2, copies),
             "LogSum": (MATRIX_WARPS * self.log_sum_words, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
+            "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
+            "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
         }
         return {name: (-(-words // 16) * 16, count) for name, (words, count) in sizes.items()}
 
@@ -227,6 +232,10 @@ class KernelShape:
         )
         others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
         others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024 + 16 * self.max_slots * (self.pieces - 1)
+        # The shaped build: a mask, and x and score of the vocabulary rows where attention's room does not hold them.
+        others += self.head.cta_rows // 8
+        scores = 2 * 4 * self.head.cta_rows
+        others += scores if scores > 2 * 4 * group * spec.head_dim * 4 else 0
         return min(self.max_slots, (SHARED_BYTES - others) // SLOT_BYTES)
 
     # ---- generated headers ----
@@ -251,6 +260,7 @@ class KernelShape:
             "kFinalNormLanes": 1 if spec.shared_norm_scale or spec.pre_norm_lane_agg else self.num_lanes,
         }  # fmt: skip
         numbers["kLogSumWords"] = self.log_sum_words
+        numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
         masks = {"kWindowMask": spec.window_layers}
         for block, name in ((Block.ATTENTION, "kAttention"), (Block.MLP, "kMlp")):
             for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED):
