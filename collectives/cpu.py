@@ -20,7 +20,7 @@ from kog_dist.collectives.fault import Fault
 from kog_dist.collectives.heap import SymmetricHeap
 from kog_dist.collectives.mailbox import BARRIER, Mailbox, fingerprint, place
 from kog_dist.collectives.reference import tree_sum
-from kog_dist.control import ControlPage
+from kog_dist.control import ControlPage, EpochWaits
 from kog_dist.errors import DeviceError
 from kog_dist.topology import Rendezvous
 from kog_dist.wait import Deadline, WaitResult, wait
@@ -51,6 +51,7 @@ class CpuCommunicator:
     """The `Communicator` of a CPU rank. Not for several threads. See `api.Communicator` for what the methods mean.
 
     The first wait that does not end well is the last: afterwards every method raises AbortedError and nothing is published.
+    `waits` counts the collects that had to wait, barriers apart; who made the communicator may start it anew.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class CpuCommunicator:
     ) -> None:
         self.rank = heap.rank
         self.world_size = mailboxes[0].world_size
+        self.waits = EpochWaits()
         self._heap = heap
         self._control = control
         self._timeout_s = timeout_s
@@ -153,24 +155,34 @@ class CpuCommunicator:
     def _collect(self, box: _Box, slot: int, epoch: int, own: Vector, op: WaitOp) -> NDArray[np.float32]:
         box.mailbox.check(slot, own)
         tag = self._tag.of(epoch)
-        started_ns = time.monotonic_ns()
-        result = wait(
-            self._arrival(box, slot, tag),
-            aborted=self._control.aborted,
-            deadline=Deadline.after(self._timeout_s),
-            on_poll=lambda: self._control.beat(self.rank),
-            spins=self._spins,
-        )
-        if result is WaitResult.ABORT:
-            self._fault.stop(f"waiting for epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
-        if result is WaitResult.TIMEOUT:
-            record = self._record(box, slot, tag, op, time.monotonic_ns() - started_ns)
-            self._fault.text = "a wait had run out of time"
-            self._control.request_abort(self.rank, record)
-            raise DeviceError(record)
+        arrived = self._arrival(box, slot, tag)
+        if not arrived():
+            self._wait(arrived, box, slot, epoch, op)
         values = words.payload(box.stripped)
         values[self.rank] = own
         return values
+
+    def _wait(self, arrived: Callable[[], bool], box: _Box, slot: int, epoch: int, op: WaitOp) -> None:
+        """Wait for what was not there at the first look, and count it."""
+        started_ns = time.monotonic_ns()
+        result = wait(
+            arrived,
+            aborted=self._control.aborted,
+            deadline=Deadline.after(self._timeout_s),
+            on_poll=lambda: self._control.beat(self.rank),
+            spins=self._spins - 1,  # the first look was one of them
+        )
+        elapsed_ns = time.monotonic_ns() - started_ns
+        if result is WaitResult.ABORT:
+            self._fault.stop(f"waiting for epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
+        if result is WaitResult.TIMEOUT:
+            record = self._record(box, slot, self._tag.of(epoch), op, elapsed_ns)
+            self._fault.text = "a wait had run out of time"
+            self._control.request_abort(self.rank, record)
+            raise DeviceError(record)
+        if op is WaitOp.COLLECT:
+            self.waits.num_epochs += 1
+            self.waits.waited_ns += elapsed_ns
 
     def _arrival(self, box: _Box, slot: int, tag: int) -> Callable[[], bool]:
         """A poll that looks at one word per peer until all have come, and only then takes and checks everything."""

@@ -55,6 +55,7 @@ _COORDINATOR_BEAT = CONTROL_HEADER.word("coordinator_beat_ns")
 _BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"), RANK_CONTROL.word("done_seq")
 _PROGRESS = RANK_CONTROL.word("progress")
 _KV_CACHES, _KV_RING = RANK_CONTROL.word("num_kv_caches"), RANK_CONTROL.word("kv_ring_positions")
+_EPOCHS_WAITED, _WAITED_NS = RANK_CONTROL.word("epochs_waited"), RANK_CONTROL.word("waited_ns")
 _CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
 _ABORT_REQ = RANK_CONTROL.word("abort_req")
 
@@ -89,6 +90,14 @@ class KvLayout:
 
     num_caches: int
     ring_positions: int = 0
+
+
+@dataclass(slots=True)
+class EpochWaits:
+    """Values of peers that were not there when a rank first looked for them: how many, and the time until they were, in ns."""
+
+    num_epochs: int = 0
+    waited_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +406,16 @@ class ControlPage:
         """Positions of request `seq` that rank 0 holds; None before it has begun, and after a later one has."""
         word = self._words[self._rank_word(0, _PROGRESS)]
         return word & 0xFFFFFFFF if word >> 32 == seq & 0xFFFFFFFF else None
+
+    def set_epoch_waits(self, rank: int, waits: EpochWaits) -> None:
+        """Say how often and how long `rank` has waited for peers; both only grow. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _WAITED_NS)] = waits.waited_ns
+        self._words[self._rank_word(rank, _EPOCHS_WAITED)] = waits.num_epochs + 1
+
+    def epoch_waits(self, rank: int) -> EpochWaits | None:
+        """What `rank` last said of its waits; None when it does not count them (device programs), or not yet."""
+        counted = self._words[self._rank_word(rank, _EPOCHS_WAITED)]
+        return EpochWaits(counted - 1, self._words[self._rank_word(rank, _WAITED_NS)]) if counted else None
 
     def request_abort(self, rank: int, record: WaitRecord | None = None) -> None:
         """Ask the supervisor to stop everything; the first record of a rank stays. Writer: the rank itself."""

@@ -207,12 +207,15 @@ class Coordinator:
 
     def _report(self) -> StatusReport:
         ranks, running = range(self._control.world_size), self._running
+        waits = [self._control.epoch_waits(rank) for rank in ranks]
         return StatusReport(
             state=self.state, instance=self._args.instance, model=self._model.name, build=build_hash(), pid=os.getpid(),
             world_size=self._control.world_size,
             rank_states=tuple(self._control.state(rank).name.lower() for rank in ranks),
             beat_ages_s=tuple(max(0.0, self._control.beat_age_s(rank)) for rank in ranks),
             rank_places=tuple(self._args.rank_places.splitlines()),
+            epochs_waited=tuple(wait.num_epochs if wait is not None else None for wait in waits),
+            waited_s=tuple(wait.waited_ns / 1e9 if wait is not None else None for wait in waits),
             uptime_s=(self._clock() - self._begin_ns) / 1e9,
             running=running.request_id if running is not None else None,
             waiting=tuple(stream.request_id for stream in self._queue),

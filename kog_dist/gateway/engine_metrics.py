@@ -108,6 +108,16 @@ def _ranks(report: StatusReport, labels: list[str]) -> Iterator[Metric]:
             states.add_metric([*labels, str(rank), name], name == state)
     yield ages
     yield states
+    for name, text, values in (
+        ("kog:epochs_waited", "Epochs of peers' values that were not there when a rank first looked.", report.epochs_waited),
+        ("kog:epoch_wait_seconds", "Seconds that a rank waited for them.", report.waited_s),
+    ):
+        waits = CounterMetricFamily(name, text, labels=names)
+        for rank, value in enumerate(values):
+            if value is not None:  # device programs do not count
+                waits.add_metric([*labels, str(rank)], value)
+        if waits.samples:
+            yield waits
 
 
 def _totals(report: StatusReport, labels: list[str]) -> Iterator[Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from kog_dist.router.fleet import Fleet
 from kog_dist.router.link import LinkState, ReplicaLink
@@ -13,6 +14,7 @@ from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
 
 _SHOWN = 4096  # items of an array in a status report
+_Value = TypeVar("_Value")
 
 
 def engine_state(fleet: Fleet, *, is_draining: bool) -> EngineState:
@@ -44,12 +46,15 @@ def status_report(
     running = {request.link: request.request_id for request in attempts.values()}
     position, num_prompt_tokens = _progress(running)
     reports = [link.report for link in links if link.report is not None]
+    of_all = reports if len(reports) == len(links) else []  # a counter must not slip to another rank while a replica is away
     return StatusReport(
         state=engine_state(fleet, is_draining=is_draining), instance=instance,
         model=fleet.served.model if fleet.served is not None else "", build=build_hash(), pid=os.getpid(),
         world_size=_world_size(fleet),
         rank_states=tuple(state for report in reports for state in report.rank_states)[:_SHOWN],
         beat_ages_s=tuple(age_s for report in reports for age_s in report.beat_ages_s)[:_SHOWN],
+        epochs_waited=tuple(count for report in of_all for count in _of_ranks(report.epochs_waited, report))[:_SHOWN],
+        waited_s=tuple(waited_s for report in of_all for waited_s in _of_ranks(report.waited_s, report))[:_SHOWN],
         uptime_s=uptime_s, running=next(iter(running.values()), None), waiting=tuple(waiting)[:_SHOWN],
         queue_limit=max_waiting, num_completed=counters.num_completed, num_cancelled=counters.num_cancelled,
         num_failed=counters.num_failed, num_refused=counters.num_refused, num_dropped_clients=counters.num_dropped_clients,
@@ -72,6 +77,12 @@ def fleet_report(fleet: Fleet, num_waiting: int, is_draining: bool, address: str
         for link in fleet.links()
     )  # fmt: skip
     return FleetReport(replicas, num_waiting, is_draining, address)
+
+
+def _of_ranks(values: tuple[_Value | None, ...], report: StatusReport) -> tuple[_Value | None, ...]:
+    """As many values as the replica shows ranks, so that those of the next replica stand at their ranks."""
+    num_ranks = len(report.rank_states)
+    return (*values, *[None] * num_ranks)[:num_ranks]
 
 
 def _progress(running: Mapping[ReplicaLink | None, str]) -> tuple[int, int]:

@@ -341,6 +341,7 @@ class StatusReport(_Checked):
     """The engine's state and counters since its start. Waiting requests are listed in the order in which they will run.
 
     `running_position`: tokens of the running request that are in the KV cache; below `running_prompt_tokens` it is prefilling.
+    `epochs_waited`, `waited_s`: how often and how long each rank has waited for peers; None for ranks that do not count it.
     """
 
     state: EngineState = checked(_STATE)  # noqa: RUF009
@@ -371,6 +372,8 @@ class StatusReport(_Checked):
     running_position: int = checked(_COUNT, default=0)
     running_prompt_tokens: int = checked(_COUNT, default=0)
     rank_places: tuple[str, ...] = checked(array(_NAME, 4096), default=())  # device and CPUs of each rank
+    epochs_waited: tuple[int | None, ...] = checked(array(optional(_COUNT), 4096), default=())
+    waited_s: tuple[float | None, ...] = checked(array(optional(_SECONDS), 4096), default=())
 
 
 Request: TypeAlias = Hello | Generate | Cancel | Status | Drain

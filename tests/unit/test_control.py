@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kog_dist import memfd
 from kog_dist.abi import CONTROL_HEADER, LOGIT_BIAS, REQUEST_BLOCK, WaitOp, WaitRecord
-from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, DecodeRequest, RankState
+from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, DecodeRequest, EpochWaits, KvLayout, RankState
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Shaping
 from kog_dist.errors import LaunchError, ProtocolError, RequestError
@@ -177,6 +177,12 @@ def test_states_beats_and_done(page: ControlPage, other: ControlPage) -> None:
             page.beat(rank)
 
 
+def test_epoch_waits_of_ranks_that_count_them(page: ControlPage, other: ControlPage) -> None:
+    other.set_epoch_waits(1, EpochWaits(0, 0))
+    other.set_epoch_waits(2, EpochWaits(7, 2**40))
+    assert [page.epoch_waits(rank) for rank in range(WORLD_SIZE)] == [None, EpochWaits(0, 0), EpochWaits(7, 2**40)]
+
+
 def test_writers_do_not_touch_each_other(page: ControlPage, other: ControlPage) -> None:
     """Every word keeps its value while all others are written."""
     page.set_abort(AbortCause.RANK_STALLED, 1)
@@ -187,6 +193,9 @@ def test_writers_do_not_touch_each_other(page: ControlPage, other: ControlPage) 
     for rank in range(WORLD_SIZE):
         page.set_state(rank, RankState.RUNNING)
         page.set_done(rank, 11 + rank)
+        page.set_progress(rank, 2, 5)
+        page.set_kv_layout(rank, KvLayout(3, 128))
+        page.set_epoch_waits(rank, EpochWaits(20 + rank, 30 + rank))
         page.request_abort(rank, replace(RECORD, rank=rank))
     for index in range(MAX_CONTEXT):
         page.ring.put(2, index, index, index, bytes([index]) * 32, Finish.NONE)
@@ -198,6 +207,8 @@ def test_writers_do_not_touch_each_other(page: ControlPage, other: ControlPage) 
     assert [other.state(rank) for rank in range(WORLD_SIZE)] == [RankState.RUNNING] * WORLD_SIZE
     assert other.all_done(11)
     assert not other.all_done(12)
+    assert (other.progress(2), other.kv_layout()) == (5, KvLayout(3, 128))
+    assert [other.epoch_waits(rank) for rank in range(WORLD_SIZE)] == [EpochWaits(20 + r, 30 + r) for r in range(WORLD_SIZE)]
     assert other.abort_requests() == [(rank, replace(RECORD, rank=rank)) for rank in range(WORLD_SIZE)]
     for index in range(MAX_CONTEXT):
         entry = other.ring.get(2, index)

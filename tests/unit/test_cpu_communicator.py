@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ from kog_dist.collectives import words
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.collectives.heap import HeapHandle, SymmetricHeap
-from kog_dist.control import ControlPage
+from kog_dist.control import ControlPage, EpochWaits
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, PeerLost
 from kog_dist.memfd import Segment
 from kog_dist.topology import LocalRendezvous
-from kog_dist.wait import Deadline
+from kog_dist.wait import Deadline, WaitResult
 
 LENGTH = 12
 TIMEOUT_S = 0.01
@@ -98,6 +98,32 @@ def test_one_missing_word_is_reported(pair: Pair, page: ControlPage, place: int)
     assert (record.epoch_wanted, record.epoch_seen, record.label) == (7, 5, "b")
     assert record.elapsed_ns >= TIMEOUT_S * 1e9
     del row
+
+
+def test_what_was_not_there_at_the_first_look_is_counted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair
+    second.publish("a", 0, 1, values_of(2))
+    first.delayed_reduce("a", 0, 1, values_of(1))
+    assert first.waits == EpochWaits(0, 0), "it was there"
+
+    def peer_comes(ready: Callable[[], bool], **_: object) -> WaitResult:
+        second.publish("a", 1, 2, values_of(3))
+        return WaitResult.OK if ready() else WaitResult.TIMEOUT
+
+    monkeypatch.setattr("kog_dist.collectives.cpu.wait", peer_comes)
+    first.all_reduce("a", 1, 2, values_of(1))
+    assert first.waits.num_epochs == 1
+    assert 0 < first.waits.waited_ns < 60e9
+    monkeypatch.setattr("kog_dist.collectives.cpu.wait", lambda ready, **_: WaitResult.TIMEOUT)
+    with pytest.raises(DeviceError):
+        first.all_gather("a", 0, 3, values_of(1))
+    assert first.waits.num_epochs == 1, "that one has its record"
+
+
+def test_a_barrier_is_not_an_epoch(pair: Pair) -> None:
+    with pytest.raises(DeviceError, match="a barrier"):
+        pair[0].barrier()
+    assert pair[0].waits == EpochWaits()
 
 
 def test_nothing_is_published_after_a_timeout(pair: Pair) -> None:

@@ -53,6 +53,8 @@ by_type: dict[Any, st.SearchStrategy[Any]] = {
     "bool": st.booleans(),
     "tuple[int, ...]": st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple),
     "tuple[float, ...]": st.lists(seconds, max_size=5).map(tuple),
+    "tuple[int | None, ...]": st.lists(st.none() | st.integers(0, 2**53), max_size=5).map(tuple),
+    "tuple[float | None, ...]": st.lists(st.none() | seconds, max_size=5).map(tuple),
     "tuple[str, ...]": st.lists(texts, max_size=5).map(tuple),
     "EngineState": st.sampled_from(EngineState),
     "FinishReason": st.sampled_from(FinishReason),

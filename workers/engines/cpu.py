@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
-from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
+from kog_dist.control import ControlPage, DecodeRequest, EpochWaits, KvLayout, RankState
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
@@ -73,6 +73,8 @@ class CpuEngine:
         )  # fmt: skip
         self._control.set_kv_layout(rank, KvLayout(args.num_kv_caches))
         self._interpreter.step(0, 0, Sampling())  # maps pages, fills caches, and shows that all ranks answer
+        self._comm.waits = EpochWaits()  # only those of requests count
+        self._control.set_epoch_waits(rank, self._comm.waits)
         self._rendezvous.barrier(deadline)
 
     # ---- requests ----
@@ -136,6 +138,7 @@ class CpuEngine:
     ) -> StepOutput:  # fmt: skip
         """One token. Rank 0 alone looks for a cancel; its decision reaches the others with the candidates of this step."""
         assert self._interpreter is not None
+        assert self._comm is not None
         assert self._heartbeat is not None
         if self._control.aborted():
             raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
@@ -143,6 +146,7 @@ class CpuEngine:
         stop = self._rank == 0 and self._control.cancelled(seq)
         output = self._interpreter.step(token_id, position, sampling, gather_logits, stop=stop, choose=choose)
         self._control.set_progress(self._rank, seq, position + 1)
+        self._control.set_epoch_waits(self._rank, self._comm.waits)
         return output
 
     def _put(

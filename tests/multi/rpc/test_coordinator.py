@@ -138,6 +138,7 @@ def test_requests_wait_while_ranks_load(start_engine: StartEngine) -> None:
         report = other.status()
         assert (report.state, len(report.waiting), report.running) == (EngineState.LOADING, 1, None)
         assert report.rank_states == ("starting", "starting")
+        assert (report.epochs_waited, report.waited_s) == ((None, None), (None, None))
         engine.become_ready()
         assert text_of(list(events)) == "late"
 

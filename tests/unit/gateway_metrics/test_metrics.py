@@ -210,6 +210,20 @@ def test_engine_report(metrics: Metrics) -> None:
     assert page.value("num_requests_running") == 0
 
 
+def test_epochs_waited_of_ranks_that_count_them(metrics: Metrics) -> None:
+    metrics.engine_report(report(epochs_waited=(7, 0), waited_s=(0.25, 0.0)))
+    text = metrics.render().decode()
+    assert 'kog:epochs_waited_total{engine="0",model_name="demo",rank="0"} 7.0\n' in text
+    assert Page(metrics).families["kog:epochs_waited"].type == "counter"
+    assert Page(metrics).value("epochs_waited_total", rank="1") == 0
+    assert Page(metrics).value("epoch_wait_seconds_total", rank="0") == 0.25
+    metrics.engine_report(report(epochs_waited=(None, 3), waited_s=(None, 0.5)))
+    assert not Page(metrics).has("epochs_waited_total", rank="0"), "not counted is not 0"
+    assert Page(metrics).value("epochs_waited_total", rank="1") == 3
+    metrics.engine_report(report())  # of an engine that knows nothing of it
+    assert not {"kog:epochs_waited", "kog:epoch_wait_seconds"} & Page(metrics).families.keys()
+
+
 def test_an_engine_that_does_not_answer_has_no_queue_but_a_growing_age() -> None:
     now = [5.0]
     metrics = Metrics("demo", clock=lambda: now[0])

@@ -36,7 +36,7 @@ def labels() -> dict[str, set[str]]:
     metrics.engine_report(
         StatusReport(
             EngineState.READY, "one", "demo", "b", 1, 1, ("ready",), (0.0,), 1.0, None, (), 4, 0, 0, 0, 0, 0, 0, 0,
-            ("r0",), ("ready",), ("",), ("",),
+            ("r0",), ("ready",), ("",), ("",), epochs_waited=(0,), waited_s=(0.0,),
         )
     )  # fmt: skip
     found: dict[str, set[str]] = {}

@@ -54,6 +54,7 @@ class FakeReplica:
         self.is_silent = False
         self.is_drained = False
         self.num_asked = 0
+        self.epochs_waited: tuple[int | None, ...] = ()
         self._peers: dict[str, bytes] = {}
         self._listener: RpcListener | None = RpcListener(folder)
 
@@ -84,7 +85,7 @@ class FakeReplica:
         running = self.running[0].request_id if self.running else None
         return StatusReport(
             self.state, self.name, self.model, self.build, 1, 2, ("ready", "ready"), (0.0, 0.0), 1.0, running, (), 16,
-            0, 0, 0, 0, 0, 0, 0,
+            0, 0, 0, 0, 0, 0, 0, epochs_waited=self.epochs_waited,
         )  # fmt: skip
 
     def _named(self, request_id: str) -> Generate:

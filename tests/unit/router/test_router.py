@@ -342,6 +342,30 @@ def test_hello_is_answered_when_it_is_known_what_is_served(world: World) -> None
     assert (event.instance, event.model, event.max_context, event.world_size) == ("fleet", "fake", 256, 2)
 
 
+def test_epochs_waited_stand_at_the_ranks_of_their_replica(world: World) -> None:
+    for name, epochs_waited in (("r0", ()), ("r1", (None, 7))):
+        replica = world.replicas[name] = FakeReplica(world.folder / name, name)
+        replica.epochs_waited = epochs_waited
+        world.add(name)
+    world.until(lambda: world.states() == {"r0": "ready", "r1": "ready"})
+    client = world.client()
+
+    def counted() -> tuple[int | None, ...]:
+        num_reports = len(client.of(StatusReport))
+        client.send(Status())
+        world.until(lambda: len(client.of(StatusReport)) > num_reports)
+        report = client.of(StatusReport)[-1]
+        assert isinstance(report, StatusReport)
+        return report.epochs_waited
+
+    world.until(lambda: all(world.replicas[name].num_asked for name in ("r0", "r1")))
+    world.settle()
+    assert counted() == (None, None, None, 7)
+    world.replicas["r1"].die()
+    world.until(lambda: world.states()["r1"] != "ready")
+    assert counted() == (), "counters of one replica alone would stand at other ranks"
+
+
 def test_replicas_that_differ_are_refused_by_name(world: World) -> None:
     world.add("r0")
     world.until(lambda: world.states() == {"r0": "ready"})
