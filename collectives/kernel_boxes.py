@@ -1,7 +1,8 @@
 """What the monokernel's ranks exchange through the symmetric heap, and the header that tells the kernel where it lies.
 
     attention, mlp   float32 sums of the own lanes' outputs of a block, row owner to row owner; a slot for each summed layer
-    streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes
+    streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes (but not
+                     with `vocab_parallel`, where each has logits of its own lanes)
     candidates       best token of each thread block of each rank, copies for all readers; two slots in turn
 
 Epochs of the sums are those of the plan (`decode/plan.py`): token * summed layers + place of the layer among them. Tokens count
@@ -18,7 +19,7 @@ from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.decode.schedule import is_summed
-from kog_dist.model.spec import Block, ModelSpec
+from kog_dist.model.spec import Block, HeadType, ModelSpec
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES
 
@@ -58,8 +59,9 @@ class KernelBoxes:
         sums = [
             MailboxSpec(b.name.lower(), len(self.summed_layers(b)), self.spec.hidden_size) for b in Block if self.summed_layers(b)
         ]
-        streams = MailboxSpec("streams", 1, self.lanes_per_rank * self.replicas * self.stream_copy_words)
-        return [*sums, streams, MailboxSpec("candidates", 2, self.replicas * self.candidate_copy_words)]
+        if self.spec.head_type is not HeadType.VOCAB_PARALLEL:
+            sums.append(MailboxSpec("streams", 1, self.lanes_per_rank * self.replicas * self.stream_copy_words))
+        return [*sums, MailboxSpec("candidates", 2, self.replicas * self.candidate_copy_words)]
 
     def header(self, placed: Sequence[Mailbox]) -> str:
         """`peers_shape.cuh`, to be included behind peers.cuh; `placed`: the heap's mailboxes, these among them."""

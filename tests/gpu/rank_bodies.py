@@ -8,7 +8,7 @@ from typing import Any
 
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import Sampling
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model.spec import HeadType, ModelSpec
 
 SPEC = ModelSpec(
     hidden_size=256, num_layers=6, num_heads=16, num_kv_heads=8, intermediate_size=512, vocab_size=1000, max_context=512,
@@ -21,6 +21,10 @@ VARIANTS = {
     "late": replace(SPEC, early_comm=False),
     "attention alone": replace(SPEC, mlp_comm=False),
     "sum before norm": replace(SPEC, pre_norm_lane_agg=True),
+    "norm scales per lane": replace(SPEC, shared_norm_scale=False),
+    "head of all lanes": replace(SPEC, head_type=HeadType.LANE, shared_norm_scale=False, vocab_size=997),
+    "head by lane": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
+    "head by lane, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, shared_norm_scale=False, delay=0),
 }
 PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
 
