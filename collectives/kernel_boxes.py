@@ -1,8 +1,8 @@
 """What the monokernel's ranks exchange through the symmetric heap, and the header that tells the kernel where it lies.
 
     attention, mlp   float32 sums of the own lanes' outputs of a block, row owner to row owner; a slot for each summed layer
-    streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes (but not
-                     with `vocab_parallel`, where each has logits of its own lanes)
+    streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes; none
+                     with `vocab_parallel`, where each rank has logits of its own lanes
     candidates       best token of each thread block of each rank, copies for all readers; two slots in turn
 
 Epochs of the sums are those of the plan (`decode/plan.py`): token * summed layers + place of the layer among them. Tokens count

@@ -19,8 +19,8 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
 
-# Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0). GATE_UP is interleaved. HEAD: the
-# rank's vocabulary rows; with `vocab_parallel` those of the lane, with `lane` the columns of number `lane` of `KernelShape.head_lanes`.
+# Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0). GATE_UP is interleaved.
+# HEAD: all vocabulary rows of the rank; with `vocab_parallel` the lane's, with `lane` the columns of one of `KernelShape.head_lanes`.
 MatrixSource = Callable[[Phase, int, int], GpuArray]
 # A tensor of a checkpoint as 16-bit words on the GPU, only the rows that `needed_rows` names.
 TensorSource = Callable[[str], GpuArray]
