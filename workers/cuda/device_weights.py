@@ -20,7 +20,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 GpuArray = Any  # cupy.ndarray; cupy has no types
 
 # Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0). GATE_UP is interleaved.
-# HEAD: all vocabulary rows of the rank; with `vocab_parallel` the lane's, with `lane` the columns of one of `KernelShape.head_lanes`.
+# HEAD: all vocabulary rows of the rank; with `vocab_parallel` the lane's, with `lane` the columns of one of `shape.head_lanes`.
 MatrixSource = Callable[[Phase, int, int], GpuArray]
 # A tensor of a checkpoint as 16-bit words on the GPU, only the rows that `needed_rows` names.
 TensorSource = Callable[[str], GpuArray]
