@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from kog_dist.collectives.cuda_abi import MAX_RANKS
-from kog_dist.collectives.mailbox import place
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
@@ -63,6 +61,7 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
 
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
+    from kog_dist.collectives.mailbox import place
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
     spec = checkpoint.spec
@@ -87,6 +86,8 @@ def _try_select(request: GpuRequest, visible: Visible, inventory: Inventory) -> 
 
 def _obstacles(gpus: tuple[Gpu, ...], count: int, needed: Mapping[str, int]) -> Iterator[KogError]:
     """Why this many GPUs, and these ones, cannot run the model now."""
+    from kog_dist.collectives.cuda_abi import MAX_RANKS
+
     for gpu in gpus:
         reason = _unfit(gpu, needed)
         if reason:
@@ -112,6 +113,8 @@ def _choose_unasked(
     settings: LaunchConfig, checkpoint: Checkpoint, visible: Visible, inventory: Inventory, kv_dtype: str
 ) -> GpuChoice | None:
     """As many GPUs as can be used, None where CPU ranks are the better answer. Raises nothing: nobody asked for GPUs."""
+    from kog_dist.collectives.cuda_abi import MAX_RANKS
+
     num_lanes = checkpoint.spec.num_lanes
     for count in range(min(MAX_RANKS, len(visible.gpus)), 0, -1):
         if num_lanes % count or settings.ranks not in (0, count):

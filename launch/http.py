@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -64,8 +65,13 @@ class HttpGateway:
         return self._port.url
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
-        return self._engine is not None and (self._engine.instance_folder / HTTP_FILE).exists()
+        """Whether it answers, and knows that the engine takes requests."""
+        if self._engine is None:
+            return False
+        try:
+            return bool(json.loads((self._engine.instance_folder / HTTP_FILE).read_text(encoding="utf-8"))["serves"])
+        except FileNotFoundError:
+            return False
 
     def wake_fds(self) -> list[int]:
         """Descriptors that become readable when `look` may have something to do."""

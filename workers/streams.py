@@ -72,9 +72,11 @@ class RequestStream:
                     logprobs.append(entry.logprobs)
                 if self._decoder is not None and entry.finish is not Finish.STOP:  # an end token has no text
                     text += self._stop_filter.push(self._decoder.push(entry.token_id))
-            reason = FinishReason.STOP if self._stop_filter.stopped else _REASONS.get(entry.finish)
-            if reason is not None:
-                text += self.rest() if not self._stop_filter.stopped else ""
+            if self._stop_filter.stopped:
+                reason = FinishReason.STOP
+                break
+            if entry.finish is not Finish.NONE and (reason := _REASONS.get(entry.finish)) is not None:
+                text += self.rest()
                 break
         first = self.num_tokens
         self.num_tokens += len(token_ids)

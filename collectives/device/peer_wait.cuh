@@ -17,6 +17,7 @@ struct PeerNote {
     volatile u32 waiting;  // 0, or the number of the wait
     volatile u32 op, mailbox, slot, wanted;
     volatile u32 num_rows, own_row, row_words, num_words;  // words i < num_words of each row; `own_row` is not waited for
+    volatile u32 tag_bit;  // the lowest bit of a word's tag, which reaches to the end
     const u64* volatile words;
 };
 
@@ -27,10 +28,10 @@ struct PeerPlace {
 
 // Called by one thread of the waiting warp.
 __device__ __forceinline__ void begin_note(PeerNote& note, u32 number, const PeerPlace& place, u32 wanted, const u64* words,
-                                           u32 num_words, u32 num_rows, u32 own_row, u32 row_words) {
+                                           u32 num_words, u32 num_rows, u32 own_row, u32 row_words, u32 tag_bit = 32) {
     note.op = place.op, note.mailbox = place.mailbox, note.slot = place.slot, note.wanted = wanted;
     note.words = words, note.num_words = num_words;
-    note.num_rows = num_rows, note.own_row = own_row, note.row_words = row_words;
+    note.num_rows = num_rows, note.own_row = own_row, note.row_words = row_words, note.tag_bit = tag_bit;
     note.waiting = number;
 }
 
@@ -42,8 +43,8 @@ __device__ __forceinline__ void write_peer_record(const PeerNote& note, u32 rank
 #pragma unroll 1
         for (u32 i = 0; i < note.num_words; ++i) {
             const u64 word = load_system(note.words + row * note.row_words + i);
-            if (!value_has_tag(word, note.wanted) && missing++ == 0)
-                peer = note.num_rows > 1 ? row : rank, seen = static_cast<u32>(word >> 32);
+            const u32 tag = static_cast<u32>(word >> note.tag_bit);
+            if (tag != note.wanted && missing++ == 0) peer = note.num_rows > 1 ? row : rank, seen = tag;
         }
     }
     record->rank = rank, record->cta = blockIdx.x, record->phase = 0;

@@ -130,6 +130,9 @@ __device__ __forceinline__ void store_relaxed_x2(u64* p, u64 a, u64 b) {
 __device__ __forceinline__ void store_relaxed(u64* p, u64 a) {
     asm volatile("st.relaxed.gpu.global.L2::cache_hint.b64 [%0], %1, %2;" ::"l"(p), "l"(a), "l"(kKeepInL2) : "memory");
 }
+__device__ __forceinline__ void store_relaxed_u32(u32* p, u32 a) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(a) : "memory");
+}
 __device__ __forceinline__ void store_system_x2(u64* p, u64 a, u64 b) {
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
 }

@@ -16,6 +16,10 @@ app = typer.Typer(
     help="Measure an engine on this machine. The last line is one JSON object: commit, machine, configuration, figures.",
 )  # fmt: skip
 
+_SAMPLING_HELP = (
+    "Compare kinds of sampling, the first with the others: greedy,temperature,top-p-logprobs,mask; a wrong one lists all."
+)
+
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
 
 
@@ -81,6 +85,7 @@ def latency(
     baseline: Annotated[
         str, typer.Option(help="Measure compiled torch in a CUDA graph, too: lanes, dense (one wide lane), or lanes,dense.")
     ] = "",
+    sampling: Annotated[str, typer.Option(help=_SAMPLING_HELP)] = "",
 ) -> None:
     """Microseconds per token of the monokernel on one GPU, beside the time that reading the weights alone takes."""
     from kog_dist.bench import latency as benchmark
@@ -93,7 +98,8 @@ def latency(
     baselines = tuple(part for part in baseline.split(",") if part)
     if not set(baselines) <= set(FORMS):
         raise ConfigError(f"--baseline must be one or more of {', '.join(FORMS)}, got {baseline!r}")
-    benchmark.run(model, spec, _counts(lanes, "--lanes"), _counts(contexts, "--contexts"), tokens, trace, baselines)
+    counts, samplings = _counts(lanes, "--lanes"), _samplings(sampling)
+    benchmark.run(model, spec, counts, _counts(contexts, "--contexts"), tokens, trace, baselines, samplings)
 
 
 @app.command()
@@ -111,14 +117,16 @@ def prefill(
 ) -> None:
     """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
     from kog_dist.bench import prefill as benchmark
+    from kog_dist.bench import prefill_ranks
 
-    names = tuple(benchmark.CHOICES) if choices == "all" else tuple(part.strip() for part in choices.split(";"))
-    if not set(names) <= set(benchmark.CHOICES):
-        raise ConfigError(f"--choices must be all or one or more of {'; '.join(benchmark.CHOICES)}, got {choices!r}")
+    present = benchmark.CHOICES if gpus == "1" else prefill_ranks.CHOICES
+    names = tuple(present) if choices == "all" else tuple(part.strip() for part in choices.split(";"))
+    if not set(names) <= set(present):
+        raise ConfigError(f"--choices must be all or one or more of {'; '.join(present)}, got {choices!r}")
     if repeats < 1:
         raise ConfigError("--repeats must be at least 1")
     if gpus != "1":
-        benchmark.run_on_several(spec, _counts(gpus, "--gpus"), _counts(prompts, "--prompts"), repeats)
+        benchmark.run_on_several(spec, _counts(gpus, "--gpus"), _counts(prompts, "--prompts"), repeats, names)
         return
     benchmark.run(model, spec, _counts(prompts, "--prompts"), repeats, names, with_load=load, only_prompts=only_prompts)
 
@@ -329,6 +337,7 @@ def scaling(
     peer_hop_us: Annotated[
         float, typer.Option(help="Publish to visible on another GPU; `kog-bench collectives` measures it.")
     ] = 1.0,
+    sampling: Annotated[str, typer.Option(help=_SAMPLING_HELP)] = "",
 ) -> None:
     """Microseconds per token on several GPUs, and whether the bits are the same (else code 1); or a prediction."""
     from kog_dist.bench import scaling as benchmark
@@ -337,13 +346,24 @@ def scaling(
     if not model:
         from kog_dist.bench import scaling_run
 
-        counts = _counts(gpus, "--gpus")
-        same = scaling_run.run(spec, counts, _counts(contexts, "--contexts"), tokens, repeats, yardstick=yardstick)
+        counts, samplings = _counts(gpus, "--gpus"), _samplings(sampling)
+        same = scaling_run.run(
+            spec, counts, _counts(contexts, "--contexts"), tokens, repeats, yardstick=yardstick, samplings=samplings
+        )
         raise typer.Exit(0 if same else 1)
     if not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")
     costs = benchmark.Costs(peer_hop_us=peer_hop_us)
     benchmark.run(named_spec(spec), spec, _times(lanes_us, "--lanes-us"), _times(gpus_us, "--gpus-us"), costs)
+
+
+def _samplings(text: str) -> tuple[str, ...]:
+    from kog_dist.bench.shaped import SAMPLINGS
+
+    names = tuple(part for part in text.split(",") if part)
+    if not set(names) <= set(SAMPLINGS):
+        raise ConfigError(f"--sampling must be one or more of {', '.join(SAMPLINGS)}, got {text!r}")
+    return names
 
 
 def _times(text: str, option: str) -> dict[int, float]:

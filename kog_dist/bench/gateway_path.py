@@ -3,7 +3,8 @@
 The synthetic engine writes into each token's text the moment at which it has it; the client, on the same monotonic clock, notes
 when `recv` has given it the bytes. In between are the engine's making and encoding of the event, the sockets, the gateway, and
 the client's own wake-up. What the client makes of the bytes comes after. It reads as httpx does under the official client: one
-thread, a blocking socket with a time limit.
+thread, a blocking socket with a time limit. `arrival` is the same with the kernel's moment of putting the bytes into the client's
+socket: the path without the client's wake-up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,8 @@ INSTANCE = "path"
 _READY_S = 30.0
 _END_S = 10.0
 _RECEIVE_BYTES = 1 << 16  # as httpcore
+_SO_TIMESTAMPNS = 35  # of Linux, on all but a few old architectures; the type of the message that carries it, too
+_TIMESPEC = struct.Struct("@ll")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -59,7 +63,7 @@ class _Sample:
 def run(rate: float, *, num_tokens: int, repeats: int) -> None:
     """Measure both ways in turns; prints a line for each, what HTTP adds, then the JSON object. Raises LaunchError."""
     before = machine()
-    rpc, http = _Sample(), _Sample()
+    rpc, http, arrival = _Sample(), _Sample(), _Sample()
     with _service(rate) as (access, url, pids):
         _receive_rpc(access, 200)
         _receive_http(url, 200)
@@ -68,11 +72,13 @@ def run(rate: float, *, num_tokens: int, repeats: int) -> None:
                 _add(rpc, _receive_rpc(access, num_tokens))
             with _spent(http, pids):
                 _add(http, _receive_http(url, num_tokens))
-    figures = {"rpc": rpc.summary(), "http": http.summary()}
+            with _spent(arrival, pids):
+                _add(arrival, _receive_http(url, num_tokens, _SocketStamps))
+    figures = {"rpc": rpc.summary(), "http": http.summary(), "arrival": arrival.summary()}
     for name, figure in figures.items():
         spent = ", ".join(f"{who} {cpu_us:.0f}" for who, cpu_us in figure["cpu_us_per_token"].items())
         print(
-            f"{name:<5}sent to received p50 {figure['p50_us']:.0f} us, p99 {figure['p99_us']:.0f} us; "
+            f"{name:<8}sent to received p50 {figure['p50_us']:.0f} us, p99 {figure['p99_us']:.0f} us; "
             f"{figure['tokens_per_event']:.2f} tokens per event; CPU us per token: {spent}"
         )
     added = {name: figures["http"][name] - figures["rpc"][name] for name in ("p50_us", "p99_us")}
@@ -96,9 +102,38 @@ def _receive_rpc(access: Access, num_tokens: int) -> list[tuple[str, int]]:
     return pairs
 
 
-def _receive_http(url: ServiceUrl, num_tokens: int) -> list[tuple[str, int]]:
+class _ReceiverStamps:
+    """Stamps bytes when `recv` has returned with them."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def receive(self) -> tuple[bytes, int]:
+        """The next bytes and their moment, on the monotonic clock."""
+        return self._connection.recv(_RECEIVE_BYTES), time.monotonic_ns()
+
+
+class _SocketStamps(_ReceiverStamps):
+    """Stamps bytes when the kernel has put the last of them into the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        connection.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+
+    def receive(self) -> tuple[bytes, int]:
+        """The next bytes and their moment: the kernel's is on the clock of the day, which is compared with ours now."""
+        piece, notes, _flags, _address = self._connection.recvmsg(_RECEIVE_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
+        now_ns, today_ns = time.monotonic_ns(), time.clock_gettime_ns(time.CLOCK_REALTIME)
+        if not notes:
+            return piece, now_ns
+        seconds, nanoseconds = _TIMESPEC.unpack(notes[0][2])
+        return piece, now_ns - (today_ns - seconds * 1_000_000_000 - nanoseconds)
+
+
+def _receive_http(url: ServiceUrl, num_tokens: int, stamps: type[_ReceiverStamps] = _ReceiverStamps) -> list[tuple[str, int]]:
     body = {"model": "default", "prompt": "x", "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
-    received = _exchange(url, request_bytes(url, "POST", f"{url.prefix}/completions", body=body))
+    received = _exchange(url, request_bytes(url, "POST", f"{url.prefix}/completions", body=body), stamps)
     pairs = []
     for payload, stamp_ns in received:
         if payload != b"[DONE]" and (choices := json.loads(payload).get("choices")) and choices[0]["text"]:
@@ -108,21 +143,20 @@ def _receive_http(url: ServiceUrl, num_tokens: int) -> list[tuple[str, int]]:
     return pairs
 
 
-def _exchange(url: ServiceUrl, request: bytes) -> list[tuple[bytes, int]]:
-    """Payloads of the answer's events, each with the moment at which its bytes had been received."""
+def _exchange(url: ServiceUrl, request: bytes, stamps: type[_ReceiverStamps]) -> list[tuple[bytes, int]]:
+    """Payloads of the answer's events, each with the moment of its bytes."""
     response, events, plain = ResponseParser(), EventParser(), b""
     received: list[tuple[bytes, int]] = []
     with socket.create_connection((url.host, url.port), timeout=_READY_S) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        receiver = stamps(connection)
         connection.sendall(request)
         while not response.is_complete:
-            piece = connection.recv(_RECEIVE_BYTES)
-            now_ns = time.monotonic_ns()
+            piece, moment_ns = receiver.receive()
             if not piece:
                 raise RequestFailed("incomplete", "the gateway closed the connection before its answer was complete")
             body = response.feed(piece)
             if response.status == 200:
-                received += [(payload, now_ns) for payload in events.feed(body)]
+                received += [(payload, moment_ns) for payload in events.feed(body)]
             else:
                 plain += body
     if response.status != 200:

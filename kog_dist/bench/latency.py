@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kog_dist.bench import shaped as shaped_requests
 from kog_dist.bench.gpu import free_memory, gpu_name
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
+from kog_dist.control import ControlPage
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.cuda.shaped import ShapedRequest
 
 _STREAMED_TOKENS = 50
 _TRACED_STEP = 8
@@ -31,6 +35,7 @@ def run(
     tokens: int,
     trace: str | None,
     baselines: tuple[str, ...],
+    samplings: tuple[str, ...] = (),
 ) -> None:
     """Measure every lane count at every context and print the report; its last line is one JSON object."""
     configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}
@@ -38,8 +43,14 @@ def run(
     figures: list[dict[str, Any]] = []
     traces: dict[str, Any] = {}
     for lanes in lane_counts:
-        kernel = _kernel(model, spec_name, lanes)
+        page = _mask_page(model, spec_name) if samplings else None
+        kernel = _kernel(model, spec_name, lanes, page=page)
         figures += _measure(kernel, contexts, tokens)
+        if page is not None:
+            at = _nearest(contexts, 512)
+            figures += shaped_requests.figures(shaped_requests.times_us(kernel, page, samplings, at, tokens), at, lanes=lanes)
+            kernel.close()
+            page.close()
         if trace is not None:
             traces[str(lanes)] = write_trace(kernel, _nearest(contexts, 512), Path(trace) / f"token-{lanes}-lanes")
         spec = kernel.shape.spec
@@ -112,20 +123,28 @@ def _nearest(contexts: tuple[int, ...], wanted: int) -> int:
     return min(contexts, key=lambda context: abs(context - wanted))
 
 
-def _kernel(model: str | None, spec_name: str, lanes: int, **options: Any) -> Monokernel:
+def _mask_page(model: str | None, spec_name: str) -> ControlPage:
+    """A control page, for its masks alone."""
+    from kog_dist.model.checkpoint import open_checkpoint
+
+    spec = named_spec(spec_name) if model is None else open_checkpoint(Path(model), verify=False).spec
+    return ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size)
+
+
+def _kernel(model: str | None, spec_name: str, lanes: int, page: ControlPage | None) -> Monokernel:
     from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.load import load_weights
 
     if model is None:
         spec = named_spec(spec_name)
-        shape = KernelShape(spec, _hosted(spec, lanes), **options)
-        return Monokernel(shape, random_weights(shape, SEED))
+        shape = KernelShape(spec, _hosted(spec, lanes))
+        return Monokernel(shape, random_weights(shape, SEED), shaped=page is not None, masks=None if page is None else page.masks)
     from kog_dist.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(Path(model), verify=False)
     hosted = _hosted(checkpoint.spec, lanes)
-    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype, **options)
-    return Monokernel(shape, load_weights(shape, checkpoint))
+    shape = KernelShape(checkpoint.spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+    return Monokernel(shape, load_weights(shape, checkpoint), shaped=page is not None, masks=None if page is None else page.masks)
 
 
 def _hosted(spec: ModelSpec, lanes: int) -> range:
@@ -134,8 +153,19 @@ def _hosted(spec: ModelSpec, lanes: int) -> range:
     return range(lanes)
 
 
-def token_times_us(kernel: Monokernel, context: int, tokens: int) -> list[float]:
-    """Time of each of `tokens` - 1 steps of one launch that begins with `context` - 1 positions in the KV cache."""
+def token_times_us(
+    kernel: Monokernel,
+    context: int,
+    tokens: int,
+    sampling: Sampling | None = None,
+    shaped: ShapedRequest | None = None,
+    *,
+    during: Any = None,
+) -> list[float]:
+    """Time of each of `tokens` - 1 steps of one launch that begins with `context` - 1 positions in the KV cache.
+
+    `during`: a context manager that is entered while the kernel runs.
+    """
     import cupy
 
     max_context = kernel.shape.spec.max_context
@@ -144,9 +174,10 @@ def token_times_us(kernel: Monokernel, context: int, tokens: int) -> list[float]
         raise ConfigError(f"a context of {context} leaves no room for tokens; the model's context is {max_context}")
     stamps = cupy.zeros(steps, cupy.uint64)
     prompt = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, context).tolist()
-    kernel.begin(prompt, max_context, Sampling(), first_position=context - 1)
-    kernel.launch(steps, stamps)
-    kernel.finish()
+    kernel.begin(prompt, max_context, sampling or Sampling(), first_position=context - 1, shaped=shaped)
+    with during or nullcontext():
+        kernel.launch(steps, stamps)
+        kernel.finish()
     times: list[float] = (np.diff(stamps.get().astype(np.int64)) / 1000).tolist()
     return times
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("cublas", "cublaslt")
 _TO_512 = tuple(size for size in BLOCK_SIZES if size <= 512)
+_TO_256 = tuple(size for size in BLOCK_SIZES if size <= 256)
 CHOICES = {  # what could be the default
     "default": Tuning(),
     "cublaslt": Tuning(library="cublaslt"),
@@ -56,7 +57,8 @@ CHOICES = {  # what could be the default
     "to 512": Tuning(_TO_512),
     "to 512, no pairs": Tuning(_TO_512, paired_from=NO_PAIRS),
     "to 512, 96 blocks": Tuning(_TO_512, paired_ctas=96),
-    "to 256": Tuning(tuple(size for size in BLOCK_SIZES if size <= 256), paired_from=256),
+    "to 256": Tuning(_TO_256, paired_from=256),
+    "to 256, 24 blocks, 120 SMs": Tuning(_TO_256, paired_from=256, paired_ctas=24, product_sms=120),
     "to 2048, no pairs": Tuning((*BLOCK_SIZES, 2048), paired_from=NO_PAIRS),
     "32 blocks": Tuning(paired_ctas=32),
     "to 512, 48 blocks": Tuning(_TO_512, paired_ctas=48),
@@ -113,12 +115,19 @@ def run(
     finish("prefill", configuration, before, figures)
 
 
-def run_on_several(spec_name: str, gpu_counts: tuple[int, ...], prompts: tuple[int, ...], repeats: int) -> None:
+def run_on_several(
+    spec_name: str, gpu_counts: tuple[int, ...], prompts: tuple[int, ...], repeats: int, choices: tuple[str, ...]
+) -> None:
     """The prompts on several GPUs, a process each. Prints the report; its last line is one JSON object."""
     configuration = {"model": f"{spec_name}, random weights", "repeats": repeats, "gpu": require_gpus(max(gpu_counts))}
     before = machine()
     cases = _cases(prompts, named_spec(spec_name).max_context)
-    figures = [figure for count in gpu_counts for figure in prefill_ranks.run(spec_name, count, cases, repeats)]
+    figures = [
+        figure
+        for count in gpu_counts
+        for choice in choices
+        for figure in prefill_ranks.run(spec_name, count, cases, repeats, choice)
+    ]
     finish("prefill", configuration, before, {"prompts": figures})
 
 

@@ -15,6 +15,7 @@ from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill import peer_exchange
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, matrices_for, prefill_for
 
 if TYPE_CHECKING:
@@ -24,11 +25,25 @@ if TYPE_CHECKING:
 
 _DEADLINE_S = 150.0
 _LIMIT_S = 2.0
+_TO_512 = tuple(size for size in BLOCK_SIZES if size <= 512)
+CHOICES = {  # tuning, and thread blocks that send or collect a sum
+    "default": (DEFAULT, peer_exchange.DEFAULT_CTAS),
+    "8 blocks": (DEFAULT, 8),
+    "32 blocks": (DEFAULT, 32),
+    "16 blocks, 116 SMs": (Tuning(product_sms=116), 16),
+    "8 blocks, 124 SMs": (Tuning(product_sms=124), 8),
+    "to 512": (Tuning(_TO_512), peer_exchange.DEFAULT_CTAS),
+}
 DECODED = 256  # the last cached positions, which prefill has to fetch from the kernel's cache
 
 
 def prepared(
-    context: RankContext, spec: ModelSpec, seed: int, tuning: Tuning = DEFAULT, limit_s: float = _LIMIT_S
+    context: RankContext,
+    spec: ModelSpec,
+    seed: int,
+    tuning: Tuning = DEFAULT,
+    limit_s: float = _LIMIT_S,
+    exchange_ctas: int = peer_exchange.DEFAULT_CTAS,
 ) -> tuple[CudaCommunicator | None, Monokernel, Prefill]:
     """One rank's communicator (None if it is alone), kernel with random weights, and prefill. Collective."""
     import cupy
@@ -58,7 +73,9 @@ def prepared(
     boxes = [*shape.boxes.specs(), *peer_exchange.mailboxes(spec, max(tuning.sizes))]
     comm = context.cuda_communicator(boxes, timeout_s=_LIMIT_S) if world_size > 1 else None
     kernel = Monokernel(shape, weights, rank=rank, wait_limit_us=2_000_000, heap=None if comm is None else comm.heap)
-    exchange = None if comm is None else peer_exchange.peer_exchange(spec, max(tuning.sizes), comm, limit_s=limit_s)
+    exchange = None
+    if comm is not None:
+        exchange = peer_exchange.peer_exchange(spec, max(tuning.sizes), comm, limit_s=limit_s, num_ctas=exchange_ctas)
     prefill = prefill_for(kernel, matrices, exchange=exchange, tuning=tuning)
     context.rendezvous.barrier(context.deadline)
     return comm, kernel, prefill
@@ -67,7 +84,8 @@ def prepared(
 def measure(context: RankContext) -> dict[str, Any]:
     """Median milliseconds of each case from a prompt to a full cache, and to its first token, on this rank."""
     spec, repeats = named_spec(str(context.arguments["spec"])), int(context.arguments["repeats"])
-    comm, kernel, prefill = prepared(context, spec, SEED)
+    tuning, exchange_ctas = CHOICES[str(context.arguments["choice"])]
+    comm, kernel, prefill = prepared(context, spec, SEED, tuning, exchange_ctas=exchange_ctas)
     ids = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
     figures = []
     for length, cached in context.arguments["cases"]:
@@ -94,9 +112,9 @@ def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: i
     return 1e3 * (filled_s - begin_s), 1e3 * (time.perf_counter() - begin_s)
 
 
-def run(spec_name: str, num_gpus: int, cases: list[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
+def run(spec_name: str, num_gpus: int, cases: list[tuple[int, int]], repeats: int, choice: str) -> list[dict[str, Any]]:
     """The figures of the slowest rank. Raises LaunchError when a rank failed."""
-    arguments = {"spec": spec_name, "cases": cases, "repeats": repeats}
+    arguments = {"spec": spec_name, "cases": cases, "repeats": repeats, "choice": choice}
     outcomes = run_ranks(
         num_gpus, "kog_dist.bench.prefill_ranks:measure", arguments, deadline_s=_DEADLINE_S, device="cuda"
     )  # fmt: skip
@@ -105,10 +123,10 @@ def run(spec_name: str, num_gpus: int, cases: list[tuple[int, int]], repeats: in
     ranks = [outcome.result["figures"] for outcome in outcomes]
     figures = []
     for case in zip(*ranks, strict=True):
-        figure = {"gpus": num_gpus, **max(case, key=lambda row: row["first_token_ms"])}
+        figure = {"gpus": num_gpus, "choice": choice, **max(case, key=lambda row: row["first_token_ms"])}
         figures.append(figure)
         print(
-            f"  {num_gpus} GPUs, prompt {figure['prompt']:5}, {figure['cached']:5} cached: "
+            f"  {num_gpus} GPUs, {choice}, prompt {figure['prompt']:5}, {figure['cached']:5} cached: "
             f"prefill {figure['prefill_ms']:8.3f} ms, first token {figure['first_token_ms']:8.3f} ms median",
             flush=True,
         )

@@ -14,8 +14,11 @@ from typing import Any
 from kog_dist.bench.gpu import gpu_name, require_gpus
 from kog_dist.bench.latency import token_times_us
 from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.shaped import figures as shaped_figures
+from kog_dist.bench.shaped import times_us
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext, run_ranks
+from kog_dist.control import ControlPage
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import KogError
 
@@ -28,7 +31,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     `repeats` had others."""
     import cupy
 
-    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
     from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
@@ -39,12 +42,17 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, leaves_out_delayed=left_out)
     cupy.cuda.Device(context.info.local_rank).use()
     if rank == 0:
-        build(shape.headers())
+        for source in KERNEL_SOURCES:
+            build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)  # the others find it in the cache
+    samplings = list(context.arguments.get("samplings", ()))
+    page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
     comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=_WAIT_LIMIT_US / 1e6) if world_size > 1 else None
+    heap = None if comm is None else comm.heap
     kernel = Monokernel(
-        shape, random_weights(shape, SEED), rank=rank, wait_limit_us=_WAIT_LIMIT_US, heap=None if comm is None else comm.heap
-    )
+        shape, random_weights(shape, SEED), rank=rank, wait_limit_us=_WAIT_LIMIT_US, heap=heap,
+        shaped=page is not None, masks=None if page is None else page.masks,
+    )  # fmt: skip
     found: dict[str, Any] = {"us": {}, "bits": {}, "repeats": {}}
     first = shape.vocab_rows[0]
 
@@ -65,24 +73,44 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             kernel.finish()
             repeated.append(bits())
         found["repeats"][str(tokens)] = sum(other != repeated[0] for other in repeated)
+    if page is not None:
+        found["samplings"] = {}
+        for name in samplings:
+            context.rendezvous.barrier(context.deadline)
+            at = max(map(int, context.arguments["contexts"]))
+            found["samplings"] |= times_us(kernel, page, [name], at, int(context.arguments["tokens"]))
     context.rendezvous.barrier(context.deadline)
+    kernel.close()
     if comm is not None:
         comm.close()
     return found
 
 
 def run(
-    spec_name: str, gpu_counts: Sequence[int], contexts: Sequence[int], tokens: int, repeats: int, *, yardstick: bool = False
+    spec_name: str,
+    gpu_counts: Sequence[int],
+    contexts: Sequence[int],
+    tokens: int,
+    repeats: int,
+    *,
+    yardstick: bool = False,
+    samplings: Sequence[str] = (),
 ) -> bool:
     """Measure and print a table; the last line is one JSON object. False: bits differ."""
     require_gpus(max(gpu_counts))
     before = machine()
-    arguments = {"spec": spec_name, "contexts": list(contexts), "tokens": tokens, "repeats": repeats}
+    arguments = {
+        "spec": spec_name, "contexts": list(contexts), "tokens": tokens, "repeats": repeats, "samplings": list(samplings),
+    }  # fmt: skip
     figures: list[dict[str, Any]] = []
     reference: dict[str, list[str]] = {}
     for count in gpu_counts:
         ranks = _decode(count, arguments)
-        bare = _decode(count, {**arguments, "repeats": 0, "leaves_out_delayed": True}) if yardstick and count > 1 else None
+        bare = (
+            _decode(count, {**arguments, "repeats": 0, "samplings": [], "leaves_out_delayed": True})
+            if yardstick and count > 1
+            else None
+        )
         for context in map(str, contexts):
             bits = [digest for rank in ranks for digest in rank["bits"][context]]
             times = ranks[0]["us"][context]
@@ -103,8 +131,10 @@ def run(
                 line += f", {figure['us_without_delayed_sums']:.1f} us without the delayed sums"
             figures.append(figure)
             print(line, flush=True)
+        if samplings:
+            figures += shaped_figures(ranks[0]["samplings"], max(contexts), gpus=count)
     finish("scaling", {"model": f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}, before, figures)
-    return all(figure["same_bits"] and not figure["different_repeats"] for figure in figures)
+    return all(figure["same_bits"] and not figure["different_repeats"] for figure in figures if "same_bits" in figure)
 
 
 def _decode(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:

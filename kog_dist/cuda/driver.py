@@ -1,4 +1,6 @@
-"""The few calls of the CUDA driver that a launch needs. Memory and contexts are cupy's; this loads cubins and launches them."""
+"""The few calls of the CUDA driver that a launch needs. Memory and contexts are cupy's; this loads cubins and launches them, and
+maps host memory that somebody else has made.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 from kog_dist.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
 
 
@@ -47,6 +50,24 @@ def _check(code: int, what: str) -> None:
     name = ctypes.c_char_p()
     _driver().cuGetErrorName(code, ctypes.byref(name))
     raise LaunchError(f"{what} failed: {(name.value or b'unknown error').decode()} ({code})")
+
+
+class HostMapping:
+    """Host memory, from `address` on, that the current context's GPU reads and writes at `device_ptr` until `close`."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self._address: int | None = address
+        what = f"mapping {num_bytes} bytes of host memory into the GPU's addresses"
+        _check(_driver().cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _HOST_REGISTER_MAPPED), what)
+        found = ctypes.c_uint64()
+        _check(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0), what)
+        self.device_ptr = found.value
+
+    def close(self) -> None:
+        """End the mapping; nothing on the GPU may use it any more. A context that is broken has ended it by itself."""
+        if self._address is not None:
+            _driver().cuMemHostUnregister(ctypes.c_void_p(self._address))
+            self._address = None
 
 
 class Kernel:

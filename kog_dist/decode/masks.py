@@ -44,6 +44,7 @@ class MaskSlots:
     def __init__(self, segment: Segment, offset: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         words = segment.array(np.uint64, NUM_SLOTS * num_words(vocab_size), offset)
+        self.memory = (words.ctypes.data, mask_bytes(vocab_size))  # address and bytes in this process, whole pages
         self._slots = words.reshape(NUM_SLOTS, num_words(vocab_size))
 
     def put(self, epoch: int, mask: MaskWords) -> None:

@@ -12,7 +12,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.rpc.transport import Access
 
 MAX_KEY_BYTES: Final = 1024
-HTTP_FILE: Final = "http.json"  # in the instance folder, once the gateway answers: {"url": ..., "pid": ...}
+HTTP_FILE: Final = "http.json"  # in the instance folder, once the gateway answers; see Service.announce
 
 
 @dataclass(frozen=True, slots=True)

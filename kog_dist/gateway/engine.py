@@ -18,7 +18,7 @@ import zmq
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.gateway.line import Line, Sink
 from kog_dist.gateway.logs import Log
-from kog_dist.gateway.readiness import ASK_EVERY_S, Readiness
+from kog_dist.gateway.readiness import ASK_EVERY_S, ASK_FIRST_S, Readiness
 from kog_dist.rpc.messages import Error, ErrorCode, Event, Generate, Hello, Status, StatusReport, Welcome, build_hash
 from kog_dist.rpc.transport import Access
 
@@ -72,7 +72,7 @@ class EngineBridge:
             while True:
                 self._tend()
                 begin_s = time.monotonic()
-                await asyncio.sleep(ASK_EVERY_S)
+                await asyncio.sleep(ASK_EVERY_S if self.readiness.has_served else ASK_FIRST_S)
                 if time.monotonic() - begin_s > HELD_UP_S:
                     self.readiness.forgive()
         finally:

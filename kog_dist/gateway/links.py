@@ -18,7 +18,7 @@ from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
 from kog_dist.rpc.transport import Access, open_dealer
 from kog_dist.rpc.zmtp import DEALER, Message, Wire, framed, only_message, opening
 
-_RECEIVE_BYTES: Final = 1 << 16
+_RECEIVE_BYTES: Final = 1 << 12  # a token has 150; room for more costs time, though it is not used
 _UNSENT_BYTES: Final = 8 * MAX_MESSAGE_BYTES  # of requests that the engine has not read
 _FILE_SCHEME: Final = "ipc://"
 

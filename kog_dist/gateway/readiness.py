@@ -14,6 +14,7 @@ from typing import Final
 from kog_dist.rpc.messages import EngineState, StatusReport
 
 ASK_EVERY_S: Final = 0.1
+ASK_FIRST_S: Final = 0.02  # until the engine is ready for the first time
 SILENT_S: Final = 0.5  # an engine that answers nothing for so long
 STUCK_S: Final = 10.0  # a running request that does not get on for so long
 RETRY_AFTER_S: Final = {"loading": 1.0, "draining": 5.0, "failed": 2.0}
@@ -88,6 +89,11 @@ class Readiness:
         self._progressed_s = now_s
         if self._asked_s is not None:
             self._asked_s = now_s
+
+    @property
+    def has_served(self) -> bool:
+        """Whether the engine has ever been ready."""
+        return self._has_served
 
     @property
     def is_connected(self) -> bool:

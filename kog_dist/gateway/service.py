@@ -43,6 +43,7 @@ class Service:
         self.tokenizer, self.chat_template, self._defaults = _read_model(args.model)
         self.readiness = Readiness(stall_s=args.stall_s)
         self.welcome: Welcome | None = None
+        self._announced: dict[str, Any] | None = None
         self.served: ServedModel | None = None  # None until the engine has said what it serves
         self.facts = EngineFacts()
         self._spec, self._gpus = read_spec(args.model), read_inventory().gpus
@@ -77,6 +78,8 @@ class Service:
 
     def _on_report(self, report: StatusReport | None) -> None:
         self.metrics.engine_report(report)
+        if self._announced is not None and not self._announced["serves"] and self._serves():
+            self.announce()
         if report is not None and self.welcome is not None and not self.facts.bytes_per_token:
             self.facts = engine_facts(self.welcome.max_context, self._spec, report, self._gpus)
             self.metrics.engine_facts(self.facts)
@@ -91,14 +94,21 @@ class Service:
 
     # ---- life ----
     def announce(self) -> None:
-        """Write http.json into the instance folder: where the service is, now that it answers."""
+        """Write http.json into the instance folder now that the service answers: url, pid, and whether it `serves`.
+
+        It is written again once it does: the launcher calls the engine ready when those who ask are not refused any more.
+        """
         if self.args.instance_folder is None or not self.args.ends_with_engine:
             return
+        self._announced = {"url": self.url, "pid": os.getpid(), "serves": self._serves()}
         path = Path(self.args.instance_folder) / HTTP_FILE
         fresh = path.with_suffix(".new")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
-            json.dump({"url": self.url, "pid": os.getpid()}, stream)
+            json.dump(self._announced, stream)
         fresh.replace(path)
+
+    def _serves(self) -> bool:
+        return self.served is not None and self.readiness.health().serves
 
     def drain(self) -> None:
         """Take nothing new; running answers go on."""

@@ -144,9 +144,10 @@ class FilePort:
             self._write(name, peer)
 
     def _look_after_strangers(self, now_s: float) -> None:
-        for name, peer in list(self._strangers.items()):
+        while self._strangers:  # in the order in which they came
+            name, peer = next(iter(self._strangers.items()))
             if now_s < peer.until_s:
-                break  # they are in the order in which they came
+                return
             self._forget(name)
 
     def _forget(self, name: bytes) -> None:

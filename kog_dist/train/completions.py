@@ -27,6 +27,8 @@ _DEDENT = {
     "    ": re.compile(r"\n {0,4}(?=[^\s)\]}\"'#])"),
 }
 
+_OPEN_END = re.compile(r"(^[^\n]*:[ ]*\n+)*[^\n]*\Z", re.MULTILINE)
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -89,11 +91,11 @@ def chosen_functions(functions: Sequence[HeldOutFunction], count: int) -> tuple[
 def judge(function: HeldOutFunction, margin: str, continuation: Continuation) -> Completion:
     """Cut the text behind the function, parse and test it; a completion without a single line of its own counts as failed.
 
-    What hit the limit loses its last, unfinished line.
+    What hit the limit loses its unfinished end: the last line, and before it heads of blocks (lines that end in a colon).
     """
     body = _DEDENT[margin].split("\n" + continuation.text, maxsplit=1)[0][1:]
     if not continuation.ended:
-        body = body.rsplit("\n", 1)[0] + "\n" if "\n" in body else ""
+        body = _OPEN_END.sub("", body)
     text = textwrap.indent(function.prompt, margin) + body.rstrip() + "\n"
     try:
         with warnings.catch_warnings():

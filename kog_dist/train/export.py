@@ -81,7 +81,7 @@ def _evaluation_text(evaluation: dict[str, Any]) -> str:
         f"(or first line) and completed at temperature {evaluation['temperature']} with seed {evaluation['seed']}, "
         f"**{evaluation['num_parsed']} ({evaluation['parse_share']:.1%}) parse** with `ast`.\n"
         f"{whole} completions came to an end of their own, and {evaluation['num_ended_parsed']} of these parse; {cut} were\n"
-        f"still going on after {evaluation['max_new_tokens']} tokens, lost their unfinished last line, and "
+        f"still going on after {evaluation['max_new_tokens']} tokens, lost their unfinished end, and "
         f"{evaluation['num_parsed'] - evaluation['num_ended_parsed']} of these parse.\n"
         "An empty completion counts as failed. Parsing says nothing about whether the code is right.\n\n"
         f"Of {evaluation['num_tested']} functions with unit tests, made by calling the originals on invented arguments,\n"

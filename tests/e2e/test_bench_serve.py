@@ -116,7 +116,7 @@ def test_the_path_through_the_gateway_is_measured() -> None:
     done = run("gateway", "--rate=1000", "--tokens=200", "--repeats=1")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["figures"]
-    for way in ("rpc", "http"):
+    for way in ("rpc", "http", "arrival"):
         assert figures[way]["tokens"] == 200
         assert 0 < figures[way]["p50_us"] <= figures[way]["p99_us"]
 

@@ -1,19 +1,21 @@
 """A few tokens of small models, for compute-sanitizer: see memcheck.sh. Neither torch nor pytest, which would take it minutes.
 
 Together the models have all that addresses depend on: rings that wrap, rows and columns that do not divide, both formats, 1 to 8
-hosted lanes, every reduction, a planted silence with its wait record, sampling, launches in pieces, and the ceiling kernel.
+hosted lanes, every reduction, a planted silence with its wait record, plain and shaped sampling, launches in pieces, and the
+ceiling kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, Monokernel
+from kog_dist.workers.cuda.shaped import ShapedRequest
 
 SMALL = ModelSpec(
     hidden_size=256, num_layers=4, num_heads=16, num_kv_heads=8, intermediate_size=512, vocab_size=1000, max_context=512,
@@ -33,15 +35,18 @@ SHAPES = {
     "traced": KernelShape(SMALL, range(8), traced_step=2),
 }
 
+SHAPED = ShapedRequest(Shaping(50, 0.9, 0.01, 1.1, 0.1, 0.1, ((3, 2.0), (700, 1.0)), 3), logprobs=20)
+
 
 def main() -> None:
     import cupy
 
     cupy.cuda.set_allocator(None)  # a pool would hide accesses behind an array
     for name, shape in SHAPES.items():
-        kernel = Monokernel(shape, random_weights(shape, 1), wait_limit_us=LONGEST_WAIT_US)
+        kernel = Monokernel(shape, random_weights(shape, 1), wait_limit_us=LONGEST_WAIT_US, shaped=True)
         prompt = [(7 * i) % shape.spec.vocab_size for i in range(150)]  # beyond the windows
         tokens = kernel.generate(prompt, 12, Sampling(0.8, 3), stop_ids=[5, 6], chunk=40)
+        kernel.generate(prompt, 8, Sampling(0.8, 3), stop_ids=[5, 6], chunk=40, shaped=SHAPED)
         at_the_end = kernel.generate(prompt[:3], 4)
         kernel.begin(prompt[:1], 1, Sampling(), first_position=0)
         kernel.launch(1)

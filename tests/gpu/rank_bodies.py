@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.workers.cuda.shaped import ShapedRequest
+from tests.gpu.shaped_reference import check, logprobs_of
+
+if TYPE_CHECKING:
+    from kog_dist.workers.cuda.monokernel import Monokernel
 
 SPEC = ModelSpec(
     hidden_size=256, num_layers=6, num_heads=16, num_kv_heads=8, intermediate_size=512, vocab_size=1000, max_context=512,
@@ -29,11 +35,50 @@ VARIANTS = {
 PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
 
 
+# Of shaped requests, whose sums and counts go over ranks: sampling, and what is asked for besides.
+SHAPED = (
+    (Sampling(0.9, 11), ShapedRequest(Shaping(top_p=0.8), logprobs=5)),
+    (Sampling(1.5, 3), ShapedRequest(Shaping(top_k=30, top_p=0.7, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.3))),
+    (Sampling(), ShapedRequest(Shaping(logit_bias=((5, 3.0), (600, 2.5)), presence_penalty=1.0), logprobs=20)),
+)
+
+
 def answer(context: RankContext) -> dict[str, Any]:
     """Tokens of a greedy and of a sampled answer, and SHA-256 of each of the rank's lanes' logits after them."""
+    kernel, close = _kernel(context, shaped=False)
+    spec, shape = kernel.shape.spec, kernel.shape
+    prompt = [token % spec.vocab_size for token in PROMPT]
+    answers, digests = [], []
+    for sampling in (Sampling(), Sampling(temperature=0.9, seed=11)):
+        context.rendezvous.barrier(context.deadline)
+        answers.append(kernel.generate(prompt, 100, sampling, chunk=32))
+        logits, first = kernel.logits.get(), shape.vocab_rows[0]
+        slices = [spec.vocab_slice(lane) for lane in shape.hosted_lanes]
+        digests.append([hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices])
+    close()
+    return {"answers": answers, "digests": digests}
+
+
+def shaped_answers(context: RankContext) -> list[tuple[list[int], list[TokenLogprobs]]]:
+    """Tokens of the `SHAPED` answers; their log-probabilities on rank 0."""
+    kernel, close = _kernel(context, shaped=True)
+    prompt = [token % kernel.shape.spec.vocab_size for token in PROMPT]
+    found = []
+    for sampling, request in SHAPED:
+        context.rendezvous.barrier(context.deadline)
+        tokens = kernel.generate(prompt, 60, sampling, chunk=16, shaped=request)
+        found.append((tokens, logprobs_of(kernel, request, len(tokens)) if context.info.rank == 0 else []))
+        if context.info.world_size == 1:
+            check(kernel, prompt, tokens, found[-1][1], (sampling, request))
+    close()
+    return found
+
+
+def _kernel(context: RankContext, *, shaped: bool) -> tuple[Monokernel, Callable[[], None]]:
+    """The rank's kernel with the variant's random weights, and what to call in the end."""
     import cupy
 
-    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
     from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
@@ -43,20 +88,16 @@ def answer(context: RankContext) -> dict[str, Any]:
     shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
     cupy.cuda.Device(context.info.local_rank).use()
     if rank == 0:
-        build(shape.headers())
+        for source in KERNEL_SOURCES[: 1 + shaped]:
+            build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)
     comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=2.0) if world_size > 1 else None
     heap = None if comm is None else comm.heap
-    kernel = Monokernel(shape, random_weights(shape, 5), rank=rank, wait_limit_us=2_000_000, heap=heap)
-    prompt = [token % spec.vocab_size for token in PROMPT]
-    answers, digests = [], []
-    for sampling in (Sampling(), Sampling(temperature=0.9, seed=11)):
+    kernel = Monokernel(shape, random_weights(shape, 5), rank=rank, wait_limit_us=2_000_000, heap=heap, shaped=shaped)
+
+    def close() -> None:
         context.rendezvous.barrier(context.deadline)
-        answers.append(kernel.generate(prompt, 100, sampling, chunk=32))
-        logits, first = kernel.logits.get(), shape.vocab_rows[0]
-        slices = [spec.vocab_slice(lane) for lane in shape.hosted_lanes]
-        digests.append([hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices])
-    context.rendezvous.barrier(context.deadline)
-    if comm is not None:
-        comm.close()
-    return {"answers": answers, "digests": digests}
+        if comm is not None:
+            comm.close()
+
+    return kernel, close

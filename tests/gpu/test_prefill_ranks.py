@@ -10,13 +10,13 @@ import pytest
 
 from kog_dist.collectives.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 ON_2_AND_4 = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 
 def results(world_size: int, body: str, **arguments: Any) -> list[dict[str, Any]]:
     outcomes = run_ranks(
-        world_size, f"tests.gpu.prefill_bodies:{body}", arguments, deadline_s=80.0, search_path=[Path(__file__).parents[2]],
+        world_size, f"tests.gpu.prefill_bodies:{body}", arguments, deadline_s=120.0, search_path=[Path(__file__).parents[2]],
         device="cuda",
     )  # fmt: skip
     assert not any(outcome.status for outcome in outcomes), [outcome.error for outcome in outcomes if outcome.status]

@@ -13,11 +13,11 @@ from tests.gpu.rank_bodies import VARIANTS
 pytestmark = pytest.mark.timeout(180)
 
 
-def results(world_size: int, variant: str) -> list[dict[str, Any]]:
+def results(world_size: int, variant: str, body: str = "answer") -> list[Any]:
     arguments = {"variant": variant}
     outcomes = run_ranks(
         world_size,
-        "tests.gpu.rank_bodies:answer",
+        f"tests.gpu.rank_bodies:{body}",
         arguments,
         deadline_s=100.0,
         search_path=[Path(__file__).parents[2]],
@@ -36,3 +36,15 @@ def test_ranks_have_the_bits_of_one(variant: str, world_size: int) -> None:
         assert len(alone["answers"][number]) == 100
         assert [rank["answers"][number] for rank in ranks] == [alone["answers"][number]] * world_size
         assert [digest for rank in ranks for digest in rank["digests"][number]] == alone["digests"][number]
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4)])
+@pytest.mark.parametrize("variant", ["delay 1", "all blocking"])
+def test_shaped_answers_do_not_depend_on_ranks(variant: str, world_size: int) -> None:
+    """One rank's are compared with the definition, others with these. The vocabulary of `delay 1` is cut unevenly."""
+    (alone,) = results(1, variant, "shaped_answers")
+    assert [len(tokens) for tokens, _ in alone] == [60] * 3
+    if world_size > 1:
+        first, *others = results(world_size, variant, "shaped_answers")
+        assert first == alone
+        assert [[tokens for tokens, _ in other] for other in others] == [[tokens for tokens, _ in alone]] * (world_size - 1)

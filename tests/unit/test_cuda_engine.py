@@ -12,10 +12,11 @@ import pytest
 
 from kog_dist.control import AbortCause, ControlPage, DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, Shaper, Shaping, token_logprobs
+from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError, LaunchError, RequestFailed
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines import cuda
 from kog_dist.workers.engines.cuda import CudaEngine, device_index
 
@@ -67,7 +68,9 @@ class ScriptedKernel:
         self.stream, self.logits = Stream(self), Logits(self)
         self.launches: list[int] = []
         self.entries: list[Entry] = []
-        self.cancelled = self.aborted = False
+        self.cancelled = self.aborted = self.closed = False
+        self.shaped: ShapedRequest | None = None
+        self.asked: set[int] = set()  # for log-probabilities
         self.recovered = 0
         self.begun: list[tuple[int, int]] = []  # length of the prompt, first position
         self.fault_at = self.silent_from = 10**9
@@ -81,7 +84,9 @@ class ScriptedKernel:
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,
+        shaped: ShapedRequest | None = None,
     ) -> None:
+        self.shaped = shaped
         self.prompt, self.max_tokens, self.stop_ids, self.position = tuple(prompt), max_tokens, stop_ids, first_position
         self.begun.append((len(prompt), first_position))
         self.entries, self.launches, self.ended = [], [], False
@@ -115,6 +120,16 @@ class ScriptedKernel:
 
     def token(self, index: int) -> Entry | None:
         return self.entries[index] if index < len(self.entries) else None
+
+    def logprobs(self, index: int) -> TokenLogprobs | None:
+        if index not in self.asked or self.shaped is None or self.shaped.logprobs is None:  # they come later than the token
+            self.asked.add(index)
+            return None
+        token_id = self.entries[index].token_id
+        return token_logprobs(logits_of(token_id), token_id, self.shaped.logprobs)
+
+    def close(self) -> None:
+        self.closed = True
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -251,23 +266,29 @@ def test_a_cancelled_request_says_how_far_it_came(control: ControlPage, kernel: 
 
 
 # ---- shaped requests ----
-def test_the_host_chooses_for_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
-    bias = ((105, 50.0), (107, -50.0))  # the best token of a few steps is another one than the kernel's
-    shaped = request(max_tokens=8, shaping=Shaping(logit_bias=bias), logit_digests=True)
-    assert engine.run(1, shaped) is Finish.LENGTH
-    found = [entry.token_id for entry in answer(control)]
-    wanted, tokens = [], [0, 1, 2]
-    shaper = Shaper(VOCAB, tokens, Sampling(), shaped.shaping, ())
-    for _ in range(8):
-        wanted.append(shaper.choose(logits_of(99 + len(tokens)), len(tokens) - 1).token_id)
-        shaper.accept(wanted[-1])
-        tokens.append(wanted[-1])
-    assert found == wanted
-    assert 107 not in found
-    assert kernel.begun == [(3, 0), *[(3 + i, 2 + i) for i in range(1, 8)]]
-    assert kernel.prompt == (0, 1, 2, *found[:-1])
-    assert answer(control)[4].digest == digest(106)
-    assert control.progress(1) == 10
+def test_the_kernel_chooses_for_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    shaping = Shaping(logit_bias=((105, 50.0),), top_p=0.5)
+    assert engine.run(1, request(shaping=shaping, temperature=1.0, logprobs=0)) is Finish.LENGTH
+    assert kernel.shaped == ShapedRequest(shaping, 0, 0)
+    assert kernel.launches == [64, 64, 64, 10]  # as many in a launch as for any other request
+    assert [entry.token_id for entry in answer(control)] == list(range(102, 302))
+    assert control.progress(1) == 202
+    engine.run(2, request(shaping=Shaping(top_p=0.5)))
+    assert kernel.shaped is None, "greedy decoding needs no filters"
+
+
+def test_digests_go_with_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    engine.run(1, request(max_tokens=3, logprobs=1, logit_digests=True))
+    assert [entry.digest for entry in answer(control)] == [digest(102), digest(103), digest(104)]
+    assert kernel.launches == [2, 1, 1, 1]
+
+
+def test_a_kernel_that_ends_without_log_probabilities_is_an_error(
+    kernel: ScriptedKernel, engine: CudaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "logprobs", lambda index: None)
+    with pytest.raises(RequestFailed, match="without logprobs of token 0 of request 1"):
+        engine.run(1, request(logprobs=0))
 
 
 def test_log_probabilities_are_those_of_the_logits(control: ControlPage, engine: CudaEngine) -> None:
@@ -275,6 +296,7 @@ def test_log_probabilities_are_those_of_the_logits(control: ControlPage, engine:
     first, last = answer(control)
     assert (first.token_id, last.token_id) == (102, 103)
     assert first.logprobs == token_logprobs(logits_of(102), 102, 2)
+    assert last.logprobs == token_logprobs(logits_of(103), 103, 2)
 
 
 def test_a_cancel_ends_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:

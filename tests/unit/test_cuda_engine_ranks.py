@@ -18,13 +18,14 @@ import pytest
 
 from kog_dist.control import AbortCause, ControlPage, DecodeRequest, RankState
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, Shaper, Shaping, token_logprobs
+from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs, token_logprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
 from kog_dist.memfd import Segment
 from kog_dist.topology import LocalRendezvous, RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import build, load, monokernel
+from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines import cuda, cuda_peers
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit import played_cupy
@@ -59,10 +60,11 @@ class RankKernel(ScriptedKernel):
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,
+        shaped: ShapedRequest | None = None,
     ) -> None:
         assert self.is_idle(), "a launch is under way"
         with self.all_ranks.lock:
-            super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position)
+            super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position, shaped=shaped)
             self.cancelled, self.chunks = False, []
             self.all_ranks.happened.append("begin")
             self.num_begun += 1
@@ -73,6 +75,12 @@ class RankKernel(ScriptedKernel):
             self.all_ranks.happened.append("launch")
             self.pending += num_steps
             self.all_ranks.advance()
+
+    def logprobs(self, index: int) -> TokenLogprobs | None:
+        assert self.shaped is not None
+        assert self.shaped.logprobs is not None
+        token_id = self.entries[index].token_id
+        return token_logprobs(logits_of(self.shape.spec.vocab_size, token_id), token_id, self.shaped.logprobs)
 
     def step(self) -> None:
         super().launch(1)
@@ -191,8 +199,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
 def ranks(request: pytest.FixtureRequest, runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     made = Ranks(request.param)
 
-    def monokernel_of(shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any) -> RankKernel:
+    def monokernel_of(
+        shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, shaped: bool, masks: Any
+    ) -> RankKernel:
         assert heap.rank == rank
+        assert shaped
+        assert masks.vocab_size == made.page.masks.vocab_size
         assert len(runtime.memory) == made.world_size
         made.happened.append("kernel")
         made.kernels[rank] = RankKernel(shape, made)
@@ -205,7 +217,7 @@ def ranks(request: pytest.FixtureRequest, runtime: PlayedRuntime, monkeypatch: p
             check(plan)
 
     monkeypatch.setattr(cuda, "check", checked)
-    monkeypatch.setattr(build, "build", lambda headers: made.happened.append("build"))
+    monkeypatch.setattr(build, "build", lambda headers, source: made.happened.append("build"))
     monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint: made.happened.append("weights"))
     monkeypatch.setattr(monokernel, "Monokernel", monokernel_of)
     yield made
@@ -220,7 +232,7 @@ def request(num_prompt: int = 3, max_tokens: int = 200, **options: Any) -> Decod
 def test_ranks_start_together_and_give_everything_back(ranks: Ranks, runtime: PlayedRuntime) -> None:
     ranks.start()
     count = ranks.world_size
-    assert ranks.happened[:count] == ["build"] * count, "rank 0 compiles all before anyone loads"
+    assert ranks.happened[: 2 * count] == ["build"] * 2 * count, "rank 0 compiles all before anyone loads"
     assert ranks.happened.count("kernel") == ranks.happened.count("weights") == count
     assert ranks.happened[-count:] == ["launch"] * count, "nobody's kernel waits for a rank that still loads"
     assert ranks.page.kv_layout().num_caches == 1
@@ -240,8 +252,8 @@ def test_gpus_of_two_kinds_are_refused(ranks: Ranks, runtime: PlayedRuntime) -> 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_kernels_from_other_sources_are_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter(f"decode-{number}.cubin" for number in range(4))
-    monkeypatch.setattr(build, "cubin_name", lambda headers: next(names))
+    names = iter(f"decode-{number}.cubin" for number in range(8))
+    monkeypatch.setattr(build, "cubin_name", lambda headers, source: next(names))
     errors = ranks.on_all(lambda engine: engine.startup())
     assert any("the ranks do not agree on the kernel" in str(error) for error in errors)
 
@@ -297,28 +309,35 @@ def test_a_cancel_that_only_rank_0_heeds_ends_the_answer_on_all(ranks: Ranks) ->
     assert len(ranks.answer(2, request(max_tokens=5))) == 5
 
 
-def test_rank_0_chooses_for_shaped_requests(ranks: Ranks) -> None:
+def test_all_kernels_choose_alike_and_rank_0_reports(ranks: Ranks) -> None:
     ranks.start()
-    bias = ((105, 50.0), (107, -50.0))
-    shaped = request(max_tokens=6, shaping=Shaping(logit_bias=bias), logprobs=2)
+    shaped = request(max_tokens=6, shaping=Shaping(logit_bias=((105, 50.0),)), logprobs=2)
     entries = ranks.answer(1, shaped)
     vocab_size = ranks.kernels[0].shape.spec.vocab_size
-    tokens, shaper = [0, 1, 2], Shaper(vocab_size, [0, 1, 2], Sampling(), shaped.shaping, ())
-    for _ in range(6):
-        logits = logits_of(vocab_size, 99 + len(tokens))
-        tokens.append(shaper.choose(logits, len(tokens) - 1).token_id)
-        shaper.accept(tokens[-1])
-    assert [entry.token_id for entry in entries] == tokens[3:]
-    assert {kernel.prompt for kernel in ranks.kernels.values()} == {tuple(tokens[:-1])}
-    assert entries[-1].logprobs == token_logprobs(logits, tokens[-1], 2)
+    assert [entry.token_id for entry in entries] == list(range(102, 108))
+    assert {kernel.shaped for kernel in ranks.kernels.values()} == {ShapedRequest(shaped.shaping, 2)}
+    assert [entry.logprobs for entry in entries] == [token_logprobs(logits_of(vocab_size, i), i, 2) for i in range(102, 108)]
     assert len(ranks.answer(2, request(max_tokens=5))) == 5
+    assert {kernel.shaped for kernel in ranks.kernels.values()} == {None}
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_a_cancel_while_rank_0_has_no_mask_ends_the_answer_on_all(ranks: Ranks) -> None:
+def test_a_cancel_before_the_first_mask_ends_the_answer_on_all(ranks: Ranks) -> None:
     ranks.start()
-    ranks.page.cancel(1)  # seen by rank 0's kernel, or by its host, which waits for a mask that never comes
-    entries = ranks.answer(1, request(mask_epoch=8))
+    ranks.page.cancel(1)  # hosts wait no longer for a mask that never comes; rank 0's kernel tells the others
+    for kernel in ranks.kernels.values():
+        kernel.silent_from = 0
+    cancel = ranks.kernels[0].cancel
+
+    def cancel_all() -> None:
+        with ranks.lock:
+            cancel()
+            for each in ranks.kernels.values():
+                each.silent_from = 10**9
+            ranks.advance()
+
+    ranks.kernels[0].cancel = cancel_all  # type: ignore[method-assign]
+    entries = ranks.answer(1, request(mask_epoch=8, max_tokens=1000))
     assert (entries[-1].token_id, entries[-1].finish) == (NO_TOKEN, Finish.CANCELLED)
 
 
@@ -379,7 +398,7 @@ def test_rank_0_does_not_wait_for_ever_for_logits(ranks: Ranks) -> None:
                 time.sleep(0.001)
             ranks.page.set_abort(AbortCause.RANK_DIED, 1)
             return Finish.NONE
-        return engine.run(1, request(logprobs=1))
+        return engine.run(1, request(logit_digests=True))
 
     error, _ = ranks.on_all(run)
     assert isinstance(error, AbortedError)

@@ -86,7 +86,8 @@ class MadeUp:
         best = sample(expected.logits, len(IDS) - 1, Sampling())
         candidates[best % self.shape.num_ctas] = expected.logits[best].astype(np.float32).view(np.uint32), best
         self._put([value_words(candidates.reshape(-1), EPOCH + 1)] * 2)
-        assert self.offset == len(self.words)
+        boxes = self.shape.boxes  # of the shaped build come last
+        assert self.offset + 2 * boxes.choice_words + boxes.report_words == len(self.words)
 
     def _put(self, copies: list[Words]) -> None:
         stride = -(-len(copies[0]) // 16) * 16

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kog_dist.control import AbortCause, ControlPage, DecodeRequest
-from kog_dist.decode.masks import MaskSlots, mask_bytes, num_words
-from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.masks import MaskSlots, MaskWords, mask_bytes, num_words
+from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Candidate, Shaping
 from kog_dist.errors import AbortedError
 from kog_dist.memfd import Segment
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.root_choice import RootChoice
 
@@ -149,15 +150,25 @@ def test_masks_go_with_all_other_processors(page: ControlPage) -> None:
     assert found.token_id == 3
 
 
-def test_the_cuda_engine_ends_a_request_without_a_mask_in_the_same_way(page: ControlPage) -> None:
-    """Its kernel has chosen a token already; without a mask that one must not go out."""
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_cuda_engine_waits_for_the_first_mask(page: ControlPage, comes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar may take longer to compile than a kernel should wait. One that never comes is the kernel's to report."""
     info = RankInfo(0, 1, 0, "test", 1, page.fd, page.fd)
-    engine = CudaEngine(WorkerArgs(info, "model", "cuda:0", "bfloat16", True, 10.0, 10.0), page)
-    engine._kernel, engine._max_context = ScriptedKernel(), 16
+    engine = CudaEngine(WorkerArgs(info, "model", "cuda:0", "bfloat16", True, 10.0, 0.1), page)
+    kernel = ScriptedKernel()
+    engine._kernel, engine._max_context = kernel, 16
+    asked: list[int] = []
+
+    def get(epoch: int) -> MaskWords | None:
+        asked.append(epoch)
+        if comes and len(asked) == 5:
+            page.masks.put(4, only(1))
+        return MaskSlots.get(page.masks, epoch)
+
+    monkeypatch.setattr(page.masks, "get", get)
     request = replace(REQUEST, mask_epoch=4)
-    page.masks.put(4, only())
     seq = page.submit(request)
-    assert engine.run(seq, request) is Finish.NO_MASK
-    entry = page.ring.get(seq, 0)
-    assert entry is not None
-    assert (entry.token_id, entry.finish) == (NO_TOKEN, Finish.NO_MASK)
+    assert engine.run(seq, request) is Finish.LENGTH
+    assert kernel.shaped == ShapedRequest(mask_epoch=4)
+    assert set(asked) == {4}
+    assert (len(asked) == 5) is comes

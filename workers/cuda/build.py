@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kog_dist.cuda import build as compiler
 
+KERNEL_SOURCES = PLAIN_SOURCE, SHAPED_SOURCE = "decode.cu", "decode_shaped.cu"  # the monokernel's two builds
 _SOURCE_FOLDERS = (("kog_dist.workers", "kernels"), ("kog_dist.workers", "phases"), ("kog_dist.collectives", "device"))
 
 
@@ -15,7 +16,7 @@ def device_sources() -> dict[str, str]:
     return compiler.read_sources(*_SOURCE_FOLDERS)
 
 
-def build(generated: Mapping[str, str], kernel: str = "decode.cu", *, folder: Path | None = None) -> compiler.Cubin:
+def build(generated: Mapping[str, str], kernel: str = PLAIN_SOURCE, *, folder: Path | None = None) -> compiler.Cubin:
     """The cubin of a packaged kernel file with these generated headers (by file name), from the cache or built now.
 
     Raises CompileError with the compiler's log, or one that says what to install when there is no compiler.
@@ -23,6 +24,6 @@ def build(generated: Mapping[str, str], kernel: str = "decode.cu", *, folder: Pa
     return compiler.build({**device_sources(), **generated}, kernel, folder=folder)
 
 
-def cubin_name(generated: Mapping[str, str], kernel: str = "decode.cu") -> str:
+def cubin_name(generated: Mapping[str, str], kernel: str = PLAIN_SOURCE) -> str:
     """The file name that `build` would give: equal only for equal sources, headers, options and compilers. Nothing is built."""
     return compiler.cubin_name({**device_sources(), **generated}, kernel)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+
 from kog_dist.abi import MAX_STOP_IDS, WAIT_RECORD, Field, Struct
-from kog_dist.collectives.cuda_abi import PEERS, device_header
+from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS, device_header
+from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
 
 DECODE_PARAMS = Struct(
     "DecodeParams",
@@ -46,9 +49,49 @@ DECODE_STATE = Struct(
         Field("epoch", "u32", "steps since the words were zeroed"),
         Field("finish", "u32", "Finish; not 0: the launches that follow do nothing"),
         Field("abort_mirror", "u32", "1: leave all waits"),
+        Field("num_exchanges", "u32", "of the shaped build since the words were zeroed"),
     ),
     size_multiple=128,
 )
+SHAPING_PARAMS = Struct(
+    "ShapingParams",
+    "What the shaped build takes besides DecodeParams and Peers. Rows are those of this rank's slice of the vocabulary.",
+    (
+        Field("bias_ptr", "u64", "float32 (rows): added to logits"),
+        Field("history_ptr", "u64", "uint32 (rows): times in the answer; the highest bit: stands in the prompt"),
+        Field("raw_ptr", "u64", "float32 (rows): the newest token's logits, kept until it is reported"),
+        Field("maxima_ptr", "u64", "uint64 (thread blocks, ranks * thread blocks): best logits, as each has collected them"),
+        Field("mask_ptr", "u64", "MaskWord, two slots in shared host memory"),
+        Field("report_ptr", "u64", "uint64 (max_context, REPORT_WORDS) in pinned host memory, with the request's tag; rank 0"),
+        Field("mask_epoch", "u64", "epoch of the mask for the first token of the answer"),
+        Field("top_p", "u64", "mass that stays, as a fraction of 2^64"),
+        Field("num_mask_words", "u32", "words of one mask"),
+        Field("flags", "u32", "ShapingFlag"),
+        Field("repetition_bits", "u32", "float32 repetition penalty"),
+        Field("frequency_bits", "u32", "float32 frequency penalty"),
+        Field("presence_bits", "u32", "float32 presence penalty"),
+        Field("lowest_bits", "u32", "float32 least distance from the largest x that min-p keeps"),
+        Field("top_k", "u32", "most tokens that stay; 0 = all"),
+        Field("min_tokens", "u32", "tokens before the first that may end the answer"),
+        Field("num_top", "u32", "alternatives that a report names"),
+        Field("first_ids", "u32", "token id of each rank's first row", count=MAX_RANKS),
+        Field("cta_rows", "u32", "rows of a thread block of each rank", count=MAX_RANKS),
+    ),
+)
+REPORT_WORDS = -(-(4 + 2 * MAX_TOP_LOGPROBS) // 16) * 16  # mass low, high; largest and chosen logit; pairs of logit and id
+
+
+class ShapingFlag(enum.IntFlag):
+    """Which parts of the shaped build a request needs."""
+
+    BIASED = 1
+    REMEMBERS = 2
+    MASKED = 4
+    FILTERED = 8
+    TOP_P = 16
+    REPORTS = 32
+
+
 HOST_PAGE = Struct(
     "HostPage",
     "Words that the host writes and one warp of the device reads.",
@@ -58,7 +101,7 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS)
+KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, SHAPING_PARAMS)
 
 
 def abi_header() -> str:

@@ -13,7 +13,8 @@ from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import MATRIX_WARPS, MAX_ROWS, OpShape, op_shape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
-from kog_dist.workers.cuda.kernel_abi import abi_header
+from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
+from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 
 MAX_CTAS = 128
 SLOT_BYTES = MATRIX_WARPS * 1536
@@ -39,10 +40,8 @@ class KernelShape:
     splits: int = 8
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
-    pieces_in_flight: int = 0  # 0: 2 for one or two lanes, 3 for more
-    pieces: int = 1
-    pieces_when_late: int = 0
-    late_below: int = 1
+    pieces: int = 1  # of a ring tile: what is copied, and given back, by itself
+    pieces_in_flight: int = 0  # 0: 2 tiles for one or two lanes, 3 for more
     max_slots: int = 16
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
@@ -66,6 +65,8 @@ class KernelShape:
             findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
         if self.splits % 8:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
+        if self.head.cta_rows >= 4095:
+            findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
         if self.pieces * self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if self.num_ranks > 1 and self.num_lanes * self.num_ranks != spec.num_lanes:
@@ -232,6 +233,8 @@ class KernelShape:
             "Attended": (query_rows * self.splits // 2, copies),
             "LogSum": (MATRIX_WARPS * self.log_sum_words, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
+            "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
+            "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
         }
         return {name: (-(-words // 16) * 16, count) for name, (words, count) in sizes.items()}
 
@@ -258,7 +261,11 @@ class KernelShape:
             + (4 * 32 + 2 * lanes * self.num_ranks) * MATRIX_WARPS * 4
         )
         others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
-        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024
+        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024 + 16 * self.max_slots * (self.pieces - 1)
+        # The shaped build: a mask, and x and score of the vocabulary rows where attention's room does not hold them.
+        others += self.head.cta_rows // 8
+        scores = 2 * 4 * self.head.cta_rows
+        others += scores if scores > 2 * 4 * group * spec.head_dim * 4 else 0
         return min(self.max_slots, (SHARED_BYTES - others) // SLOT_BYTES)
 
     # ---- generated headers ----
@@ -277,7 +284,6 @@ class KernelShape:
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
             "kPieces": self.pieces, "kPiecesInFlight": self.in_flight,
-            "kPiecesWhenLate": max(self.pieces_when_late, self.in_flight), "kLateBelow": self.late_below,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
@@ -285,6 +291,7 @@ class KernelShape:
             "kHeadProducts": self.num_head_products, "kHeadCtas": self.head_ctas, "kLaneVocab": self.lane_vocab,
         }  # fmt: skip
         numbers["kLogSumWords"] = self.log_sum_words
+        numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
         masks = {"kWindowMask": spec.window_layers}
         for block, name in ((Block.ATTENTION, "kAttention"), (Block.MLP, "kMlp")):
             for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED):

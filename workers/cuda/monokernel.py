@@ -9,18 +9,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.abi import WAIT_RECORD, WaitRecord
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.cuda.driver import Kernel
+from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.pinned import pinned
+from kog_dist.workers.cuda.shaped import ShapedBuild, ShapedRequest
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
@@ -43,7 +45,8 @@ class DeviceToken:
 class Monokernel:
     """One GPU's kernel with its weights, caches and words. One request at a time; not thread-safe.
 
-    With several ranks `heap` holds `shape.boxes`, first and in that order.
+    With several ranks `heap` holds `shape.boxes`, first and in that order. `shaped`: with the build for shaped requests, which
+    gets the masks of grammars from `masks`, if any.
     `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the kernel cannot be had.
     """
 
@@ -55,6 +58,8 @@ class Monokernel:
         rank: int = 0,
         wait_limit_us: int = 500_000,
         heap: CudaHeap | None = None,
+        shaped: bool = False,
+        masks: MaskSlots | None = None,
     ) -> None:
         import cupy
 
@@ -63,10 +68,12 @@ class Monokernel:
         if (shape.num_ranks > 1) != (heap is not None):
             raise ValueError("several ranks need the heap with their mailboxes, one rank needs none")
         self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
-        cubin = build(shape.headers(), "decode.cu")
+        cubin = build(shape.headers())
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
+        self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
+        self._shaped_request: ShapedRequest | None = None
         context = shape.spec.max_context
         first, last = shape.vocab_rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -76,10 +83,10 @@ class Monokernel:
         self._prompt = cupy.zeros(context, cupy.uint32)
         self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
         self._record = cupy.zeros(WAIT_RECORD.size_bytes, cupy.uint8)
-        self._staged_prompt = _pinned(context * 4).view(np.uint32)
-        self._staged_state = _pinned(DECODE_STATE.size_bytes).view(DECODE_STATE.dtype)
-        self._host = _pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
-        self._ring = _pinned(context * 16).view(np.uint64).reshape(context, 2)
+        self._staged_prompt = pinned(context * 4).view(np.uint32)
+        self._staged_state = pinned(DECODE_STATE.size_bytes).view(DECODE_STATE.dtype)
+        self._host = pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
+        self._ring = pinned(context * 16).view(np.uint64).reshape(context, 2)
         self._tag = 0
         self._sampling, self._stop_ids = Sampling(), tuple[int, ...]()
         kinds, vectors = len(STAMP_KINDS), shape.num_products
@@ -90,18 +97,32 @@ class Monokernel:
 
     # ---- a request ----
     def begin(
-        self, prompt: Sequence[int], max_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = (), *, first_position: int = 0
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        *,
+        first_position: int = 0,
+        shaped: ShapedRequest | None = None,
     ) -> None:
-        """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way."""
+        """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way.
+
+        `shaped`: what it asks for besides; its launches are of the shaped build.
+        """
         from cupy.cuda import runtime
 
         self._tag = self._tag % 0xFFFFFFFE + 1
         self._sampling, self._stop_ids = sampling, tuple(stop_ids)
-        self._epoch = int(self.state()["epoch"])  # has waited for the stream: nothing reads the staged memory any more
+        before = self.state()  # has waited for the stream: nothing reads the staged memory any more
+        self._epoch, self._shaped_request = int(before["epoch"]), shaped
+        if shaped is not None:
+            assert self._shaped is not None, "made without the shaped build"
+            self._shaped.begin(shaped, sampling, prompt, self.stream)
         state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position:]), np.uint32)
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
-        state["max_tokens"], state["epoch"] = max_tokens, self._epoch
+        state["max_tokens"], state["epoch"], state["num_exchanges"] = max_tokens, self._epoch, before["num_exchanges"]
         self._staged_prompt[: len(rest)] = rest
         place = self._prompt.data.ptr + first_position * rest.itemsize  # the kernel never looks at what lies before
         for to, source, num_bytes in (
@@ -116,7 +137,10 @@ class Monokernel:
         """
         params = self._params(num_steps)
         params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
-        self._kernel.launch(self.shape.num_ctas, self.shape.num_threads, params.tobytes() + self._peers, self.stream.ptr)
+        kernel, raw = self._kernel, params.tobytes() + self._peers
+        if self._shaped is not None and self._shaped_request is not None:
+            kernel, raw = self._shaped.kernel, raw + self._shaped.params()
+        kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
 
     def stream_us(self, num_steps: int) -> float:
         """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""
@@ -146,7 +170,8 @@ class Monokernel:
             params[f"{name}_ptr"] = held.data.ptr
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
         params["trace_ptr"] = 0 if self.trace is None else self.trace.data.ptr
-        params["seed"], params["wait_limit_us"] = self._sampling.seed, self._limit_us
+        masked = self._shaped_request is not None and self._shaped_request.mask_epoch
+        params["seed"], params["wait_limit_us"] = self._sampling.seed, LONGEST_WAIT_US if masked else self._limit_us
         if self._sampling.temperature > 0:
             inverse = np.float32(1.0) / np.float32(self._sampling.temperature)
             params["inverse_temperature_bits"] = inverse.view(np.uint32)
@@ -163,6 +188,11 @@ class Monokernel:
             return None
         token_id, finish = (int(word) & 0xFFFFFFFF for word in entry)
         return DeviceToken(NO_TOKEN if token_id == _NO_TOKEN_WORD else token_id, Finish(finish))
+
+    def logprobs(self, index: int) -> TokenLogprobs | None:
+        """Those of token `index`, if the request wants them; None when the kernel has not written them yet. Only on rank 0."""
+        assert self._shaped is not None, "made without the shaped build"
+        return self._shaped.logprobs(index, self._tag)
 
     def cancel(self) -> None:
         """End the request after the token that is being decoded."""
@@ -215,6 +245,11 @@ class Monokernel:
         """What the last launch left, as a `DECODE_STATE` record."""
         return np.frombuffer(self._state.get(stream=self.stream).tobytes(), DECODE_STATE.dtype)[0]
 
+    def close(self) -> None:
+        """Let go of memory that is not this kernel's; it must have left."""
+        if self._shaped is not None:
+            self._shaped.close()
+
     # ---- whole answers ----
     def generate(
         self,
@@ -224,9 +259,10 @@ class Monokernel:
         stop_ids: Sequence[int] = (),
         *,
         chunk: int = 64,
+        shaped: ShapedRequest | None = None,
     ) -> list[int]:
         """Decode an answer to its end; launches of `chunk` steps, two of them queued at a time."""
-        self.begin(prompt, max_tokens, sampling or Sampling(), stop_ids)
+        self.begin(prompt, max_tokens, sampling or Sampling(), stop_ids, shaped=shaped)
         for _ in range(0, len(prompt) + max_tokens, chunk):
             self.launch(chunk)
         self.finish()
@@ -239,13 +275,3 @@ class Monokernel:
             if entry.finish is not Finish.NONE:
                 break
         return tokens
-
-
-def _pinned(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed page-locked host memory that the GPU can address; freed with the array."""
-    import cupy
-
-    memory = cupy.cuda.alloc_pinned_memory(num_bytes)
-    array = np.frombuffer(memory, np.uint8, num_bytes)
-    array[:] = 0
-    return array

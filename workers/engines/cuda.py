@@ -1,14 +1,13 @@
 """The engine of a GPU rank: the monokernel decodes in chunks of many tokens; the host hands out what it writes.
 
 With several ranks every one of them reads the request, launches the same numbers of steps and takes the tokens from its own ring;
-rank 0 alone writes the token ring, heeds a cancel and chooses the tokens of shaped requests. Whatever ends an answer is decided
-alike by all kernels, or by rank 0's host, which tells the others. How far ranks are apart in time does not matter.
+rank 0 alone writes the token ring, heeds a cancel and reports log-probabilities. Whatever ends an answer is decided alike by all
+kernels. How far ranks are apart in time does not matter.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,17 +21,17 @@ from numpy.typing import NDArray
 from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Candidate, Sampling, TokenLogprobs
+from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
-from kog_dist.wait import Deadline
+from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.first_token import FirstToken
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import Kernel, Launches, Token
-from kog_dist.workers.engines.root_choice import RootChoice
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
@@ -42,8 +41,10 @@ if TYPE_CHECKING:
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
 USE_PREFILL = False  # until tests/gpu/test_prefill.py has passed on a GPU
+LOGITS_FROM_PREFILL = True  # on one rank; else the kernel decodes a prompt's last token there, too, as it does on several
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
+FIRST_MASK_TIMEOUT_S = 5.0
 AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
 
 
@@ -116,19 +117,20 @@ class CudaEngine:
         from kog_dist.workers.cuda.monokernel import Monokernel
         from kog_dist.workers.prefill.blocks import BLOCK_SIZES
         from kog_dist.workers.prefill.buffers import misfit
-        from kog_dist.workers.prefill.gpu import matrices_for, prefill_for
+        from kog_dist.workers.prefill.gpu import is_available, matrices_for, prefill_for
 
         spec = shape.spec
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
+        shaped: Any = {"shaped": True, "masks": self._control.masks}
         limit_us = ALONE_WAIT_US if self._peers is None else AMONG_PEERS_WAIT_US
-        if not USE_PREFILL or misfit(spec):
+        if not USE_PREFILL or misfit(spec) or not is_available():
             weights = load_weights(shape, checkpoint)
-            return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=self._link())
+            return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=self._link(), **shaped)
         matrices, observe = matrices_for(shape)
         weights = load_weights(shape, checkpoint, observe)
         heap = self._link(prefill_tokens=max(BLOCK_SIZES))
-        made = Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=heap)
+        made = Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=heap, **shaped)
         exchange = None if self._peers is None else self._peers.prefill_sums(limit_us / 1e6)
         self._prefill = prefill_for(made, matrices, exchange=exchange)
         return made
@@ -164,11 +166,9 @@ class CudaEngine:
         limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
         with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
             num_cached, first = self._prefilled(seq, request, heartbeat)
-            if request.is_shaped:
-                return self._run_shaped(seq, request, heartbeat, num_cached)
             if first is not None and first.finish is not Finish.NONE:
                 return first.finish
-            return self._run_plain(seq, request, heartbeat, num_cached, () if first is None else (first.token_id,))
+            return self._decode(seq, request, heartbeat, num_cached, () if first is None else (first.token_id,))
 
     def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, FirstToken | None]:
         """Positions that the KV cache holds once the prompt has gone through prefill, and the answer's first token, handed out.
@@ -182,7 +182,8 @@ class CudaEngine:
         if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
             self._prefill.forget(start)
             return start, None
-        first = FirstToken(request, self._max_context) if self._prefill.has_head and not request.is_shaped else None
+        has_head = LOGITS_FROM_PREFILL and self._prefill.has_head
+        first = FirstToken(request, self._max_context) if has_head and not request.is_shaped else None
         num_wanted = num_prompt - 1 if first is None else num_prompt
         num_asked = 0
 
@@ -217,7 +218,7 @@ class CudaEngine:
         progress(held)
         return held, None
 
-    def _run_plain(
+    def _decode(
         self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, begun: tuple[int, ...] = ()
     ) -> Finish:
         """The kernel decodes many tokens in a launch and chooses them itself, behind those with which the answer has `begun`."""
@@ -225,77 +226,41 @@ class CudaEngine:
         num_prompt = len(prompt)
         max_tokens = min(request.max_tokens - len(begun), self._max_context - num_prompt)
         sampling = Sampling(request.temperature, request.seed)
-        kernel.begin(prompt, max_tokens, sampling, request.end_ids, first_position=num_cached)
+        shaped = ShapedRequest(request.shaping, request.logprobs, request.mask_epoch) if request.is_shaped else None
+        if request.mask_epoch:
+            self._await_first_mask(seq, request, heartbeat)
+        kernel.begin(prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
             logits = self._logits(seq) if request.logit_digests else None
+            wants_logprobs = self._rank == 0 and request.logprobs is not None and token.token_id != NO_TOKEN
+            logprobs = self._logprobs(seq, index) if wants_logprobs else None
             if self._control.aborted():
                 self._leave(f"left request {seq}")
             if token.finish is Finish.NONE:
                 self._control.set_progress(self._rank, seq, num_prompt + index)
             else:
                 self._settle(seq, token.finish)
-            self._put(seq, len(begun) + index, token.token_id, token.finish, logits)
+            self._put(seq, len(begun) + index, token.token_id, token.finish, logits, logprobs)
             if token.finish is not Finish.NONE:
                 return token.finish
         raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")
 
-    def _run_shaped(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, held: int) -> Finish:
-        """The kernel decodes one token at a time, and rank 0's host chooses from all logits, as on CPU ranks."""
-        kernel, root = self._loaded, self._root_choice(seq, request)
-        tokens, index = list(request.prompt), 0
-        while True:
-            position = len(tokens) - 1
-            kernel.begin(tokens, 1, Sampling(request.temperature, request.seed), first_position=held)
-            launches = Launches(kernel, position - held, 1, one_by_one=False)
-            entry = self._next_token(seq, 0, launches, heartbeat, held)
-            self._await_launches(f"left request {seq}")
-            if self._control.aborted():
-                self._leave(f"left request {seq}")
-            logits, token_id, finish = None, NO_TOKEN, entry.finish
-            if finish not in (Finish.CANCELLED, Finish.NUMERICAL_FAULT):  # of which all kernels know
-                logits = self._logits(seq)
-                if root is not None and logits is not None:
-                    token_id, finish = self._choose(root, request, logits, position, index, entry.token_id)
-                if self._peers is not None:
-                    token_id, finish = self._peers.share_choice(token_id, finish)
-                heartbeat.progress()
-            if token_id == NO_TOKEN:
-                self._settle(seq, finish)
-                self._put(seq, index, NO_TOKEN, finish)
-                return finish
-            held = position + 1
-            self._control.set_progress(self._rank, seq, held)
-            logprobs = None if root is None or logits is None else root.took(token_id, logits)
-            self._put(seq, index, token_id, finish, logits if request.logit_digests else None, logprobs)
-            if finish is not Finish.NONE:
-                return finish
-            tokens.append(token_id)
-            index += 1
+    def _await_first_mask(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> None:
+        """The first mask comes once the grammar is compiled, which may take longer than a kernel should wait.
 
-    def _root_choice(self, seq: int, request: DecodeRequest) -> RootChoice | None:
-        """Rank 0's part in a shaped request; None on the other ranks."""
-        if self._rank != 0:
-            return None
-        vocab_size = len(self._loaded.logits) if self._peers is None else self._peers.vocab_size
-        return RootChoice(seq, request, self._control, vocab_size, step_timeout_s=self._args.step_timeout_s)
-
-    def _choose(
-        self, root: RootChoice, request: DecodeRequest, logits: NDArray[Any], position: int, index: int, plain_id: int
-    ) -> tuple[int, Finish]:
-        """Token `index` of the answer, the successor of the one at `position`, or NO_TOKEN and why there is none.
-
-        `plain_id`: what plain sampling, which the kernel has done, has chosen.
+        All ranks look at the same memory. If it does not come, or the request is cancelled, the kernel says so after the prompt.
         """
-        choose = root.choose_at(position)
-        chosen = Candidate(0.0, plain_id) if choose is None else choose(logits)
-        if chosen is None or math.isnan(chosen.value):
-            return NO_TOKEN, root.failure if chosen is None else Finish.NUMERICAL_FAULT
-        if chosen.token_id in request.end_ids:
-            return chosen.token_id, Finish.STOP
-        is_last = index + 1 >= request.max_tokens or position + 2 >= self._max_context
-        return chosen.token_id, Finish.LENGTH if is_last else Finish.NONE
+        limit_s = min(FIRST_MASK_TIMEOUT_S, self._args.step_timeout_s / 2)
+        result = wait(
+            lambda: self._control.masks.get(request.mask_epoch) is not None or self._control.cancelled(seq),
+            aborted=self._control.aborted,
+            deadline=Deadline.after(limit_s),
+        )
+        heartbeat.progress()
+        if result is WaitResult.ABORT:
+            self._leave(f"left request {seq}")
 
     # ---- one token ----
     def _next_token(self, seq: int, index: int, launches: Launches, heartbeat: Heartbeat, num_cached: int | None) -> Token:
@@ -320,6 +285,18 @@ class CudaEngine:
             time.sleep(POLL_S)
         heartbeat.progress()
         return token
+
+    def _logprobs(self, seq: int, index: int) -> TokenLogprobs:
+        """Those of a token that is known; the kernel makes them while it decodes the next one."""
+        kernel = self._loaded
+        while (found := kernel.logprobs(index)) is None:
+            if self._control.aborted():
+                self._leave(f"left request {seq}")
+            if kernel.is_idle() and kernel.logprobs(index) is None:
+                kernel.finish()
+                raise RequestFailed("rank_failed", f"the kernel ended without logprobs of token {index} of request {seq}")
+            time.sleep(POLL_S)
+        return found
 
     def _put(
         self, seq: int, index: int, token_id: int, finish: Finish, digested: NDArray[Any] | None = None,
@@ -370,6 +347,8 @@ class CudaEngine:
             if self._kernel is not None:
                 self._kernel.abort()
             self._peers.close()
+        if self._kernel is not None:
+            self._kernel.close()
         self._kernel = self._prefill = self._peers = None
 
 

@@ -20,6 +20,7 @@ from kog_dist.errors import KogError, LaunchError
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.build import KERNEL_SOURCES
 from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.prefill import peer_exchange
 
@@ -60,7 +61,7 @@ class CudaPeers:
 
         runtime: Any = cupy.cuda.runtime
         name = runtime.getDeviceProperties(device)["name"]
-        kernels = sorted({cubin_name(shape.headers()) for shape in self._shapes})  # two, where the vocabulary is cut unevenly
+        kernels = sorted({cubin_name(shape.headers(), source) for shape in self._shapes for source in KERNEL_SOURCES})
         terms = common_terms(self._args, checkpoint, plan_digest) | {
             "kernel": hashlib.sha256("\n".join(kernels).encode()).hexdigest(),
             "version of the CUDA driver": str(runtime.driverGetVersion()),
@@ -69,12 +70,13 @@ class CudaPeers:
         agree(self._rendezvous, terms, self._deadline)
 
     def build(self) -> None:
-        """Have every rank's kernel in the cache: rank 0 compiles, the others wait for it. Raises CompileError on rank 0."""
+        """Have every rank's kernels in the cache: rank 0 compiles, the others wait for it. Raises CompileError on rank 0."""
         from kog_dist.workers.cuda.build import build
 
         if self._rank == 0:
             for shape in self._shapes:
-                build(shape.headers())
+                for source in KERNEL_SOURCES:
+                    build(shape.headers(), source)
         self.meet()
 
     def link(self, device: int, prefill_tokens: int = 0) -> CudaHeap:

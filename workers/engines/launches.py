@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, TokenLogprobs
+from kog_dist.workers.cuda.shaped import ShapedRequest
 
 CHUNK_STEPS = 64
 CHUNKS_QUEUED = 2  # the next one starts without the host
@@ -39,6 +40,7 @@ class Kernel(Protocol):
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,
+        shaped: ShapedRequest | None = None,
     ) -> None:
         """Set up a request whose first tokens are in the KV cache already."""
 
@@ -47,6 +49,9 @@ class Kernel(Protocol):
 
     def token(self, index: int) -> Token | None:
         """A token of the answer, None if it is not there yet."""
+
+    def logprobs(self, index: int) -> TokenLogprobs | None:
+        """Those of a token of a request that wants them, None if they are not there yet; on rank 0."""
 
     def cancel(self) -> None:
         """End the request after the current token."""
@@ -65,6 +70,9 @@ class Kernel(Protocol):
 
     def recover(self) -> None:
         """Forget the KV cache, and on one rank all words, in which values that are not finite may stand."""
+
+    def close(self) -> None:
+        """Let go of memory that is not the kernel's; it has left."""
 
 
 class Launches:

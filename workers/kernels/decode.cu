@@ -5,6 +5,9 @@
 #include "multiply.cuh"
 #include "finalize.cuh"
 #include "sample.cuh"
+#ifdef KOG_SHAPED
+#include "sample_shaped.cuh"
+#endif
 #include "attend.cuh"
 
 namespace kog {
@@ -22,6 +25,9 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.note.num_words = 0, shared.finished = 0, shared.cancelled = 0;
     shared.num_finalized = 0;
+#ifdef KOG_SHAPED
+    shared.num_handed = 0;
+#endif
     for (int i = 0; i < 2; ++i) shared.peer_notes[i].waiting = 0;
     fence_barrier_init();
 }
@@ -51,6 +57,9 @@ __device__ __forceinline__ void watch(const KogDecodeParams& params, const KogPe
 struct KogLaunch {
     KogDecodeParams decode;
     KogPeers peers;
+#ifdef KOG_SHAPED
+    KogShapingParams shaping;
+#endif
 };
 
 extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(const __grid_constant__ KogLaunch launch) {
@@ -74,7 +83,13 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         drop_registers<kServiceRegisters>();
         if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr) + role.cta * kTapeBytes, num_steps);
         else if (warp == kFinalWarp) finalize(params, peers, role);
-        else if (warp == kSampleWarp) sample(params, peers, role, num_steps);
+        else if (warp == kSampleWarp) {
+#ifdef KOG_SHAPED
+            sample_shaped(params, peers, launch.shaping, role, num_steps);
+#else
+            sample(params, peers, role, num_steps);
+#endif
+        }
         else watch(params, peers, role, &reinterpret_cast<KogDecodeState*>(params.state_ptr)->abort_mirror);
     } else {
         raise_registers<kAttendRegisters>();

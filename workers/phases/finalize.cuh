@@ -4,6 +4,9 @@
 #pragma once
 #include "layout.cuh"
 #include "sample.cuh"
+#ifdef KOG_SHAPED
+#include "shaped_logits.cuh"
+#endif
 
 namespace kog {
 
@@ -262,6 +265,10 @@ struct Finalizer {
                     continue;
                 }
             }
+#ifdef KOG_SHAPED
+            hand_logits(role, block, row, logit, logits);
+            continue;
+#endif
             if (is_own_row(block)) {
                 const u32 id = params.vocab_first + row;
                 logits[row] = logit;
@@ -291,6 +298,10 @@ struct Finalizer {
     // Every thread block publishes a candidate for every token, an empty one if it has none: the end of a token is an exchange
     // of all with all, which is also what makes the words' slots safe to write again.
     __device__ __forceinline__ void end(Candidate best, u32 epoch) {
+#ifdef KOG_SHAPED  // the sampler does it
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
+        return;
+#endif
         best = best_of_warp(best);
         if (role.cta == 0 && (kRanks == 1 || peers.rank == 0) && role.shared->cancelled) best.id |= kCancelled;
         const u32 token = epoch + 1;

@@ -65,6 +65,11 @@ using DownOp = Op<KOG_DOWN_OP>;
 using HeadOp = Op<KOG_HEAD_OP>;
 static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRows, "a row of the residual has one owner");
 
+// The shaped build (kernels/decode_shaped.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
+// does not need while the LM head and sampling run, or in room of their own.
+constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
+constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kGroup * kHeadDim * 4;
+
 struct Shared {
     unsigned char ring[kNumSlots][kSlotBytes];
     unsigned char x[kXBytes];
@@ -85,6 +90,14 @@ struct Shared {
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
     volatile u32 finished, cancelled;
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
+#ifdef KOG_SHAPED
+    u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler in this launch
+    u32 num_exchanges, chosen_place;                 // of the sampler, which has too few registers: see Chooser
+    float largest_logit;
+    alignas(8) u32 top_p_limit[2];
+    u32 mask[kMaskWords];                            // of a grammar, from the word that has the first own id
+    u32 scores[kScoresFit ? 1 : kScoreBytes / 4];
+#endif
 };
 static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
 

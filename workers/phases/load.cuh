@@ -26,19 +26,12 @@ struct Loader {
         ++num_landed;
         if (++landed_piece == kRingPieces) landed_piece = 0, landed_parity ^= 1;
     }
-    // Whether the matrix warps have taken what landed, but for less than kLateBelow pieces.
-    __device__ __forceinline__ bool is_late() const {
-        if (num_landed < kLateBelow) return true;
-        const u32 back = landed_piece >= kLateBelow ? landed_piece - kLateBelow : landed_piece + kRingPieces - kLateBelow;
-        return mbar_test(role.base + KOG_OFFSET(empty[back]), landed_piece >= kLateBelow ? landed_parity : landed_parity ^ 1);
-    }
     __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
         if (!mbar_wait_alone(role.stopped(), role.base + KOG_OFFSET(empty[piece]), parity, role.base + KOG_OFFSET(finished))) return false;
         const u32 full = role.base + KOG_OFFSET(full[piece]);
         mbar_arrive_expect(full, bytes);
-        // All is prepared when the turn comes: between a landing and the next copy memory would have less to do.
+        // All is prepared when the turn comes: between a landing and the next copy memory has less to do.
         while (num_issued - num_landed >= kPiecesInFlight) {
-            if (kPiecesWhenLate > kPiecesInFlight && num_issued - num_landed < kPiecesWhenLate && is_late()) break;
             if (!mbar_wait_alone(role.stopped(), next_to_land(), landed_parity, role.stopped())) return false;
             count_landed();
         }

@@ -7,7 +7,7 @@ namespace kog {
 // Candidates travel as two value words: the score, and the id with these flags.
 constexpr u32 kNotFinite = 1u << 31, kCancelled = 1u << 30, kIdMask = (1u << 30) - 1;
 
-enum Finish : u32 { kNone, kStop, kLength, kCancelledFinish, kNumericalFault };
+enum Finish : u32 { kNone, kStop, kLength, kCancelledFinish, kNumericalFault, kNoMaskFinish };
 
 __device__ __forceinline__ float log_exactly(float x) {
     const u32 bits = __float_as_uint(x);

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 # Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better.
 BLOCK_SIZES = (128, 256, 512, 1024)
-# A prompt that is no longer goes through one block of so many rows, whose products see twice as many, since values are kept as sums
-# of two: in short prompts little averages roundings out. Weights are waited for anyway.
+# A prompt that is no longer goes through one block of so many rows. Its values are kept as sums of two, so products see twice as
+# many rows: in short prompts little averages roundings out, and weights are waited for anyway.
 EXACT_SIZE = 64
 PAIRED_FROM = 512  # neighbouring blocks of one size from this one on run two at a time
 

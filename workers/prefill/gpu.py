@@ -39,10 +39,19 @@ class Tuning:
     library: str = "cublas"  # of the products; or cublaslt
     paired_ctas: int = 0  # of a pair's fused kernels, which then leave places for the other block's products; 0: as many as rows
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
-    product_sms: int = 0  # multiprocessors that a pair's products are made for; 0: all
+    product_sms: int = 0  # multiprocessors that products are made for in a pair, and among peers; 0: all
 
 
 DEFAULT = Tuning()
+
+
+def is_available() -> bool:
+    """Whether there is a torch that can use a GPU; a rank without it takes prompts token by token."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
 
 
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:
@@ -199,7 +208,10 @@ class GraphRunner:
     def _queue_layers(self, size: int, count: int) -> None:
         """The work of one block or a pair, on the current stream."""
         if count == 1:
+            if not self.layers.exchange.is_alone:
+                self.layers.operations.limit(0, self._tuning.product_sms)
             self.layers.run(self._rows[size])
+            self.layers.operations.limit(0, 0)
             return
         together = TwoStreams(self.stream, self._other, self.layers.spec.num_layers)
         self.layers.operations.limit(self._tuning.paired_ctas, self._tuning.product_sms)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator
 
 SUMS, ENDS = "prefill sums", "prefill ends"
-DEFAULT_CTAS = 24  # thread blocks that send or collect one sum, beside the products
+DEFAULT_CTAS = 16  # thread blocks that send or collect one sum, beside the products
 _KERNELS = {"begin_sums": 1, "send_sum": SUM_THREADS, "collect_sum": SUM_THREADS, "share_overflow": 32}  # threads
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _NUM_BLOCKS, _NUM_ENDS, _STOPPED, _RECORD = 0, 8, 64, 128  # bytes of the state
@@ -70,7 +70,10 @@ def summed_layers(spec: ModelSpec, block: Block) -> list[int]:
 
 
 class PeerExchange:
-    """See `SumExchange`. One rank's side; `boxes` are `mailboxes` as they lie in the heap, `peers` a `KogPeers`."""
+    """See `SumExchange`. One rank's side; `boxes` are `mailboxes` as they lie in the heap, `peers` a `KogPeers`.
+
+    One for a heap: another one would take the words that this one left for its own.
+    """
 
     is_alone = False
 
@@ -203,14 +206,21 @@ class SideStreams:
         return lambda: torch.cuda.current_stream().wait_event(event)
 
 
-def peer_exchange(spec: ModelSpec, max_size: int, comm: CudaCommunicator, *, limit_s: float) -> PeerExchange:
-    """The exchange of a rank whose communicator has `mailboxes`. Raises CompileError or LaunchError."""
+def peer_exchange(
+    spec: ModelSpec, max_size: int, comm: CudaCommunicator, *, limit_s: float, num_ctas: int = DEFAULT_CTAS
+) -> PeerExchange:
+    """The exchange of a rank whose communicator has `mailboxes`. Raises CompileError or LaunchError.
+
+    `limit_s` bounds every wait; `num_ctas` thread blocks send a sum, and as many collect one.
+    """
     sources = compiler.read_sources(*_SOURCE_FOLDERS)
     cubin = compiler.build({**sources, "sums_shape.cuh": sums_header(comm.world_size)}, "sums.cu")
     kernels = {name: Kernel(cubin.path, name, 0) for name in _KERNELS}
     boxes, peers = (comm.mailboxes[SUMS], comm.mailboxes[ENDS]), comm.heap.device_handle().tobytes()
     launch = partial(_launch, kernels)
-    return PeerExchange(spec, max_size, boxes, peers, launch, SideStreams(), device="cuda", limit_s=limit_s)
+    return PeerExchange(
+        spec, max_size, boxes, peers, launch, SideStreams(), device="cuda", limit_s=limit_s, num_ctas=num_ctas
+    )  # fmt: skip
 
 
 def _launch(kernels: dict[str, Kernel], name: str, num_ctas: int, num_threads: int, params: bytes) -> None:

@@ -29,7 +29,7 @@ class Tail:
     def run(self, rows: Rows) -> None:
         """Queue it behind the block that ends with the prompt's last token, whose memory is `rows`."""
         layers, row, layer = self._layers, self._row, self.spec.num_layers - 1
-        place = (self._buffers.last_position - rows.place[:1]).long()
+        place = (self._buffers.last_position - rows.place[:1]).long().clamp(0, rows.size - 1)  # a warm-up is in no prompt
         row.place[:1].copy_(self._buffers.last_position)
         row.place[2:].copy_(self._buffers.last_position + 1)
         row.query.copy_(rows.query.index_select(0, place))

@@ -28,10 +28,18 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(logits: NDArray[Any], token_id: int, num_top: int) -> TokenLogprobs:
     """Of `token_id` and the `num_top` best ids, equal ones by id. `logits` (vocab,) are the model's, all finite."""
     raw = logits.astype(np.float32, copy=False)
+    largest = raw.max()
     with np.errstate(over="ignore"):  # to minus infinity: no mass
-        distance = raw - raw.max()
-    log_total = log_of_mass(int(masses(distance).sum()))
+        total = int(masses(raw - largest).sum())
     top_ids = in_order(raw, num_top)
-    wanted = np.append(top_ids, token_id)
-    *top, chosen = np.maximum(distance[wanted] - log_total, np.finfo(np.float32).min).tolist()
-    return TokenLogprobs(chosen, tuple(top_ids.tolist()), tuple(top))
+    return logprobs_of(largest, total, raw[token_id], top_ids, raw[top_ids])
+
+
+def logprobs_of(
+    largest: np.float32, total: int, chosen: np.float32, top_ids: NDArray[Any], top_logits: NDArray[np.float32]
+) -> TokenLogprobs:
+    """From the largest logit, the sum of all masses, and the logits of the token and of the best ids."""
+    with np.errstate(over="ignore"):
+        distance = np.append(top_logits, chosen) - largest
+    *top, of_chosen = np.maximum(distance - log_of_mass(total), np.finfo(np.float32).min).tolist()
+    return TokenLogprobs(of_chosen, tuple(top_ids.tolist()), tuple(top))

@@ -56,14 +56,17 @@ class Shaping:
     def __post_init__(self) -> None:
         check_shaping({name: getattr(self, name) for name in self.__slots__}, self.logit_bias)
 
+    def has_penalties(self) -> bool:
+        """Whether logits depend on what was said."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p leave anything out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def is_needed(self, temperature: float) -> bool:
         """Whether the choice can differ from that of `choice.candidate`: filters keep the best token, so greedy ignores them."""
-        adjusts = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return adjusts or bool(self.logit_bias) or self.min_tokens > 0 or (temperature > 0 and self.has_filters())
+        return self.has_penalties() or bool(self.logit_bias) or self.min_tokens > 0 or (temperature > 0 and self.has_filters())
 
 
 UNSHAPED: Final = Shaping()
@@ -96,8 +99,7 @@ def select(x: Floats, shaping: Shaping) -> Ids:
     with np.errstate(over="ignore"):  # to minus infinity: no mass
         distance = x - x.max()
     if shaping.min_p > 0:
-        lowest = log32(np.maximum(np.float32(shaping.min_p), _SMALLEST).reshape(1))[0]
-        kept = kept[distance >= lowest]
+        kept = kept[distance >= lowest_distance(shaping.min_p)]
     if shaping.top_k > 0:
         kept = kept[in_order(x[kept], shaping.top_k)]
     if shaping.top_p < 1:
@@ -106,9 +108,21 @@ def select(x: Floats, shaping: Shaping) -> Ids:
         after = np.cumsum(mass)
         before = after - mass
         total = int(after[-1])
-        limit = -(-total * int(shaping.top_p * 2.0**_TOP_P_BITS) >> _TOP_P_BITS)  # rounded up, at least 1
+        limit = -(-total * fixed_top_p(shaping.top_p) >> _TOP_P_BITS)  # rounded up, at least 1
         kept = order[before < np.uint64(limit)]
     return kept
+
+
+def lowest_distance(min_p: float) -> np.float32:
+    """The least distance from the largest x that min-p keeps; minus infinity if it keeps all."""
+    if min_p == 0:
+        return np.float32(-np.inf)
+    return np.float32(log32(np.maximum(np.float32(min_p), _SMALLEST).reshape(1))[0])
+
+
+def fixed_top_p(top_p: float) -> int:
+    """`top_p` in units of 2**-64."""
+    return int(top_p * 2.0**_TOP_P_BITS)
 
 
 def in_order(x: NDArray[Any], count: int | None = None) -> Ids:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.gateway.args import GatewayArgs, check_key, read_key, read_key_file, write_key
+from kog_dist.gateway.args import HTTP_FILE, GatewayArgs, check_key, read_key, read_key_file, write_key
 from kog_dist.gateway.bind import check_exposure, is_loopback, listen
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.readiness import Readiness
@@ -231,6 +231,23 @@ def test_a_drain_does_not_wait_for_ever(shared_engine: ScriptedEngine, folder: P
         next(response.iter_lines())
         made.begin_stop()
         assert until(lambda: made.loop.is_closed()) < 5.0
+
+
+def test_the_launcher_is_told_when_requests_are_taken(tmp_path: Path) -> None:
+    """Not when the port answers: the gateway hears of the engine's readiness a little later than the launcher."""
+    tmp_path.chmod(0o700)
+    engine = ScriptedEngine(tmp_path)
+    announced = engine.folder / HTTP_FILE
+    engine.report = dataclasses.replace(REPORT, state=EngineState.LOADING, rank_states=("ready", "loading"))
+    engine.on_generate = says("a")
+    with gateway(engine, tmp_path, ends_with_engine=True, drain_s=0.1) as made:
+        until(announced.exists)
+        until(lambda: made.service.readiness.report is not None)
+        assert json.loads(announced.read_text(encoding="utf-8"))["serves"] is False
+        engine.report = REPORT
+        until(lambda: json.loads(announced.read_text(encoding="utf-8"))["serves"])
+        assert httpx.post(f"{made.url}/v1/completions", json={"prompt": "x"}, trust_env=False).status_code == 200
+        engine.stop()
 
 
 # ---- limits of connections ----

@@ -50,9 +50,10 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     runner = HostRunner(layers, buffers, (2,), exact_size=3)
     emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,), exact_size=3)
     ids = token_ids(spec, 5)
-    for found, start in ((3, 0), (5, 3), (4, 0)):  # exact; the second one begins with the first one's cache
+    # An exact block; one that begins with the cache of that, as a rank among others; an ordinary one; an exact one among others.
+    for found, start, asked in ((3, 0, False), (5, 3, True), (4, 0, False), (3, 0, True)):
         made.limit(1 if start else 0, 0)  # then a thread block takes several rows
-        layers.exchange = Asked() if start else OneRank()
+        layers.exchange = Asked() if asked else OneRank()
         assert rank.run(ids[:found], start) == found
         emulated.forget(1)  # so that it loads the cache
         assert emulated.run(ids[:found], start, should_stop=lambda: False) == found

@@ -155,6 +155,27 @@ def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: P
     assert kernel.begun == [(100, 2 * BLOCK)]
 
 
+class Rank0:
+    """The peers of a rank that is told when to stop."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def share_choice(self, token_id: int, finish: Finish) -> tuple[int, Finish]:
+        self.given.append(token_id)
+        return int(len(self.given) == 2), finish
+
+
+def test_ranks_stop_at_the_block_that_rank_0_names(control: ControlPage, parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    peers: Any = Rank0()
+    engine._peers, kernel.cancelled = peers, True
+    prefill.before_block = lambda: control.cancel(1)  # this rank sees it first
+    assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
+    assert kernel.begun == [(100, 2 * BLOCK)]
+    assert peers.given == [1, 1], "the first block is not asked about"
+
+
 def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Parts) -> None:
     engine, kernel, prefill = parts
     prefill.gives_up = True

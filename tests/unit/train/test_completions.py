@@ -69,6 +69,7 @@ def test_completions_end_at_the_margin_and_are_judged(monkeypatch: pytest.Monkey
         "def d(x):\n    q = x\n": "next = 1\n",
         "def e(x):\n    w = x\n": "    x = 1\n" * 40,
         "    def f(self, x):\n        v = x\n": "        return v\n\n    def g(self\n",
+        "def g(x):\n    u = x\n": "    y = 1\n    if y:\n        for z in range(100000000000000000000000000000):\n" + " " * 60,
     }
     monkeypatch.setattr("kog_dist.train.generate.KvCache", RowCache)
     functions = []
@@ -85,14 +86,16 @@ def test_completions_end_at_the_margin_and_are_judged(monkeypatch: pytest.Monkey
         (True, False),  # nothing of its own
         (False, True),  # cut at the limit, unfinished line dropped
         (True, True),
+        (False, True),  # what is cut off leaves no head of a block behind
     ]
     assert found[0].text == "def a(x):\n    y = x\n    return y\n"
     assert found[4].text.endswith("    x = 1\n")
     assert found[5].text == "    def f(self, x):\n        v = x\n        return v\n"
-    assert [completion.passes for completion in found] == [True, False, None, None, None, None]
+    assert [completion.passes for completion in found] == [True, False, None, None, None, None, None]
+    assert found[6].text == "def g(x):\n    u = x\n    y = 1\n"
     outcome = summary(found)
-    assert (outcome["num_parsed"], outcome["num_ended_parsed"], outcome["num_cut_at_limit"]) == (4, 3, 1)
-    assert outcome["parse_share"] == 0.6667
+    assert (outcome["num_parsed"], outcome["num_ended_parsed"], outcome["num_cut_at_limit"]) == (5, 3, 2)
+    assert outcome["parse_share"] == 0.7143
     assert (outcome["num_tested"], outcome["num_passed"], outcome["pass_share"]) == (2, 1, 0.5)
 
 

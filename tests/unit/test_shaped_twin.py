@@ -1,0 +1,188 @@
+"""The shaped build's sampling on a CPU: its device code with fibers for threads (kccl_twin/, shaped_twin/), and the definition.
+
+The logits come from here. It shows that masses, places, exchanges and reports are right for any number of thread blocks and
+ranks, and however late words arrive; what the compiler and the GPU make of it, only a GPU shows.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kog_dist.collectives.mailbox import place
+from kog_dist.decode.masks import MaskWords, num_words
+from kog_dist.decode.ring import Finish
+from kog_dist.decode.sampling import NO_CANDIDATE, Sampling, Shaper, Shaping, token_logprobs
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.build import device_sources
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.shaped import IN_PROMPT, ShapedRequest, read_report, request_params
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+SPEC = ModelSpec(
+    hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=96, max_context=64, num_lanes=4,
+    delay=0,
+)  # fmt: skip
+SHAPES = {  # the second one's rows do not fit into attention's shared memory
+    "2 ranks": KernelShape(SPEC, range(2), max_ctas=3, num_ranks=2),
+    "1 rank": KernelShape(replace(SPEC, vocab_size=601), range(4), max_ctas=4),
+}
+PROMPT, TOKENS, TAG = (7, 3, 90), 4, 5
+WARM, HOT = Sampling(0.7, 5), Sampling(2.0, 2**63 + 11)
+BIAS = tuple((id_, 4.0 * ((id_ % 7) - 3)) for id_ in range(0, 96, 5))
+CASES = {
+    "logprobs": (WARM, ShapedRequest(Shaping(logit_bias=BIAS), logprobs=20)),
+    "top-p": (HOT, ShapedRequest(Shaping(top_p=0.6), logprobs=3)),
+    "top-k, top-p": (HOT, ShapedRequest(Shaping(top_k=40, top_p=0.7))),
+    "everything": (HOT, ShapedRequest(Shaping(30, 0.8, 0.02, 1.2, 0.3, 0.1, BIAS, 3), logprobs=7)),
+}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By name of a shape: a program."""
+
+    @cache
+    def program(name: str) -> Path:
+        shape, folder = SHAPES[name], tmp_path_factory.mktemp("twin")
+        for file_name, text in {**device_sources(), **shape.headers()}.items():
+            (folder / file_name).write_text(text)
+        for source in ("kccl_twin", "shaped_twin"):
+            shutil.copytree(Path(__file__).parent / source, folder, dirs_exist_ok=True)
+        heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
+        sizes = [f"-DKOG_TWIN_WORDS={shape.num_words}", f"-DKOG_TWIN_HEAP_WORDS={heap_words}"]
+        command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", *sizes, "-I", str(folder), "-o", "shaped", "shaped.cpp"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        return folder / "shaped"
+
+    return program
+
+
+class Answer:
+    """What the kernel makes of a request with given logits (tokens, vocab). No masks, or one for each token."""
+
+    def __init__(
+        self, program: Path, name: str, logits: Any, sampling: Sampling, request: ShapedRequest, *,
+        stop_ids: tuple[int, ...] = (), masks: tuple[MaskWords, ...] = (), seed: int = 1,
+    ) -> None:  # fmt: skip
+        shape, folder = SHAPES[name], program.parent
+        vocab_size, num_tokens = shape.spec.vocab_size, len(logits)
+        params = np.zeros((), DECODE_PARAMS.dtype)
+        params["seed"], params["wait_limit_us"], params["request_tag"] = sampling.seed, 2_000_000, TAG
+        if sampling.temperature > 0:
+            params["inverse_temperature_bits"] = (np.float32(1.0) / np.float32(sampling.temperature)).view(np.uint32)
+        params["num_stop_ids"] = len(stop_ids)
+        params["stop_ids"][: len(stop_ids)] = stop_ids
+        bias, history = np.zeros(vocab_size, np.float32), np.zeros(vocab_size, np.uint32)
+        for token_id, value in request.shaping.logit_bias:
+            bias[token_id] = value
+        history[list(PROMPT)] = IN_PROMPT
+        request = replace(request, mask_epoch=9) if masks else request
+        counts = np.array([len(PROMPT), 3, len(PROMPT) + num_tokens - 4, num_tokens, num_words(vocab_size)], np.uint32)
+        masks = masks or (np.zeros(num_words(vocab_size), np.uint32),) * num_tokens
+        parts = [
+            params,
+            request_params(shape, request, sampling),
+            counts,
+            bias,
+            history,
+            *masks,
+            np.array(PROMPT, np.uint32),
+        ]
+        (folder / "request.bin").write_bytes(b"".join(part.tobytes() for part in parts))
+        logits.astype(np.float32).tofile(folder / "logits.bin")
+        command = [str(program), str(seed), *(str(folder / f"{part}.bin") for part in ("request", "logits", "out"))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, f"ended with {done.returncode} (4: too slow, 6: all threads wait for each other)"
+        words = np.fromfile(folder / "out.bin", np.uint64)
+        size = shape.num_ranks * num_tokens * 2
+        rings = words[:size].reshape(shape.num_ranks, num_tokens, 2)
+        assert (rings == rings[0]).all(), "ranks chose differently"
+        written = rings[0][rings[0][:, 0] >> np.uint64(32) == TAG].astype(np.uint32)
+        self.token_ids = [int(token) for token in written[:, 0] if token != 0xFFFFFFFF]
+        self.finish = Finish(int(written[-1, 1]))
+        self.reports = words[size:].reshape(num_tokens, REPORT_WORDS)
+
+    def check(
+        self, logits: Any, sampling: Sampling, request: ShapedRequest, stop_ids: tuple[int, ...] = (),
+        masks: tuple[MaskWords, ...] = (),
+    ) -> None:  # fmt: skip
+        """Compare with the definition."""
+        shaper = Shaper(logits.shape[1], PROMPT, sampling, request.shaping, stop_ids)
+        for index, token_id in enumerate(self.token_ids):
+            wanted = shaper.choose(logits[index], len(PROMPT) - 1 + index, masks[index] if masks else None)
+            assert wanted != NO_CANDIDATE
+            assert token_id == wanted.token_id, f"token {index}"
+            shaper.accept(token_id)
+            if request.logprobs is not None:
+                found = read_report(self.reports[index], TAG, min(request.logprobs, logits.shape[1]))
+                assert found == token_logprobs(logits[index], token_id, request.logprobs), f"token {index}"
+
+
+def random_logits(name: str, scale: float = 3.0) -> Any:
+    vocab_size = SHAPES[name].spec.vocab_size
+    return (np.random.default_rng(vocab_size).standard_normal((TOKENS, vocab_size)) * scale).astype(np.float32)
+
+
+def mask_of(vocab_size: int, ids: Any) -> MaskWords:
+    bits = np.zeros(32 * num_words(vocab_size), np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [("2 ranks", "everything"), ("2 ranks", "top-p"), ("1 rank", "top-k, top-p"), ("1 rank", "logprobs")]
+)
+def test_answers_are_those_of_the_definition(programs: Any, name: str, case: str) -> None:
+    logits = random_logits(name)
+    answer = Answer(programs(name), name, logits, *CASES[case], seed=len(case))
+    assert (len(answer.token_ids), answer.finish) == (TOKENS, Finish.LENGTH)
+    answer.check(logits, *CASES[case])
+
+
+def test_equal_logits_are_ordered_by_id(programs: Any) -> None:
+    name, request = "2 ranks", ShapedRequest(Shaping(top_p=0.3, min_p=0.5), logprobs=20)
+    logits = np.round(random_logits(name, 1.0)[:2])  # few values
+    logits[0] = -0.0
+    answer = Answer(programs(name), name, logits, HOT, request)
+    assert len(answer.token_ids) == 2
+    answer.check(logits, HOT, request)
+
+
+def test_masks_and_end_ids(programs: Any) -> None:
+    """The third token's mask leaves end ids only, which then may be chosen though it is too early."""
+    name, stop_ids = "2 ranks", (5, 60, 61, 95)
+    request, logits = (
+        ShapedRequest(Shaping(min_tokens=6, top_k=2, top_p=0.9, frequency_penalty=0.5), logprobs=2),
+        random_logits(name),
+    )
+    masks = tuple(mask_of(96, ids) for ids in (range(96), (5, 9, 70), (95, 61), range(96)))
+    answer = Answer(programs(name), name, logits, HOT, request, stop_ids=stop_ids, masks=masks)
+    assert (len(answer.token_ids), answer.finish) == (3, Finish.STOP)
+    assert not set(answer.token_ids[:2]) & set(stop_ids)
+    answer.check(logits, HOT, request, stop_ids, masks)
+
+
+def test_a_mask_that_allows_nothing_ends_the_answer(programs: Any) -> None:
+    name, logits = "2 ranks", random_logits("2 ranks")
+    masks = (mask_of(96, (3, 4)), mask_of(96, ()), *[mask_of(96, (1,))] * 2)
+    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(), masks=masks)
+    assert (len(answer.token_ids), answer.finish) == (1, Finish.NO_MASK)
+
+
+def test_what_is_not_finite_is_a_fault(programs: Any) -> None:
+    name, logits = "2 ranks", random_logits("2 ranks")
+    logits[2, 80] = np.nan
+    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(logprobs=1))
+    assert (len(answer.token_ids), answer.finish) == (2, Finish.NUMERICAL_FAULT)
+    answer.check(logits, HOT, ShapedRequest(logprobs=1))

@@ -1,0 +1,142 @@
+"""The monokernel's build for shaped requests: its kernel, and its memory beside that of `Monokernel`. See docs/sampling.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.cuda.driver import HostMapping, Kernel
+from kog_dist.decode.masks import MaskSlots, num_words
+from kog_dist.decode.sampling import UNSHAPED, Sampling, Shaping, TokenLogprobs
+from kog_dist.decode.sampling.logprobs import logprobs_of
+from kog_dist.decode.sampling.shaping import fixed_top_p, lowest_distance
+from kog_dist.workers.cuda.build import SHAPED_SOURCE, build
+from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, SHAPING_PARAMS, ShapingFlag
+from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.pinned import pinned
+
+IN_PROMPT = np.uint32(1 << 31)  # of the history
+_FIRST_TOP = 4  # of a report: mass low, mass high, largest logit, chosen logit; then pairs of logit and id
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedRequest:
+    """What a request asks for besides temperature and seed; as in `DecodeRequest`."""
+
+    shaping: Shaping = UNSHAPED
+    logprobs: int | None = None
+    mask_epoch: int = 0
+
+
+class ShapedBuild:
+    """The kernel with its memory. `masks`: where masks of grammars come from, mapped into the GPU's addresses until `close`."""
+
+    def __init__(self, shape: KernelShape, kernel_name: str, masks: MaskSlots | None) -> None:
+        import cupy
+
+        self._shape, context = shape, shape.spec.max_context
+        self.kernel = Kernel(build(shape.headers(), SHAPED_SOURCE).path, kernel_name, SHARED_BYTES)
+        self._first, last = shape.vocab_rows
+        self._num_rows = last - self._first
+        self._bias = cupy.zeros(self._num_rows, cupy.float32)
+        self._history = cupy.zeros(self._num_rows, cupy.uint32)
+        self._raw = cupy.zeros(self._num_rows, cupy.float32)
+        self._maxima = cupy.zeros((shape.num_ctas, shape.num_ranks * shape.num_ctas), cupy.uint64)
+        self._staged_bias = pinned(self._num_rows * 4).view(np.float32)
+        self._staged_history = pinned(self._num_rows * 4).view(np.uint32)
+        self._reports = pinned(context * REPORT_WORDS * 8).view(np.uint64).reshape(context, REPORT_WORDS)
+        has_masks = masks is not None and masks.vocab_size > 0
+        self._masks = HostMapping(*masks.memory) if masks is not None and has_masks else None
+        self._request, self._params = ShapedRequest(), np.zeros((), SHAPING_PARAMS.dtype)
+
+    def begin(self, request: ShapedRequest, sampling: Sampling, prompt: Sequence[int], stream: Any) -> None:
+        """Set up a request; no launch may be under way. Raises ValueError for a grammar if there are no masks."""
+        if request.mask_epoch and self._masks is None:
+            raise ValueError("this kernel was made without masks")
+        self._request, self._params = request, request_params(self._shape, request, sampling)
+        flags = ShapingFlag(int(self._params["flags"]))
+        if ShapingFlag.BIASED in flags:
+            self._staged_bias[:] = 0
+            self._spread(self._staged_bias, *zip(*request.shaping.logit_bias, strict=True))
+            self._upload(self._bias, self._staged_bias, stream)
+        if ShapingFlag.REMEMBERS in flags:
+            self._staged_history[:] = 0
+            self._spread(self._staged_history, prompt, IN_PROMPT)
+            self._upload(self._history, self._staged_history, stream)
+        arrays = {"bias": self._bias, "history": self._history, "raw": self._raw, "maxima": self._maxima}
+        for name, held in arrays.items():
+            self._params[f"{name}_ptr"] = held.data.ptr
+        self._params["report_ptr"] = self._reports.ctypes.data
+        if self._masks is not None:
+            self._params["mask_ptr"] = self._masks.device_ptr
+
+    def _spread(self, rows: Any, ids: Sequence[int], values: Any) -> None:
+        """Set this rank's rows of some ids."""
+        where = np.asarray(ids, np.int64) - self._first
+        own = (where >= 0) & (where < self._num_rows)
+        rows[where[own]] = np.broadcast_to(np.asarray(values, rows.dtype), where.shape)[own]
+
+    def _upload(self, held: Any, staged: Any, stream: Any) -> None:
+        from cupy.cuda import runtime
+
+        runtime.memcpyAsync(held.data.ptr, staged.ctypes.data, staged.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+
+    def params(self) -> bytes:
+        """The request's `SHAPING_PARAMS`."""
+        return bytes(self._params.tobytes())
+
+    def logprobs(self, index: int, tag: int) -> TokenLogprobs | None:
+        """Of token `index` of the request with this tag; None while the kernel has not written them. Only on rank 0."""
+        return read_report(self._reports[index], tag, min(self._request.logprobs or 0, self._shape.spec.vocab_size))
+
+    def close(self) -> None:
+        """Let go of the masks; the kernel must have left."""
+        if self._masks is not None:
+            self._masks.close()
+            self._masks = None
+
+
+def request_params(shape: KernelShape, request: ShapedRequest, sampling: Sampling) -> Any:
+    """A `SHAPING_PARAMS` record of a request, without pointers."""
+    shaping, params = request.shaping, np.zeros((), SHAPING_PARAMS.dtype)
+    filtered = sampling.temperature > 0 and shaping.has_filters()
+    wanted = {
+        ShapingFlag.BIASED: bool(shaping.logit_bias), ShapingFlag.REMEMBERS: shaping.has_penalties(),
+        ShapingFlag.MASKED: request.mask_epoch != 0, ShapingFlag.FILTERED: filtered,
+        ShapingFlag.TOP_P: filtered and shaping.top_p < 1, ShapingFlag.REPORTS: request.logprobs is not None,
+    }  # fmt: skip
+    params["flags"] = sum(flag for flag, is_wanted in wanted.items() if is_wanted)
+    floats: dict[str, Any] = {
+        "repetition": shaping.repetition_penalty, "frequency": shaping.frequency_penalty,
+        "presence": shaping.presence_penalty, "lowest": lowest_distance(shaping.min_p),
+    }  # fmt: skip
+    for name, value in floats.items():
+        params[f"{name}_bits"] = np.float32(value).view(np.uint32)
+    params["top_p"] = fixed_top_p(shaping.top_p) if shaping.top_p < 1 else 0
+    params["top_k"], params["min_tokens"], params["num_top"] = shaping.top_k, shaping.min_tokens, request.logprobs or 0
+    params["mask_epoch"], params["num_mask_words"] = request.mask_epoch, num_words(shape.spec.vocab_size)
+    for rank, of_rank in enumerate(shapes_of_ranks(shape)):
+        params["first_ids"][rank], params["cta_rows"][rank] = of_rank.vocab_rows[0], of_rank.head.cta_rows
+    return params
+
+
+def read_report(report: NDArray[np.uint64], tag: int, num_top: int) -> TokenLogprobs | None:
+    """What the kernel wrote about one token (REPORT_WORDS,) of the request with this tag; None when it is not all there."""
+    entry = report[: _FIRST_TOP + 2 * num_top].copy()
+    if (entry >> np.uint64(32) != tag).any():
+        return None
+    words = entry.astype(np.uint32)  # keeps the lower halves
+    logits, total = words.view(np.float32), int(words[0]) | int(words[1]) << 32
+    return logprobs_of(logits[2], total, logits[3], words[_FIRST_TOP + 1 :: 2], logits[_FIRST_TOP::2])
+
+
+def shapes_of_ranks(shape: KernelShape) -> list[KernelShape]:
+    """What the kernel of every rank is compiled for, given that of one; one rank may host some of the lanes."""
+    if shape.num_ranks == 1:
+        return [shape]
+    lanes = (shape.spec.lanes_of_rank(rank, shape.num_ranks) for rank in range(shape.num_ranks))
+    return [replace(shape, hosted_lanes=hosted) for hosted in lanes]

@@ -1,0 +1,389 @@
+// The sampling warp's choice of a token for a shaped request: the definition of kog_dist/decode/sampling/shaping.py, made of maxima,
+// counts and integer masses alone, so that neither thread blocks nor ranks show in the result. See docs/sampling.md.
+#pragma once
+#include "quads.cuh"
+#include "shaped_logits.cuh"
+
+namespace kog {
+
+// What a thread block's first quad says besides numbers.
+enum OfferFlag : u32 { kFaultFlag = 1, kCancelFlag = 2, kNoMaskFlag = 4 };
+
+// The token with the best score; x decides its place in the order that filters cut.
+struct Offer {
+    float score, x;
+    u32 place;
+
+    __device__ __forceinline__ void take(float other_score, float other_x, u32 other_place) {
+        if (other_score > score || (other_score == score && other_place < place)) score = other_score, x = other_x, place = other_place;
+    }
+};
+__device__ __forceinline__ Offer no_offer() { return {-INFINITY, -INFINITY, kNoPlace}; }
+
+// What thread blocks tell each other first: the best token, the largest x, the token with the largest logit, and flags.
+struct Offers {
+    Offer best = no_offer();
+    float largest = -INFINITY;
+    Element raw = no_element();
+    u32 flags = 0;
+
+    // Those of the whole warp.
+    __device__ __forceinline__ void combine() {
+#pragma unroll 1
+        for (int offset = 16; offset > 0; offset >>= 1) {
+            const float score = __shfl_xor_sync(kFullWarp, best.score, offset), x = __shfl_xor_sync(kFullWarp, best.x, offset);
+            const u32 place = __shfl_xor_sync(kFullWarp, best.place, offset);
+            const float other_largest = __shfl_xor_sync(kFullWarp, largest, offset);
+            const Element other{__shfl_xor_sync(kFullWarp, raw.value, offset), __shfl_xor_sync(kFullWarp, raw.place, offset)};
+            best.take(score, x, place);
+            largest = fmaxf(largest, other_largest);
+            if (is_before(other, raw)) raw = other;
+        }
+        flags = __reduce_or_sync(kFullWarp, flags);
+    }
+};
+
+// What stands before a token in the order: how many tokens with how much mass, and the best of them; and the mass of all that count.
+struct Before {
+    u64 total = 0, mass = 0;
+    u32 num = 0;
+    Offer best = no_offer();
+
+    // Sums over the warp.
+    __device__ __forceinline__ void combine() {
+#pragma unroll 1
+        for (int offset = 16; offset > 0; offset >>= 1) {
+            const float score = __shfl_xor_sync(kFullWarp, best.score, offset), x = __shfl_xor_sync(kFullWarp, best.x, offset);
+            const u32 place = __shfl_xor_sync(kFullWarp, best.place, offset);
+            total += __shfl_xor_sync(kFullWarp, total, offset), mass += __shfl_xor_sync(kFullWarp, mass, offset);
+            best.take(score, x, place);
+        }
+        num = __reduce_add_sync(kFullWarp, num);
+    }
+};
+
+struct Chooser {
+    const KogDecodeParams& params;
+    const KogPeers& peers;
+    const KogShapingParams& shaping;
+    const Role& role;
+
+    // What lives as long as the launch, or until the report, is kept in shared memory: registers are short.
+    // Number of the newest exchange, of this and all launches before.
+    __device__ __forceinline__ u32 number() const { return load_shared_u32(role.base + KOG_OFFSET(num_exchanges)); }
+    __device__ __forceinline__ u32 next_number() const {
+        const u32 next = number() + 1;
+        __syncwarp();
+        set_number(next);
+        return next;
+    }
+    __device__ __forceinline__ void set_number(u32 number) const {
+        store_shared(role.base + KOG_OFFSET(num_exchanges), number);
+        __syncwarp();
+    }
+    // Of the newest token: its place, and the largest logit of all ranks beside it.
+    __device__ __forceinline__ u32 chosen_place() const { return load_shared_u32(role.base + KOG_OFFSET(chosen_place)); }
+    __device__ __forceinline__ float largest_logit() const { return load_shared_f32(role.base + KOG_OFFSET(largest_logit)); }
+
+    __device__ __forceinline__ Quads<kRanks, kReplicas, kNumCtas> quads() const {
+        return {peers, reinterpret_cast<u64*>(params.words_ptr) + kChoiceOffset, choice_box()};
+    }
+    __device__ __forceinline__ u32 own_source() const { return peers.rank * kNumCtas + role.cta; }
+    __device__ __forceinline__ u32 first_row() const { return first_vocab_row(role.cta); }
+    __device__ __forceinline__ u32 num_rows() const {
+        const u32 end = end_vocab_row(role.cta);
+        return first_row() < end ? min(end - first_row(), static_cast<u32>(HeadOp::kCtaRows)) : 0;
+    }
+    __device__ __forceinline__ bool ends_answer(u32 id) const {
+        bool ends = false;
+        for (u32 i = 0; i < params.num_stop_ids; ++i) ends = ends || params.stop_ids[i] == id;
+        return ends;
+    }
+    __device__ __forceinline__ bool in_grammar(u32 id) const {
+        if (!(shaping.flags & kMasked)) return true;
+        const u32 first_word = (params.vocab_first + first_row()) / 32;
+        return load_shared_u32(role.base + KOG_OFFSET(mask) + 4 * (id / 32 - first_word)) >> (id % 32) & 1;
+    }
+
+    // ---- the mask ----
+    // Copy the own part of token `index`'s mask to shared memory. It comes over PCIe from the process that knows the grammar, while the
+    // token is decoded. Not there in time, or not needed any more since the request is cancelled: kNoMaskFlag. False: leave.
+    __device__ __forceinline__ bool fetch_mask(u32 step, u32 index, u32& flags) const {
+        const u64 epoch = shaping.mask_epoch + index;
+        const u32 tag = static_cast<u32>(epoch % 0xffffffffu) + 1, first_id = params.vocab_first + first_row();
+        const u32 first = first_id / 32, count = num_rows() ? (first_id + num_rows() - 1) / 32 - first + 1 : 0;
+        const u64* words = reinterpret_cast<const u64*>(shaping.mask_ptr) + (epoch & 1) * shaping.num_mask_words + first;
+        // Reading over PCIe before it can be there only slows down those who make it.
+        const u32 most = step * kNumProducts + heads_before(step) * kHeadProducts + kNumProducts * 3 / 4;
+        if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_finalized), most))
+            return false;
+        const u64 since_ns = globaltimer_ns();
+        while (true) {
+            bool ready = true;
+            for (u32 i = laneid(); i < count; i += 32) {
+                const u64 word = load_system(words + i);
+                ready = ready && value_has_tag(word, tag);
+                store_shared(role.base + KOG_OFFSET(mask) + 4 * i, static_cast<u32>(word));
+            }
+            if (__all_sync(kFullWarp, ready)) break;
+            if (must_leave(role.stopped())) return false;
+            const bool late = globaltimer_ns() - since_ns > params.wait_limit_us * 500ull;  // half of what others wait for this rank
+            if (__any_sync(kFullWarp, late || is_cancelled())) {
+                flags |= kNoMaskFlag;
+                break;
+            }
+            __nanosleep(400);
+        }
+        __syncwarp();
+        return true;
+    }
+    // Rank 0's first thread block is told, and tells the others in the quads of this token.
+    __device__ __forceinline__ bool is_cancelled() const {
+        if (is_root()) return role.shared->cancelled;
+        const ulonglong2 words = load_system_x2(quads().own_copy(role.cta, number() + 1, 0) + 2);
+        return quad_has_tag(words.y, number() + 1) && (beside_of(words.y) & kCancelFlag);
+    }
+    __device__ __forceinline__ bool is_root() const { return role.cta == 0 && peers.rank == 0; }
+
+    // ---- the own rows ----
+    __device__ __forceinline__ float noise_of(u32 row, u32 position) const {
+        return __uint_as_float(params.inverse_temperature_bits) > 0 ? gumbel(params.vocab_first + row, position, params.seed) : 0.0f;
+    }
+    // Take a row's logit: x and score to shared memory. `allowed`: else it cannot be chosen.
+    __device__ __forceinline__ void look_at(u32 row, float logit, bool allowed, const Adjustment& adjustment, float noise, Offers& offers) const {
+        const u32 local = row - first_row();
+        float x = -INFINITY, score = -INFINITY;
+        if (allowed) {
+            x = adjustment.apply(params, shaping, logit);
+            if (!(fabsf(x) < INFINITY)) offers.flags |= kFaultFlag;
+            score = __fadd_rn(x, noise);
+            offers.largest = fmaxf(offers.largest, x);
+            offers.best.take(score, x, place_of(own_source(), local));
+        }
+        store_shared(x_at(role, local), x);
+        store_shared(score_at(role, local), score);
+    }
+    // Steps of this launch before `step` that had logits, if this one has.
+    __device__ __forceinline__ u32 heads_before(u32 step) const {
+        return step - (role.num_prompt > role.first_position + 1 ? role.num_prompt - 1 - role.first_position : 0);
+    }
+    // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. False: leave.
+    __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, Offers& offers) const {
+        float* logits = reinterpret_cast<float*>(shaping.raw_ptr);
+#pragma unroll 1
+        for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
+            const u32 row = first_row() + block * HeadOp::kRows + laneid(), id = params.vocab_first + row;
+            const bool real = laneid() < HeadOp::kRows && row < end_vocab_row(role.cta);
+            const bool allowed = real && in_grammar(id) && !(no_end && ends_answer(id));
+            const Adjustment adjustment(shaping, real ? row : 0);
+            const float noise = noise_of(row, position);
+            if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * HeadOp::kBlocks + block + 1))
+                return false;
+            if (real) {
+                const float logit = load_shared_f32(x_at(role, row - first_row()));
+                if (!(fabsf(logit) < INFINITY)) offers.flags |= kFaultFlag;
+                const Element found{logit, place_of(own_source(), row - first_row())};
+                if (is_before(found, offers.raw)) offers.raw = found;
+                logits[row] = logit;  // a copy that the head of the next token does not overwrite before the report is made
+                look_at(row, logit, allowed, adjustment, noise, offers);
+            }
+        }
+        __syncwarp();
+        return true;
+    }
+    // Only the ids that would end the answer, where nothing else is left.
+    __device__ __forceinline__ void look_at_end_ids(u32 position, Offers& offers) const {
+        const u32 local = laneid() < params.num_stop_ids ? params.stop_ids[laneid() & (kMaxStopIds - 1)] - params.vocab_first - first_row() : ~0u;
+        const u32 row = first_row() + local;
+        if (local < num_rows() && in_grammar(params.vocab_first + row)) {
+            const float logit = reinterpret_cast<const float*>(shaping.raw_ptr)[row];
+            look_at(row, logit, true, Adjustment(shaping, row), noise_of(row, position), offers);
+        }
+        __syncwarp();
+    }
+    static constexpr u32 kMaxStopIds = sizeof(KogDecodeParams::stop_ids) / sizeof(u32);
+    static_assert((kMaxStopIds & (kMaxStopIds - 1)) == 0 && kMaxStopIds <= 32, "one thread of the warp for each");
+
+    // ---- exchanges; see quads.cuh. All thread blocks of all ranks take part in each and combine what all have said alike. ----
+    // Of this thread block before, of all after. `reports`: keep each one's best logit for the report. False: leave.
+    __device__ __forceinline__ bool exchange(Offers& offers, bool reports) const {
+        offers.combine();
+        if (is_root() && role.shared->cancelled) offers.flags |= kCancelFlag;
+        const u32 number = next_number();
+        quads().publish(role.cta, number, join_float(offers.largest, 0), join_float(offers.raw.value, row_of(offers.raw.place)),
+                        join_float(offers.best.x, row_of(offers.best.place)), join_float(offers.best.score, offers.flags));
+        offers = Offers{};
+        u64* maxima = reinterpret_cast<u64*>(shaping.maxima_ptr) + role.cta * (kRanks * kNumCtas);
+        const auto fold = [&](u32 source, const ulonglong2& first, const ulonglong2& second) {
+            offers.best.take(float_of(second.y), float_of(second.x), place_of(source, beside_of(second.x)));
+            offers.flags |= beside_of(second.y);
+            offers.largest = fmaxf(offers.largest, float_of(first.x));
+            const Element raw{float_of(first.y), place_of(source, beside_of(first.y))};
+            if (is_before(raw, offers.raw)) offers.raw = raw;
+            if (reports) store_relaxed(maxima + source, first.y & kQuadPayload);
+        };
+        if (!quads().collect(role.cta, number, role.stopped(), role.shared->peer_notes[1], fold)) return false;
+        offers.combine();
+        store_shared(role.base + KOG_OFFSET(largest_logit), offers.raw.value);
+        __syncwarp();
+        return true;
+    }
+
+    // What is before `pivot` in the order of all tokens not below min-p; those with keys below `bound` count for the total. False: leave.
+    __device__ __forceinline__ bool count_before(const Offer& pivot, float largest, u32 bound, Before& before) const {
+        const float lowest = __uint_as_float(shaping.lowest_bits);
+        before = Before{};
+#pragma unroll 1
+        for (u32 row = laneid(); row < num_rows(); row += 32) {
+            const float x = load_shared_f32(x_at(role, row)), distance = __fadd_rn(x, -largest);
+            if (!(x > -INFINITY) || !(distance >= lowest)) continue;
+            const u64 mass = mass_of(distance);
+            const u32 place = place_of(own_source(), row);
+            if (key_of(distance) < bound) before.total += mass;
+            if (!is_before({x, place}, {pivot.x, pivot.place})) continue;
+            before.mass += mass, ++before.num;
+            before.best.take(load_shared_f32(score_at(role, row)), x, place);
+        }
+        before.combine();
+        const u32 number = next_number();
+        quads().publish(role.cta, number, before.mass & kQuadPayload, before.total & kQuadPayload,
+                        join_float(before.best.x, row_of(before.best.place) | static_cast<u32>(before.mass >> 48) << kRowBits),
+                        join_float(before.best.score, before.num | static_cast<u32>(before.total >> 48) << kRowBits));
+        before = Before{};
+        const auto fold = [&](u32 source, const ulonglong2& first, const ulonglong2& second) {
+            const u32 by_x = beside_of(second.x), by_score = beside_of(second.y);
+            before.mass += (first.x & kQuadPayload) | static_cast<u64>(by_x >> kRowBits) << 48;
+            before.total += (first.y & kQuadPayload) | static_cast<u64>(by_score >> kRowBits) << 48;
+            before.num += by_score & kNoRowOfCta;
+            before.best.take(float_of(second.y), float_of(second.x), place_of(source, by_x & kNoRowOfCta));
+        };
+        if (!quads().collect(role.cta, number, role.stopped(), role.shared->peer_notes[1], fold)) return false;
+        before.combine();
+        return true;
+    }
+
+    // ---- filters ----
+    // Keys grow with the distance from the largest x: the bits of a float that is not negative. Equal keys have equal masses.
+    static __device__ __forceinline__ u32 key_of(float distance) { return __float_as_uint(fabsf(distance)); }
+
+    // The mass of the first top_k tokens is that of the keys below `bound`, and `rest`. A search for the k-th key, sixteen ranges at a
+    // time: thread i keeps the number of tokens in range i. At most eight exchanges; fewer, once the k-th stands at the end of a range.
+    __device__ __forceinline__ bool find_top_k(float largest, u32& bound, u64& rest) const {
+        const float lowest = __uint_as_float(shaping.lowest_bits);
+        u32 low = 0, shift = 27, num_below = 0;
+        while (true) {
+            u32 mine = 0;
+#pragma unroll 1
+            for (u32 first = 0; first < HeadOp::kCtaRows; first += 32) {
+                const u32 row = first + laneid();
+                const float x = row < num_rows() ? load_shared_f32(x_at(role, row)) : -INFINITY, distance = __fadd_rn(x, -largest);
+                const u32 range = x > -INFINITY && distance >= lowest ? (key_of(distance) - low) >> shift : ~0u;
+#pragma unroll
+                for (u32 i = 0; i < 16; ++i) {
+                    const u32 found = __popc(__ballot_sync(kFullWarp, range == i));
+                    if (laneid() == i) mine += found;
+                }
+            }
+            u64 counts[4];
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                counts[i] = 0;
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) counts[i] |= static_cast<u64>(__shfl_sync(kFullWarp, mine, 4 * i + j)) << (12 * j);
+            }
+            const u32 number = next_number();
+            quads().publish(role.cta, number, counts[0], counts[1], counts[2], counts[3]);
+            // Each thread adds up few sources: 16 bits for each range.
+            static_assert((kNumCtas + 31) / 32 * kRanks * HeadOp::kCtaRows < 65536, "counts of a thread");
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) counts[i] = 0;
+            const auto spread = [](u64 word) {
+                return (word & 0xfff) | (word & 0xfff000) << 4 | (word & 0xfff000000) << 8 | (word & 0xfff000000000) << 12;
+            };
+            const auto fold = [&](u32, const ulonglong2& first, const ulonglong2& second) {
+                counts[0] += spread(first.x), counts[1] += spread(first.y), counts[2] += spread(second.x), counts[3] += spread(second.y);
+            };
+            if (!quads().collect<(kRanks > 1 ? 2 : 1)>(role.cta, number, role.stopped(), role.shared->peer_notes[1], fold)) return false;
+            u32 range = 16;
+#pragma unroll
+            for (u32 i = 0; i < 16; ++i) {
+                const u32 found = __reduce_add_sync(kFullWarp, static_cast<u32>(counts[i / 4] >> (16 * (i % 4))) & 0xffff);
+                if (range != 16) continue;
+                if (num_below + found >= shaping.top_k) range = i, mine = found;
+                else num_below += found;
+            }
+            if (range == 16) return true;  // there are fewer: all count (only the first search ends so)
+            low += range << shift;
+            if (num_below + mine == shaping.top_k) {
+                bound = low + (1u << shift);
+                return true;
+            }
+            if (shift == 0) {
+                bound = low, rest = (shaping.top_k - num_below) * mass_of(-__uint_as_float(low));
+                return true;
+            }
+            shift = shift > 4 ? shift - 4 : 0;
+        }
+    }
+
+    // Mass before which a token must stand to be among top-p.
+    __device__ __forceinline__ u64 limit() const {
+        uint2 halves;
+        load_shared(role.base + KOG_OFFSET(top_p_limit), halves);
+        return join_halves(halves.x, halves.y);
+    }
+    __device__ __forceinline__ void set_limit(u64 limit) const {
+        __syncwarp();
+        store_shared(role.base + KOG_OFFSET(top_p_limit), make_uint2(static_cast<u32>(limit), static_cast<u32>(limit >> 32)));
+        __syncwarp();
+    }
+    // Draw: the best of all is the token if the filters keep it. If not, they keep nothing behind it in the order either, so the
+    // next one is the best of those before it. False: leave.
+    __device__ __forceinline__ bool filter(float largest, Offer& offer) const {
+        u32 bound = ~0u;
+        u64 rest = 0;
+        bool has_limit = !(shaping.flags & kTopP);
+        if (!has_limit && shaping.top_k > 0 && !find_top_k(largest, bound, rest)) return false;
+        set_limit(has_limit ? ~0ull : rest);  // what top-k adds to the total is kept in its place until that is known
+        while (true) {
+            Before before;
+            if (!count_before(offer, largest, bound, before)) return false;
+            if (!has_limit) {  // rounded up
+                const u64 total = before.total + limit();
+                set_limit(__umul64hi(total, shaping.top_p) + (total * shaping.top_p != 0));
+                has_limit = true;
+            }
+            const bool in_top_k = shaping.top_k == 0 || before.num < shaping.top_k, in_top_p = before.mass < limit();
+            if (in_top_k && in_top_p && __fadd_rn(offer.x, -largest) >= __uint_as_float(shaping.lowest_bits)) return true;
+            offer = before.best;
+        }
+    }
+
+    // Choose the successor of a step's token, unless the prompt has it; or say why there is none. False: leave.
+    __device__ __forceinline__ bool choose(u32 step, u32& finish) const {
+        const u32 position = role.first_position + step, index = position + 1 - role.num_prompt;
+        const bool has_logits = has_head(role, step), no_end = index < shaping.min_tokens && params.num_stop_ids > 0;
+        Offers offers;
+        if (has_logits) {
+            if ((shaping.flags & kMasked) && !fetch_mask(step, index, offers.flags)) return false;
+            if (!look_at_rows(step, position, no_end, offers)) return false;
+        }
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1)) return false;
+        if (!exchange(offers, shaping.flags & kReports)) return false;
+        if (has_logits && offers.flags == 0 && offers.best.place == kNoPlace && no_end) {
+            look_at_end_ids(position, offers);
+            if (!exchange(offers, false)) return false;
+        }
+        if (offers.flags & kCancelFlag) finish = kCancelledFinish;
+        else if (!has_logits) return true;
+        else if (offers.flags & kNoMaskFlag) finish = kNoMaskFinish;
+        else if (offers.flags & kFaultFlag) finish = kNumericalFault;
+        else if (offers.best.place == kNoPlace) finish = kNoMaskFinish;
+        else if ((shaping.flags & kFiltered) && !filter(offers.largest, offers.best)) return false;
+        store_shared(role.base + KOG_OFFSET(chosen_place), offers.best.place);
+        __syncwarp();
+        return true;
+    }
+};
+
+}  // namespace kog

@@ -1,0 +1,87 @@
+// The sampling warp in the shaped build: as `sample`, but with `Chooser` for tokens of the answer, and with a report of each. What both
+// have in common stands in both, since the plain build's instructions are to stay what they were measured with.
+#pragma once
+#include "choose.cuh"
+#include "report.cuh"
+
+namespace kog {
+
+// Tell the thread block's other warps the token of a step. `leave`: there is none, and thread block 0 leaves the state to the next launch.
+__device__ __forceinline__ void announce_token(const Role& role, KogDecodeState* state, u32 step, u32 token, u32 finish, bool leave) {
+    Shared& shared = *role.shared;
+    if (leave && role.cta == 0 && laneid() == 0 && step > 0) {
+        state->token = token;
+        state->position = role.first_position + step;
+        state->epoch = role.first_epoch + step;
+        state->finish = finish;
+    }
+    if (laneid() == 0) {
+        shared.token[step & 1] = token;
+        shared.stop_before[step & 1] = leave;
+        if (leave) shared.finished = 1;
+        mbar_arrive(role.base + KOG_OFFSET(token_full));
+    }
+    __syncwarp();
+}
+
+// Why an answer ends with its token number `index`, which follows `position`.
+__device__ __forceinline__ u32 finish_of(const KogDecodeParams& params, u32 max_tokens, u32 token, u32 index, u32 position) {
+    bool stops = false;
+    for (u32 i = 0; i < params.num_stop_ids; ++i) stops = stops || params.stop_ids[i] == token;
+    return stops ? kStop : index + 1 >= max_tokens || position + 2 >= kMaxContext ? kLength : kNone;
+}
+
+// Thread block 0 writes the successor of the token at `position` for the host.
+__device__ __forceinline__ void tell_host(const KogDecodeParams& params, const Role& role, u32 step, u32 position, u32 token, u32 finish) {
+    if (role.cta != 0 || laneid() != 0) return;
+    u64* stamps = reinterpret_cast<u64*>(params.stamps_ptr);
+    if (stamps != nullptr) stamps[step] = globaltimer_ns();
+    // One entry of the host's ring: each word carries the request's tag.
+    const bool counts = position + 1 >= role.num_prompt || finish != kNone;
+    const u32 entry = position + 1 >= role.num_prompt ? position + 1 - role.num_prompt : 0;
+    const bool has_token = finish < kCancelledFinish;
+    if (counts)
+        store_system_x2(reinterpret_cast<u64*>(params.ring_ptr) + 2 * entry, make_value_word(has_token ? token : 0xffffffffu, params.request_tag),
+                        make_value_word(finish, params.request_tag));
+}
+
+__device__ __forceinline__ void sample_shaped(const KogDecodeParams& params, const KogPeers& peers, const KogShapingParams& shaping,
+                                              const Role& role, u32 num_steps) {
+    KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
+    const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
+    u32 token = state->token, finish = state->finish;
+    const Chooser chooser{params, peers, shaping, role};
+    chooser.set_number(state->num_exchanges);
+    Reporter reporter{chooser, shaping, role};
+    bool reports = false;  // a token waits for its report
+    for (u32 step = 0;; ++step) {
+        const bool leave = step == num_steps || finish != kNone;
+        // The last report comes before the thread block says that it has finished: then nobody keeps the time of waits any more.
+        if (!leave) announce_token(role, state, step, token, finish, leave);
+        if (reports && !reporter.report(role.first_epoch + step, role.first_position + step - role.num_prompt, params.request_tag)) return;
+        if (leave) {
+            if (role.cta == 0 && laneid() == 0 && step > 0) state->num_exchanges = chooser.number();
+            announce_token(role, state, step, token, finish, leave);
+            return;
+        }
+        finish = kNone;
+        if (!chooser.choose(step, finish)) return;
+        const u32 position = role.first_position + opaque(step), index = position + 1 - role.num_prompt;
+        reports = false;
+        if (position + 1 < role.num_prompt) {
+            token = prompt[position + 1];
+        } else if (finish == kNone) {
+            token = id_of(shaping, chooser.chosen_place());
+            finish = finish_of(params, state->max_tokens, token, index, position);
+            reports = shaping.flags & kReports;
+            if ((shaping.flags & kRemembers) && laneid() == 0 && source_of(chooser.chosen_place()) == chooser.own_source()) {
+                u32* said = reinterpret_cast<u32*>(shaping.history_ptr) + chooser.first_row() + row_of(chooser.chosen_place());
+                store_relaxed_u32(said, load_relaxed_u32(said) + 1);
+            }
+            __syncwarp();
+        }
+        tell_host(params, role, step, position, token, finish);
+    }
+}
+
+}  // namespace kog

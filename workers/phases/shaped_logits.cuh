@@ -1,0 +1,116 @@
+// From a logit to what is chosen from: penalties, biases, temperature, what is allowed; and probability masses. Bit for bit as
+// kog_dist/decode/sampling/ (shaping.py, bits.py) defines it: every operation is rounded on its own.
+#pragma once
+#include "sample.cuh"
+
+namespace kog {
+
+// Which parts a request asks for: KogShapingParams::flags, ShapingFlag in workers/cuda/kernel_abi.py.
+enum ShapingFlag : u32 { kBiased = 1, kRemembers = 2, kMasked = 4, kFiltered = 8, kTopP = 16, kReports = 32 };
+
+// Shared memory of the rows' x (of those that are not allowed: minus infinity), and of their scores.
+__device__ __forceinline__ u32 x_at(const Role& role, u32 row) {
+    return role.base + (kScoresFit ? KOG_OFFSET(attended) : KOG_OFFSET(scores)) + 4 * row;
+}
+__device__ __forceinline__ u32 score_at(const Role& role, u32 row) { return x_at(role, HeadOp::kCtaRows + row); }
+
+// The finaliser gives a block of logits to the sampler; rows are those of the rank.
+__device__ __forceinline__ void hand_logits(const Role& role, u32 block, u32 row, float logit, float* logits) {
+    if (laneid() < HeadOp::kRows && row < end_vocab_row(role.cta)) {
+        logits[row] = logit;
+        store_shared(x_at(role, row - first_vocab_row(role.cta)), logit);
+    }
+    __threadfence_block();
+    __syncwarp();
+    if (laneid() == 0) {
+        const u32 counter = role.base + KOG_OFFSET(num_handed);
+        store_shared(counter, load_shared_u32(counter) + 1);
+    }
+}
+
+// What a row's logit meets besides the temperature; loaded before the logit is there.
+struct Adjustment {
+    float bias;
+    u32 said;  // times in the answer; the highest bit: in the prompt
+
+    __device__ __forceinline__ Adjustment(const KogShapingParams& shaping, u32 row) : bias(0), said(0) {
+        if (shaping.flags & kBiased) bias = __uint_as_float(load_relaxed_u32(reinterpret_cast<const u32*>(shaping.bias_ptr) + row));
+        if (shaping.flags & kRemembers) said = load_relaxed_u32(reinterpret_cast<const u32*>(shaping.history_ptr) + row);
+    }
+    // The logit after bias and penalties, times 1 / temperature.
+    __device__ __forceinline__ float apply(const KogDecodeParams& params, const KogShapingParams& shaping, float logit) const {
+        if (shaping.flags & kBiased) logit = __fadd_rn(logit, bias);
+        const float penalty = __uint_as_float(shaping.repetition_bits);
+        if (said) logit = logit < 0 ? __fmul_rn(logit, penalty) : __fdiv_rn(logit, penalty);
+        if (const u32 times = said & 0x7fffffffu) {
+            logit = __fadd_rn(logit, -__fmul_rn(__uint_as_float(shaping.frequency_bits), static_cast<float>(times)));
+            logit = __fadd_rn(logit, -__uint_as_float(shaping.presence_bits));
+        }
+        const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
+        return inverse_temperature > 0 ? __fmul_rn(logit, inverse_temperature) : logit;
+    }
+};
+
+// exp(distance) * 2**40, cut off; `bits.masses`. `distance` is not above 0.
+__device__ __forceinline__ u64 mass_of(float distance) {
+    const float x = fmaxf(distance, -28.0f), n = floorf(__fadd_rn(__fmul_rn(x, 1.44269504088896341f), 0.5f));
+    float f = __fadd_rn(x, -__fmul_rn(n, 0.693359375f));
+    f = __fadd_rn(f, -__fmul_rn(n, -2.12194440e-4f));
+    float p = 1.9875691500e-4f;
+    p = __fadd_rn(__fmul_rn(p, f), 1.3981999507e-3f);
+    p = __fadd_rn(__fmul_rn(p, f), 8.3334519073e-3f);
+    p = __fadd_rn(__fmul_rn(p, f), 4.1665795894e-2f);
+    p = __fadd_rn(__fmul_rn(p, f), 1.6666665459e-1f);
+    p = __fadd_rn(__fmul_rn(p, f), 5.0000001201e-1f);
+    p = __fadd_rn(__fadd_rn(__fmul_rn(p, __fmul_rn(f, f)), f), 1.0f);
+    return __float2ull_rz(__fmul_rn(p, __uint_as_float((127 + 40 + static_cast<int>(n)) << 23)));  // a power of two: exact
+}
+
+__device__ __forceinline__ u64 sum_of_warp(u64 mine) {
+#pragma unroll 1
+    for (int offset = 16; offset > 0; offset >>= 1) mine += __shfl_xor_sync(kFullWarp, mine, offset);
+    return mine;
+}
+// A token's place in the order of ids, which every rank computes alike: (rank * kNumCtas + thread block) << 12 | row.
+constexpr u32 kRowBits = 12, kNoRowOfCta = (1u << kRowBits) - 1, kNoPlace = ~0u;
+static_assert(HeadOp::kCtaRows < kNoRowOfCta, "rows of a thread block");
+__device__ __forceinline__ u32 place_of(u32 source, u32 row) { return row == kNoRowOfCta ? kNoPlace : source << kRowBits | row; }
+__device__ __forceinline__ u32 source_of(u32 place) { return place >> kRowBits; }
+__device__ __forceinline__ u32 row_of(u32 place) { return place & kNoRowOfCta; }
+__device__ __forceinline__ u32 id_of(const KogShapingParams& shaping, u32 place) {
+    const u32 rank = source_of(place) / kNumCtas;
+    if constexpr (kVocabParallelHead) return shaping.first_ids[rank] + first_vocab_row(source_of(place) % kNumCtas) + row_of(place);
+    else return shaping.first_ids[rank] + source_of(place) % kNumCtas * shaping.cta_rows[rank] + row_of(place);  // the last rank may own fewer
+}
+
+// A token with a value: the larger value comes first, equal ones by id.
+struct Element {
+    float value;
+    u32 place;
+};
+__device__ __forceinline__ Element no_element() { return {-INFINITY, kNoPlace}; }  // behind all that exist
+
+__device__ __forceinline__ bool is_before(const Element& a, const Element& b) {
+    return a.value > b.value || (a.value == b.value && a.place < b.place);
+}
+__device__ __forceinline__ Element first_of_warp(Element mine) {
+#pragma unroll 1
+    for (int offset = 16; offset > 0; offset >>= 1) {
+        const Element other{__shfl_xor_sync(kFullWarp, mine.value, offset), __shfl_xor_sync(kFullWarp, mine.place, offset)};
+        if (is_before(other, mine)) mine = other;
+    }
+    return mine;
+}
+// The first in the order of those behind `last`, among `element(0)` to `element(count - 1)`; no_element() if there is none.
+template <class At>
+__device__ __forceinline__ Element next_in_order(const Element& last, u32 count, At&& element) {
+    Element mine = no_element();
+#pragma unroll 1
+    for (u32 i = laneid(); i < count; i += 32) {
+        const Element found = element(i);
+        if (is_before(last, found) && is_before(found, mine)) mine = found;
+    }
+    return first_of_warp(mine);
+}
+
+}  // namespace kog
