@@ -1,7 +1,8 @@
 """What the monokernel's ranks exchange through the symmetric heap, and the header that tells the kernel where it lies.
 
     attention, mlp   float32 sums of the own lanes' outputs of a block, row owner to row owner; a slot for each summed layer
-    streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes
+    streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes; none
+                     with `vocab_parallel`, where each rank has logits of its own lanes
     candidates       best token of each thread block of each rank, copies for all readers; two slots in turn
     choices          what thread blocks exchange to choose a token of a shaped request (device/quads.cuh); two slots in turn
     reports          masses and best tokens of each thread block, for log-probabilities; rank 0's are used
@@ -20,7 +21,7 @@ from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.decode.schedule import is_summed
-from kog_dist.model.spec import Block, ModelSpec
+from kog_dist.model.spec import Block, HeadType, ModelSpec
 from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES
@@ -71,9 +72,10 @@ class KernelBoxes:
         sums = [
             MailboxSpec(b.name.lower(), len(self.summed_layers(b)), self.spec.hidden_size) for b in Block if self.summed_layers(b)
         ]
-        streams = MailboxSpec("streams", 1, self.lanes_per_rank * self.replicas * self.stream_copy_words)
+        if self.spec.head_type is not HeadType.VOCAB_PARALLEL:
+            sums.append(MailboxSpec("streams", 1, self.lanes_per_rank * self.replicas * self.stream_copy_words))
         candidates = MailboxSpec("candidates", 2, self.replicas * self.candidate_copy_words)
-        return [*sums, streams, candidates, *self._shaped_specs()]
+        return [*sums, candidates, *self._shaped_specs()]
 
     def _shaped_specs(self) -> list[MailboxSpec]:
         return [MailboxSpec("choices", 2, self.choice_words), MailboxSpec("reports", 1, self.report_words)]

@@ -67,7 +67,7 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     spec = checkpoint.spec
     lanes = spec.lanes_of_rank(rank, world_size)
     shape = KernelShape(spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size)
-    norms = (2 * spec.num_layers + 1) * spec.hidden_size * (1 if spec.shared_norm_scale else shape.num_lanes)
+    norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
     return {
         "tape": 2 * shape.tape_values * shape.num_ctas,

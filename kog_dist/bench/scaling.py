@@ -65,7 +65,8 @@ def _kernel(spec: ModelSpec, num_lanes: int) -> tuple[KernelShape, list[_Work]]:
         num_tiles = op.blocks * (op.per // op.steps)
         return _Work(product, num_tiles, 2 * op.num_values / num_tiles / 1000)
 
-    return shape, [*(work(product, ops[product.phase]) for product in shape.products), work(None, shape.head)]
+    heads = [work(None, shape.head)] * shape.num_head_products
+    return shape, [*(work(product, ops[product.phase]) for product in shape.products), *heads]
 
 
 class _Simulation:
@@ -89,7 +90,7 @@ class _Simulation:
             product = work.product
             if product is None:  # the streams go to all ranks
                 finished = self._multiply(work, max(ready.values()) - costs.hop_us + max(costs.hop_us, self.exchange_us))
-                break
+                continue
             finished = self._multiply(work, ready[product.lane])
             if product.phase is Phase.QKV:
                 ready[product.lane] = finished + 2 * costs.hop_us + costs.attention_us

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.report import percentile
-from kog_dist.errors import ConfigError
 from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import Block, HeadType, ModelSpec
@@ -38,8 +37,6 @@ class TorchDecoder:
     def __init__(self, spec: ModelSpec, tensors: TensorSource, cache_length: int, product: str = "matmul") -> None:
         import torch
 
-        if spec.head_type is not HeadType.REPLICATE:
-            raise ConfigError(f"the torch baseline runs lm_head_type replicate, not {spec.head_type.value}")
         self.spec, self.product = spec, product
         self.embedding = tensors(EMBEDDING)
         self.head = self.embedding if spec.tied_embeddings else tensors(head_name(spec))
@@ -142,8 +139,12 @@ class TorchDecoder:
     def _logits(self, stream: Tensor) -> Tensor:
         if self.spec.pre_norm_lane_agg:
             stream = stream.expand(self.spec.num_lanes, -1).sum(0, keepdim=True)
-        x = self._norm(stream, self.final_norm).mean(0, keepdim=True)
-        return self._times(self.head[None], x)[0]
+        normed = self._norm(stream, self.final_norm)
+        if self.spec.head_type is HeadType.VOCAB_PARALLEL:
+            return self._times(self.head, normed).flatten()
+        if self.spec.head_type is HeadType.LANE:
+            return self._times(self.head[None], normed.expand(self.spec.num_lanes, -1).reshape(1, -1))[0]
+        return self._times(self.head[None], normed.mean(0, keepdim=True))[0]
 
 
 def measure(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int, budget_s: float) -> list[dict[str, Any]]:

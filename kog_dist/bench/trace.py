@@ -49,7 +49,8 @@ class Trace:
             Traced(index, product.phase.name.lower(), product.layer, product.lane) for index, product in enumerate(shape.products)
         ]
         self._index = {(product.phase, product.layer, product.lane): product.index for product in self.products}
-        self.products.append(Traced(len(self.products), "head", shape.spec.num_layers, shape.hosted_lanes[0]))
+        for _ in range(shape.num_head_products):
+            self.products.append(Traced(len(self.products), "head", shape.spec.num_layers, shape.hosted_lanes[0]))
 
     def of(self, kind: str, product: int) -> Stamps:
         """Stamps (thread blocks,) of one kind."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from tests.gpu.shaped_reference import check, logprobs_of
 
@@ -27,6 +27,10 @@ VARIANTS = {
     "late": replace(SPEC, early_comm=False),
     "attention alone": replace(SPEC, mlp_comm=False),
     "sum before norm": replace(SPEC, pre_norm_lane_agg=True),
+    "norm scales per lane": replace(SPEC, shared_norm_scale=False),
+    "head of all lanes": replace(SPEC, head_type=HeadType.LANE, shared_norm_scale=False, vocab_size=997),
+    "head by lane": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
+    "head by lane, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, shared_norm_scale=False, delay=0),
 }
 PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
 

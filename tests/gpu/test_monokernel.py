@@ -14,7 +14,7 @@ from kog_dist.decode.sampling import Sampling, sample
 from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -34,6 +34,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nothing divides": {
         "hidden_size": 192, "num_heads": 12, "num_kv_heads": 4, "num_lanes": 4, "intermediate_size": 592, "vocab_size": 1001,
         "delay": 1, "sliding_window": 37,
+    },
+}  # fmt: skip
+HEADS: dict[str, dict[str, Any]] = {
+    "of all lanes": {"head_type": HeadType.LANE, "vocab_size": 4001, "shared_norm_scale": False},
+    "of all lanes, all blocking": {"head_type": HeadType.LANE, "num_lanes": 4, "delay": 0},
+    "of one lane": {"head_type": HeadType.LANE, "num_lanes": 1, "delay": 0},
+    "by lane": {"head_type": HeadType.VOCAB_PARALLEL, "shared_norm_scale": False},
+    "by lane, all blocking": {"head_type": HeadType.VOCAB_PARALLEL, "num_lanes": 4, "delay": 0},
+    "by lane, blocks left over": {
+        "hidden_size": 640, "num_heads": 40, "num_kv_heads": 40, "intermediate_size": 608, "vocab_size": 1000,
+        "head_type": HeadType.VOCAB_PARALLEL,
     },
 }  # fmt: skip
 LIMITS = {"bfloat16": 2e-3, "float16": 5e-4}  # the oracle rounds keys and values, too, but not everything falls on the same side
@@ -73,15 +84,26 @@ def logits_of(kernel: Monokernel) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float16")])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_match_the_oracle(tmp_path: Path, variant: str, dtype: str, kv_dtype: str) -> None:
-    prepared = Prepared(tmp_path, VARIANTS[variant], dtype, kv_dtype)
+    compare_with_oracle(
+        Prepared(tmp_path, VARIANTS[variant], dtype, kv_dtype), f"{variant}, {dtype} weights, {kv_dtype} cache", kv_dtype
+    )
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_logits_of_all_heads_match_the_oracle(tmp_path: Path, head: str) -> None:
+    compare_with_oracle(Prepared(tmp_path, HEADS[head], "float16", "float16"), head, "float16")
+
+
+def compare_with_oracle(prepared: Prepared, name: str, kv_dtype: str) -> None:
     kernel = prepared.kernel()
     wanted = prepared.oracle_logits(700)
     for position in (0, 1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 699):
-        kernel.generate(prepared.ids[: position + 1], 1)
-        found = logits_of(kernel).astype(np.float64)
-        error = np.linalg.norm(found - wanted[position]) / np.linalg.norm(wanted[position])
-        print(f"{variant}, {dtype} weights, {kv_dtype} cache, position {position}: relative error {error:.2e}")
+        (token,) = kernel.generate(prepared.ids[: position + 1], 1)
+        found = logits_of(kernel)
+        error = np.linalg.norm(found.astype(np.float64) - wanted[position]) / np.linalg.norm(wanted[position])
+        print(f"{name}, position {position}: relative error {error:.2e}")
         assert error < LIMITS[kv_dtype], f"position {position}: relative error {error:.2e}"
+        assert token == sample(found, position, Sampling())
 
 
 def test_tokens_are_those_of_the_definition(demo: Prepared) -> None:

@@ -150,6 +150,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "sum before norm": {"pre_norm_lane_agg": True},
     "norm scales per lane": VARIANTS["norm scales per lane"],
     "head by lane": {"head_type": HeadType.VOCAB_PARALLEL},
+    "head of all lanes": {"head_type": HeadType.LANE},
 }
 
 

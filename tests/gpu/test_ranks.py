@@ -39,7 +39,7 @@ def test_ranks_have_the_bits_of_one(variant: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4)])
-@pytest.mark.parametrize("variant", ["delay 1", "all blocking"])
+@pytest.mark.parametrize("variant", ["delay 1", "all blocking", "head of all lanes", "head by lane"])
 def test_shaped_answers_do_not_depend_on_ranks(variant: str, world_size: int) -> None:
     """One rank's are compared with the definition, others with these. The vocabulary of `delay 1` is cut unevenly."""
     (alone,) = results(1, variant, "shaped_answers")

@@ -21,7 +21,7 @@ from kog_dist.decode.tape import tape
 from kog_dist.decode.tape_packing import OpShape, unpack
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
-from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
 from kog_dist.workers.cuda import load
 from kog_dist.workers.cuda.device_weights import DeviceWeights, pack_tape
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -37,6 +37,19 @@ SPECS = {
     "norms per lane": replace(SPEC, shared_norm_scale=False),
     "norms per lane, aggregate": replace(SPEC, shared_norm_scale=False, pre_norm_lane_agg=True),
     "staggered lanes": replace(SPEC, hidden_size=128, num_heads=8, num_kv_heads=4, intermediate_size=144, num_lanes=4),
+    "head of all lanes": replace(SPEC, head_type=HeadType.LANE),
+    "head of all lanes, norms per lane": replace(
+        SPEC,
+        head_type=HeadType.LANE,
+        shared_norm_scale=False,
+        hidden_size=128,
+        num_heads=8,
+        num_kv_heads=4,
+        intermediate_size=144,
+        num_lanes=4,
+    ),
+    "head by lane": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, vocab_size=102),
+    "head by lane, norms per lane": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, vocab_size=102, shared_norm_scale=False),
     "one lane": replace(SPEC, num_lanes=1, num_kv_heads=6, delay=0),
 }
 
@@ -93,6 +106,18 @@ class Tapes:
         self.position += op.num_values
         return np.asarray(unpack(segments, op, rows, columns))
 
+    def head(self) -> np.ndarray[Any, Any]:
+        """The LM head's rows of the hosted lanes."""
+        shape, (first, last) = self.shape, self.shape.vocab_rows
+        op, columns = shape.head, shape.spec.hidden_size
+        if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
+            return np.concatenate([self.next(op, last - first, columns) for _ in range(shape.num_head_products)], axis=1)
+        segments = self.tape[:, self.position : self.position + op.num_values]
+        self.position += op.num_values
+        parts = [segments[lane * shape.head_ctas : (lane + 1) * shape.head_ctas] for lane in range(shape.num_lanes)]
+        assert not segments[shape.num_lanes * shape.head_ctas :].any(), "thread blocks without rows"
+        return np.concatenate([unpack(part, op, shape.lane_vocab, columns) for part in parts])
+
 
 def checkpoint_of(folder: Path, spec: ModelSpec, dtype: str = "bfloat16", *, manifest: bool = True) -> Checkpoint:
     write_checkpoint(folder, spec, random_tensors(spec, 3), dtype=dtype, manifest=manifest)
@@ -104,8 +129,9 @@ def checkpoint_of(folder: Path, spec: ModelSpec, dtype: str = "bfloat16", *, man
 def test_every_word_arrives_in_its_place(tmp_path: Path, variant: str, dtype: str) -> None:
     spec = SPECS[variant]
     checkpoint = checkpoint_of(tmp_path, spec, dtype)
-    for hosted in {range(spec.num_lanes), range(spec.num_lanes - 1, spec.num_lanes)}:
-        shape = KernelShape(spec, hosted, weight_dtype=dtype, kv_dtype=dtype, max_ctas=7)
+    whole, last = range(spec.num_lanes), range(spec.num_lanes - 1, spec.num_lanes)
+    for hosted, num_ranks in {(whole, 1), (last, 1), (last, spec.num_lanes)}:  # a rank that is alone knows no other lanes
+        shape = KernelShape(spec, hosted, weight_dtype=dtype, kv_dtype=dtype, max_ctas=7, num_ranks=num_ranks)
         weights = load_weights(shape, checkpoint)
         wanted = checkpoint.rank_weights(hosted)
         tapes = Tapes(weights, shape)
@@ -126,11 +152,16 @@ def test_every_word_arrives_in_its_place(tmp_path: Path, variant: str, dtype: st
         for i in range(spec.num_layers):
             layers = [wanted.lanes[lane].layers[i] for lane in (hosted[:1] if spec.shared_norm_scale else hosted)]
             norms.append([[layer.attention_norm for layer in layers], [layer.ffn_norm for layer in layers]])
-        assert found(shape.head, np.concatenate([wanted.heads[lane] for lane in hosted]))
+        head = np.concatenate([wanted.heads[lane] for lane in hosted])
+        lanes = shape.head_lanes
+        if spec.head_type is HeadType.LANE:
+            head = head[:, lanes[0] * spec.hidden_size : (lanes[-1] + 1) * spec.hidden_size]
+        assert np.array_equal(tapes.head(), stored_words(head, dtype))
         assert tapes.position == shape.tape_values
         assert np.array_equal(weights.norms, stored_words(np.array(norms), dtype))
         shares_final = spec.shared_norm_scale or spec.pre_norm_lane_agg
-        final = [wanted.norms[lane] for lane in (hosted[:1] if shares_final else hosted)]
+        norm_of = checkpoint.rank_weights(whole).norms
+        final = [norm_of[lane] for lane in (lanes[:1] if shares_final else lanes)]
         assert np.array_equal(weights.final_norm, stored_words(np.array(final), dtype))
         assert np.array_equal(weights.embedding, stored_words(wanted.embedding, dtype))
 

@@ -20,7 +20,7 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.decode.masks import MaskWords, num_words
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import NO_CANDIDATE, Sampling, Shaper, Shaping, token_logprobs
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -32,9 +32,9 @@ SPEC = ModelSpec(
     hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=96, max_context=64, num_lanes=4,
     delay=0,
 )  # fmt: skip
-SHAPES = {  # the second one's rows do not fit into attention's shared memory
+SHAPES = {  # the second one's rows do not fit into attention's shared memory, and its last thread block has none
     "2 ranks": KernelShape(SPEC, range(2), max_ctas=3, num_ranks=2),
-    "1 rank": KernelShape(replace(SPEC, vocab_size=601), range(4), max_ctas=4),
+    "1 rank": KernelShape(replace(SPEC, vocab_size=604, head_type=HeadType.VOCAB_PARALLEL), range(4), max_ctas=5),
 }
 PROMPT, TOKENS, TAG = (7, 3, 90), 4, 5
 WARM, HOT = Sampling(0.7, 5), Sampling(2.0, 2**63 + 11)

@@ -74,6 +74,17 @@ def test_2b_shape_divides_without_rounding_loss() -> None:
     assert laneformer_2b().bytes_per_token() <= tape_bytes < 1.001 * laneformer_2b().bytes_per_token()
 
 
+@pytest.mark.parametrize(("head", "columns"), [(HeadType.LANE, 8), (HeadType.VOCAB_PARALLEL, 1)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_heads_of_the_2b_shape_divide_alike(head: HeadType, columns: int, world_size: int) -> None:
+    spec = replace(laneformer_2b(), head_type=head)
+    shape = KernelShape(spec, spec.lanes_of_rank(0, world_size), num_ranks=world_size)
+    assert (shape.num_head_products, shape.head_ctas) == (columns, 128 // shape.num_lanes if columns == 1 else 128)
+    assert 250 // world_size <= shape.head.cta_rows <= 264 // world_size
+    tape_bytes = 2 * shape.tape_values * shape.num_ctas * world_size
+    assert spec.bytes_per_token() <= tape_bytes < 1.03 * spec.bytes_per_token()
+
+
 def test_every_thread_block_owns_a_row_of_the_residual() -> None:
     for hidden, heads in ((64, 4), (192, 12), (256, 16), (960, 20), (4096, 32)):
         spec = ModelSpec(hidden, 2, heads, heads, 4 * hidden, 1000, num_lanes=4, delay=1)
@@ -87,8 +98,9 @@ def test_every_thread_block_owns_a_row_of_the_residual() -> None:
 def test_models_that_the_kernel_cannot_run_are_refused_by_name() -> None:
     fine = ModelSpec(256, 2, 16, 8, 1024, 1000, num_lanes=8)
     KernelShape(fine, range(8))
-    with pytest.raises(ConfigError, match="lm_head_type lane"):
-        KernelShape(replace(fine, head_type=HeadType.LANE), range(8))
+    KernelShape(replace(fine, head_type=HeadType.LANE), range(8), max_ctas=4)
+    with pytest.raises(ConfigError, match="8 lanes, but only 4 thread blocks"):
+        KernelShape(replace(fine, head_type=HeadType.VOCAB_PARALLEL), range(8), max_ctas=4)
     with pytest.raises(ConfigError, match="head_dim 8"):
         KernelShape(replace(fine, num_heads=32), range(8))
     with pytest.raises(ConfigError, match="float32 weights"):

@@ -14,12 +14,13 @@ from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import interleave, pack
 from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
 
 # Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0). GATE_UP is interleaved.
+# HEAD: all vocabulary rows of the rank; with `vocab_parallel` the lane's, with `lane` the columns of one of `shape.head_lanes`.
 MatrixSource = Callable[[Phase, int, int], GpuArray]
 # A tensor of a checkpoint as 16-bit words on the GPU, only the rows that `needed_rows` names.
 TensorSource = Callable[[str], GpuArray]
@@ -32,7 +33,7 @@ class DeviceWeights:
     tape: GpuArray  # (num_ctas, tape_values)
     embedding: GpuArray  # (vocab, hidden)
     norms: GpuArray  # (layers, 2, lanes or 1, hidden)
-    final_norm: GpuArray  # (lanes or 1, hidden)
+    final_norm: GpuArray  # (KernelShape.final_norm_lanes, hidden)
     rope: GpuArray  # (max_context, head_dim / 2, 2) float32
 
 
@@ -47,7 +48,9 @@ def to_words(values: GpuArray, dtype: str) -> GpuArray:
 def needed_parts(shape: KernelShape, name: str) -> range:
     """Which parts of a tensor (`TensorLayout.parts`) a rank needs: those of its lanes, but the whole embedding."""
     num_parts = len(tensor_layouts(shape.spec)[name].parts)
-    return range(num_parts) if name == EMBEDDING or num_parts == 1 else shape.hosted_lanes
+    if name == EMBEDDING or num_parts == 1:
+        return range(num_parts)
+    return shape.head_lanes if name == norm_name(shape.spec, "model.norm") else shape.hosted_lanes
 
 
 def needed_rows(shape: KernelShape, name: str) -> tuple[int, int]:
@@ -59,7 +62,8 @@ def needed_rows(shape: KernelShape, name: str) -> tuple[int, int]:
 def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
     """Fill `tape` (num_ctas, tape_values) with all thread blocks' weights, in the order in which the kernel's loader reads them.
 
-    That is the order of the plan (decode/tape.py), whose LM head of each lane is one product here.
+    That is the order of the plan (decode/tape.py), but for the LM head: there it is one product for each lane's slice of the
+    vocabulary, here see `KernelShape.head`.
     """
     position = 0
     ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
@@ -71,7 +75,20 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
         op = ops[product.phase]
         matrix = source(product.phase, product.layer, product.lane - shape.hosted_lanes[0])
         tape[:, start : start + op.num_values] = pack(matrix, op, shape.num_ctas)
-    tape[:, position:] = pack(source(Phase.HEAD, 0, 0), shape.head, shape.num_ctas)
+    for index in range(shape.num_head_products):
+        _pack_head(shape, source, index, tape[:, position : position + shape.head.num_values])
+        position += shape.head.num_values
+
+
+def _pack_head(shape: KernelShape, source: MatrixSource, index: int, segments: GpuArray) -> None:
+    """Fill the segments (num_ctas, head.num_values) of a product of the LM head."""
+    if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
+        segments[:] = pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas)
+        return
+    for lane in range(shape.num_lanes):  # each has its own thread blocks
+        own = slice(lane * shape.head_ctas, (lane + 1) * shape.head_ctas)
+        segments[own] = pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas)
+    segments[shape.num_lanes * shape.head_ctas :] = 0
 
 
 def from_tensors(shape: KernelShape, tensors: TensorSource) -> DeviceWeights:
@@ -102,13 +119,14 @@ class _LayerTensors:
         self.shape, self.tensors, self.embedding = shape, tensors, embedding
         self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
         self.final_norm: GpuArray = None
+        self._head: GpuArray = None
         self._layer = -1
         self._matrices: dict[Phase, tuple[GpuArray, ...]] = {}  # each (hosted lanes, rows, K)
 
     def matrix(self, phase: Phase, layer: int, lane: int) -> GpuArray:
         """See `MatrixSource`."""
         if phase is Phase.HEAD:
-            return self._head()
+            return self._head_matrix(lane)
         if layer != self._layer:
             self._load(layer)
         parts = [tensor[lane] for tensor in self._matrices[phase]]
@@ -124,14 +142,19 @@ class _LayerTensors:
         self._matrices |= {Phase.QKV: (query, key, value), Phase.OUT: (out,), Phase.GATE_UP: (gate, up), Phase.DOWN: (down,)}
         self._layer = layer
 
-    def _head(self) -> GpuArray:
-        self._matrices.clear()
+    def _head_matrix(self, lane: int) -> GpuArray:
         spec = self.shape.spec
-        self.final_norm = self._norm("model.norm")
-        if not spec.tied_embeddings:
-            return self.tensors(head_name(spec))
-        first, last = self.shape.vocab_rows
-        return self.embedding[first:last]
+        if self._head is None:
+            self._matrices.clear()
+            self.final_norm = self._norm("model.norm")
+            first, last = self.shape.vocab_rows
+            self._head = self.embedding[first:last] if spec.tied_embeddings else self.tensors(head_name(spec))
+        if spec.head_type is HeadType.VOCAB_PARALLEL:
+            return self._head[lane]
+        if spec.head_type is HeadType.LANE:
+            first = self.shape.head_lanes[lane] * spec.hidden_size
+            return self._head[:, first : first + spec.hidden_size]
+        return self._head
 
     def _norm(self, stem: str) -> GpuArray:
         return self.tensors(norm_name(self.shape.spec, stem)).reshape(-1, self.shape.spec.hidden_size)

@@ -51,8 +51,8 @@ class KernelShape:
     def __post_init__(self) -> None:
         spec = self.spec
         findings = []
-        if spec.head_type is not HeadType.REPLICATE:
-            findings.append(f"lm_head_type {spec.head_type.value} (it runs replicate)")
+        if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
+            findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
         if spec.head_dim % 16:
             findings.append(f"head_dim {spec.head_dim} (a multiple of 16)")
         if spec.lane_heads // spec.lane_kv_heads > 4:
@@ -69,11 +69,8 @@ class KernelShape:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
         if self.pieces * self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
-        if self.num_ranks > 1:
-            if self.num_lanes * self.num_ranks != spec.num_lanes:
-                findings.append(f"{spec.num_lanes} lanes, of which {self.num_ranks} ranks would host {self.num_lanes} each")
-            if not spec.shared_norm_scale and not spec.pre_norm_lane_agg:
-                findings.append("a final norm for each lane (on several GPUs one for all)")
+        if self.num_ranks > 1 and self.num_lanes * self.num_ranks != spec.num_lanes:
+            findings.append(f"{spec.num_lanes} lanes, of which {self.num_ranks} ranks would host {self.num_lanes} each")
         if findings:
             raise ConfigError(f"the CUDA kernel cannot run this model: it has {'; '.join(findings)}; use --device cpu")
 
@@ -107,9 +104,37 @@ class KernelShape:
 
     @cached_property
     def head(self) -> OpShape:
-        """Vocabulary rows of this rank."""
+        """Vocabulary rows of this rank, over the columns of one stream: one of `num_head_products`."""
         first, last = self.vocab_rows
-        return op_shape(owned_rows(last - first, self.num_ctas, 1), self.spec.hidden_size, 1)
+        num_rows = self.lane_vocab if self.spec.head_type is HeadType.VOCAB_PARALLEL else last - first
+        return op_shape(owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1)
+
+    @property
+    def head_ctas(self) -> int:
+        """Thread blocks that share the vocabulary rows of this rank, or with `vocab_parallel` those of each hosted lane."""
+        return max(self.num_ctas // self.num_lanes, 1) if self.spec.head_type is HeadType.VOCAB_PARALLEL else self.num_ctas
+
+    @property
+    def head_lanes(self) -> range:
+        """Lanes whose last streams enter this rank's logits."""
+        alone = self.num_ranks == 1 or self.spec.head_type is HeadType.VOCAB_PARALLEL
+        return self.hosted_lanes if alone else range(self.spec.num_lanes)
+
+    @property
+    def num_head_products(self) -> int:
+        """Products of the LM head: with `lane` one for each stream, which are summed, else one."""
+        return len(self.head_lanes) if self.spec.head_type is HeadType.LANE else 1
+
+    @property
+    def lane_vocab(self) -> int:
+        """Vocabulary rows of one lane; the last lanes' slices may be shorter, but not with `vocab_parallel`."""
+        first, last = self.spec.vocab_slice(0)
+        return last - first
+
+    @property
+    def final_norm_lanes(self) -> int:
+        """Weight vectors of the final norm on this rank: those of `head_lanes`, or one for all."""
+        return 1 if self.spec.shared_norm_scale or self.spec.pre_norm_lane_agg else len(self.head_lanes)
 
     @cached_property
     def _residual_rows(self) -> int:
@@ -121,7 +146,7 @@ class KernelShape:
 
     @cached_property
     def products(self) -> list[Product]:
-        """The products of a token in the order of the tape; the LM head's comes after them."""
+        """The products of a token in the order of the tape; those of the LM head come after them."""
         return product_order(self.spec, self.hosted_lanes)
 
     @property
@@ -138,7 +163,12 @@ class KernelShape:
     def tape_values(self) -> int:
         """16-bit weights on the tape of one thread block."""
         layer = self.qkv.num_values + self.out.num_values + self.gate_up.num_values + self.down.num_values
-        return self.spec.num_layers * self.num_lanes * layer + self.head.num_values
+        return self.spec.num_layers * self.num_lanes * layer + self.num_head_products * self.head.num_values
+
+    @property
+    def num_products(self) -> int:
+        """Products of a token, those of the LM head included: `kTokenVectors`."""
+        return len(self.products) + self.num_head_products
 
     @property
     def in_flight(self) -> int:
@@ -257,7 +287,8 @@ class KernelShape:
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
-            "kFinalNormLanes": 1 if spec.shared_norm_scale or spec.pre_norm_lane_agg else self.num_lanes,
+            "kFinalNormLanes": self.final_norm_lanes,
+            "kHeadProducts": self.num_head_products, "kHeadCtas": self.head_ctas, "kLaneVocab": self.lane_vocab,
         }  # fmt: skip
         numbers["kLogSumWords"] = self.log_sum_words
         numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
@@ -277,11 +308,16 @@ class KernelShape:
         lines += [f"constexpr u64 {name} = {sum(1 << i for i in layers):#x}ull;" for name, layers in masks.items()]
         lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
         codes = [PHASES.index(p.phase) | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
-        end = spec.num_layers << 8  # the LM head's place, and what comes after it: no lane's product
+        end = spec.num_layers << 8  # the LM head's place, and what comes after it
+        heads = [end | index << 2 for index in range(self.num_head_products)]
         queries = [i for i, p in enumerate(self.products) if p.phase is Phase.QKV]
-        for name, values in (("kProducts", [*codes, end, end]), ("kQkvProducts", queries)):
+        for name, values in (("kProducts", [*codes, *heads, end]), ("kQkvProducts", queries)):
             lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
-        lines += [f"constexpr bool kPreNormSum = {str(spec.pre_norm_lane_agg).lower()};"]
+        flags = {
+            "kPreNormSum": spec.pre_norm_lane_agg, "kLaneHead": spec.head_type is HeadType.LANE,
+            "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL,
+        }  # fmt: skip
+        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]
         lines += [f"using WeightFormat = {FORMATS[self.weight_dtype]};", f"using KvFormat = {FORMATS[self.kv_dtype]};"]
         offset = 0

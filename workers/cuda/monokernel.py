@@ -89,7 +89,7 @@ class Monokernel:
         self._ring = pinned(context * 16).view(np.uint64).reshape(context, 2)
         self._tag = 0
         self._sampling, self._stop_ids = Sampling(), tuple[int, ...]()
-        kinds, vectors = len(STAMP_KINDS), 4 * shape.spec.num_layers * shape.num_lanes + 1
+        kinds, vectors = len(STAMP_KINDS), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self._epoch = 0
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.

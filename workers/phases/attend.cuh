@@ -304,7 +304,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             for (u32 item = first; item < kItems; item += kNumCtas)
                 if (!attender.item(at.layer(), at.lane(), item, position, layer_tag(role.first_epoch + step, at.layer()))) return;
         }
-        attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : 1);
+        attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);
     }
 }
 

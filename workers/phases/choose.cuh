@@ -89,9 +89,10 @@ struct Chooser {
         return {peers, reinterpret_cast<u64*>(params.words_ptr) + kChoiceOffset, choice_box()};
     }
     __device__ __forceinline__ u32 own_source() const { return peers.rank * kNumCtas + role.cta; }
-    __device__ __forceinline__ u32 first_row() const { return role.cta * HeadOp::kCtaRows; }
+    __device__ __forceinline__ u32 first_row() const { return first_vocab_row(role.cta); }
     __device__ __forceinline__ u32 num_rows() const {
-        return first_row() < kVocabRows ? min(kVocabRows - first_row(), static_cast<u32>(HeadOp::kCtaRows)) : 0;
+        const u32 end = end_vocab_row(role.cta);
+        return first_row() < end ? min(end - first_row(), static_cast<u32>(HeadOp::kCtaRows)) : 0;
     }
     __device__ __forceinline__ bool ends_answer(u32 id) const {
         bool ends = false;
@@ -113,7 +114,8 @@ struct Chooser {
         const u32 first = first_id / 32, count = num_rows() ? (first_id + num_rows() - 1) / 32 - first + 1 : 0;
         const u64* words = reinterpret_cast<const u64*>(shaping.mask_ptr) + (epoch & 1) * shaping.num_mask_words + first;
         // Reading over PCIe before it can be there only slows down those who make it.
-        if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_finalized), step * kNumProducts + heads_before(step) + kNumProducts * 3 / 4))
+        const u32 most = step * kNumProducts + heads_before(step) * kHeadProducts + kNumProducts * 3 / 4;
+        if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_finalized), most))
             return false;
         const u64 since_ns = globaltimer_ns();
         while (true) {
@@ -171,7 +173,8 @@ struct Chooser {
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             const u32 row = first_row() + block * HeadOp::kRows + laneid(), id = params.vocab_first + row;
-            const bool real = laneid() < HeadOp::kRows && row < kVocabRows, allowed = real && in_grammar(id) && !(no_end && ends_answer(id));
+            const bool real = laneid() < HeadOp::kRows && row < end_vocab_row(role.cta);
+            const bool allowed = real && in_grammar(id) && !(no_end && ends_answer(id));
             const Adjustment adjustment(shaping, real ? row : 0);
             const float noise = noise_of(row, position);
             if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * HeadOp::kBlocks + block + 1))

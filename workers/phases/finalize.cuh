@@ -146,9 +146,9 @@ struct Finalizer {
         return sum[0];
     }
 
-    // Rows of a lane's stream, for this rank's thread blocks; the last ones for those of all ranks, which read them for the LM head.
+    // Rows of a lane's stream, for this rank's thread blocks; the last ones for those of all ranks that read them for the LM head.
     __device__ __forceinline__ void publish_stream(u32 kind, u32 layer, u32 lane_idx, u32 first_row, float stream, u32 tag) {
-        if (kRanks > 1 && kind == 1 && layer == kLayers - 1) {
+        if (kStreamsToAll && kind == 1 && layer == kLayers - 1) {
             const u64 at = stream_box().row(kRanks, 0, peers.rank) + lane_idx * kReplicas * kStreamCopyWords;
             publish_vector_to_all<kRanks, OutOp::kRows, kReplicas>(peers, at, kStreamCopyWords, first_row, kHidden, stream, tag);
             return;
@@ -236,21 +236,40 @@ struct Finalizer {
         return true;
     }
 
-    __device__ __forceinline__ bool head(u32 position, Candidate& best) {
+    // Thread `lane`'s row of a block of the LM head's rows, among this rank's; and whether there is such a row.
+    __device__ __forceinline__ u32 vocab_row(u32 block) const { return first_vocab_row(role.cta) + block * HeadOp::kRows + lane; }
+    __device__ __forceinline__ bool is_own_row(u32 block) const { return lane < HeadOp::kRows && vocab_row(block) < end_vocab_row(role.cta); }
+
+    // Product number `product` of the LM head. Those of several streams are summed in `logits`, in the order of the model's lanes; the last
+    // one's are the logits that are chosen from.
+    __device__ __forceinline__ bool head(u32 product, u32 position, Candidate& best) {
         float* logits = reinterpret_cast<float*>(params.logits_ptr);
         const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
+        [[maybe_unused]] float scale = kInverseXScale;
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             float logit;
+            [[maybe_unused]] float before = 0;
+            if constexpr (kStreamHead) {
+                if (product > 0 && is_own_row(block)) before = logits[vocab_row(block)];
+                if (block == 0 && !rms_scale(scale)) return false;
+            }
             if (!row_sum(logit, HeadOp::kRows)) return false;
             end_block();
-            logit *= kInverseXScale;
-            const u32 row = role.cta * HeadOp::kCtaRows + block * HeadOp::kRows + lane;
+            logit *= scale;
+            const u32 row = vocab_row(block);
+            if constexpr (kStreamHead) {
+                logit += before;
+                if (product + 1 < kHeadProducts) {
+                    if (is_own_row(block)) logits[row] = logit;
+                    continue;
+                }
+            }
 #ifdef KOG_SHAPED
             hand_logits(role, block, row, logit, logits);
             continue;
 #endif
-            if (lane < HeadOp::kRows && row < kVocabRows) {
+            if (is_own_row(block)) {
                 const u32 id = params.vocab_first + row;
                 logits[row] = logit;
                 float score = logit;
@@ -320,7 +339,11 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             if (!ok) return;
         }
         Candidate best{-INFINITY, kIdMask};
-        if (has_head(role, step) && !finalizer.head(position, best)) return;
+        if (has_head(role, step)) {
+#pragma unroll 1
+            for (u32 product = 0; product < kHeadProducts; ++product)
+                if (!finalizer.head(product, position, best)) return;
+        }
         finalizer.end(best, epoch);
     }
 }

@@ -187,10 +187,41 @@ struct Gatherer {
         if ((lane & 3) == 0) write_x(place_of(unit), make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse));
     }
 
+    // ---- the last streams, of forms of the LM head that multiply them one by one ----
+    __device__ __forceinline__ Source last_source(u32 lane_idx) { return {last_stream(lane_idx), layer_tag(role.first_epoch + step, kLayers - 1)}; }
+    __device__ __forceinline__ void load_last_stream(u32 lane_idx) {
+        const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) +
+                            (kFinalNormLanes == 1 ? 0 : lane_idx) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
+#pragma unroll
+        for (int i = 0; i < HiddenSlice::kLoads; ++i)
+            if (HiddenSlice::is_real(warp, lane, i)) scale[i] = norm[32 * i];
+        load_units<HiddenSlice, kStreamsToAll>(last_source(lane_idx).words);
+    }
+    __device__ __forceinline__ bool gather_last_stream(const Place& at, float& squares) {
+        const u32 lane_idx = kVocabParallelHead ? vocab_lane(role.cta) : at.lane();
+        if (!loaded) {
+            if (!wait_until_near(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
+            load_last_stream(lane_idx);
+        }
+        const Source from = last_source(lane_idx);
+        if (!wait_for_units<HiddenSlice, kStreamsToAll>(from, [&] { note_wait(kHeadPhase, 0, lane_idx, from.tag, from.words, kHidden / 2); }))
+            return false;
+        write_units<HiddenSlice, true>(squares);
+        loaded = false;
+        __syncwarp();
+        return true;
+    }
+
     // ---- any vector ----
     // Read the words of a vector if they may be there already; never waits. One lane alone is never ahead of itself.
     __device__ __forceinline__ void read_ahead(const Place& at) {
         loaded = false;
+        if constexpr (kLaneHead) {
+            if (at.is_last() && at.lane() > 0) {  // all streams come at about the same time
+                load_last_stream(at.lane());
+                loaded = true;
+            }
+        }
         if (at.is_last() || at.index() == 0) return;
         if (at.phase() == 0 || at.phase() == 2) load_norm(at);
         if (kLanes == 1 || !is_near(role, at.lane(), at.index())) return;
@@ -281,13 +312,13 @@ struct Gatherer {
     }
 
     // ---- LM head ----
-    // Its input is the mean over the model's lanes of rmsnorm(h), or rmsnorm of the sum of h. The scales need whole vectors: the
+    // Of the form `replicate` its input is the mean over the model's lanes of rmsnorm(h), or rmsnorm of the sum of h. The scales need whole vectors: the
     // warps add up their sums of squares through shared memory. Every rank reads all lanes in the same order, hence the same bits.
     // Streams lie one behind the other, those of a peer's lanes, too: its row of the mailbox has no gap (kernel_boxes.py).
-    static constexpr u32 kStreamWords = kReplicas * (kRanks > 1 ? kStreamCopyWords : kStreamStride);
+    static constexpr u32 kStreamWords = kReplicas * (kStreamsToAll ? kStreamCopyWords : kStreamStride);
     __device__ __forceinline__ const u64* last_stream(u32 lane_idx) const {
-        const u64* first = kRanks > 1 ? heap_of(peers, peers.rank) + stream_box().row(kRanks, 0, 0) + role.cta % kReplicas * kStreamCopyWords
-                                      : reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
+        const u64* first = kStreamsToAll ? heap_of(peers, peers.rank) + stream_box().row(kRanks, 0, 0) + role.cta % kReplicas * kStreamCopyWords
+                                         : reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
         return first + lane_idx * kStreamWords;
     }
     static constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // streams that are asked for at a time
@@ -320,7 +351,11 @@ struct Gatherer {
             if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, first_lane, tag, last_stream(first_lane), kHidden / 2);
         }
     }
-    __device__ __forceinline__ bool gather_head() {
+    __device__ __forceinline__ bool gather_head(const Place& at, float& squares) {
+        if constexpr (kStreamHead) return gather_last_stream(at, squares);
+        else return gather_agreed();
+    }
+    __device__ __forceinline__ bool gather_agreed() {
         Shared& shared = *role.shared;
         const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
         using S = HiddenSlice;

@@ -32,6 +32,9 @@ constexpr int kKvRows = kKvHeads * kHeadDim;
 constexpr int kQkvRows = kQueryRows + 2 * kKvRows;
 constexpr int kItems = kKvHeads * kSplits;           // attention items of one lane and layer
 constexpr int kModelLanes = kLanes * kRanks;
+// The LM head of the forms `lane` and `vocab_parallel` is made of products of single streams, which the finaliser scales like QKV's. Only
+// with `vocab_parallel` a rank needs no other rank's last streams.
+constexpr bool kStreamHead = kLaneHead || kVocabParallelHead, kStreamsToAll = kRanks > 1 && !kVocabParallelHead;
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
 static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) for each query head");
 
@@ -113,9 +116,9 @@ struct Role {
     __device__ __forceinline__ u32 stopped() const { return base + KOG_OFFSET(note.stopped); }
 };
 
-// Products of one token, the LM head included. The kinds of stamps of a traced build, one of each per product, in the order of
+// Products of one token, those of the LM head included. The kinds of stamps of a traced build, one of each per product, in the order of
 // `kProducts`; kFetched: the slice of matrix warp 0 is in shared memory.
-constexpr u32 kTokenVectors = 4 * kLayers * kLanes + 1;
+constexpr u32 kTokenVectors = 4 * kLayers * kLanes + kHeadProducts;
 enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kScored, kMixed, kMerged, kAttended, kStampKinds };
 
 __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step, u32 vector) {
@@ -130,12 +133,22 @@ struct Place {
 
     __device__ __forceinline__ explicit Place(u32 number) : packed(kProducts[number]) {}
     __device__ __forceinline__ u32 phase() const { return packed & 3; }  // 0 QKV, 1 OUT, 2 GATE_UP, 3 DOWN
-    __device__ __forceinline__ u32 lane() const { return packed >> 2 & 63; }
+    __device__ __forceinline__ u32 lane() const { return packed >> 2 & 63; }  // of products of the LM head: their number
     __device__ __forceinline__ u32 layer() const { return packed >> 8; }
     __device__ __forceinline__ bool is_last() const { return layer() == kLayers; }  // the place after all products: the LM head
     __device__ __forceinline__ u32 index() const { return 4 * layer() + phase(); }  // among the lane's products of the token
 };
 constexpr u32 kNumProducts = 4 * kLayers * kLanes;
+
+// Vocabulary rows of this rank that a thread block owns, from the first to before the end. With `vocab_parallel` they are one lane's: each
+// lane has kHeadCtas thread blocks, and those left over have no rows.
+__device__ __forceinline__ u32 first_vocab_row(u32 cta) {
+    return kVocabParallelHead ? cta / kHeadCtas * kLaneVocab + cta % kHeadCtas * HeadOp::kCtaRows : cta * HeadOp::kCtaRows;
+}
+__device__ __forceinline__ u32 end_vocab_row(u32 cta) {
+    return !kVocabParallelHead ? kVocabRows : cta < kHeadCtas * kLanes ? (cta / kHeadCtas + 1) * kLaneVocab : 0;
+}
+__device__ __forceinline__ u32 vocab_lane(u32 cta) { return min(cta / kHeadCtas, static_cast<u32>(kLanes - 1)); }
 
 // The tag of what layer `layer` publishes while token number `epoch` is decoded.
 __device__ __forceinline__ u32 layer_tag(u32 epoch, u32 layer) { return (epoch * (kLayers + 1) + layer + 1) & 0xffffu; }

@@ -54,7 +54,7 @@ struct Loader {
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
         source = tape;
 #pragma unroll 1
-        for (u32 number = 0; number < kNumProducts + (has_head(role, step) ? 1 : 0); ++number) {
+        for (u32 number = 0; number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
             u32 count = HeadOp::kBlocks * HeadOp::kTiles, bytes = HeadOp::kTileBytes;
             if (!at.is_last()) {

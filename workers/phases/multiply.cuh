@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         gatherer.begin(step, token);
-        const u32 num_vectors = kNumProducts + (has_head(role, step) ? 1 : 0);
+        const u32 num_vectors = kNumProducts + (has_head(role, step) ? kHeadProducts : 0);
         Place at(0);
 #pragma unroll 1
         for (u32 i = 0; i < num_vectors; ++i) {
@@ -140,12 +140,12 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
             const Place next(i + 1);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             float squares = 0;
-            if (!(phase == kHeadPlace ? gatherer.gather_head() : gatherer.gather(at, squares))) return;
+            if (!(phase == kHeadPlace ? gatherer.gather_head(at, squares) : gatherer.gather(at, squares))) return;
             if (warp == 0) {
                 if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
                 stamp(role, kFetched, step, i);
             }
-            if (phase == 0 || phase == 2) {  // the finaliser scales the product
+            if (phase == 0 || phase == 2 || (kStreamHead && phase == kHeadPlace)) {  // the finaliser scales the product
                 store_shared(role.base + KOG_OFFSET(squares[multiplier.num_vectors & 3][warp][lane]), squares);
                 __syncwarp();
                 if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[multiplier.num_vectors & 3]));

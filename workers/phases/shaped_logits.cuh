@@ -16,9 +16,9 @@ __device__ __forceinline__ u32 score_at(const Role& role, u32 row) { return x_at
 
 // The finaliser gives a block of logits to the sampler; rows are those of the rank.
 __device__ __forceinline__ void hand_logits(const Role& role, u32 block, u32 row, float logit, float* logits) {
-    if (laneid() < HeadOp::kRows && row < kVocabRows) {
+    if (laneid() < HeadOp::kRows && row < end_vocab_row(role.cta)) {
         logits[row] = logit;
-        store_shared(x_at(role, row - role.cta * HeadOp::kCtaRows), logit);
+        store_shared(x_at(role, row - first_vocab_row(role.cta)), logit);
     }
     __threadfence_block();
     __syncwarp();
@@ -79,7 +79,8 @@ __device__ __forceinline__ u32 source_of(u32 place) { return place >> kRowBits; 
 __device__ __forceinline__ u32 row_of(u32 place) { return place & kNoRowOfCta; }
 __device__ __forceinline__ u32 id_of(const KogShapingParams& shaping, u32 place) {
     const u32 rank = source_of(place) / kNumCtas;
-    return shaping.first_ids[rank] + source_of(place) % kNumCtas * shaping.cta_rows[rank] + row_of(place);
+    if constexpr (kVocabParallelHead) return shaping.first_ids[rank] + first_vocab_row(source_of(place) % kNumCtas) + row_of(place);
+    else return shaping.first_ids[rank] + source_of(place) % kNumCtas * shaping.cta_rows[rank] + row_of(place);  // the last rank may own fewer
 }
 
 // A token with a value: the larger value comes first, equal ones by id.

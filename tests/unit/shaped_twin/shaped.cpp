@@ -36,8 +36,8 @@ void play_finaliser(const Role& role, u32 step_of_token, const float* rows, floa
         if (has_head(role, step)) {
             const float* of_token = rows + static_cast<size_t>(role.first_position + step - step_of_token) * kVocabRows * kRanks;
             for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
-                const u32 row = role.cta * HeadOp::kCtaRows + block * HeadOp::kRows + laneid();
-                const bool real = laneid() < HeadOp::kRows && row < kVocabRows;
+                const u32 row = first_vocab_row(role.cta) + block * HeadOp::kRows + laneid();
+                const bool real = laneid() < HeadOp::kRows && row < end_vocab_row(role.cta);
                 hand_logits(role, block, row, real ? of_token[row] : 0.0f, logits);
             }
         }

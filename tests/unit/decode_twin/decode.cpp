@@ -1,0 +1,71 @@
+// decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS: a greedy answer of all ranks' monokernels. FOLDER holds prompt.bin (uint32), embedding.bin,
+// rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
+// Ends with 4 when that takes too long, with 5 when a rank does not end well.
+#include "decode.cu"
+
+using namespace kog;
+
+std::string folder;
+struct Memory {
+    std::vector<char> bytes;
+    char* at;
+    explicit Memory(size_t size) : bytes(size + 128), at(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 127) / 128 * 128)) {}
+    u64 ptr() const { return reinterpret_cast<uintptr_t>(at); }
+};
+Memory read(const std::string& name) {
+    FILE* file = fopen((folder + "/" + name + ".bin").c_str(), "rb");
+    if (!file) exit(3);
+    fseek(file, 0, SEEK_END);
+    Memory memory(ftell(file));
+    rewind(file);
+    if (fread(memory.at, 1, memory.bytes.size() - 128, file) != memory.bytes.size() - 128) exit(3);
+    fclose(file);
+    return memory;
+}
+void write(const std::string& name, const Memory& memory) {
+    FILE* file = fopen((folder + "/" + name + ".bin").c_str(), "wb");
+    if (!file || fwrite(memory.at, 1, memory.bytes.size() - 128, file) != memory.bytes.size() - 128) exit(3);
+    fclose(file);
+}
+
+int main(int, char** argv) {
+    folder = argv[1];
+    const u32 max_tokens = atoi(argv[2]);
+    const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);
+    twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
+    const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
+    const u32 num_prompt = (prompt.bytes.size() - 128) / 4;
+    struct Rank {
+        Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring;
+    };
+    std::vector<Rank> ranks;
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+        const std::string number = "." + std::to_string(rank);
+        ranks.push_back({read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(kv_bytes), Memory(8 * num_words),
+                         Memory(8 * heap_words), Memory(4 * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
+                         Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext)});
+        auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
+        state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
+    }
+    for (u32 launch = 0; launch < 2; ++launch) {  // the second one goes on
+        for (u32 rank = 0; rank < kRanks; ++rank) {
+            const Rank& r = ranks[rank];
+            KogLaunch packed{};
+            KogDecodeParams& p = packed.decode;
+            p.tape_ptr = r.tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = r.norms.ptr(), p.final_norm_ptr = r.final_norm.ptr();
+            p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
+            p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
+            p.ring_ptr = r.ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = launch == 0 ? num_prompt + 1 : max_tokens;
+            p.request_tag = 7, p.vocab_first = rank * kVocabRows;
+            for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
+            packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
+            twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
+        }
+        if (!twin::run(100000)) return 4;
+    }
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+        const std::string number = "." + std::to_string(rank);
+        if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
+        write("logits" + number, ranks[rank].logits), write("ring" + number, ranks[rank].ring);
+    }
+}

@@ -1,0 +1,333 @@
+// The twin of collectives/device/ptx.cuh for the monokernel as a whole: a fiber for each thread of all thread blocks of all ranks, on one
+// thread of a CPU. Fibers take turns; a warp's collective operation lets each wait until all have come. Memory is that of the CPU, so
+// stores arrive at once and in order (kccl_twin/ has a less kind memory). The matrix unit is a loop.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __constant__
+#define __grid_constant__
+#define __launch_bounds__(threads, blocks)
+#define __forceinline__ inline
+
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct ulonglong2 { unsigned long long x, y; };
+struct TwinIndex { unsigned x; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { return {x, y}; }
+
+namespace kog {
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+constexpr u32 kFullWarp = 0xffffffffu;
+}  // namespace kog
+
+// Saves the callee's registers on the stack, and goes on with another stack.
+asm(R"(
+.globl twin_switch
+twin_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+)");
+extern "C" void twin_switch(void** save, void* load);
+
+namespace twin {
+using kog::u32;
+using kog::u64;
+constexpr size_t kStackBytes = 32 << 10;
+
+struct Warp {  // nobody is more than one operation ahead, so two sets of values are enough
+    u64 value[2][32][3];
+    u64 arrived[2];
+};
+struct Block {
+    char* memory;
+    u32 num_threads = 0, arrived = 0;
+};
+struct Fiber {
+    void* stack_pointer;
+    std::unique_ptr<char[]> stack;
+    std::function<void()>* body;
+    Warp* warp;
+    Block* block;
+    TwinIndex thread, block_idx;
+    u64 num_operations = 0, wanted = 0;
+    const u64* waits_for = nullptr;  // until it has reached `wanted`
+    bool ended = false;
+};
+
+inline char* arena = nullptr;
+inline size_t arena_used = 128;
+inline void* scheduler = nullptr;
+inline Fiber* current = nullptr;
+inline u64 turns = 0;
+inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline std::vector<std::unique_ptr<Warp>> warps;
+inline std::vector<std::unique_ptr<Block>> blocks;
+inline std::vector<std::unique_ptr<std::function<void()>>> bodies;
+
+inline void yield() { twin_switch(&current->stack_pointer, scheduler); }
+inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[3] {
+    Warp& warp = *current->warp;
+    const u64 operation = current->num_operations++, half = operation & 1, all = 32 * (operation / 2 + 1);
+    u64* mine = warp.value[half][current->thread.x & 31];
+    mine[0] = a, mine[1] = b, mine[2] = c;
+    ++warp.arrived[half];
+    if (warp.arrived[half] < all) {
+        current->waits_for = &warp.arrived[half], current->wanted = all;
+        yield();
+    }
+    return warp.value[half];
+}
+[[noreturn]] inline void enter() {
+    (*current->body)();
+    current->ended = true;
+    while (true) yield();
+}
+inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const std::function<void()>& body) {
+    bodies.push_back(std::make_unique<std::function<void()>>(body));
+    for (u32 b = 0; b < num_blocks; ++b) {
+        blocks.push_back(std::make_unique<Block>());
+        blocks.back()->memory = arena + arena_used, blocks.back()->num_threads = num_threads;
+        arena_used += (shared_bytes + 127) / 128 * 128;
+        for (u32 t = 0; t < num_threads; ++t) {
+            if (t % 32 == 0) warps.push_back(std::unique_ptr<Warp>(new Warp{}));
+            auto fiber = std::make_unique<Fiber>();
+            fiber->stack.reset(new char[kStackBytes]);
+            fiber->body = bodies.back().get(), fiber->warp = warps.back().get(), fiber->block = blocks.back().get();
+            fiber->thread.x = t, fiber->block_idx.x = b;
+            auto top = (reinterpret_cast<uintptr_t>(fiber->stack.get()) + kStackBytes) / 16 * 16;
+            void** at = reinterpret_cast<void**>(top) - 2;  // where `ret` finds the entry; the stack is aligned as after a call
+            *at = reinterpret_cast<void*>(enter);
+            fiber->stack_pointer = at - 6;
+            fibers.push_back(std::move(fiber));
+        }
+    }
+}
+// Until all threads have ended; false if that takes too many turns.
+inline bool run(u64 most_turns) {
+    for (bool any = true; any; ++turns) {
+        any = false;
+        if (turns > most_turns) return false;
+        for (auto& fiber : fibers) {
+            if (fiber->ended) continue;
+            any = true;
+            if (fiber->waits_for != nullptr && *fiber->waits_for < fiber->wanted) continue;
+            fiber->waits_for = nullptr;
+            current = fiber.get();
+            twin_switch(&scheduler, current->stack_pointer);
+        }
+    }
+    fibers.clear(), warps.clear(), blocks.clear(), bodies.clear(), arena_used = 128;
+    return true;
+}
+}  // namespace twin
+
+#define threadIdx (twin::current->thread)
+#define blockIdx (twin::current->block_idx)
+
+template <class To, class From>
+To twin_bits(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    memcpy(&to, &value, sizeof(To));
+    return to;
+}
+inline float __uint_as_float(unsigned v) { return twin_bits<float>(v); }
+inline unsigned __float_as_uint(float v) { return twin_bits<unsigned>(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
+inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+template <class T>
+T twin_shuffle(T value, unsigned source) {
+    unsigned long long bits = 0;
+    memcpy(&bits, &value, sizeof(T));
+    bits = twin::collective(bits)[source & 31][0];
+    memcpy(&value, &bits, sizeof(T));
+    return value;
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int source) { return twin_shuffle(value, source); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) { return twin_shuffle(value, (threadIdx.x & 31) ^ mask); }
+template <class T>
+T __shfl_down_sync(unsigned, T value, int by) {
+    const unsigned lane = threadIdx.x & 31;
+    return twin_shuffle(value, lane + by < 32 ? lane + by : lane);
+}
+inline bool __all_sync(unsigned, bool predicate) {
+    const auto* all = twin::collective(predicate);
+    for (int i = 0; i < 32; ++i)
+        if (!all[i][0]) return false;
+    return true;
+}
+inline bool __any_sync(unsigned mask, bool predicate) { return !__all_sync(mask, !predicate); }
+inline void __syncwarp() { twin::collective(0); }
+inline void __syncthreads() {  // once for each thread block
+    twin::Block& block = *twin::current->block;
+    ++block.arrived;
+    while (block.arrived < block.num_threads) twin::yield();
+}
+inline void __nanosleep(unsigned) { twin::yield(); }
+inline unsigned atomicExch(unsigned* p, unsigned v) {
+    const unsigned old = *p;
+    return *p = v, old;
+}
+inline unsigned atomicCAS(unsigned* p, unsigned expected, unsigned v) {
+    const unsigned old = *p;
+    if (old == expected) *p = v;
+    return old;
+}
+
+namespace kog {
+inline u32 laneid() { return threadIdx.x & 31; }
+inline u32 shared_address(const void* p) { return static_cast<u32>(static_cast<const char*>(p) - twin::arena); }
+inline u32 opaque(u32 value) { return value; }
+inline u64 globaltimer_ns() { return twin::turns * 10; }
+inline u32 clock_cycles() { return static_cast<u32>(twin::turns * 200); }
+
+// An mbarrier: count, arrivals still missing, completed phases, bytes still missing.
+struct TwinBarrier {
+    u32 count : 8, missing : 8, phase : 16, bytes;
+};
+static_assert(sizeof(TwinBarrier) == sizeof(u64));
+inline TwinBarrier& barrier_at(u32 bar) { return *reinterpret_cast<TwinBarrier*>(twin::arena + bar); }
+inline void mbar_init(u32 bar, u32 count) { barrier_at(bar) = {count, count, 0, 0}; }
+inline void mbar_look(TwinBarrier& barrier) {
+    if (barrier.missing == 0 && barrier.bytes == 0) barrier.missing = barrier.count, barrier.phase = barrier.phase + 1;
+}
+inline void mbar_arrive(u32 bar) {
+    TwinBarrier& barrier = barrier_at(bar);
+    barrier.missing = barrier.missing - 1;
+    mbar_look(barrier);
+}
+inline void mbar_arrive_expect(u32 bar, u32 bytes) {
+    barrier_at(bar).bytes += bytes;
+    mbar_arrive(bar);
+}
+inline bool mbar_test(u32 bar, u32 parity) { return (barrier_at(bar).phase & 1u) != parity; }
+inline bool mbar_try(u32 bar, u32 parity) {
+    if (mbar_test(bar, parity)) return true;
+    twin::yield();
+    return mbar_test(bar, parity);
+}
+inline void fence_barrier_init() {}
+inline u64 evict_first_policy() { return 0; }
+inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
+    if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
+    memcpy(twin::arena + dst, src, bytes);
+    barrier_at(bar).bytes -= bytes;
+    mbar_look(barrier_at(bar));
+}
+template <int> void raise_registers() {}
+template <int> void drop_registers() {}
+
+template <class T>
+T& twin_at(u32 address) {
+    if (address % sizeof(T)) abort();
+    return *reinterpret_cast<T*>(twin::arena + address);
+}
+inline u64 load_relaxed(const u64* p) { return *const_cast<const volatile u64*>(p); }
+inline ulonglong2 load_relaxed_x2(const u64* p) {
+    if (reinterpret_cast<uintptr_t>(p) % 16) abort();  // a GPU would fault
+    return {load_relaxed(p), load_relaxed(p + 1)};
+}
+inline u32 load_relaxed_u32(const u32* p) { return *const_cast<const volatile u32*>(p); }
+inline u32 load_system_u32(const u32* p) { return load_relaxed_u32(p); }
+inline u64 load_system(const u64* p) { return load_relaxed(p); }
+inline ulonglong2 load_system_x2(const u64* p) { return load_relaxed_x2(p); }
+inline void store_relaxed(u64* p, u64 a) { *p = a; }
+inline void store_relaxed_x2(u64* p, u64 a, u64 b) {
+    if (reinterpret_cast<uintptr_t>(p) % 16) abort();
+    p[0] = a, p[1] = b;
+}
+inline void store_system(u64* p, u64 a) { store_relaxed(p, a); }
+inline void store_system_x2(u64* p, u64 a, u64 b) { store_relaxed_x2(p, a, b); }
+inline void load_global(const void* p, uint4& v) { memcpy(&v, p, 16); }
+inline void load_global(const void* p, uint2& v) { memcpy(&v, p, 8); }
+inline void load_shared(u32 address, uint4& v) { v = twin_at<uint4>(address); }
+inline void load_shared(u32 address, uint2& v) { v = twin_at<uint2>(address); }
+inline u32 load_shared_u32(u32 address) { return *const_cast<volatile u32*>(&twin_at<u32>(address)); }
+inline float load_shared_f32(u32 address) { return twin_at<float>(address); }
+inline void store_shared(u32 address, float v) { twin_at<float>(address) = v; }
+inline void store_shared(u32 address, u32 v) { twin_at<u32>(address) = v; }
+inline void store_shared(u32 address, uint2 v) { twin_at<uint2>(address) = v; }
+
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+inline float reciprocal_approx(float x) { return 1.0f / x; }
+inline float inverse_root_approx(float x) { return 1.0f / std::sqrt(x); }
+
+// m16n8k16: of A a thread holds rows group and group + 8, of B column group, of the result columns 2 part and 2 part + 1.
+template <class Format>
+void twin_mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const auto pair = [](u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; };
+    const auto* all = twin::collective(pair(a0, a1), pair(a2, a3), pair(b0, b1));
+    const u32 group = laneid() >> 2, part = laneid() & 3;
+    for (u32 k = 0; k < 8; ++k) {  // pairs of k
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 a = static_cast<u32>(all[group * 4 + (k & 3)][k >> 2] >> (i >> 1) * 32);
+            const u32 b = static_cast<u32>(all[(2 * part + (i & 1)) * 4 + (k & 3)][2] >> (k >> 2) * 32);
+            d[i] += Format::low(a) * Format::low(b) + Format::high(a) * Format::high(b);
+        }
+    }
+}
+struct Bf16 {
+    static u32 round(float v) {
+        const u32 bits = __float_as_uint(v);
+        return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+    }
+    static u32 pack(float low, float high) { return round(low) | round(high) << 16; }
+    static float low(u32 packed) { return __uint_as_float(packed << 16); }
+    static float high(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+    static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma<Bf16>(d, a0, a1, a2, a3, b0, b1); }
+};
+struct Fp16 {
+    static u32 round(float v) { return twin_bits<u16>(static_cast<_Float16>(v)); }
+    static u32 pack(float low, float high) { return round(low) | round(high) << 16; }
+    static float low(u32 packed) { return twin_bits<_Float16>(static_cast<u16>(packed)); }
+    static float high(u32 packed) { return low(packed >> 16); }
+    static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { twin_mma<Fp16>(d, a0, a1, a2, a3, b0, b1); }
+};
+template <class Format>
+u32 pack_rest(float low, float high, u32 packed) {
+    return Format::pack(low - Format::low(packed), high - Format::high(packed));
+}
+}  // namespace kog

@@ -1,0 +1,136 @@
+"""The whole monokernel on a CPU: the packaged sources, a fiber for each thread of all ranks (decode_twin/), against the oracle.
+
+It shows that indices, protocols and the order of sums are right; what the compiler and the GPU make of it, only a GPU shows. Two
+variants run on two ranks, since every program takes seconds to compile; DECODE_TWIN=all runs all variants on 1, 2 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kog_dist.collectives.mailbox import place
+from kog_dist.model.checkpoint import random_tensors
+from kog_dist.model.laneformer import Laneformer
+from kog_dist.model.layout import tensor_layouts
+from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.workers.cuda.build import device_sources
+from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+TWIN = Path(__file__).parent / "decode_twin"
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+SPEC = ModelSpec(
+    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=76, max_context=32, num_lanes=4,
+    delay=1, shared_norm_scale=False,
+)  # fmt: skip
+VARIANTS = {
+    "replicate": SPEC,
+    "lane": replace(SPEC, head_type=HeadType.LANE),
+    "vocab_parallel": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
+    "vocab_parallel, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, delay=0),
+    "lane, one norm, late": replace(SPEC, head_type=HeadType.LANE, shared_norm_scale=True, early_comm=False),
+    "sum before norm": replace(SPEC, pre_norm_lane_agg=True),
+}
+RUNS_ALL = os.environ.get("DECODE_TWIN") == "all"
+DTYPES = ("bfloat16", "float16") if RUNS_ALL else ("bfloat16",)
+PROMPT = [3, 70, 11]
+MAX_TOKENS = 3
+SHARED = "extern __shared__ __align__(128) unsigned char memory[];"
+
+
+class Model:
+    """A random model of 16-bit values, and what the kernel gets of it."""
+
+    def __init__(self, spec: ModelSpec, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        cupy: Any = ModuleType("cupy")
+        cupy.uint16, cupy.asarray, cupy.empty = np.uint16, np.asarray, np.empty
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        self.spec, self.dtype = spec, dtype
+        tensors = dict(random_tensors(spec, 3))
+        self.words = {name: to_words(np.asarray(tensors[name], np.float32), dtype) for name in tensor_layouts(spec)}
+
+    def weights(self, shape: KernelShape) -> DeviceWeights:
+        return from_tensors(shape, lambda name: self.words[name][slice(*needed_rows(shape, name))])
+
+    def logits(self, ids: list[int]) -> Any:
+        oracle = Laneformer(self.spec, seed=None).double()
+        dtype = getattr(torch, self.dtype)
+        oracle.load_state_dict({name: torch.from_numpy(words.view(np.int16)).view(dtype) for name, words in self.words.items()})
+        oracle.round_keys_and_values(dtype)
+        with torch.no_grad():
+            return oracle(torch.tensor([ids]))[0].numpy()
+
+
+def answer(model: Model, num_ranks: int, folder: Path) -> tuple[list[int], Any]:
+    """Tokens of a greedy answer, and all logits (vocab,) before the last one."""
+    spec = model.spec
+    shapes = [
+        KernelShape(
+            spec,
+            spec.lanes_of_rank(rank, num_ranks),
+            model.dtype,
+            model.dtype,
+            num_ranks=num_ranks,
+            max_ctas=5,
+            copies=2,
+            max_slots=6,
+        )
+        for rank in range(num_ranks)
+    ]
+    sources = {**device_sources(), **shapes[0].headers()}
+    assert SHARED in sources["decode.cu"]
+    sources["decode.cu"] = sources["decode.cu"].replace(SHARED, "char* memory = twin::current->block->memory;")
+    folder.mkdir()
+    for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
+        (folder / name).write_text(text)
+    build = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", "decode", "decode.cpp"]
+    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    np.array(PROMPT, np.uint32).tofile(folder / "prompt.bin")
+    for rank, shape in enumerate(shapes):
+        weights = model.weights(shape)
+        for name in ("tape", "norms", "final_norm"):
+            np.ascontiguousarray(getattr(weights, name)).tofile(folder / f"{name}.{rank}.bin")
+        weights.embedding.tofile(folder / "embedding.bin")
+        np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
+    heap_words = sum(box.num_words for box in place(shapes[0].boxes.specs(), num_ranks))
+    numbers = (MAX_TOKENS, shapes[0].kv_bytes, shapes[0].num_words, heap_words)
+    command = ["./decode", ".", *map(str, numbers)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, f"ended with {done.returncode} (4: too slow, 5: a wait ran out)"
+    rings = [np.fromfile(folder / f"ring.{rank}.bin", np.uint64).reshape(-1, 2) for rank in range(num_ranks)]
+    assert all(np.array_equal(ring, rings[0]) for ring in rings)
+    logits = [
+        np.fromfile(folder / f"logits.{rank}.bin", np.float32)[: shape.vocab_rows[1] - shape.vocab_rows[0]]
+        for rank, shape in enumerate(shapes)
+    ]
+    return [int(word) & 0xFFFFFFFF for word in rings[0][:MAX_TOKENS, 0]], np.concatenate(logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS if RUNS_ALL else ("lane", "vocab_parallel"))
+def test_ranks_have_the_logits_of_the_oracle_and_equal_bits(
+    variant: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(VARIANTS[variant], dtype, monkeypatch)
+    tokens, logits = answer(model, 2, tmp_path / "2")
+    wanted = model.logits([*PROMPT, *tokens[:-1]])
+    error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
+    assert error < (2e-3 if dtype == "bfloat16" else 5e-4)
+    assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+    for num_ranks in (1, 4) if RUNS_ALL else ():
+        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks))
+        assert others == tokens
+        assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"
