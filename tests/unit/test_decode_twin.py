@@ -26,6 +26,7 @@ from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.device_weights import DeviceWeights, from_tensors, needed_rows, to_words
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 TWIN = Path(__file__).parent / "decode_twin"
@@ -86,6 +87,7 @@ def answer(model: Model, num_ranks: int, folder: Path) -> tuple[list[int], Any]:
             max_ctas=5,
             copies=2,
             max_slots=6,
+            keeps_hashes=True,
         )
         for rank in range(num_ranks)
     ]
@@ -112,6 +114,9 @@ def answer(model: Model, num_ranks: int, folder: Path) -> tuple[list[int], Any]:
     assert done.returncode == 0, f"ended with {done.returncode} (4: too slow, 5: a wait ran out)"
     rings = [np.fromfile(folder / f"ring.{rank}.bin", np.uint64).reshape(-1, 2) for rank in range(num_ranks)]
     assert all(np.array_equal(ring, rings[0]) for ring in rings)
+    states = [np.fromfile(folder / f"state.{rank}.bin", DECODE_STATE.dtype, count=1)[0] for rank in range(num_ranks)]
+    assert states[0]["hash"].all()
+    assert all((state["hash"] == states[0]["hash"]).all() for state in states)
     logits = [
         np.fromfile(folder / f"logits.{rank}.bin", np.float32)[: shape.vocab_rows[1] - shape.vocab_rows[0]]
         for rank, shape in enumerate(shapes)

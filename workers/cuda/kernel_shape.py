@@ -21,6 +21,7 @@ SLOT_BYTES = MATRIX_WARPS * 1536
 SHARED_BYTES = 232448
 PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in the kernel
 NUM_THREADS = 640  # of a thread block
+HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 
@@ -46,6 +47,7 @@ class KernelShape:
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
+    keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
     leaves_out_delayed: bool = False  # a yardstick: delayed sums are neither sent nor awaited, so the tokens are wrong
 
     def __post_init__(self) -> None:
@@ -63,6 +65,8 @@ class KernelShape:
             findings.append(f"{spec.num_layers} layers (at most 63)")
         if self.weight_dtype not in FORMATS or self.kv_dtype not in FORMATS:
             findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
+        if self.keeps_hashes and self.traced_step >= 0:
+            findings.append("hashes and a trace (one of them)")
         if self.splits % 8:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.head.cta_rows >= 4095:
@@ -330,6 +334,8 @@ class KernelShape:
         lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
         if self.silent_cta >= 0:
             lines += [f"#define KOG_SILENT_CTA {self.silent_cta}"]
+        if self.keeps_hashes:
+            lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]
         if self.leaves_out_delayed:
             lines += ["#define KOG_LEAVE_OUT_DELAYED 1"]
         if self.traced_step >= 0:

@@ -20,7 +20,7 @@ from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
-from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import NUM_HASHES, SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.shaped import ShapedBuild, ShapedRequest
 
@@ -91,6 +91,7 @@ class Monokernel:
         self._sampling, self._stop_ids = Sampling(), tuple[int, ...]()
         kinds, vectors = len(STAMP_KINDS), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
+        self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
         self._epoch = 0
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
@@ -123,6 +124,7 @@ class Monokernel:
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
         state["max_tokens"], state["epoch"], state["num_exchanges"] = max_tokens, self._epoch, before["num_exchanges"]
+        state["hash"] = before["hash"]
         self._staged_prompt[: len(rest)] = rest
         place = self._prompt.data.ptr + first_position * rest.itemsize  # the kernel never looks at what lies before
         for to, source, num_bytes in (
@@ -169,7 +171,8 @@ class Monokernel:
         for name, held in arrays.items():
             params[f"{name}_ptr"] = held.data.ptr
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
-        params["trace_ptr"] = 0 if self.trace is None else self.trace.data.ptr
+        kept = self.trace if self.hashes is None else self.hashes
+        params["trace_ptr"] = 0 if kept is None else kept.data.ptr
         masked = self._shaped_request is not None and self._shaped_request.mask_epoch
         params["seed"], params["wait_limit_us"] = self._sampling.seed, LONGEST_WAIT_US if masked else self._limit_us
         if self._sampling.temperature > 0:

@@ -106,6 +106,13 @@ __device__ __forceinline__ bool collect_best(const KogDecodeParams& params, cons
     }
 }
 
+#ifdef KOG_HASHES
+// Of every token so far and the bits of its score, so of everything that could have changed either (FNV-1a, in words).
+__device__ __forceinline__ u64 hashed(u64 hash, const Candidate& best) {
+    return (hash ^ (static_cast<u64>(__float_as_uint(best.score)) << 32 | best.id)) * 0x100000001b3ull;
+}
+#endif
+
 // The sampling warp of every thread block: gathers all candidates and decides, like all others, what the next token is.
 __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 num_steps) {
     Shared& shared = *role.shared;
@@ -116,9 +123,15 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
     const u32 lane = laneid();
     const u32 max_tokens = state->max_tokens;
     u32 token = state->token, finish = state->finish;
+#ifdef KOG_HASHES
+    u64 hash = static_cast<u64>(state->hash[1]) << 32 | state->hash[0];
+#endif
     for (u32 step = 0;; ++step) {
         const bool leave = step == num_steps || finish != kNone;
         if (leave && role.cta == 0 && lane == 0 && step > 0) {
+#ifdef KOG_HASHES
+            state->hash[0] = static_cast<u32>(hash), state->hash[1] = static_cast<u32>(hash >> 32);
+#endif
             state->token = token;
             state->position = role.first_position + step;
             state->epoch = role.first_epoch + step;
@@ -135,6 +148,11 @@ __device__ __forceinline__ void sample(const KogDecodeParams& params, const KogP
         const u32 tag = role.first_epoch + step + 1;
         Candidate best;
         if (!collect_best(params, peers, role, tag, best)) return;
+#ifdef KOG_HASHES
+        hash = hashed(hash, best);
+        if (role.cta == 0 && lane == 0 && tag % KOG_HASH_TOKENS == 0)
+            reinterpret_cast<u64*>(params.trace_ptr)[tag / KOG_HASH_TOKENS % KOG_HASHES] = hash;
+#endif
         const u32 position = role.first_position + step;
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];

@@ -36,14 +36,14 @@ int main(int, char** argv) {
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
     const u32 num_prompt = (prompt.bytes.size() - 128) / 4;
     struct Rank {
-        Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring;
+        Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, hashes;
     };
     std::vector<Rank> ranks;
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
         ranks.push_back({read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(kv_bytes), Memory(8 * num_words),
                          Memory(8 * heap_words), Memory(4 * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
-                         Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext)});
+                         Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * KOG_HASHES)});
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
@@ -56,7 +56,7 @@ int main(int, char** argv) {
             p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
             p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
             p.ring_ptr = r.ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = launch == 0 ? num_prompt + 1 : max_tokens;
-            p.request_tag = 7, p.vocab_first = rank * kVocabRows;
+            p.trace_ptr = r.hashes.ptr(), p.request_tag = 7, p.vocab_first = rank * kVocabRows;
             for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
             twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
@@ -66,6 +66,6 @@ int main(int, char** argv) {
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
         if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
-        write("logits" + number, ranks[rank].logits), write("ring" + number, ranks[rank].ring);
+        write("logits" + number, ranks[rank].logits), write("state" + number, ranks[rank].state), write("ring" + number, ranks[rank].ring);
     }
 }
