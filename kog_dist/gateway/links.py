@@ -125,6 +125,8 @@ class FileLink:
                 if wire.replies:
                     self._write(wire.replies)
                     wire.replies = b""
+                if wire.is_paused:
+                    continue
                 if self._is_drained:
                     self._is_drained = False
                     return None

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,8 @@ from kog_dist.rpc.zmtp import ROUTER, Message, Wire, framed, opening
 HANDSHAKE_S: Final = 2.0
 _NAME: Final = b"file-"
 _BACKLOG: Final = 1024
-_RECEIVE_BYTES, _RECEIVES_PER_TURN = 1 << 16, 16
+_RECEIVE_BYTES: Final = 1 << 16
+_BYTES_PER_CALL: Final = 1 << 18  # of all clients, in one `receive`; the rest stays where it is
 _ACCEPTS_PER_TURN: Final = 16
 _NO_FILES_S: Final = 0.1  # without a free descriptor, new clients wait for so long
 
@@ -45,8 +47,9 @@ class FilePort:
     """Listens on a Unix socket. A client is known by a name that is given here and never again to another one."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Bind; a file that is there already is replaced. Raises OSError. `max_bytes`: of one frame."""
+        """Bind; a file that is there already is replaced. Raises OSError. `max_bytes`: of one message."""
         self._max_bytes = max_bytes
+        self._budget = 0  # bytes that this call of `receive` may still take
         self._peers: dict[bytes, _Peer] = {}
         self._names: dict[int, bytes] = {}  # by descriptor
         self._strangers: dict[bytes, _Peer] = {}  # those that have not introduced themselves
@@ -73,7 +76,7 @@ class FilePort:
 
     # ---- from clients ----
     def receive(self, max_messages: int) -> list[tuple[bytes, Message]]:
-        """Messages with the names of their senders, of each client one in its turn."""
+        """Messages with the names of their senders, of each client one in its turn. At most 256 KiB are read."""
         ready = [fd for fd, _ in self._epoll.poll(0)]
         if not (ready or self._strangers or self._accept_at_s):
             return []
@@ -82,17 +85,23 @@ class FilePort:
             os.eventfd_read(self._more)
         self._look_after_strangers(now_s)
         self._accept(now_s, self._listener.fileno() in ready)
-        turns, self._left = self._left, []
-        turns += [name for fd in ready if (name := self._names.get(fd)) is not None and name not in turns]
+        known = set(self._left)
+        turns = deque(self._left)
+        turns.extend(name for fd in ready if (name := self._names.get(fd)) is not None and name not in known)
+        paused: list[bytes] = []
         received: list[tuple[bytes, Message]] = []
-        while turns and len(received) < max_messages:
-            name = turns.pop(0)
+        self._budget = _BYTES_PER_CALL
+        while turns and len(received) < max_messages and self._budget > 0:
+            name = turns.popleft()
             message = self._next_of(name)
             if message is not None:
                 received.append((name, message))
                 turns.append(name)
-        if turns:
-            self._left = turns
+            elif name in self._peers and self._peers[name].wire.is_paused:
+                self._budget -= _RECEIVE_BYTES  # many commands take as long as many bytes
+                paused.append(name)
+        self._left = [*turns, *paused]
+        if self._left:
             os.eventfd_write(self._more, 1)
         return received
 
@@ -103,11 +112,14 @@ class FilePort:
             return None
         try:
             message = peer.wire.next()
-            for _ in range(_RECEIVES_PER_TURN):
-                if message is not None or not (data := _received(peer.connection)):
+            while message is None and not peer.wire.is_paused and self._budget > 0:
+                if not (data := _received(peer.connection)):
                     break
+                self._budget -= len(data)
                 peer.wire.feed(data)
                 message = peer.wire.next()
+                if not peer.wire.num_missing:
+                    break  # only a large frame is worth reading on for
             if peer.wire.replies:
                 peer.unsent, peer.wire.replies = peer.unsent or peer.wire.replies, b""
                 self._write(name, peer)

@@ -18,6 +18,8 @@ _PARTNERS: Final = {DEALER: (ROUTER,), ROUTER: (DEALER, ROUTER, b"REQ")}  # a RE
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _MAX_COMMAND_BYTES: Final = 512
 _PING_CONTEXT_BYTES: Final = 16
+_MAX_FRAMES: Final = 64  # of a message; more than one is refused anyway
+_COMMANDS_PER_CALL: Final = 64
 
 
 class Message(NamedTuple):
@@ -48,11 +50,16 @@ def opening(socket_type: bytes) -> bytes:
 
 
 class Wire:
-    """The receiving half of one connection: bytes in, messages out. It keeps at most one frame and what was fed last."""
+    """The receiving half of one connection: bytes in, messages out. It keeps at most one frame and what was fed last.
+
+    No call of `next` takes long, whatever was fed: it ends after a message, 64 frames, or 64 commands.
+    """
 
     def __init__(self, socket_type: bytes, max_bytes: int) -> None:
-        """`socket_type` is this end's; a frame above `max_bytes` is an error."""
+        """`socket_type` is this end's; a message above `max_bytes`, all its frames together, is an error."""
         self.is_ready = False  # the other end has introduced itself
+        self.is_paused = False  # the last `next` ended because of many commands: call it again before feeding more
+        self.num_missing = 0  # bytes that complete the frame that is coming; 0 if its size is not known
         self.replies = b""  # to be written: answers to PING; whoever writes them empties it
         self._partners = _PARTNERS[socket_type]
         self._max_bytes = max_bytes
@@ -66,23 +73,34 @@ class Wire:
         return self.is_ready and not self._held and not self._num_frames
 
     def feed(self, data: bytes) -> None:
-        """Add what was received. Call `next` until it returns None before feeding more."""
+        """Add what was received. Call `next` until it returns None, and is not paused, before feeding more."""
         self._held += data
 
     def next(self) -> Message | None:
-        """The next complete message. Raises ProtocolError for what is not ZMTP, too large, or not for this end."""
+        """The next complete message; None if there is none yet, or `is_paused`.
+
+        Raises ProtocolError for what is not ZMTP, too large, or not for this end.
+        """
+        self.is_paused = False
         if not self._greeted and not self._read_greeting():
             return None
+        num_commands = 0
         while (taken := self._next_frame()) is not None:
             flags, body = taken
             if flags & _COMMAND:
                 self._obey(body)
+                num_commands += 1
+                if num_commands == _COMMANDS_PER_CALL and self._held:
+                    self.is_paused = True
+                    return None
                 continue
             if not self.is_ready:
                 raise ProtocolError("the other end sent a message before it introduced itself")
             self._num_frames += 1
             self._num_bytes += len(body)
             if flags & _MORE:
+                if self._num_frames == _MAX_FRAMES:
+                    raise ProtocolError(f"a message has more than {_MAX_FRAMES} frames")
                 continue
             message = Message(self._num_frames, self._num_bytes, body if self._num_frames == 1 else b"")
             self._num_frames = self._num_bytes = 0
@@ -91,6 +109,7 @@ class Wire:
 
     def _next_frame(self) -> tuple[int, bytes] | None:
         held = self._held
+        self.num_missing = 0
         if len(held) < 2:
             return None
         flags = held[0]
@@ -100,10 +119,11 @@ class Wire:
         if len(held) < begin:
             return None
         num_bytes = int.from_bytes(held[1:begin], "big")
-        limit = _MAX_COMMAND_BYTES if flags & _COMMAND else self._max_bytes
+        limit = _MAX_COMMAND_BYTES if flags & _COMMAND else self._max_bytes - self._num_bytes
         if num_bytes > limit:
             raise ProtocolError(f"a frame of {num_bytes} bytes was announced, at most {limit} are taken")
-        if len(held) < begin + num_bytes:
+        self.num_missing = max(0, begin + num_bytes - len(held))
+        if self.num_missing:
             return None
         body = bytes(held[begin : begin + num_bytes])
         del held[: begin + num_bytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import time
@@ -47,6 +48,38 @@ def test_the_short_way_of_a_message_takes_only_whole_ones(body: bytes, rest: byt
 def test_frames_of_a_message_are_counted_and_not_kept() -> None:
     parts = b"".join(b"\x01%c%b" % (len(part), part) for part in (b"ab", b"", b"c")) + framed(b"de")
     assert messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + parts, [80, 90]) == [Message(4, 5, b"")]
+
+
+def test_a_message_has_a_bounded_number_of_frames() -> None:
+    more = b"\x01\x00"
+    assert messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + 63 * more + framed(b""), []) == [Message(64, 0, b"")]
+    with pytest.raises(ProtocolError, match="more than 64 frames"):
+        messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + 64 * more, [])
+
+
+def test_the_limit_counts_all_frames_of_a_message() -> None:
+    half, rest = b"\x03" + (LIMIT // 2).to_bytes(8, "big") + bytes(LIMIT // 2), framed(bytes(LIMIT // 2))
+    wire = Wire(ROUTER, LIMIT)
+    assert messages_of(wire, opening(DEALER) + half + rest + framed(bytes(LIMIT)), []) == [
+        Message(2, LIMIT, b""), Message(1, LIMIT, bytes(LIMIT)),
+    ]  # fmt: skip
+    with pytest.raises(ProtocolError, match="at most 32768 are taken"):
+        messages_of(wire, half + framed(bytes(LIMIT // 2 + 1))[:20], [])
+
+
+def test_commands_without_end_pause_the_wire() -> None:
+    wire = Wire(ROUTER, LIMIT)
+    wire.feed(opening(DEALER) + 300 * b"\x04\x05\x04PONG" + framed(b"after"))
+    num_calls = 1
+    while (message := wire.next()) is None:
+        assert wire.is_paused
+        assert not wire.is_between
+        num_calls += 1
+    assert message.frame == b"after"
+    assert num_calls == 5  # READY and 300 times PONG, 64 each
+    wire.feed(64 * b"\x04\x05\x04PONG")
+    assert wire.next() is None
+    assert not wire.is_paused, "nothing is left to be read"
 
 
 def test_a_ping_is_answered() -> None:
@@ -126,6 +159,36 @@ def test_clients_take_turns(port: FilePort, tmp_path: Path) -> None:
         rest = received(port, 17)
         assert [message.frame for _, message in (*first, *rest) if message.frame != b"x"] == [b"%d" % i for i in range(20)]
         assert not port.has_input()
+
+
+def test_a_client_with_frames_without_end_is_closed(port: FilePort, tmp_path: Path) -> None:
+    with connect(tmp_path / "rpc.sock") as client:
+        client.sendall(b"\x01\x00" * 100)
+        for _ in range(2):  # it is accepted, and read
+            assert port.receive(16) == []
+        assert is_closed(client)
+
+
+def test_clients_that_send_much_are_read_in_portions(port: FilePort, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(tmp_path / "rpc.sock")) for _ in range(10)]
+        assert port.receive(16) == []
+        for client in clients:
+            client.sendall(framed(bytes(60_000)))
+        first = port.receive(16)
+        assert len(first) == 5, "256 KiB, and the rest of what was begun"
+        rest = received(port, 5)
+        assert len({name for name, _ in (*first, *rest)}) == 10
+
+
+def test_clients_with_commands_without_end_leave_time_for_others(port: FilePort, tmp_path: Path) -> None:
+    with connect(tmp_path / "rpc.sock") as flood, connect(tmp_path / "rpc.sock") as other:
+        flood.sendall(5000 * b"\x04\x05\x04PONG" + framed(b"at last"))
+        other.sendall(framed(b"x"))
+        [(_, message)] = port.receive(16) + port.receive(16)
+        assert message.frame == b"x"
+        assert port.has_input()
+        assert [message.frame for _, message in received(port, 1)] == [b"at last"]
 
 
 def test_a_slow_reader_gets_whole_messages(port: FilePort, tmp_path: Path) -> None:
