@@ -132,9 +132,8 @@ class Router:
                     self._take_frame(link, frame, now_s)
         if self._orders.fileno() in ready:
             self._read_orders(now_s)
-        if not ready.isdisjoint(self._listener.sockets()):
-            for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
-                self._answer(peer, message, now_s)
+        for peer, message in self._listener.receive(_MESSAGES_PER_TURN):  # in each turn: it has time limits of its own
+            self._answer(peer, message, now_s)
         for link, reason in self.fleet.look(now_s, ready):
             self._lose_replica(link, reason)
         if self._book.waiting and now_s >= self._look_again_s:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import select
+import socket
+from pathlib import Path
+
 import pytest
 
 from kog_dist.router import router as router_module
 from kog_dist.router.router import EXIT_DRAIN_TIMEOUT, NO_REPLICA_S
 from kog_dist.router.rules import STICKY_WAIT_S
+from kog_dist.rpc import file_port
 from kog_dist.rpc.messages import (
     Accepted,
     Alive,
@@ -23,6 +28,7 @@ from kog_dist.rpc.messages import (
     Tokens,
     Welcome,
 )
+from kog_dist.rpc.paths import SOCKET_NAME
 
 from .conftest import FakeReplica, RawClient, World
 
@@ -269,6 +275,15 @@ def test_requests_of_a_client_that_vanished_are_cancelled(world: World, pair: Pa
     world.until(lambda: sum(len(replica.cancelled) for replica in pair) == 2)
     assert running(*pair) == [0, 0]
     assert world.router.counters.num_dropped_clients == 1
+
+
+def test_who_connects_and_says_nothing_is_disconnected(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_port, "HANDSHAKE_S", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(str(tmp_path / "router" / SOCKET_NAME))
+        poll = select.poll()
+        poll.register(silent, select.POLLRDHUP)
+        world.until(lambda: poll.poll(0))
 
 
 def num_received(client: RawClient) -> int:
