@@ -176,10 +176,6 @@ class FilePort:
         return bool(self._epoll.poll(0, 1))
 
     # ---- to clients ----
-    def __contains__(self, name: bytes) -> bool:
-        """Whether a client with this name was here, or is; a zmq ROUTER's names begin with a zero."""
-        return name.startswith(_NAME)
-
     def send(self, name: bytes, body: bytes) -> bool:
         """Send a message; False if the client has not read so much that nothing more can be sent. Raises Gone."""
         peer = self._peers.get(name)

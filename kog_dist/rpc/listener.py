@@ -25,7 +25,7 @@ from kog_dist.port_holder import process_name
 from kog_dist.rpc.file_port import FilePort, Gone
 from kog_dist.rpc.messages import MAX_MESSAGE_BYTES, BadMessage, Error, ErrorCode, Event, Request, decode_request, encode
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
-from kog_dist.rpc.tcp_port import TcpPort
+from kog_dist.rpc.tcp_port import TCP_NAME, TcpPort
 from kog_dist.rpc.transport import Access, socket_address
 from kog_dist.rpc.zmtp import Message
 
@@ -170,7 +170,7 @@ class RpcListener:
         return bool(self._outboxes) or self._file.has_unsent
 
     def _try_send(self, peer: bytes, frame: bytes) -> Delivery:
-        port = self._file if self._tcp is None or peer in self._file else self._tcp
+        port = self._tcp if self._tcp is not None and peer.startswith(TCP_NAME) else self._file
         try:
             return Delivery.TAKEN if port.send(peer, frame) else Delivery.FULL
         except Gone:

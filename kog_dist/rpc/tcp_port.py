@@ -12,6 +12,7 @@ from kog_dist.rpc.transport import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, PEER_HWM,
 from kog_dist.rpc.zmtp import Message
 
 _FRAME, _ADDRESS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `send_multipart` takes three times as long
+TCP_NAME = b"tcp-"  # begins every name given here: a client chooses its own zmq identity, which may be a name of another port
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _CURVE_DOMAIN = b"kog"
 
@@ -80,7 +81,7 @@ class TcpPort:
                 peer = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            received.append((peer, self._message()))
+            received.append((TCP_NAME + peer, self._message()))
         return received
 
     def _message(self) -> Message:
@@ -109,7 +110,7 @@ class TcpPort:
     def send(self, peer: bytes, body: bytes) -> bool:
         """Send a message; False if the client has not read so much that nothing more can be sent. Raises Gone."""
         try:
-            self._router.send(peer, _ADDRESS)  # what takes an address also takes the frame that belongs to it
+            self._router.send(peer[len(TCP_NAME) :], _ADDRESS)  # what takes an address also takes the frame that belongs to it
             self._router.send(body, _FRAME)
         except zmq.Again:
             return False
