@@ -119,10 +119,7 @@ class Instance:
             time.sleep(0.01)
         instance = cls(folder, fd)
         _clear(folder)
-        command = " ".join(sys.orig_argv)[:400]
-        text = json.dumps({"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "command": command})
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, text.encode(), 0)
+        write_holder(fd)
         return instance
 
     @classmethod
@@ -154,10 +151,23 @@ class Instance:
             self.lease_fd = -1
 
 
+def write_holder(fd: int) -> None:
+    """Write into a lease that this process holds it."""
+    command = " ".join(sys.orig_argv)[:400]
+    text = json.dumps({"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "command": command})
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, text.encode(), 0)
+
+
 def read_holder(folder: Path) -> LeaseHolder | None:
     """Who wrote the lease of an instance folder; None when nobody did, or the file cannot be read."""
+    return holder_in(folder / LEASE_FILE)
+
+
+def holder_in(lease: Path) -> LeaseHolder | None:
+    """Who wrote a lease; None when nobody did, or the file cannot be read."""
     try:
-        entry = json.loads((folder / LEASE_FILE).read_text())
+        entry = json.loads(lease.read_text())
         return LeaseHolder(pid=int(entry["pid"]), start_time=int(entry["start_time"]), command=str(entry["command"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

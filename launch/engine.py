@@ -15,6 +15,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.control import NO_RANK, AbortCause, ControlPage, RankState
 from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
+from kog_dist.launch.gpu_leases import GpuLeases
 from kog_dist.launch.http import EngineOfGateway
 from kog_dist.launch.local import LocalRanks
 from kog_dist.launch.outcome import INTERRUPTED, Outcome
@@ -66,11 +67,14 @@ class EngineProcesses:
         self._lease = Instance.acquire(name)
         self.instance = self._lease.name
         self._reaper = Reaper.start(self._lease)
+        self._gpu_leases = GpuLeases()
         try:
+            self._gpu_leases = GpuLeases.acquire(target.gpus)
             spec = target.checkpoint.spec
             self.control = ControlPage.create(target.world_size, spec.max_context, vocab_size=spec.vocab_size)
             self._rendezvous = LocalRendezvous.create(target.world_size)
         except BaseException:
+            self._gpu_leases.close()
             self._lease.remove()
             self._reaper.dismiss()
             raise
@@ -156,6 +160,7 @@ class EngineProcesses:
             child.close()
         self._rendezvous.close()
         self.control.close()
+        self._gpu_leases.close()
         self._lease.remove()
         self._reaper.dismiss()
 

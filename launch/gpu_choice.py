@@ -12,11 +12,13 @@ from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.hardware.gpus import Gpu, Inventory, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
+from kog_dist.launch.gpu_leases import use_of
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
+_BESIDES_BYTES = 1 << 30  # the CUDA context with its kernels, and what loading takes for a while
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,13 @@ def _obstacles(gpus: tuple[Gpu, ...], count: int, needed: Mapping[str, int]) -> 
 
 
 def _unfit(gpu: Gpu, needed: Mapping[str, int]) -> str:
+    """Why this GPU cannot run a rank now; empty if it can."""
     if gpu.compute != KERNEL_COMPUTE:
         have, want = (".".join(map(str, numbers)) for numbers in (gpu.compute, KERNEL_COMPUTE))
         return f"has compute capability {have}, and the kernel is for {want} (H100, H200); use --device cpu"
-    total = sum(needed.values())
+    if use := use_of(gpu):
+        return use
+    total = sum(needed.values()) + _BESIDES_BYTES
     if gpu.free_bytes < total:
         free, wanted = (f"{number / 2**30:.1f} GiB" for number in (gpu.free_bytes, total))
         return f"has {free} of free memory and a rank needs {wanted}; stop what uses it (kog-doctor shows it), or choose another"
@@ -115,6 +120,8 @@ def _choose_unasked(
     """As many GPUs as can be used, None where CPU ranks are the better answer. Raises nothing: nobody asked for GPUs."""
     from kog_dist.collectives.cuda_abi import MAX_RANKS
 
+    if settings.kv_caches > 1:  # which only CPU ranks have
+        return None
     num_lanes = checkpoint.spec.num_lanes
     for count in range(min(MAX_RANKS, len(visible.gpus)), 0, -1):
         if num_lanes % count or settings.ranks not in (0, count):

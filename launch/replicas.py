@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import FrameType
 
 from kog_dist import env
@@ -61,6 +62,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
     with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
         try:
             _check(settings, request)
+            settings = with_device(settings)
             http = HttpGateway.open(settings)
             if http is not None:
                 stack.callback(http.close)
@@ -76,6 +78,11 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
         events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
         outcome.write(events.log_dir, settings.instance)
     return outcome.exit_code
+
+
+def with_device(settings: LaunchConfig) -> LaunchConfig:
+    """Replicas use GPUs only if the run says which, or how many: left to itself, the first one would take all."""
+    return replace(settings, device="cpu") if settings.device == "auto" and settings.gpus is None else settings
 
 
 def _check(settings: LaunchConfig, request: PromptRequest | None) -> None:

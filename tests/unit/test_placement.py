@@ -21,6 +21,7 @@ from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch import gpu_choice
 from kog_dist.launch.engine import EngineProcesses
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
+from kog_dist.launch.gpu_leases import GpuLeases
 from kog_dist.launch.target import choose_target, model_folder, place_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.rpc.client import Client
@@ -125,7 +126,7 @@ def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> No
 
     assert obstacle("name", "NVIDIA H200") == ""
     assert "has compute capability 8.0, and the kernel is for 9.0" in obstacle("compute", (8, 0))
-    assert "has 0.0 GiB of free memory and a rank needs 0.1 GiB; stop what uses it" in obstacle("free", 2**20)
+    assert "has 0.0 GiB of free memory and a rank needs 1.1 GiB; stop what uses it" in obstacle("free", 2**20)
     assert obstacle("name", "NVIDIA H200", "8") == ""
 
 
@@ -165,6 +166,23 @@ def test_auto_takes_as_many_gpus_as_can_run_the_model(demo: Checkpoint, with_cup
     assert choose(demo, inventory_from(node()), ranks=3) is None, "lanes that cannot be spread"
     assert choose(demo, inventory_from(node(0))) is None
     assert choose(demo, inventory_from(node()), kv_dtype="float32") is None, "the kernel cannot run it"
+    assert choose(demo, inventory_from(node()), kv_caches=2) is None, "which only CPU ranks have"
+
+
+def test_a_gpu_of_another_engine_is_left_alone(
+    demo: Checkpoint, with_cupy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    inventory = inventory_from(node(3))
+    leases = GpuLeases.acquire(inventory.gpus[:1])
+    found = choose(demo, inventory)
+    assert found is not None
+    assert [gpu.index for gpu in found.gpus] == [1, 2]
+    asked = choose(demo, inventory, gpus="0,")
+    assert asked is not None
+    assert "GPU 0 (NVIDIA H200" in str(asked.obstacles[0])
+    assert "is used by process" in str(asked.obstacles[0])
+    leases.close()
 
 
 def test_auto_passes_over_gpus_that_cannot_run_the_model(demo: Checkpoint, with_cupy: None) -> None:

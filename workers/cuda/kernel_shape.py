@@ -21,6 +21,7 @@ SLOT_BYTES = MATRIX_WARPS * 1536
 SHARED_BYTES = 232448
 PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in the kernel
 NUM_THREADS = 640  # of a thread block
+MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
@@ -55,6 +56,8 @@ class KernelShape:
         findings = []
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
+        if spec.num_lanes > MAX_LANES:
+            findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
         if spec.head_dim % 16:
             findings.append(f"head_dim {spec.head_dim} (a multiple of 16)")
         if spec.lane_heads // spec.lane_kv_heads > 4:
@@ -182,7 +185,7 @@ class KernelShape:
     @property
     def replicas(self) -> int:
         """Copies of every vector that thread blocks exchange."""
-        return self.copies or (2 if self.num_lanes <= 2 else 4)
+        return self.copies or (2 if self.num_lanes <= 2 or self.num_ranks > 4 else 4)
 
     @property
     def delays(self) -> tuple[int, ...]:

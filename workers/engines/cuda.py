@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -343,9 +343,11 @@ class CudaEngine:
 
     def close(self) -> None:
         """See `Engine.close`. The kernel leaves before memory that it uses is unmapped; bounded also when peers are gone."""
+        if self._kernel is not None:
+            self._kernel.abort()
+            with suppress(Exception):  # a context that has failed has nothing running
+                self._kernel.stream.synchronize()
         if self._peers is not None:
-            if self._kernel is not None:
-                self._kernel.abort()
             self._peers.close()
         if self._kernel is not None:
             self._kernel.close()

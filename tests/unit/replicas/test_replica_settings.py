@@ -13,7 +13,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.launch.replica_places import gpus_of_replica, replica_arguments
 from kog_dist.launch.replica_remote import READ_AGAIN_S, RemoteReplicas
-from kog_dist.launch.replicas import supervise
+from kog_dist.launch.replicas import supervise, with_device
 from kog_dist.launch.request import PromptRequest
 from kog_dist.router.orders import FleetReport, ReplicaReport
 from kog_dist.rpc.transport import Access
@@ -34,6 +34,12 @@ KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 def test_no_two_replicas_share_a_gpu(gpus: str | None, replicas: int, shares: list[str | None]) -> None:
     settings = LaunchConfig(gpus=gpus, replicas=replicas)
     assert [gpus_of_replica(settings, idx) for idx in range(replicas)] == shares
+
+
+def test_replicas_take_gpus_only_when_asked() -> None:
+    assert with_device(LaunchConfig(replicas=2)).device == "cpu", "left to itself, the first would take all"
+    for settings in (LaunchConfig(replicas=2, gpus="1"), LaunchConfig(replicas=2, device="cuda")):
+        assert with_device(settings) == settings
 
 
 @pytest.mark.parametrize("gpus", ["0,1,2", "3,", "all"])
