@@ -83,7 +83,6 @@ class FilePort:
         now_s = time.monotonic()
         if self._more in ready:
             os.eventfd_read(self._more)
-        self._look_after_strangers(now_s)
         self._accept(now_s, self._listener.fileno() in ready)
         known = set(self._left)
         turns = deque(self._left)
@@ -103,6 +102,7 @@ class FilePort:
         self._left = [*turns, *paused]
         if self._left:
             os.eventfd_write(self._more, 1)
+        self._look_after_strangers(now_s)
         return received
 
     def _next_of(self, name: bytes) -> Message | None:
@@ -156,11 +156,13 @@ class FilePort:
             self._write(name, peer)
 
     def _look_after_strangers(self, now_s: float) -> None:
-        while self._strangers:  # in the order in which they came
-            name, peer = next(iter(self._strangers.items()))
+        """Close those whose time is over, after what they had sent by now was read."""
+        unheard = set(self._left)
+        for name, peer in tuple(self._strangers.items()):  # in the order in which they came
             if now_s < peer.until_s:
                 return
-            self._forget(name)
+            if name not in unheard:
+                self._forget(name)
 
     def _forget(self, name: bytes) -> None:
         peer = self._peers.pop(name, None)

@@ -218,6 +218,14 @@ def test_a_client_that_goes_is_gone(port: FilePort, tmp_path: Path) -> None:
         port.send(name, b"x")
 
 
+def test_a_stranger_that_has_spoken_is_heard_first(port: FilePort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_port, "HANDSHAKE_S", 0.0)  # as if the loop had been held up since the client was accepted
+    with connect(tmp_path / "rpc.sock") as client:
+        client.sendall(framed(b"hello"))
+        assert [message.frame for _, message in port.receive(16) + port.receive(16)] == [b"hello"]
+        assert not is_closed(client)
+
+
 def test_strangers_are_closed_in_time(port: FilePort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_port, "HANDSHAKE_S", 0.0)
     with connect(tmp_path / "rpc.sock", b"\xff") as silent, connect(tmp_path / "rpc.sock", b"GET /") as other:
