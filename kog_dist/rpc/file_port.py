@@ -8,6 +8,7 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Set
 from pathlib import Path
 from typing import Final
 
@@ -124,7 +125,7 @@ class FilePort:
                 peer.unsent, peer.wire.replies = peer.unsent or peer.wire.replies, b""
                 self._write(name, peer)
         except (OSError, ProtocolError):
-            self._forget(name)
+            self.forget(name)
             return None
         if peer.wire.is_ready:
             self._strangers.pop(name, None)
@@ -162,9 +163,10 @@ class FilePort:
             if now_s < peer.until_s:
                 return
             if name not in unheard:
-                self._forget(name)
+                self.forget(name)
 
-    def _forget(self, name: bytes) -> None:
+    def forget(self, name: bytes) -> None:
+        """Close the connection of a client, if there still is one."""
         peer = self._peers.pop(name, None)
         if peer is not None:
             self._strangers.pop(name, None)
@@ -195,7 +197,7 @@ class FilePort:
         except BlockingIOError:
             return False
         except OSError:
-            self._forget(name)
+            self.forget(name)
             raise Gone from None
         if num_sent < len(wire):
             peer.unsent = wire[num_sent:]
@@ -206,7 +208,7 @@ class FilePort:
         try:
             peer.write()
         except OSError:
-            self._forget(name)
+            self.forget(name)
             return
         (self._behind.add if peer.unsent else self._behind.discard)(name)
 
@@ -216,9 +218,9 @@ class FilePort:
             self._write(name, self._peers[name])
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether part of a message waits for a client to read."""
-        return bool(self._behind)
+    def behind(self) -> Set[bytes]:
+        """Clients that have not read so much that part of a message waits."""
+        return self._behind
 
     def close(self, linger_s: float) -> None:
         """Close everything; the rest of a message gets at most `linger_s`."""
@@ -230,7 +232,7 @@ class FilePort:
             poll.poll(remaining_s * 1000)
             self.flush()
         for name in tuple(self._peers):
-            self._forget(name)
+            self.forget(name)
         self._listener.close()
         self._epoll.close()
         os.close(self._more)

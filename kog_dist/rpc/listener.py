@@ -31,7 +31,7 @@ from kog_dist.rpc.zmtp import Message
 
 OUTBOX_EVENTS = 1024
 OUTBOX_BYTES = 256 << 10
-OUTBOX_GRACE_S = 10.0  # how long a dropped client's last message is offered to it
+OUTBOX_GRACE_S = 10.0  # a client that reads nothing for so long is given up, unless more is sent to it meanwhile
 
 
 class Delivery(enum.Enum):
@@ -44,11 +44,12 @@ class Delivery(enum.Enum):
 
 @dataclass(slots=True)
 class _Outbox:
-    """Events for a client that does not read fast enough."""
+    """Events for a client that does not read fast enough; none if only the rest of one waits in its FilePort."""
 
+    give_up_at: float
     frames: deque[bytes] = field(default_factory=deque)
     num_bytes: int = 0
-    give_up_at: float | None = None  # a dropped client's last message is offered until then
+    is_dropped: bool = False  # these are the last messages, and `give_up_at` stays
 
 
 class RpcListener:
@@ -131,13 +132,14 @@ class RpcListener:
             delivery = self._try_send(peer, frame)
             if delivery is not Delivery.FULL:
                 return delivery
-            outbox = self._outboxes[peer] = _Outbox()
-        if outbox.give_up_at is not None:
+            outbox = self._outboxes[peer] = _Outbox(0.0)
+        if outbox.is_dropped:
             return Delivery.FULL
         if len(outbox.frames) >= OUTBOX_EVENTS or outbox.num_bytes + len(frame) > OUTBOX_BYTES:
             return Delivery.FULL
         outbox.frames.append(frame)
         outbox.num_bytes += len(frame)
+        outbox.give_up_at = time.monotonic() + OUTBOX_GRACE_S
         return Delivery.TAKEN
 
     def is_behind(self, peer: bytes) -> bool:
@@ -147,27 +149,36 @@ class RpcListener:
     def drop(self, peer: bytes, last: Sequence[Event]) -> None:
         """Forget what a client has not read; the events `last` are offered to it for a while, and nothing after them."""
         frames = deque(encode(event) for event in last)
-        self._outboxes[peer] = _Outbox(frames, sum(map(len, frames)), time.monotonic() + OUTBOX_GRACE_S)
+        former = self._outboxes.get(peer)
+        give_up_at = former.give_up_at if former is not None and former.is_dropped else time.monotonic() + OUTBOX_GRACE_S
+        self._outboxes[peer] = _Outbox(give_up_at, frames, sum(map(len, frames)), is_dropped=True)
 
     def flush(self) -> list[bytes]:
-        """Try the outboxes again; returns the clients that turned out to be gone. Call once per turn of the loop."""
+        """Try the outboxes again; returns clients that are gone, or are given up. Call once per turn of the loop."""
         self._file.flush()
-        gone = []
+        if not self.has_backlog:
+            return []
+        now_s, gone = time.monotonic(), []
+        for peer in self._file.behind - self._outboxes.keys():
+            self._outboxes[peer] = _Outbox(now_s + OUTBOX_GRACE_S)
         for peer, outbox in list(self._outboxes.items()):
             delivery = Delivery.TAKEN
             while outbox.frames and (delivery := self._try_send(peer, outbox.frames[0])) is Delivery.TAKEN:
                 outbox.num_bytes -= len(outbox.frames.popleft())
-            if delivery is Delivery.GONE:
-                gone.append(peer)
-            expired = outbox.give_up_at is not None and time.monotonic() >= outbox.give_up_at
-            if not outbox.frames or delivery is Delivery.GONE or expired:
+                if not outbox.is_dropped:
+                    outbox.give_up_at = now_s + OUTBOX_GRACE_S
+            if not outbox.frames and peer not in self._file.behind and delivery is Delivery.TAKEN:
                 del self._outboxes[peer]
+            elif delivery is Delivery.GONE or now_s >= outbox.give_up_at:
+                del self._outboxes[peer]
+                self._file.forget(peer)
+                gone.append(peer)
         return gone
 
     @property
     def has_backlog(self) -> bool:
         """Whether some client has not read what it was sent."""
-        return bool(self._outboxes) or self._file.has_unsent
+        return bool(self._outboxes or self._file.behind)
 
     def _try_send(self, peer: bytes, frame: bytes) -> Delivery:
         port = self._tcp if self._tcp is not None and peer.startswith(TCP_NAME) else self._file

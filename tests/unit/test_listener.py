@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
-from kog_dist.rpc.listener import Delivery, RpcListener
+from kog_dist.rpc import listener as listener_module
+from kog_dist.rpc.listener import OUTBOX_GRACE_S, Delivery, RpcListener
 from kog_dist.rpc.messages import Alive, Request, Status, decode_event, encode
-from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.transport import Access, open_dealer
+from kog_dist.rpc.zmtp import DEALER, framed, opening
 
 WAIT_S = 10.0
 
@@ -53,3 +58,68 @@ def test_a_tcp_client_cannot_take_the_name_of_another(listener: RpcListener, tmp
             assert listener.send(name, Alive("ours", 1)) is Delivery.TAKEN
             assert local.poll(WAIT_S * 1000)
             assert decode_event(local.recv()) == Alive("ours", 1)
+
+
+# ---- clients that do not read ----
+class Sleeper:
+    """A client at the socket file that reads only when it is told to, and the clock of the listener."""
+
+    def __init__(self, listener: RpcListener, path: Path) -> None:
+        self.now_s = 1000.0
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(str(path))
+        self.socket.sendall(opening(DEALER) + framed(encode(Status())))
+        self.name, _ = received(listener)
+
+    def is_closed(self) -> bool:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+
+@pytest.fixture
+def sleeper(listener: RpcListener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sleeper]:
+    made = Sleeper(listener, tmp_path / SOCKET_NAME)
+    monkeypatch.setattr(listener_module, "time", SimpleNamespace(monotonic=lambda: made.now_s))
+    yield made
+    made.socket.close()
+
+
+def test_who_leaves_half_a_message_unread_is_given_up(listener: RpcListener, sleeper: Sleeper) -> None:
+    while not listener.has_backlog:
+        assert listener.send_frame(sleeper.name, bytes(50_000)) is Delivery.TAKEN
+    assert listener.flush() == []
+    sleeper.now_s += OUTBOX_GRACE_S - 0.1
+    assert listener.flush() == []
+    assert listener.has_backlog
+    sleeper.now_s += 0.1
+    assert listener.flush() == [sleeper.name]
+    assert not listener.has_backlog
+    assert sleeper.is_closed()
+    assert listener.send_frame(sleeper.name, b"x") is Delivery.GONE
+
+
+def test_who_reads_a_little_is_not_given_up(listener: RpcListener, sleeper: Sleeper) -> None:
+    while listener.send_frame(sleeper.name, bytes(20_000)) is Delivery.TAKEN:
+        pass
+    for _ in range(3):
+        sleeper.now_s += OUTBOX_GRACE_S - 0.1
+        assert len(sleeper.socket.recv(1 << 16)) > 20_000
+        assert listener.flush() == []
+    sleeper.now_s += OUTBOX_GRACE_S
+    assert listener.flush() == [sleeper.name]
+    assert sleeper.is_closed()
+
+
+def test_a_dropped_client_is_closed_after_its_grace(listener: RpcListener, sleeper: Sleeper) -> None:
+    while listener.send_frame(sleeper.name, bytes(20_000)) is Delivery.TAKEN:
+        pass
+    listener.drop(sleeper.name, [Alive("a", 1)])
+    sleeper.now_s += OUTBOX_GRACE_S - 0.1
+    assert listener.send_frame(sleeper.name, b"x") is Delivery.FULL
+    listener.drop(sleeper.name, [Alive("b", 1)])  # it has asked again: that buys no time
+    assert listener.flush() == []
+    sleeper.now_s += 0.1
+    assert listener.flush() == [sleeper.name]
+    assert not listener.has_backlog
+    assert sleeper.is_closed()

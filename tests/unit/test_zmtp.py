@@ -204,7 +204,7 @@ def test_a_slow_reader_gets_whole_messages(port: FilePort, tmp_path: Path) -> No
         while found < num_sent:
             port.flush()
             found += len(messages_of(wire, client.recv(1 << 16), []))
-        assert not port.has_unsent
+        assert not port.behind
         assert port.send(name, b"again")
 
 
