@@ -26,6 +26,7 @@ MAX_LINES: Final = 32
 IDLE_LINE_S: Final = 10.0  # a connection without requests is kept for the client that had it
 SILENCE_S: Final = 10.0  # of a request; the engine speaks of each about four times a second
 STREAMING_S: Final = 0.1  # a connection that had tokens so recently will have more
+UNANSWERED_S: Final = 1.0  # a connection that the engine has not taken for so long is made again
 HELD_UP_S: Final = 4 * ASK_EVERY_S  # this process was not given the processor for so long
 
 
@@ -143,10 +144,10 @@ class EngineBridge:
                 self._lines.pop(client).close()
         if self._control is None:
             self._connect()
-        elif not self._control.is_connected and now_s - self._control_s > 1.0:
+        elif not self._control.is_connected and now_s - self._control_s > UNANSWERED_S:
+            self.readiness.lost(self._control.absence)
             self._control.close()  # it may have the keys of an engine that is gone
             self._control = None
-            self.readiness.lost(f"no engine listens at {self._where()}")
         else:
             self._ask()
         if not self.readiness.health().serves:
@@ -163,9 +164,6 @@ class EngineBridge:
         with contextlib.suppress(LaunchError):
             self._control.send(Hello(build_hash()))
             self._control.send(Status())
-
-    def _where(self) -> str:
-        return self._control.access.address if self._control is not None else "the address given"
 
     def _ask(self) -> None:
         if self._control is None or not self._control.is_connected:

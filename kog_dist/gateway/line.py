@@ -58,6 +58,11 @@ class Line:
         return self._link.is_connected
 
     @property
+    def absence(self) -> str:
+        """One sentence on an engine that has not taken the connection for a while."""
+        return self._link.absence
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called, or the engine was lost."""
         return self._link.closed

@@ -35,6 +35,10 @@ class Link(Protocol):
         """Whether the engine has taken the connection."""
 
     @property
+    def absence(self) -> str:
+        """One sentence on an engine that has not taken the connection for a while."""
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
 
@@ -49,7 +53,9 @@ class Link(Protocol):
 
 
 def open_link(context: zmq.Context[zmq.Socket[bytes]], access: Access, on_readable: Callable[[], None]) -> Link:
-    """Begin to connect. Raises LaunchError for a wrong address or key, and where no engine listens at a socket file."""
+    """Begin to connect. Raises LaunchError for a wrong address or key, where no engine listens at a socket file, and where it
+    has too many connections.
+    """
     if access.address.startswith(_FILE_SCHEME):
         return FileLink(access.address, on_readable)
     return ZmqLink(context, access, on_readable)
@@ -64,13 +70,7 @@ class FileLink:
         self._wire = Wire(DEALER, MAX_MESSAGE_BYTES)
         self._unsent = bytearray()
         self._is_drained = False  # the last `recv` has taken all there was
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        try:
-            self._socket.connect(address.removeprefix(_FILE_SCHEME))
-        except OSError as error:
-            self._socket.close()
-            raise LaunchError(f"no engine listens at {address} ({error.strerror})") from None
+        self._socket = _connected(address)
         self._loop.add_reader(self._socket.fileno(), on_readable)
         self._write(opening(DEALER))
 
@@ -78,6 +78,11 @@ class FileLink:
     def is_connected(self) -> bool:
         """See Link."""
         return self._wire.is_ready
+
+    @property
+    def absence(self) -> str:
+        """See Link."""
+        return f"the engine at {self._address} has not answered yet"
 
     @property
     def closed(self) -> bool:
@@ -156,6 +161,23 @@ class FileLink:
             self._socket.close()
 
 
+def _connected(address: str) -> socket.socket:
+    """A socket connected to a Unix socket. Raises LaunchError."""
+    try:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # no descriptor is free
+        raise LaunchError(f"cannot connect to the engine at {address} ({error.strerror})") from None
+    made.setblocking(False)
+    try:
+        made.connect(address.removeprefix(_FILE_SCHEME))
+    except OSError as error:
+        made.close()
+        if isinstance(error, BlockingIOError):
+            raise LaunchError(f"the engine at {address} is busy: too many connections wait for it") from None
+        raise LaunchError(f"no engine listens at {address} ({error.strerror})") from None
+    return made
+
+
 class ZmqLink:
     """A DEALER and its monitor. Edge-triggered: `receive` until it returns None."""
 
@@ -176,6 +198,11 @@ class ZmqLink:
         self._fds = [int(one.getsockopt(zmq.FD)) for one in (self._dealer, self._monitor)]
         for fd in self._fds:
             self._loop.add_reader(fd, on_readable)
+
+    @property
+    def absence(self) -> str:
+        """See Link."""
+        return f"no engine listens at {self._address}"
 
     @property
     def closed(self) -> bool:

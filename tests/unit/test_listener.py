@@ -53,14 +53,18 @@ def test_a_tcp_client_cannot_take_the_name_of_another(listener: RpcListener, tmp
             impostor, _ = received(listener)
             assert impostor != name
             assert listener.send(impostor, Alive("theirs", 1)) is Delivery.TAKEN
-            assert remote.poll(WAIT_S * 1000)
+            assert remote.poll(round(WAIT_S * 1000))
             assert decode_event(remote.recv()) == Alive("theirs", 1)
             assert listener.send(name, Alive("ours", 1)) is Delivery.TAKEN
-            assert local.poll(WAIT_S * 1000)
+            assert local.poll(round(WAIT_S * 1000))
             assert decode_event(local.recv()) == Alive("ours", 1)
 
 
 # ---- clients that do not read ----
+def is_idle(listener: RpcListener) -> bool:
+    return not listener.has_backlog
+
+
 class Sleeper:
     """A client at the socket file that reads only when it is told to, and the clock of the listener."""
 
@@ -86,15 +90,15 @@ def sleeper(listener: RpcListener, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_leaves_half_a_message_unread_is_given_up(listener: RpcListener, sleeper: Sleeper) -> None:
-    while not listener.has_backlog:
+    while is_idle(listener):
         assert listener.send_frame(sleeper.name, bytes(50_000)) is Delivery.TAKEN
     assert listener.flush() == []
     sleeper.now_s += OUTBOX_GRACE_S - 0.1
     assert listener.flush() == []
-    assert listener.has_backlog
+    assert not is_idle(listener)
     sleeper.now_s += 0.1
     assert listener.flush() == [sleeper.name]
-    assert not listener.has_backlog
+    assert is_idle(listener)
     assert sleeper.is_closed()
     assert listener.send_frame(sleeper.name, b"x") is Delivery.GONE
 
@@ -121,5 +125,5 @@ def test_a_dropped_client_is_closed_after_its_grace(listener: RpcListener, sleep
     assert listener.flush() == []
     sleeper.now_s += 0.1
     assert listener.flush() == [sleeper.name]
-    assert not listener.has_backlog
+    assert is_idle(listener)
     assert sleeper.is_closed()
