@@ -128,11 +128,14 @@ class RpcListener:
     def send_frame(self, peer: bytes, frame: bytes) -> Delivery:
         """The same for an event that is encoded already."""
         outbox = self._outboxes.get(peer)
-        if outbox is None:
+        if outbox is None or not (outbox.frames or outbox.is_dropped):  # else it comes after what waits
             delivery = self._try_send(peer, frame)
             if delivery is not Delivery.FULL:
+                if outbox is not None:
+                    outbox.give_up_at = time.monotonic() + OUTBOX_GRACE_S
                 return delivery
-            outbox = self._outboxes[peer] = _Outbox(0.0)
+            if outbox is None:
+                outbox = self._outboxes[peer] = _Outbox(0.0)
         if outbox.is_dropped:
             return Delivery.FULL
         if len(outbox.frames) >= OUTBOX_EVENTS or outbox.num_bytes + len(frame) > OUTBOX_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -13,7 +14,7 @@ import pytest
 import zmq
 
 from kog_dist.rpc import listener as listener_module
-from kog_dist.rpc.listener import OUTBOX_GRACE_S, Delivery, RpcListener
+from kog_dist.rpc.listener import OUTBOX_EVENTS, OUTBOX_GRACE_S, Delivery, RpcListener
 from kog_dist.rpc.messages import Alive, Request, Status, decode_event, encode
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.transport import Access, open_dealer
@@ -113,6 +114,18 @@ def test_who_reads_a_little_is_not_given_up(listener: RpcListener, sleeper: Slee
     sleeper.now_s += OUTBOX_GRACE_S
     assert listener.flush() == [sleeper.name]
     assert sleeper.is_closed()
+
+
+def test_who_reads_again_gets_what_comes_at_once(listener: RpcListener, sleeper: Sleeper) -> None:
+    while is_idle(listener):
+        assert listener.send_frame(sleeper.name, bytes(50_000)) is Delivery.TAKEN
+    assert listener.flush() == []  # the rest of a frame waits, and nothing behind it
+    sleeper.socket.setblocking(False)
+    for _ in range(OUTBOX_EVENTS + 100):  # all in one turn of the engine's loop
+        with contextlib.suppress(BlockingIOError):
+            while sleeper.socket.recv(1 << 16):
+                pass
+        assert listener.send_frame(sleeper.name, b"token") is Delivery.TAKEN
 
 
 def test_a_dropped_client_is_closed_after_its_grace(listener: RpcListener, sleeper: Sleeper) -> None:
