@@ -21,7 +21,7 @@ from kog_dist.decode.sampling import Sampling, candidate
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, random_tensor
+from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -147,14 +147,7 @@ def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, Matrices]:
     spec = named_spec(spec_name)
     shape = KernelShape(spec, range(spec.num_lanes))
     matrices, observe = matrices_for(shape)
-
-    def tensor(name: str) -> Any:
-        first, last = needed_rows(shape, name)
-        words = random_tensor(spec, name, SEED, shape.weight_dtype)[first:last]
-        observe(name, words)
-        return words
-
-    return Monokernel(shape, from_tensors(shape, tensor)), matrices
+    return Monokernel(shape, random_weights(shape, SEED, observe)), matrices
 
 
 def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repeats: int) -> list[dict[str, Any]]:

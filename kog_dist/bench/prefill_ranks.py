@@ -50,7 +50,7 @@ def prepared(
     import torch
 
     from kog_dist.workers.cuda.build import build
-    from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, random_tensor
+    from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
 
@@ -62,14 +62,7 @@ def prepared(
         build(shape.headers())
     context.rendezvous.barrier(context.deadline)
     matrices, observe = matrices_for(shape)
-
-    def tensor(name: str) -> Any:
-        first, last = needed_rows(shape, name)
-        words = random_tensor(spec, name, seed)[first:last]
-        observe(name, words)
-        return words
-
-    weights = from_tensors(shape, tensor)
+    weights = random_weights(shape, seed, observe)
     boxes = [*shape.boxes.specs(), *peer_exchange.mailboxes(spec, max(tuning.sizes))]
     comm = context.cuda_communicator(boxes, timeout_s=_LIMIT_S) if world_size > 1 else None
     kernel = Monokernel(shape, weights, rank=rank, wait_limit_us=2_000_000, heap=None if comm is None else comm.heap)

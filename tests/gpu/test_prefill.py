@@ -25,7 +25,7 @@ from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.device_weights import from_tensors, needed_rows, random_tensor
+from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -222,14 +222,7 @@ def big() -> Iterator[tuple[Monokernel, Matrices]]:
 
     shape = KernelShape(SPEC, range(SPEC.num_lanes))
     matrices, observe = matrices_for(shape)
-
-    def tensor(name: str) -> Any:
-        first, last = needed_rows(shape, name)
-        words = random_tensor(SPEC, name, SEED)[first:last]
-        observe(name, words)
-        return words
-
-    yield Monokernel(shape, from_tensors(shape, tensor)), matrices
+    yield Monokernel(shape, random_weights(shape, SEED, observe)), matrices
     cupy.get_default_memory_pool().free_all_blocks()
     torch.cuda.empty_cache()
 

@@ -160,12 +160,18 @@ class _LayerTensors:
         return self.tensors(norm_name(self.shape.spec, stem)).reshape(-1, self.shape.spec.hidden_size)
 
 
-def random_weights(shape: KernelShape, seed: int) -> DeviceWeights:
-    """Random weights of the right scale, made on the GPU: for timing shapes that no checkpoint exists of."""
+def random_weights(shape: KernelShape, seed: int, observe: Callable[[str, GpuArray], None] | None = None) -> DeviceWeights:
+    """Random weights of the right scale, made on the GPU: for timing shapes that no checkpoint exists of.
+
+    `observe`: see `load_weights`.
+    """
 
     def tensor(name: str) -> GpuArray:
         first, last = needed_rows(shape, name)
-        return random_tensor(shape.spec, name, seed, shape.weight_dtype)[first:last]
+        words = random_tensor(shape.spec, name, seed, shape.weight_dtype)[first:last]
+        if observe is not None:
+            observe(name, words)
+        return words
 
     return from_tensors(shape, tensor)
 
