@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ _REPORTS = 8  # entries of each run's loss curve
 class Ablation:
     """The runs of a grid on one device; what is finished lies in `out/runs`, one JSON file per run.
 
-    Several processes may work on different lanes or seeds of one `out` at the same time.
+    Several processes may work on one `out` at the same time: each holds a lock on the run that it trains.
     """
 
     def __init__(self, config: AblationConfig, data: Path, out: Path, device: Ranks) -> None:
@@ -39,27 +42,50 @@ class Ablation:
         self, jobs: Sequence[Job], *, call_seconds: float = math.inf, report: Callable[[str], None] = print,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:  # fmt: skip
-        """Train what is missing of `jobs` until all are done (True) or `call_seconds` are over (False)."""
+        """Train what is missing of `jobs` and nobody else is training.
+
+        Returns whether all `jobs` are done: not if `call_seconds` are over, and not if another process has one in hand.
+        """
         called = time.perf_counter()
-        missing = [job for job in jobs if not self._result_file(job).exists()]
-        report(f"{len(jobs) - len(missing)} of {len(jobs)} runs are done")
-        if not missing:
+        num_done = before = self.num_done(jobs)
+        report(f"{num_done} of {len(jobs)} runs are done")
+        if num_done == len(jobs):
             return True
         tokens = TokenSet.load(self.data, self.config.settings.time, self.device.device)
-        for number, job in enumerate(missing):
+        for job in jobs:
             left_s = call_seconds - (time.perf_counter() - called)
             if left_s <= 0 or stop():
                 return False
-            result = self._train_one(job, tokens, left_s, stop)
+            with self._claim(job) as claimed:
+                if not claimed or self._result_file(job).exists():
+                    continue
+                result = self._train_one(job, tokens, left_s, stop)
             if result is None:
                 return False
-            elapsed = time.perf_counter() - called
-            rest = duration(elapsed / (number + 1) * (len(missing) - number - 1))
+            num_done = self.num_done(jobs)
+            rest = duration((time.perf_counter() - called) / max(1, num_done - before) * (len(jobs) - num_done))
             report(
-                f"{len(jobs) - len(missing) + number + 1}/{len(jobs)} {job.key}: held-out {result['loss']:.4f}, "
-                f"{result['seconds']:.1f} s, {result['tokens'] / result['seconds'] / 1e6:.2f} M tokens/s; about {rest} left"
+                f"{num_done}/{len(jobs)} {job.key}: held-out {result['loss']:.4f}, {result['seconds']:.1f} s, "
+                f"{result['tokens'] / result['seconds'] / 1e6:.2f} M tokens/s; about {rest} left"
             )
-        return True
+        return self.num_done(jobs) == len(jobs)
+
+    def num_done(self, jobs: Sequence[Job]) -> int:
+        """How many of `jobs` have their outcome, whoever trained them."""
+        return sum(self._result_file(job).exists() for job in jobs)
+
+    @contextmanager
+    def _claim(self, job: Job) -> Iterator[bool]:
+        """Whether this process may train `job` while the block lasts. A process that dies gives its claim back."""
+        file = self.out / "claims" / job.key
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
 
     def results(self) -> list[dict[str, Any]]:
         """The outcome of every finished run of the grid, in its order."""
@@ -106,6 +132,8 @@ class Ablation:
         if not file.exists():
             write_json(file, self.described)
         before = json.loads(file.read_text(encoding="utf-8"))
+        # a setting that is younger than the file had its default
+        before["run"] = {**json.loads(json.dumps(asdict(RunSettings()))), **before.get("run", {})}
         for key, value in self.described.items():
             if before.get(key) != value:
                 raise ConfigError(f"{self.out} holds an ablation with {key} {before.get(key)}, now {value}; use another folder")

@@ -71,8 +71,10 @@ class Grid:
     learning_rate_factors: list[float]
     final_batches: int = 32
 
-    def jobs(self, lanes: Sequence[int] = (), seeds: Sequence[int] = ()) -> list[Job]:
+    def jobs(self, lanes: Sequence[int] = (), seeds: Sequence[int] = (), first: int = 0) -> list[Job]:
         """All runs, or those with these lanes and seeds; all forms of the first seed come first.
+
+        first: place in `self.lanes` to begin with. Processes that begin with different lanes compile different graphs.
 
         Raises ConfigError if lanes or seeds are not in the grid.
         """
@@ -80,11 +82,12 @@ class Grid:
             for value in asked:
                 if value not in known:
                     raise ConfigError(f"there is no {what} {value} in the grid, only {', '.join(map(str, known))}")
+        first %= len(self.lanes)
         return [
             Job(num_lanes, Form(form), factor, seed)
             for seed in self.seeds
             if not seeds or seed in seeds
-            for num_lanes in self.lanes
+            for num_lanes in [*self.lanes[first:], *self.lanes[:first]]
             if not lanes or num_lanes in lanes
             for factor in self.learning_rate_factors
             for form in self.forms

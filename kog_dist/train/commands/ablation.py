@@ -20,6 +20,10 @@ def ablation(
     call_seconds: Annotated[float, typer.Option(help="Stop after this long; the next call resumes.")] = math.inf,
     lanes: Annotated[list[int] | None, typer.Option(help="Train only these lanes of the grid.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Train only these seeds of the grid.")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Trained at the same time, over all GPUs; two on each GPU hide launches.")
+    ] = 1,
+    first: Annotated[int, typer.Option(hidden=True)] = 0,
     device: str = "cuda",
 ) -> dict[str, Any]:
     """Train all runs of a grid that are not done yet, and write table, pictures and JSON of those that are."""
@@ -27,15 +31,21 @@ def ablation(
     from kog_dist.train.ablation_grid import read_ablation_config
     from kog_dist.train.ablation_report import write_report
     from kog_dist.train.distributed import one_device
+    from kog_dist.train.processes import start_processes, wait_for_processes
     from kog_dist.train.stopping import StopRequest
     from kog_dist.train.tokens import held_out_bytes_per_token
 
     settings = read_ablation_config(config)
-    jobs = settings.grid.jobs(lanes or (), seed or ())
+    jobs = settings.grid.jobs(lanes or (), seed or (), first)
+    arguments = ["ablation", f"--data={data}", f"--out={out}", f"--config={config}", f"--device={device}"]
+    arguments += [f"--call-seconds={call_seconds}", *(f"--lanes={n}" for n in lanes or ()), *(f"--seed={n}" for n in seed or ())]
     bytes_per_token = held_out_bytes_per_token(data)
     comparison = Ablation(settings, data, out, one_device(device))
     with StopRequest() as stop:
-        finished = comparison.train(jobs, call_seconds=call_seconds, report=typer.echo, stop=stop.is_asked)
+        others = start_processes(arguments, processes - 1, device)
+        comparison.train(jobs, call_seconds=call_seconds, report=typer.echo, stop=stop.is_asked)
+        wait_for_processes(others, stop.is_asked)
+    finished = comparison.num_done(jobs) == len(jobs)
     results = comparison.results()
     rows = write_report(out, comparison.described, results, bytes_per_token)
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,24 @@ def test_pieces_give_what_one_go_gives(tokens: Path, small: AblationConfig, tmp_
     assert {result["parameters"] for result in results} == {small.base.num_parameters}
 
 
+def test_a_run_in_other_hands_is_left_to_them(tokens: Path, small: AblationConfig, tmp_path: Path) -> None:
+    jobs = small.grid.jobs(lanes=[2], seeds=[0])
+    (tmp_path / "claims").mkdir()
+    with (tmp_path / "claims" / jobs[1].key).open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert not Ablation(small, tokens, tmp_path, CPU).train(jobs, report=silent)
+    assert [result["form"] for result in Ablation(small, tokens, tmp_path, CPU).results()] == ["delay 0", "ladder"]
+    assert Ablation(small, tokens, tmp_path, CPU).train(jobs, report=silent)
+
+
+def test_processes_begin_with_other_lanes(small: AblationConfig) -> None:
+    first, second = (small.grid.jobs(first=number) for number in (0, 1))
+    assert sorted(first, key=str) == sorted(second, key=str)
+    assert [job.num_lanes for job in first[:6]] == [4, 4, 4, 2, 2, 2]
+    assert [job.num_lanes for job in second[:6]] == [2, 2, 2, 4, 4, 4]
+    assert small.grid.jobs(first=2) == first
+
+
 def test_another_configuration_is_refused(tokens: Path, small: AblationConfig, tmp_path: Path) -> None:
     Ablation(small, tokens, tmp_path / "out", CPU)
     other = write_tokens(tmp_path / "other")
@@ -115,6 +134,7 @@ def test_command_writes_table_pictures_and_json(tokens: Path, tmp_path: Path) ->
     assert len(written["runs"]) == 6
     again = CliRunner().invoke(app, [*command, "--lanes", "4"], catch_exceptions=False)
     assert "6 of 6 runs are done" in again.stdout
+    assert json.loads(again.stdout.strip().split("\n")[-1])["finished"]
     moved = tmp_path / "moved"
     moved.mkdir()
     (out / "results.json").rename(moved / "results.json")
