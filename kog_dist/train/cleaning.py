@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,6 +107,18 @@ def short_functions(
             own = lines[node.lineno - 1 : node.end_lineno]
             if num_lines[0] <= len(own) <= num_lines[1]:
                 yield node, own
+
+
+def margin(function: ast.FunctionDef) -> str:
+    """What a function that stands alone is indented by: methods keep the margin that they have in a class."""
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    return "    " if names[:1] in (["self"], ["cls"]) else ""
+
+
+def standalone(function: ast.FunctionDef, lines: list[str]) -> str | None:
+    """The text of a function without what surrounds it, at its `margin`; None if it does not begin with `def`."""
+    source = textwrap.dedent("\n".join(lines)) + "\n"
+    return textwrap.indent(source, margin(function)) if source.startswith("def ") else None
 
 
 def _table_lines(tree: ast.Module) -> int:

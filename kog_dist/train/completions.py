@@ -16,6 +16,7 @@ from typing import Any
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.train.cleaning import margin
 from kog_dist.train.generate import Continuation, continue_texts
 from kog_dist.train.held_out import HeldOutFunction
 from kog_dist.train.state import load_progress, load_tensors
@@ -111,8 +112,7 @@ def judge(function: HeldOutFunction, margin: str, continuation: Continuation) ->
 def _margin(function: HeldOutFunction) -> str:
     node = ast.parse(function.source).body[0]
     assert isinstance(node, ast.FunctionDef)
-    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-    return "    " if names[:1] in (["self"], ["cls"]) else ""
+    return margin(node)
 
 
 def load_module(model: Path | None, state: Path | None) -> Laneformer:

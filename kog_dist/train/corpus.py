@@ -7,15 +7,16 @@ import platform
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
+from itertools import chain
 from pathlib import Path
 
 from kog_dist.errors import ConfigError
-from kog_dist.train.cleaning import Unfit, read_source, short_functions
+from kog_dist.train.cleaning import Unfit, read_source, short_functions, standalone
 from kog_dist.train.licences import PERMISSIVE, licence_of_folder, permissive_licence
 from kog_dist.train.near_duplicates import NearDuplicates, Signature, signature
 
@@ -36,11 +37,11 @@ class Project:
 
 @dataclass(frozen=True)
 class Document:
-    """One cleaned source file. `functions`: what `function_digest` gives for its functions of 4 to 40 lines."""
+    """One cleaned source file. `functions`: its functions of 4 to 40 lines by `function_digest`, as `standalone` gives them."""
 
     project: str
     text: str
-    functions: frozenset[bytes]
+    functions: Mapping[bytes, str | None]
 
 
 @dataclass
@@ -52,13 +53,17 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-def installed_projects() -> tuple[list[Project], dict[str, str]]:
-    """The standard library and installed packages with a permissive licence; the others' names with what they say instead."""
+def installed_projects(site_packages: Sequence[Path] = ()) -> tuple[list[Project], dict[str, str]]:
+    """The standard library and installed packages with a permissive licence; the others' names with what they say instead.
+
+    site_packages: more folders with installed packages, as `pip install --target` makes them; of packages of the same name the
+    environment's is taken. Raises ConfigError if there is nothing installed in such a folder.
+    """
     stdlib = Path(sysconfig.get_paths()["stdlib"]).resolve()
     own = tuple(path for path in sorted(stdlib.rglob("*.py")) if "site-packages" not in path.relative_to(stdlib).parts)
     projects = [Project("python-stdlib", platform.python_version(), "PSF-2.0", "part of Python", stdlib, own)]
     refused = {}
-    for distribution in distributions():
+    for distribution in chain(distributions(), *(_distributions_of(folder) for folder in site_packages)):
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         files = tuple(sorted(Path(str(f.locate())) for f in distribution.files or () if f.suffix == ".py"))
         if not name or not files or any(project.name == name for project in projects):
@@ -70,6 +75,13 @@ def installed_projects() -> tuple[list[Project], dict[str, str]]:
             root = Path(str(distribution.locate_file("")))
             projects.append(Project(name, distribution.version, found.licence, found.evidence, root, files))
     return sorted(projects, key=lambda project: project.name), dict(sorted(refused.items()))
+
+
+def _distributions_of(folder: Path) -> list[Distribution]:
+    found = list(distributions(path=[str(folder)]))
+    if not found:
+        raise ConfigError(f"no packages are installed in {folder}; fill it with `pip install --no-deps --target {folder} NAME`")
+    return sorted(found, key=lambda distribution: str(distribution.metadata["Name"]))
 
 
 def folder_project(folder: Path, licence: str = "") -> Project:
@@ -139,7 +151,7 @@ class _Examined:
     text: str
     digest: str
     signature: Signature
-    functions: frozenset[bytes]
+    functions: Mapping[bytes, str | None]
 
 
 def _examine(path: Path, root: Path) -> _Examined | str:
@@ -149,5 +161,7 @@ def _examine(path: Path, root: Path) -> _Examined | str:
     except Unfit as reason:
         return str(reason)
     text, lines = source.text, source.text.split("\n")
-    functions = frozenset(function_digest(own) for _, own in short_functions(source.tree, lines, _SHARED_FUNCTION_LINES))
+    functions = {
+        function_digest(own): standalone(node, own) for node, own in short_functions(source.tree, lines, _SHARED_FUNCTION_LINES)
+    }
     return _Examined(text, hashlib.sha256(text.encode()).hexdigest(), signature(text), functions)

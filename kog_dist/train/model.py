@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from kog_dist.model.laneformer import KvCache, Laneformer, LaneLayer
 from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.train.repetition import loop_loss
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines (time, head_dim / 2)
 Modes = tuple[ReduceMode, ReduceMode]  # of attention and MLP
@@ -68,9 +69,16 @@ def token_loss(module: Laneformer, stream: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(module.logits(stream).flatten(0, 1).float(), targets.flatten())
 
 
+def looped_token_loss(module: Laneformer, stream: Tensor, targets: Tensor, before: Tensor) -> Tensor:
+    """`token_loss` with a penalty for targets that repeat those at `before`: see `loop_loss`."""
+    return loop_loss(module.logits(stream), targets, before)
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` under torch.compile with room for all the graphs that an ablation needs in one process."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_PER_FUNCTION)
+    # Data parallel training would cut graphs at its buckets of gradients, and refuse flex attention. Layers are graphs already.
+    torch._dynamo.config.optimize_ddp = False
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -83,15 +91,19 @@ class TrainingModel(Laneformer):
         self._lane_layer: Callable[..., tuple[Tensor, Tensor, Tensor]] = lane_layer
         self._ladder_layer: Callable[..., tuple[Tensor, Tensor]] = ladder_layer
         self._token_loss: Callable[..., Tensor] = token_loss
+        self._looped_token_loss: Callable[..., Tensor] = looped_token_loss
 
     def compile_layers(self) -> None:
         """From now on, run layers and loss through torch.compile."""
         self._lane_layer = compiled(lane_layer)
         self._ladder_layer = compiled(ladder_layer)
         self._token_loss = compiled(token_loss)
+        self._looped_token_loss = compiled(looped_token_loss)
 
-    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss in nats per token of `targets` (batch, time) behind `token_ids` (batch, time)."""
+    def loss(self, token_ids: Tensor, targets: Tensor, before: Tensor | None = None) -> Tensor:
+        """Mean loss in nats per token of `targets` (batch, time) behind `token_ids` (batch, time). before: see `loop_loss`."""
+        if before is not None:
+            return self._looped_token_loss(self, self.streams(token_ids), targets, before)
         return self._token_loss(self, self.streams(token_ids), targets)
 
     def streams(self, token_ids: Tensor, cache: KvCache | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -42,8 +42,12 @@ def prepare(
     num_processes: int = 2,
     tokenizer_file: Path | None = None,
     fim_rate: float = 0.0,
+    with_functions: bool = False,
 ) -> dict[str, Any]:
     """Write `train-*.npy`, `held_out.npy` (uint16), `tokenizer.json`, `held_out_functions.json`, `sources.json`; returns counts.
+
+    with_functions: also write `functions-*.npy`, the different functions of 4 to 40 lines of the training files in random order,
+    each on its own behind an end-of-text token: what `run --function-share` ends with.
 
     held_out: names of projects that are kept from training; by default one in 16 by the hash of the name. They come first: of
     near duplicates on both sides of the split, the training side's are dropped. fim_rate: see `fill_in_middle.rearrange`;
@@ -57,14 +61,14 @@ def prepare(
     ordered = sorted(projects, key=lambda project: (project.name not in names, project.name))
     train: list[str] = []
     kept: list[Document] = []
-    trained_functions: set[bytes] = set()
+    trained_functions: dict[bytes, str | None] = {}
     tallies: dict[str, Tally] = {}
     for document in documents(ordered, tallies, max_project_bytes=max_project_bytes, num_processes=num_processes):
         if document.project in names:
             kept.append(document)
         else:
             train.append(document.text)
-            trained_functions |= document.functions
+            trained_functions.update(document.functions)
     if not train or not kept:
         raise ConfigError(
             f"{len(train)} files to train on and {len(kept)} held out; both must be some: name projects to hold out"
@@ -73,20 +77,20 @@ def prepare(
     tokenizer = _tokenizer(train, vocab_size, tokenizer_file, fim=fim_rate > 0)
     tokenizer.save(str(out / "tokenizer.json"))
     tokens = _encode(tokenizer, train, fim_rate, seed)
-    for old in out.glob("train-*.npy"):
-        old.unlink()
-    for shard_idx, start in enumerate(range(0, len(tokens), SHARD_TOKENS)):
-        np.save(out / f"train-{shard_idx:03d}.npy", tokens[start : start + SHARD_TOKENS], allow_pickle=False)
+    _save_shards(out, "train", tokens)
+    alone = _encode(tokenizer, _standalone_texts(trained_functions, seed) if with_functions else (), 0.0, seed)
+    _save_shards(out, "functions", alone)
     held_texts = [document.text for document in kept]
     held_tokens = _encode(tokenizer, held_texts, 0.0, seed)
     np.save(out / "held_out.npy", held_tokens, allow_pickle=False)
-    functions = _functions(kept, trained_functions, seed, num_processes)
+    functions = _functions(kept, trained_functions.keys(), seed, num_processes)
     save_functions(out / "held_out_functions.json", functions)
     counts = {
         "digest": _digest(out),
         "num_train_tokens": len(tokens),
         "num_train_bytes": _num_bytes(train),
         "train_bytes_per_token": round(_num_bytes(train) / len(tokens), 5),
+        "num_function_tokens": len(alone),
         "num_held_out_tokens": len(held_tokens),
         "num_held_out_bytes": _num_bytes(held_texts),
         "held_out_bytes_per_token": round(_num_bytes(held_texts) / len(held_tokens), 5),
@@ -127,9 +131,16 @@ def _source_records(projects: Sequence[Project], tallies: Mapping[str, Tally], h
     ]
 
 
-def _functions(kept: Sequence[Document], trained: set[bytes], seed: int, num_processes: int) -> list[HeldOutFunction]:
+def _standalone_texts(functions: Mapping[bytes, str | None], seed: int) -> list[str]:
+    """The functions' texts in random order, which does not depend on the order of `functions`."""
+    texts = [text for _, text in sorted(functions.items()) if text is not None]
+    random.Random(seed).shuffle(texts)
+    return texts
+
+
+def _functions(kept: Sequence[Document], trained: Set[bytes], seed: int, num_processes: int) -> list[HeldOutFunction]:
     """Up to 2,000 functions in random order, then those with unit tests that were not among them."""
-    own = partial(_functions_of, trained=frozenset(trained & {digest for document in kept for digest in document.functions}))
+    own = partial(_functions_of, trained=frozenset({digest for document in kept for digest in document.functions} & trained))
     with ProcessPoolExecutor(num_processes) if num_processes > 1 else nullcontext() as pool:
         per_document = pool.map(own, kept, chunksize=4) if pool else map(own, kept)
         functions = list({function.source: function for found in per_document for function in found}.values())
@@ -178,12 +189,21 @@ def _encode(tokenizer: Any, texts: Iterable[str], fim_rate: float, seed: int) ->
         several = slice(start, start + _ENCODED_AT_ONCE)
         for mark, encoding in zip(marks[several], tokenizer.encode_batch_fast(pieces[several]), strict=True):
             encoded.append(np.array([ids[mark], *encoding.ids], dtype=np.uint16))
-    return np.concatenate(encoded)
+    return np.concatenate([np.empty(0, np.uint16), *encoded])
+
+
+def _save_shards(out: Path, stem: str, tokens: NDArray[np.uint16]) -> None:
+    """Replace the shards of that name; no shard for no tokens."""
+    for old in out.glob(f"{stem}-*.npy"):
+        old.unlink()
+    for shard_idx, start in enumerate(range(0, len(tokens), SHARD_TOKENS)):
+        np.save(out / f"{stem}-{shard_idx:03d}.npy", tokens[start : start + SHARD_TOKENS], allow_pickle=False)
 
 
 def _digest(out: Path) -> str:
     """SHA-256 over the files of the data set: equal exactly for equal tokens, tokenizer and held-out functions."""
-    files = [*sorted(out.glob("train-*.npy")), out / "held_out.npy", out / "tokenizer.json", out / "held_out_functions.json"]
+    shards = [file for stem in ("train", "functions") for file in sorted(out.glob(f"{stem}-*.npy"))]
+    files = [*shards, out / "held_out.npy", out / "tokenizer.json", out / "held_out_functions.json"]
     hasher = hashlib.sha256()
     for file in files:
         with file.open("rb") as opened:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from kog_dist.train.distributed import Ranks
 from kog_dist.train.execution import apply_determinism, faster_windows, with_windows
 from kog_dist.train.model import Residual, TrainingModel
 from kog_dist.train.optimizers import Optimizers
+from kog_dist.train.repetition import with_loops
 from kog_dist.train.schedule import learning_rate_factor
 from kog_dist.train.settings import Execution, RunSettings
 from kog_dist.train.state import load_progress, load_tensors, save_state, tensors_digest
@@ -33,14 +35,16 @@ Advanced = Callable[[int, int | None, float], None]  # step, steps in all if kno
 class _Loss(nn.Module):
     """The loss of rows (batch, time + 1) as a module, for data parallel wrappers."""
 
-    def __init__(self, model: TrainingModel, autocast: bool) -> None:
+    def __init__(self, model: TrainingModel, autocast: bool, penalises_loops: bool) -> None:
         super().__init__()
-        self.model, self.autocast = model, autocast
+        self.model, self.autocast, self.penalises_loops = model, autocast, penalises_loops
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Mean loss in nats per token."""
+    def forward(self, rows: Tensor, before: Tensor | None = None) -> Tensor:
+        """Mean loss in nats per token. before: of `with_loops`, for rows that have some."""
+        if self.penalises_loops and before is None:  # so that all steps and held-out losses share one graph
+            before = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.model.loss(rows[:, :-1], rows[:, 1:])
+            return self.model.loss(rows[:, :-1], rows[:, 1:], None if before is None else before[:, 1:] - 1)
 
 
 class Run:
@@ -77,7 +81,7 @@ class Run:
         if self.execution.compiled:
             self.module.compile_layers()
         autocast = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
-        self._loss = _Loss(self.module, autocast)
+        self._loss = _Loss(self.module, autocast, settings.repetition_share > 0)
         self.windows = with_windows(self.module, self.execution.windows, settings.time)
         self._parallel_loss = self.ranks.wrap(self._loss)
         self._share = self.ranks.share(settings.batch)
@@ -98,11 +102,28 @@ class Run:
             decay_share=settings.decay_share,
         )  # fmt: skip
 
-    def train_step(self) -> None:
-        """One optimizer step on rows drawn by (seed, step). Collective."""
+    @property
+    def is_decaying(self) -> bool:
+        """Whether the next step is one of the last `decay_share` of all steps."""
+        return self.num_steps is not None and self.num_steps - self.step_idx <= int(self.num_steps * self.settings.decay_share)
+
+    def drawn_rows(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's rows of the next step, by (seed, step), and what `with_loops` gives with them if some may be loops."""
         settings = self.settings
-        rows = self.tokens.drawn(settings.batch, settings.time, settings.seed, self.step_idx)[self._share]
-        loss = self._parallel_loss(rows)
+        functions, loops = (
+            round(settings.batch * share * self.is_decaying) for share in (settings.function_share, settings.repetition_share)
+        )
+        rows = self.tokens.drawn(settings.batch, settings.time, settings.seed, self.step_idx, functions)
+        if settings.repetition_share == 0:
+            return rows[self._share], None
+        draw = np.random.default_rng((settings.seed, self.step_idx, 1))
+        rows, before = with_loops(rows, loops, draw)
+        return rows[self._share], before[self._share]
+
+    def train_step(self) -> None:
+        """One optimizer step. Collective."""
+        rows, before = self.drawn_rows()
+        loss = self._parallel_loss(rows, before)
         loss.backward()
         self.optimizers.step(self.learning_rate_factor(self.step_idx))
         self._loss_sum += loss.detach()
@@ -147,7 +168,7 @@ class Run:
             self.train_step()
             in_call = self.step_idx - first_step
             if in_call == RATE_STEPS * 3 // 2:
-                self._fix_num_steps(rate_from, report)
+                self._fix_num_steps(rate_from, trained_before - called, report)
             if self.step_idx % report_every == 0 or self.step_idx == self.num_steps:
                 rate = self._tokens_per_s(time.perf_counter() - rate_from, self.step_idx - rate_step)
                 self._report(rate, time.perf_counter() - called, report)
@@ -179,11 +200,14 @@ class Run:
     def _tokens_per_s(self, elapsed_s: float, num_steps: int) -> float:
         return self.settings.batch * self.settings.time * num_steps / elapsed_s
 
-    def _fix_num_steps(self, rate_from: float, report: Callable[[str], None]) -> None:
+    def _fix_num_steps(self, rate_from: float, since: float, report: Callable[[str], None]) -> None:
+        """since: what the clock has to be added to for the seconds of training so far."""
         self._wait_for_device()
-        step_s = self.ranks.from_first((time.perf_counter() - rate_from) / RATE_STEPS)
+        now = time.perf_counter()
+        step_s = self.ranks.from_first((now - rate_from) / RATE_STEPS)
         if self.num_steps is None:
-            self.num_steps = max(2 * RATE_STEPS, int(self.settings.train_seconds / step_s))
+            left_s = self.ranks.from_first(self.settings.train_seconds - (now + since))
+            self.num_steps = max(2 * RATE_STEPS, self.step_idx + int(left_s / step_s))
         report(f"{step_s * 1e3:.1f} ms per step, {self._tokens_per_s(step_s, 1):,.0f} tokens/s, {self.num_steps} steps in all")
 
     def _report(self, tokens_per_s: float, elapsed_s: float, report: Callable[[str], None]) -> None:

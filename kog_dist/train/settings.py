@@ -16,10 +16,13 @@ WINDOWS = ("sdpa", "flex", "auto")
 class RunSettings:
     """What decides the outcome of a run; kept with its state and compared when it resumes.
 
-    num_steps: optimizer steps in all; None = as many as fit into `train_seconds`, by the speed of the first steps.
+    num_steps: optimizer steps in all; None = as many as fit into `train_seconds`, by the speed of the first steps;
+    what compilation and those steps took counts.
     batch: rows per step over all ranks; time: tokens per row.
     schedule: see `learning_rate_factor`; decay_share: last part of the steps of `wsd`.
     precision: matrix products in bfloat16 (autocast; weights and moments stay float32) or all in float32; auto = bf16 on CUDA.
+    function_share, repetition_share: parts of the rows of a step, in the last `decay_share` of all steps: single functions
+    (`prepare --functions`), and loops (`train.repetition`).
     held_out_batches: batches of evenly spaced held-out rows that a held-out loss is the mean of.
     """
 
@@ -35,6 +38,8 @@ class RunSettings:
     warmup_steps: int = 100
     decay_share: float = 0.4
     precision: str = "auto"
+    function_share: float = 0.0
+    repetition_share: float = 0.0
     held_out_batches: int = 1
     seed: int = 0
 
@@ -46,8 +51,11 @@ class RunSettings:
                 raise ConfigError(f"{key} must be at least 1, got {getattr(self, key)}")
         if self.num_steps is not None and self.num_steps < 1:
             raise ConfigError(f"num_steps must be at least 1, got {self.num_steps}")
-        if not 0 <= self.decay_share <= 1:
-            raise ConfigError(f"decay_share must be from 0 to 1, got {self.decay_share}")
+        for key in ("decay_share", "function_share", "repetition_share"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"{key} must be from 0 to 1, got {getattr(self, key)}")
+        if self.function_share + self.repetition_share > 1:
+            raise ConfigError("function_share and repetition_share are together more than 1: they are shares of the same rows")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +18,26 @@ from kog_dist.errors import ConfigError
 
 @dataclass(frozen=True)
 class TokenSet:
-    """What `prepare` wrote: token ids (count,) int32 on the device."""
+    """What `prepare` wrote: token ids (count,) int32 on the device. `functions`: single functions, if it was asked for them."""
 
     train: Tensor
     held_out: Tensor
+    functions: Tensor | None = None
+
+    @cached_property
+    def function_starts(self) -> Tensor:
+        """Where each function begins, behind its end-of-text token: (count,) on the CPU. Raises ConfigError without any."""
+        if self.functions is None:
+            raise ConfigError("the data holds no functions-*.npy; run `prepare --functions`, or leave --function-share at 0")
+        return (self.functions == self.functions[0]).nonzero()[:, 0].cpu() + 1
 
     @classmethod
     def load(cls, folder: Path, row_time: int, device: torch.device) -> TokenSet:
         """Read the shards of a folder. Raises ConfigError if there are none, or too few tokens for a row."""
         train = _load_tokens(sorted(folder.glob("train-*.npy")), row_time, device)
-        return cls(train, _load_tokens([folder / "held_out.npy"], row_time, device))
+        functions = sorted(folder.glob("functions-*.npy"))
+        held_out = _load_tokens([folder / "held_out.npy"], row_time, device)
+        return cls(train, held_out, _load_tokens(functions, row_time, device) if functions else None)
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise ConfigError if there are token ids that a model of this vocabulary does not know."""
@@ -37,10 +48,21 @@ class TokenSet:
                 f"prepare with --vocab-size {vocab_size}"
             )
 
-    def drawn(self, num_rows: int, row_time: int, seed: int, step_idx: int) -> Tensor:
-        """Random rows of the training tokens, (num_rows, row_time + 1) int64: the same ones for equal seed and step."""
+    def drawn(self, num_rows: int, row_time: int, seed: int, step_idx: int, num_function_rows: int = 0) -> Tensor:
+        """Random rows of the training tokens, (num_rows, row_time + 1) int64: the same ones for equal seed and step.
+
+        The last `num_function_rows` are of `functions`, each from the beginning of one.
+        """
         draw = np.random.default_rng((seed, step_idx))
-        return _rows(self.train, torch.from_numpy(draw.integers(0, len(self.train) - row_time, num_rows)), row_time)
+        starts = torch.from_numpy(draw.integers(0, len(self.train) - row_time, num_rows - num_function_rows))
+        rows = _rows(self.train, starts, row_time)
+        if num_function_rows == 0:
+            return rows
+        begins = self.function_starts
+        assert self.functions is not None
+        num_begins = int(torch.searchsorted(begins, len(self.functions) - row_time))  # with a row of tokens behind them
+        chosen = torch.from_numpy(draw.integers(0, num_begins, num_function_rows))
+        return torch.cat((rows, _rows(self.functions, begins[chosen], row_time)))
 
     def spaced(self, num_rows: int, row_time: int) -> Tensor:
         """Evenly spaced rows of the held-out tokens, (num_rows, row_time + 1) int64."""

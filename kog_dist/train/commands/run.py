@@ -34,6 +34,8 @@ def run(
     schedule: Annotated[str | None, typer.Option(help="wsd: flat, then linear to zero (default); or cosine.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="[default: 100]")] = None,
     decay_share: Annotated[float | None, typer.Option(help="Last part of a wsd run. [default: 0.4]")] = None,
+    function_share: Annotated[float | None, typer.Option(help="Of the decay's rows: single functions. [default: 0]")] = None,
+    repetition_share: Annotated[float | None, typer.Option(help="Of the decay's rows: loops to unlearn. [default: 0]")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, float32 or auto: bf16 on CUDA (default).")] = None,
     seed: int | None = None,
     device: str = "cpu",
@@ -54,7 +56,7 @@ def run(
     settings = _changed(
         chosen.settings, num_steps=steps, train_seconds=train_seconds, batch=batch, time=time, optimizer=optimizer,
         learning_rate=lr, adam_learning_rate=adam_lr, schedule=schedule, warmup_steps=warmup_steps, decay_share=decay_share,
-        precision=precision, seed=seed,
+        function_share=function_share, repetition_share=repetition_share, precision=precision, seed=seed,
     )  # fmt: skip
     execution = _changed(chosen.execution, compiled=compiled, windows=windows, deterministic=deterministic)
     spec, weights = (chosen.spec, None) if start is None else start_weights(start)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -16,9 +18,10 @@ import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from kog_dist.errors import ConfigError
+from kog_dist.train import corpus
 from kog_dist.train.bpe import train_tokenizer
 from kog_dist.train.cleaning import Unfit, clean
-from kog_dist.train.corpus import Document, Tally, documents, folder_project, function_digest
+from kog_dist.train.corpus import Document, Tally, documents, folder_project, function_digest, installed_projects
 from kog_dist.train.fill_in_middle import rearrange
 from kog_dist.train.held_out import held_out_functions, load_functions
 from kog_dist.train.licences import evaluate, permissive_licence
@@ -185,6 +188,34 @@ def test_each_text_is_used_once_and_tests_are_left_out(tmp_path: Path) -> None:
     assert [document.project for document in one_file] == ["first", "second"]
 
 
+def install(site: Path, name: str, version: str, licence: str) -> None:
+    """What `pip install --target` leaves of a package with two files."""
+    write_project(site / name, range(2))
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nLicense-Expression: {licence}\n")
+    (info / "RECORD").write_text(f"{name}/file_0.py,,\n{name}/file_1.py,,\n{name}/missing.so,,\n")
+
+
+def test_packages_of_a_site_folder_are_taken_with_their_licence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, site = tmp_path / "own", tmp_path / "site"
+    install(own, "both", "2.0", "MIT")
+    for name, licence in (("one", "MIT"), ("two", "GPL-3.0-only"), ("Both", "MIT")):
+        install(site, name, "1.5", licence)
+    all_of = importlib.metadata.distributions
+    monkeypatch.setattr(corpus, "distributions", lambda **place: all_of(**(place or {"path": [str(own)]})))
+    found, refused = installed_projects([site])
+    by_name = {project.name: project for project in found}
+    assert by_name.keys() == {"python-stdlib", "both", "one"}
+    one = by_name["one"]
+    assert (one.version, one.licence, one.root) == ("1.5", "MIT", site)
+    assert one.files == (site / "one/file_0.py", site / "one/file_1.py")
+    assert by_name["both"].version == "2.0"  # the environment's own is taken
+    assert refused == {"two": "License-Expression: GPL-3.0-only"}
+    with pytest.raises(ConfigError, match="no packages are installed in"):
+        installed_projects([site / "one"])
+
+
 def test_folders_need_source_and_a_permissive_licence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \.py files"):
         folder_project(tmp_path, "MIT")
@@ -248,6 +279,34 @@ def test_prepare_splits_by_project_and_repeats_itself(tmp_path: Path) -> None:
         prepare(projects[:1], {}, tmp_path / "out3", held_out=["many"], num_processes=1)
 
 
+def test_functions_of_the_training_files_stand_alone_once_each(tmp_path: Path) -> None:
+    many = write_project(tmp_path / "many", range(6))
+    method = "class Shape:\n    @property\n    async def skipped(self):\n        a = 1\n        b = 2\n        return a + b\n"
+    method += "".join(
+        f"\n    def grown_{n}(self, size):\n        size += {n}\n        self.size = size\n        return self\n" for n in (1, 2)
+    )
+    for name in "ab":
+        (many / f"{name}.py").write_text(method + FUNCTION.format(n=1) + f"\n\nNAME_OF_THIS = {name!r}\n" * 3, encoding="utf-8")
+    projects = [folder_project(many, "MIT"), folder_project(write_project(tmp_path / "kept", range(20, 21)), "MIT")]
+    counts = prepare(
+        projects, {}, tmp_path / "out", held_out=["kept"], vocab_size=320, num_processes=1, with_functions=True
+    )  # fmt: skip
+    tokens = np.load(tmp_path / "out" / "functions-000.npy", allow_pickle=False)
+    assert counts["num_function_tokens"] == len(tokens)
+    assert tokens[0] == 0
+    tokenizer = LibraryTokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    ends = [*np.flatnonzero(tokens == 0), len(tokens)]
+    texts = [tokenizer.decode(tokens[first + 1 : last].tolist()) for first, last in itertools.pairwise(ends)]
+    areas = [FUNCTION.format(n=10 * number + n).lstrip("\n") for number in range(6) for n in range(3)]
+    grown = [
+        f"    def grown_{n}(self, size):\n        size += {n}\n        self.size = size\n        return self\n" for n in (1, 2)
+    ]
+    assert sorted(texts) == sorted([*areas, *grown])
+    assert texts != sorted(texts)
+    prepare(projects, {}, tmp_path / "out", held_out=["kept"], vocab_size=320, num_processes=1)
+    assert not (tmp_path / "out" / "functions-000.npy").exists()
+
+
 def test_fill_in_the_middle_tokens_stand_in_front_of_their_parts(tmp_path: Path) -> None:
     projects = [
         folder_project(write_project(tmp_path / "many", range(12)), "MIT"),
@@ -277,7 +336,7 @@ def test_fill_in_the_middle_tokens_stand_in_front_of_their_parts(tmp_path: Path)
 def test_held_out_functions_begin_with_their_prompt() -> None:
     text = "class Shape:\n" + "".join("    " + line + "\n" for line in FUNCTION.format(n=1).strip().split("\n"))
     text += "\n\ndef one_liner(): return 1\n\n\ndef no_docstring(a):\n    b = a\n    b += 1\n    return b\n"
-    found = list(held_out_functions(Document("p", text, frozenset())))
+    found = list(held_out_functions(Document("p", text, {})))
     assert [function.prompt for function in found] == [
         "def no_docstring(a):\n    b = a\n",
         'def area_1(width, height):\n    """Area of rectangle 1."""\n',
@@ -286,4 +345,4 @@ def test_held_out_functions_begin_with_their_prompt() -> None:
         assert function.source.startswith(function.prompt)
         assert isinstance(ast.parse(function.source).body[0], ast.FunctionDef)
     trained = {function_digest(found[1].source.strip().split("\n"))}
-    assert [function.name for function in held_out_functions(Document("p", text, frozenset()), trained)] == ["no_docstring"]
+    assert [function.name for function in held_out_functions(Document("p", text, {}), trained)] == ["no_docstring"]
