@@ -100,7 +100,9 @@ class Ablation:
         )  # fmt: skip
         unfinished = self.out / "unfinished" / job.key
         run.resume(unfinished)
-        if not run.train(call_seconds=left_s, report=_ignore, report_every=_report_every(settings), stop=stop):
+        finished = run.train(call_seconds=left_s, report=_ignore, report_every=_report_every(settings), stop=stop)
+        run.close()
+        if not finished:
             run.save(unfinished)
             return None
         result = {

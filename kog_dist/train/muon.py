@@ -38,8 +38,11 @@ class Muon:
             self._groups[parameter.shape].append(index)
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """Update all matrices from their gradients (Nesterov momentum, decoupled weight decay)."""
+    def step(self, learning_rate: float | Tensor) -> None:
+        """Update all matrices from their gradients (Nesterov momentum, decoupled weight decay).
+
+        learning_rate: a number, or a tensor of shape () on the parameters' device.
+        """
         for shape, members in self._groups.items():
             parameters: list[Tensor] = [self.parameters[i] for i in members]
             buffers = [self.buffers[i] for i in members]

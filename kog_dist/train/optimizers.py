@@ -31,14 +31,30 @@ class Optimizers:
             groups.append({"params": [self.named[name] for name in matrices], "lr": learning_rate, "weight_decay": weight_decay})
         self._adam_names = others if kind == "muon" else [*others, *matrices]
         self._full_rates = [float(group["lr"]) for group in groups]  # type: ignore[arg-type]
-        self._fused = next(module.parameters()).is_cuda
-        self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, fused=self._fused)
+        device = next(module.parameters()).device
+        self._fused = device.type == "cuda"
+        self._muon_rate: float | Tensor = learning_rate
+        if self._fused:  # in tensors: what a CUDA graph has captured reads them
+            self._muon_rate = torch.full((), learning_rate, device=device)
+            for group, rate in zip(groups, self._full_rates, strict=True):
+                group["lr"] = torch.full((), rate, device=device)
+        self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, fused=self._fused, capturable=self._fused)
 
-    def step(self, factor: float) -> None:
-        """Update all parameters with `factor` of the full learning rates, and drop the gradients."""
-        self.muon.step(self.learning_rate * factor)
+    def set_rates(self, factor: float) -> None:
+        """From now on, `step` uses `factor` of the full learning rates."""
+        if isinstance(self._muon_rate, Tensor):
+            self._muon_rate.fill_(self.learning_rate * factor)
+        else:
+            self._muon_rate = self.learning_rate * factor
         for group, rate in zip(self.adam.param_groups, self._full_rates, strict=True):
-            group["lr"] = rate * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
+
+    def step(self) -> None:
+        """Update all parameters, and drop the gradients."""
+        self.muon.step(self._muon_rate)
         self.adam.step()
         for parameter in self.named.values():
             parameter.grad = None

@@ -25,6 +25,7 @@ from kog_dist.train.repetition import with_loops
 from kog_dist.train.schedule import learning_rate_factor
 from kog_dist.train.settings import Execution, RunSettings
 from kog_dist.train.state import load_progress, load_tensors, save_state, tensors_digest
+from kog_dist.train.step_graph import StepGraph
 from kog_dist.train.tokens import TokenSet
 
 RATE_STEPS = 40  # steps over which the speed is measured before the number of steps is fixed
@@ -92,6 +93,9 @@ class Run:
         self.held_out_losses: list[tuple[int, float]] = []
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # of the steps since the last entry
         self._num_summed = 0
+        self._computed_step: Callable[..., None] = self._compute_step
+        if self.execution.cuda_graph and device.type == "cuda" and self.ranks.world_size == 1:
+            self._computed_step = StepGraph(self._compute_step)
 
     # ---- steps ----
     def learning_rate_factor(self, step_idx: int) -> float:
@@ -123,12 +127,16 @@ class Run:
     def train_step(self) -> None:
         """One optimizer step. Collective."""
         rows, before = self.drawn_rows()
-        loss = self._parallel_loss(rows, before)
-        loss.backward()
-        self.optimizers.step(self.learning_rate_factor(self.step_idx))
-        self._loss_sum += loss.detach()
+        self.optimizers.set_rates(self.learning_rate_factor(self.step_idx))
+        self._computed_step(rows, before)
         self._num_summed += 1
         self.step_idx += 1
+
+    def _compute_step(self, rows: Tensor, before: Tensor | None) -> None:
+        loss = self._parallel_loss(rows, before)
+        loss.backward()
+        self.optimizers.step()
+        self._loss_sum += loss.detach()
 
     def held_out_loss(self, num_batches: int | None = None) -> float:
         """Mean loss per token in nats over evenly spaced held-out rows, by default as many as the settings say. Collective.
@@ -230,6 +238,11 @@ class Run:
     def _wait_for_device(self) -> None:
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
+
+    def close(self) -> None:
+        """Give back what a CUDA graph holds; steps cannot follow."""
+        if isinstance(self._computed_step, StepGraph):
+            self._computed_step.close()
 
     # ---- state ----
     def save(self, folder: Path) -> None:

@@ -64,11 +64,13 @@ class Execution:
 
     compiled: torch.compile, layer by layer. windows: windowed layers with a mask for torch's attention (sdpa), with flex
     attention, or with the faster one (auto, measured at the start; CUDA). deterministic: on CUDA, only kernels that repeat bits.
+    cuda_graph: on one GPU, a step is captured and replayed whole, which small models need.
     """
 
     compiled: bool = False
     windows: str = "sdpa"
     deterministic: bool = True
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         _one_of("windows", self.windows, WINDOWS)

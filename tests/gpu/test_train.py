@@ -75,9 +75,11 @@ def test_compiled_layers_compute_what_plain_ones_do(form: str) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("windows", ["sdpa", "flex", "auto"])
-def test_runs_repeat_their_bits_and_resume(tokens: Path, tmp_path: Path, windows: str) -> None:
-    execution = Execution(compiled=True, windows=windows)
+@pytest.mark.parametrize(
+    ("windows", "graph"), [("sdpa", False), ("flex", False), ("auto", False), ("sdpa", True), ("flex", True)]
+)
+def test_runs_repeat_their_bits_and_resume(tokens: Path, tmp_path: Path, windows: str, graph: bool) -> None:
+    execution = Execution(compiled=True, windows=windows, cuda_graph=graph)
     spec = replace(demo_spec(), num_layers=3, window_layers=(0, 1), max_context=256, sliding_window=128)
     runs = [Run(spec, SETTINGS, tokens, ranks=cuda(), execution=execution) for _ in range(3)]
     assert runs[0].train(report=silent, report_every=10)
@@ -88,6 +90,23 @@ def test_runs_repeat_their_bits_and_resume(tokens: Path, tmp_path: Path, windows
     assert runs[0].losses == runs[2].losses
     weights = [run.module.state_dict() for run in runs]
     assert all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")
+def test_a_graph_of_a_step_trains_as_steps_do(tokens: Path) -> None:
+    settings = replace(SETTINGS, schedule="cosine", repetition_share=0.25)
+    weights, losses = [], []
+    for graph in (False, True):
+        run = Run(ablation_spec(), settings, tokens, ranks=cuda(), execution=Execution(compiled=True, cuda_graph=graph))
+        assert run.train(report=silent, report_every=5)
+        weights.append({name: weight.clone() for name, weight in run.module.state_dict().items()})
+        losses.append([loss for _, loss in run.losses + run.held_out_losses])
+        run.close()
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    for name, weight in weights[0].items():
+        assert float((weights[1][name] - weight).norm() / weight.norm()) < 0.01, name
 
 
 @pytest.mark.gpu(2)
