@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,29 +46,20 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("cublas", "cublaslt")
 _TO_512 = tuple(size for size in BLOCK_SIZES if size <= 512)
-_TO_256 = tuple(size for size in BLOCK_SIZES if size <= 256)
+_TO_2048 = (*BLOCK_SIZES, 2048)
+_ALONE = Tuning(paired_from=NO_PAIRS)
 CHOICES = {  # what could be the default
     "default": Tuning(),
-    "cublaslt": Tuning(library="cublaslt"),
-    "no pairs": Tuning(paired_from=NO_PAIRS),
-    "64 blocks": Tuning(paired_ctas=64),
-    "96 blocks": Tuning(paired_ctas=96),
-    "160 blocks": Tuning(paired_ctas=160),
-    "pairs of 256": Tuning(paired_from=256),
-    "to 512": Tuning(_TO_512),
-    "to 512, no pairs": Tuning(_TO_512, paired_from=NO_PAIRS),
-    "to 512, 96 blocks": Tuning(_TO_512, paired_ctas=96),
-    "to 256": Tuning(_TO_256, paired_from=256),
-    "to 256, 24 blocks, 120 SMs": Tuning(_TO_256, paired_from=256, paired_ctas=24, product_sms=120),
-    "to 2048, no pairs": Tuning((*BLOCK_SIZES, 2048), paired_from=NO_PAIRS),
-    "32 blocks": Tuning(paired_ctas=32),
-    "to 512, 48 blocks": Tuning(_TO_512, paired_ctas=48),
-    "24 blocks, 120 SMs": Tuning(paired_ctas=24, product_sms=120),
-    "32 blocks, 116 SMs": Tuning(paired_ctas=32, product_sms=116),
-    "48 blocks, 108 SMs": Tuning(paired_ctas=48, product_sms=108),
-    "64 blocks, 100 SMs": Tuning(paired_ctas=64, product_sms=100),
-    "to 512, 32 blocks, 116 SMs": Tuning(_TO_512, paired_ctas=32, product_sms=116),
-    "to 512, 48 blocks, 108 SMs": Tuning(_TO_512, paired_ctas=48, product_sms=108),
+    "no pairs": _ALONE,
+    "stripes of 256": replace(_ALONE, stripe=256),
+    "stripes of 512": replace(_ALONE, stripe=512),
+    "to 512": replace(_ALONE, sizes=_TO_512),
+    "to 512, stripes of 256": replace(_ALONE, sizes=_TO_512, stripe=256),
+    "to 2048": replace(_ALONE, sizes=_TO_2048),
+    "to 2048, stripes of 256": replace(_ALONE, sizes=_TO_2048, stripe=256),
+    "to 2048, stripes of 512": replace(_ALONE, sizes=_TO_2048, stripe=512),
+    "to 2048, stripes of 512, cublaslt": replace(_ALONE, sizes=_TO_2048, stripe=512, library="cublaslt"),
+    "to 4096, stripes of 512": replace(_ALONE, sizes=(*_TO_2048, 4096), stripe=512),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
@@ -282,7 +274,8 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2, DEFAULT.library
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, DEFAULT.library
     if spec.delay:
-        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, runner.layers.matrices[1].unscale, None)
+        unscale, whole = runner.layers.matrices[1].unscale, slice(0, size)
+        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, unscale, None, whole)
         yield "residual", residual, 0, 4 * rows.stream.nbytes, DEFAULT.library
     end = spec.max_context - 1
     yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0, DEFAULT.library

@@ -30,9 +30,9 @@ CHOICES = {  # tuning, and thread blocks that send or collect a sum
     "default": (DEFAULT, peer_exchange.DEFAULT_CTAS),
     "8 blocks": (DEFAULT, 8),
     "32 blocks": (DEFAULT, 32),
-    "16 blocks, 116 SMs": (Tuning(product_sms=116), 16),
-    "8 blocks, 124 SMs": (Tuning(product_sms=124), 8),
     "to 512": (Tuning(_TO_512), peer_exchange.DEFAULT_CTAS),
+    "stripes of 256": (Tuning(stripe=256), peer_exchange.DEFAULT_CTAS),
+    "stripes of 512": (Tuning(stripe=512), peer_exchange.DEFAULT_CTAS),
 }
 DECODED = 256  # the last cached positions, which prefill has to fetch from the kernel's cache
 

@@ -36,9 +36,6 @@ class CheckedOperations:
             assert error < LIMIT, f"{name}: {key} is wrong by {error:.1e}"
             tensor.copy_(found[key])
 
-    def limit(self, num_ctas: int, product_sms: int) -> None:
-        self.device.limit(num_ctas, product_sms)
-
     def begin(self, rows: Rows) -> None:
         outputs = {"place": rows.place, "next start": self.buffers.next_start}
         self._compare("begin", outputs, lambda do: do.begin(rows))
@@ -81,12 +78,13 @@ class CheckedOperations:
         own_sum: Tensor | None,
         unscale: Tensor | None,
         scale: Tensor | None,
+        span: slice,
     ) -> None:
         outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
         if own_sum is not None:
             outputs["own sum"] = own_sum
         name = f"{mode.value} residual, " + ("sums here" if total is None else "sums given")
-        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum, unscale, scale))
+        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum, unscale, scale, span))
 
     def swiglu(self, rows: Rows) -> None:
         self._compare("swiglu", {"activation": rows.activation}, lambda do: do.swiglu(rows))

@@ -118,7 +118,7 @@ def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str
     cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
     twin = TorchOperations(runner.buffers, embedding, cache)
     checked = CheckedOperations(runner.layers.operations, twin, runner.buffers)
-    layers = Layers(model.spec, model.matrices, checked, OneRank())
+    layers = Layers(model.spec, model.matrices, checked, OneRank(), stripe=16)
     by_host = HostRunner(layers, runner.buffers, (32,), exact_size=24)
     prefill = Prefill(by_host, max_context=model.spec.max_context, sizes=(32,), exact_size=24)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepa
             position = prefill.run(ids[:-1], position, should_stop=lambda left=left: next(left, True))  # type: ignore[misc]
         assert bool((demo.kernel.kv == cache).all()), f"attempt {attempt}"
         assert np.array_equal(decode(demo.kernel, ids, 500).view(np.uint32), logits.view(np.uint32))
-    for tuning in (replace(TUNING, paired_from=NO_PAIRS), replace(TUNING, paired_ctas=5)):
+    for tuning in (replace(TUNING, paired_from=NO_PAIRS), replace(TUNING, stripe=16)):
         other = demo.prefill(tuning)
         clear(demo.kernel)
         fill(other, ids[:-1])

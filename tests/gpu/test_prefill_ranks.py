@@ -19,7 +19,10 @@ def results(world_size: int, body: str, **arguments: Any) -> list[dict[str, Any]
         world_size, f"tests.gpu.prefill_bodies:{body}", arguments, deadline_s=120.0, search_path=[Path(__file__).parents[2]],
         device="cuda",
     )  # fmt: skip
-    assert not any(outcome.status for outcome in outcomes), [outcome.error for outcome in outcomes if outcome.status]
+    failed = [
+        f"rank {rank} ended with {outcome.status}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.status
+    ]
+    assert not failed, "\n".join(failed)
     return [outcome.result for outcome in outcomes]
 
 

@@ -6,7 +6,6 @@ for any place in any prompt.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ import numpy as np
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
-from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
@@ -23,7 +21,6 @@ from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, pr
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BEFORE_PRODUCTS = -1  # priority of limited kernels: a product would leave them no place until its last thread blocks
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _OF_ROWS = (
     "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
@@ -51,10 +48,10 @@ class DeviceOperations:
         self.build_log = cubin.log
         self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
 
-    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, int], None]]) -> None:
-        """`launchers`: by kernel; called with thread blocks, threads of each, parameters, priority."""
+    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
+        """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
         buffers = self.buffers
-        self._launchers, self._max_ctas, self._product_sms = launchers, 0, 0
+        self._launchers = launchers
         self._held = (embedding, cache)  # the kernels have their addresses
         self._params = np.zeros((), PREFILL_PARAMS.dtype)
         pointers = {
@@ -70,29 +67,15 @@ class DeviceOperations:
         name = f"{kernel}_exact" if rows.is_exact else kernel
         self._launch(name, num_rows, num_threads, size=rows.size, **fields)
 
-    def _launch(self, kernel: str, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
-        """A kernel whose thread blocks take rows in turn. `fields`: tensors are for the pointers of their names."""
-        if self._max_ctas:
-            self._queue(kernel, min(num_rows, self._max_ctas), num_threads, _BEFORE_PRODUCTS, fields)
-        else:
-            self._queue(kernel, num_rows, num_threads, 0, fields)
-
-    def _queue(
-        self, kernel: str, num_ctas: int, num_threads: int, priority: int, fields: Mapping[str, Tensor | int | None]
-    ) -> None:
+    def _launch(self, kernel: str, num_ctas: int, num_threads: int, **fields: Tensor | int | None) -> None:
+        """`fields`: tensors are for the pointers of their names."""
         params = self._params.copy()
         for name, value in fields.items():
             if isinstance(value, int):
                 params[name] = value
             else:
                 params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
-        self._launchers[kernel](num_ctas, num_threads, params.tobytes(), priority)
-
-    def limit(self, num_ctas: int, product_sms: int) -> None:
-        """See `Operations`. cuBLAS alone can be told, and what it makes of it is its own affair."""
-        if product_sms != self._product_sms:
-            set_product_sms(product_sms)
-        self._max_ctas, self._product_sms = num_ctas, product_sms
+        self._launchers[kernel](num_ctas, num_threads, params.tobytes())
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
@@ -148,12 +131,14 @@ class DeviceOperations:
         own_sum: Tensor | None,
         unscale: Tensor | None,
         scale: Tensor | None,
+        span: slice,
     ) -> None:
         """See `Operations`."""
         kernel = "residual_alone" if mode is ReduceMode.DELAYED and total is None else f"residual_{mode.value}"
         self._launch_rows(
-            kernel, rows, rows.size, self._row_threads, stream=rows.stream,
-            inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
+            kernel, rows, span.stop - span.start, self._row_threads, stream=rows.stream, inverse_rms=rows.inverse_rms,
+            partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
+            first=span.start, last=span.stop,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
@@ -183,27 +168,13 @@ class DeviceOperations:
     def _copy(self, kernel: str, first: int, last: int) -> None:
         pairs = self.layout.heads * self.spec.head_dim // 2
         if last > first:
-            num_ctas = (last - first) * self.spec.num_layers  # one for each position of a layer, so that there is no limit
-            self._queue(kernel, num_ctas, threads_for(pairs), 0, {"first": first, "last": last})
+            self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
 
 
-def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, priority: int) -> None:
+def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
     import torch
 
-    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream, priority=priority)
-
-
-def set_product_sms(num_sms: int) -> None:
-    """Let cuBLAS choose its kernels for so many multiprocessors, in this thread and on this device; 0: for all."""
-    import torch
-
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        path = next((line.split()[-1] for line in maps if "/libcublas.so" in line), None)
-    if path is None:
-        raise LaunchError("torch has not loaded cuBLAS, so its number of multiprocessors cannot be set")
-    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
-    if code := ctypes.CDLL(path).cublasSetSmCountTarget(handle, num_sms):
-        raise LaunchError(f"cublasSetSmCountTarget({num_sms}) failed with status {code}")
+    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

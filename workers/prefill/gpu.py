@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, PAIRED_FROM, Block
-from kog_dist.workers.prefill.buffers import Buffers, Rows
+from kog_dist.workers.prefill.buffers import Buffers, Rows, staged
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
 from kog_dist.workers.prefill.exchange import OneRank, Rehearsal, SumExchange
@@ -37,9 +37,8 @@ class Tuning:
     sizes: tuple[int, ...] = BLOCK_SIZES
     paired_from: int = PAIRED_FROM  # blocks of so many rows run two at a time
     library: str = "cublas"  # of the products; or cublaslt
-    paired_ctas: int = 0  # of a pair's fused kernels, which then leave places for the other block's products; 0: as many as rows
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
-    product_sms: int = 0  # multiprocessors that products are made for in a pair, and among peers; 0: all
+    stripe: int = 0  # rows of partial sums that are made, and added to the streams, at a time; 0: all
 
 
 DEFAULT = Tuning()
@@ -110,7 +109,7 @@ def runner_for(
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
-    layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank())
+    layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank(), stripe=tuning.stripe)
     head = matrices.head()
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
     return GraphRunner(layers, buffers, stream, tuning, tail=None if head is None else Tail(layers, buffers, head))
@@ -160,14 +159,14 @@ class GraphRunner:
     ) -> None:
         import torch
 
-        self.layers, self.buffers, self.stream, self._tuning = layers, buffers, stream, tuning
+        self.layers, self.buffers, self.stream = layers, buffers, stream
         sizes, paired_from = tuning.sizes, tuning.paired_from
         self._other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of blocks
         self.tails: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # the same, behind its last block
         self._tail, self._last = tail, (0, 0)
-        self._staged_logits = None if tail is None else torch.zeros(tail.logits.shape, pin_memory=tail.logits.is_cuda)
+        self._staged_logits = None if tail is None else staged(tail.logits.numel(), torch.float32, is_cuda=tail.logits.is_cuda)
         self._rows = {size: buffers.rows(size) for size in sizes}  # the graphs have their addresses
         if tuning.exact_size:
             self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
@@ -208,15 +207,10 @@ class GraphRunner:
     def _queue_layers(self, size: int, count: int) -> None:
         """The work of one block or a pair, on the current stream."""
         if count == 1:
-            if not self.layers.exchange.is_alone:
-                self.layers.operations.limit(0, self._tuning.product_sms)
             self.layers.run(self._rows[size])
-            self.layers.operations.limit(0, 0)
             return
         together = TwoStreams(self.stream, self._other, self.layers.spec.num_layers)
-        self.layers.operations.limit(self._tuning.paired_ctas, self._tuning.product_sms)
         self.layers.run_pair(self._rows[size], self._second_rows[size], together=together)
-        self.layers.operations.limit(0, 0)
 
     def rows(self, size: int) -> Rows:
         """The memory of a block that runs alone, or of the first one of a pair."""

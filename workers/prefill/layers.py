@@ -43,10 +43,22 @@ def _nothing(_layer: int) -> None:
 
 
 class Layers:
-    """The layers of one rank's lanes. `run` leaves the keys and values of a block's tokens in `Buffers`, and nothing else."""
+    """The layers of one rank's lanes. `run` leaves the keys and values of a block's tokens in `Buffers`, and nothing else.
 
-    def __init__(self, spec: ModelSpec, matrices: Sequence[LayerMatrices], operations: Operations, exchange: SumExchange) -> None:
+    Partial sums are made and added to the streams `stripe` rows at a time (0: all), so that they are still in the cache then.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        matrices: Sequence[LayerMatrices],
+        operations: Operations,
+        exchange: SumExchange,
+        *,
+        stripe: int = 0,
+    ) -> None:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
+        self._stripe = stripe
 
     def run(self, rows: Rows) -> None:
         """The next block. Collective when there are several ranks."""
@@ -83,30 +95,26 @@ class Layers:
         assert matrices.wo is not None
         assert matrices.w13 is not None
         assert matrices.w2 is not None
-        partial = self.partial(rows, Block.ATTENTION, layer)
-        do.product(do.attend(rows, layer), matrices.wo, partial[:, : rows.size])
-        if rows.is_exact:
-            partial[:, rows.size :].zero_()  # attention's outputs are rounded
-        self._reduce(rows, Block.ATTENTION, layer, partial)
+        self._project(rows, Block.ATTENTION, layer, do.attend(rows, layer), matrices.wo)
         do.product(rows.stream, matrices.w13, rows.gate_up)
         do.swiglu(rows)
-        partial = self.partial(rows, Block.MLP, layer)
-        do.product(rows.activation, matrices.w2, partial)
-        self._reduce(rows, Block.MLP, layer, partial)
+        self._project(rows, Block.MLP, layer, rows.activation, matrices.w2)
 
-    def _reduce(self, rows: Rows, block: Block, layer: int, partial: Tensor) -> None:
-        """Add a block's partial sums to the streams, as docs/plan.md says of RESIDUAL."""
+    def _project(self, rows: Rows, block: Block, layer: int, x: Tensor, matrix: Tensor) -> None:
+        """A block's partial sums, x (L, size, K) times its matrix, added to the streams as docs/plan.md says of RESIDUAL."""
         do, spec, exchange = self.operations, self.spec, self.exchange
-        own_sum = self._own_sum(rows, block, layer)
+        partial, own_sum = self.partial(rows, block, layer), self._own_sum(rows, block, layer)
         unscale, scale = self._scales(block, layer)
         feeds = spec.feeds_layer(layer, block)
         is_fed_on = feeds is not None and feeds < spec.num_layers - 1  # nothing of the last layer is summed
         is_published = is_fed_on and not exchange.is_alone
         mode = spec.reduce_mode(layer, block)
         if mode is ReduceMode.BLOCKING:
+            whole = slice(0, rows.size)
+            self._multiply(rows, x, matrix, partial, whole)
             do.lane_sum(rows, partial, own_sum)
             exchange.publish(block, layer, own_sum)
-            do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None, unscale, scale)
+            do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None, unscale, scale, whole)
             return
         past: Tensor | None = None
         total: Tensor | None = None
@@ -115,9 +123,24 @@ class Layers:
             past = self.partial(rows, block, past_layer)
             if not exchange.is_alone:  # else the residual adds `past` up, of which it reads all lanes: fewer bytes
                 total = exchange.total(block, past_layer, self._own_sum(rows, block, past_layer))
-        do.residual(rows, mode, partial, past, total, own_sum if is_published else None, unscale, scale)
+        for span in self._spans(rows):
+            self._multiply(rows, x, matrix, partial, span)
+            do.residual(rows, mode, partial, past, total, own_sum if is_published else None, unscale, scale, span)
         if is_published:
             exchange.publish(block, layer, own_sum)
+
+    def _multiply(self, rows: Rows, x: Tensor, matrix: Tensor, partial: Tensor, span: slice) -> None:
+        """These rows of the partial sums; all of an exact block, where x has two planes, or one, if it was rounded."""
+        if not rows.is_exact:
+            self.operations.product(x[:, span], matrix, partial[:, span])
+            return
+        num_rows = x.shape[1]
+        self.operations.product(x, matrix, partial[:, :num_rows])
+        partial[:, num_rows:].zero_()
+
+    def _spans(self, rows: Rows) -> list[slice]:
+        stripe = rows.size if rows.is_exact or not self._stripe else self._stripe
+        return [slice(first, min(first + stripe, rows.size)) for first in range(0, rows.size, stripe)]
 
     def _scales(self, block: Block, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """By what a residual multiplies the streams that it reads, and those that it writes: `wqkv` wants them scaled."""

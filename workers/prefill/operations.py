@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 class Operations(Protocol):
     """One rank's arithmetic. Every operation works on what `Buffers` and `Rows` hold; on a GPU they are queued in order."""
 
-    def limit(self, num_ctas: int, product_sms: int) -> None:
-        """From now on fused operations take at most so many thread blocks, before other work, and products are made for so many
-        multiprocessors; 0: no limit.
-        """
-
     def begin(self, rows: Rows) -> None:
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
@@ -52,8 +47,11 @@ class Operations(Protocol):
         own_sum: Tensor | None,
         unscale: Tensor | None,
         scale: Tensor | None,
+        span: slice,
     ) -> None:
         """h += total (blocking), p + (total - past) (delayed) or sqrt(lanes of the model) * p (local); then 1 / rms of h.
+
+        In the rows of `span` alone, which are all in an exact block.
 
         h is `stream` times `unscale`, and `stream` becomes h times `scale`: float32 (lanes or 1, D), one of them at most.
 
@@ -83,9 +81,6 @@ class TorchOperations:
         if cache.numel() != self.layout.num_values:
             raise ConfigError(f"the KV cache has {cache.numel()} values, its layout has {self.layout.num_values}")
 
-    def limit(self, num_ctas: int, product_sms: int) -> None:
-        """See `Operations`. There are none here."""
-
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
         rows.place[0] = self.buffers.next_start[0]
@@ -96,11 +91,12 @@ class TorchOperations:
         """See `Operations`."""
         start = int(rows.place[0])
         ids = self.buffers.prompt[start : start + rows.size].long()
-        self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale)
+        self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale, slice(0, rows.size))
 
-    def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None) -> None:
-        _split(h if scale is None else h * scale[:, None], rows.stream)
-        rows.inverse_rms.copy_((h.square().mean(-1) + self.spec.norm_eps).rsqrt())
+    def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None, span: slice) -> None:
+        stream = rows.stream if rows.is_exact else rows.stream[:, span]
+        _split(h if scale is None else h * scale[:, None], stream)
+        rows.inverse_rms[:, span] = (h.square().mean(-1) + self.spec.norm_eps).rsqrt()
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
@@ -169,23 +165,25 @@ class TorchOperations:
         own_sum: Tensor | None,
         unscale: Tensor | None,
         scale: Tensor | None,
+        span: slice,
     ) -> None:
         """See `Operations`."""
+        added = _whole(partial, rows.size)[:, span]
+        if own_sum is not None:
+            own_sum[span] = _tree_sum(added)
         if mode is ReduceMode.BLOCKING:
             assert total is not None
-            added = total
+            added = total[span]
         elif mode is ReduceMode.DELAYED:
             assert past is not None
-            before = _whole(past, rows.size)
-            added = _whole(partial, rows.size) + ((_tree_sum(before) if total is None else total) - before)
+            before = _whole(past, rows.size)[:, span]
+            added = added + ((_tree_sum(before) if total is None else total[span]) - before)
         else:
-            added = _whole(partial, rows.size) * math.sqrt(self.spec.num_lanes)
-        h = _whole(rows.stream, rows.size)
+            added = added * math.sqrt(self.spec.num_lanes)
+        h = _whole(rows.stream, rows.size)[:, span]
         if unscale is not None:
             h = h * unscale[:, None]
-        if own_sum is not None:
-            self.lane_sum(rows, partial, own_sum)
-        self._keep(rows, h + added, scale)
+        self._keep(rows, h + added, scale, span)
 
     def swiglu(self, rows: Rows) -> None:
         """See `Operations`."""

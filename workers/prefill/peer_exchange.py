@@ -21,6 +21,7 @@ from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.workers.prefill.buffers import staged
 from kog_dist.workers.prefill.prefill_abi import CHUNK_ROWS, SUM_PARAMS, SUM_THREADS, sums_header
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ class PeerExchange:
         self._sums, self._ends = boxes
         is_cuda = device.startswith("cuda")
         self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device)
-        self._seen = torch.zeros(_STATE_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
-        self._one = torch.ones(4, dtype=torch.uint8, pin_memory=is_cuda)
+        self._seen, self._one = (staged(count, torch.uint8, is_cuda=is_cuda) for count in (_STATE_BYTES, 4))
+        self._one.fill_(1)
         self._stop_stream = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
         self._kept_layers = spec.delay + 1
         self._totals = torch.zeros(2, self._kept_layers, max_size, spec.hidden_size, device=device)

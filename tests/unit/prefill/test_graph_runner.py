@@ -103,12 +103,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank, G
     checkpoint = open_checkpoint(tmp_path)
     expected, rank = (Rank(checkpoint, dtype=torch.float16, sizes=SIZES, exact_size=EXACT_SIZE) for _ in range(2))
     operations: Any = Captured(rank.layers.operations)
-    layers = Layers(spec, rank.matrices, operations, OneRank())
+    layers = Layers(spec, rank.matrices, operations, OneRank(), stripe=7)
     stream: Any = Stream()
     return (
         expected,
         rank,
-        GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, PAIRED_FROM, paired_ctas=3, exact_size=EXACT_SIZE)),
+        GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, PAIRED_FROM, exact_size=EXACT_SIZE)),
     )
 
 
