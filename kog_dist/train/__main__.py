@@ -16,6 +16,7 @@ from kog_dist.train.commands.convert import convert
 from kog_dist.train.commands.evaluate import evaluate
 from kog_dist.train.commands.export import export
 from kog_dist.train.commands.heal import heal
+from kog_dist.train.commands.healing import healing
 from kog_dist.train.commands.prepare import prepare
 from kog_dist.train.commands.run import run
 
@@ -27,6 +28,7 @@ COMMANDS: tuple[Callable[..., dict[str, Any]], ...] = (
     export,
     convert,
     heal,
+    healing,
 )
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -114,6 +114,17 @@ def regroup(spec: ModelSpec, tensors: Mapping[str, Tensor], inputs: Mapping[Modu
     return Regrouping(moved_tensors, before, _share(units, pairs, spec.num_lanes))
 
 
+def regrouped_for_delay(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], tokens: Tensor | NDArray[np.int32], delay: int, count: int = 4096
+) -> Regrouping:
+    """`regroup` by the coupling while the model reads the first `count` of `tokens` (token ids)."""
+    module = Laneformer(spec, seed=None)
+    module.load_state_dict(dict(tensors))
+    row = min(spec.max_context, count, len(tokens))
+    rows = torch.as_tensor(tokens[: min(count, len(tokens)) // row * row]).cpu().long().view(-1, row)
+    return regroup(spec, tensors, module_inputs(module, rows), delay)
+
+
 def exchange(lane_of: NDArray[np.int64], affinity: NDArray[np.float64]) -> int:
     """Swap units between lanes, in place, while the sum of affinity[unit, lane_of[unit]] grows. Returns the number of swaps."""
     num_lanes = affinity.shape[1]

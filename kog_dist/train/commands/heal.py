@@ -18,11 +18,9 @@ def heal(
 ) -> dict[str, Any]:
     """Give a model of delay 0 another delay, to be trained until its weights fit."""
     import numpy as np
-    import torch
 
     from kog_dist.errors import ConfigError
-    from kog_dist.model.laneformer import Laneformer
-    from kog_dist.train.affinity import module_inputs, regroup
+    from kog_dist.train.affinity import regrouped_for_delay
     from kog_dist.train.start import healing_start, start_weights, write_start
 
     spec, tensors = start_weights(model)
@@ -31,12 +29,8 @@ def heal(
     if affinity:
         if data is None or not (data / "train-000.npy").exists():
             raise ConfigError("--affinity needs --data, a folder that `prepare` wrote")
-        module = Laneformer(spec, seed=None)
-        module.load_state_dict(tensors)
-        tokens = np.load(data / "train-000.npy", mmap_mode="r", allow_pickle=False)
-        row = min(spec.max_context, count, len(tokens))
-        rows = np.asarray(tokens[: min(count, len(tokens)) // row * row]).astype(np.int64).reshape(-1, row)
-        regrouped = regroup(spec, tensors, module_inputs(module, torch.from_numpy(rows)), delay)
+        tokens = np.load(data / "train-000.npy", allow_pickle=False)
+        regrouped = regrouped_for_delay(spec, tensors, tokens, delay, count)
         tensors = regrouped.tensors
         shares = {"share_before": round(regrouped.share_before, 5), "share_after": round(regrouped.share_after, 5)}
     write_start(out, healed, tensors)
