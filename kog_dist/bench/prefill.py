@@ -27,6 +27,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.device_operations import DeviceOperations, Own
 from kog_dist.workers.prefill.gpu import (
     DEFAULT,
     NO_PAIRS,
@@ -59,6 +60,10 @@ CHOICES = {  # what could be the default
     "to 2048, stripes of 256": replace(_ALONE, sizes=_TO_2048, stripe=256),
     "to 2048, stripes of 512": replace(_ALONE, sizes=_TO_2048, stripe=512),
     "to 2048, stripes of 512, cublaslt": replace(_ALONE, sizes=_TO_2048, stripe=512, library="cublaslt"),
+    "own gate": replace(_ALONE, sizes=_TO_2048, own=Own.GATE),
+    "own": replace(_ALONE, sizes=_TO_2048, own=Own.ALL),
+    "own, stripes of 512": replace(_ALONE, sizes=_TO_2048, own=Own.ALL, stripe=512),
+    "own gate, stripes of 512": replace(_ALONE, sizes=_TO_2048, own=Own.GATE, stripe=512),
     "to 4096, stripes of 512": replace(_ALONE, sizes=(*_TO_2048, 4096), stripe=512),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
@@ -272,6 +277,7 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
     yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2, DEFAULT.library
+    assert isinstance(do, DeviceOperations)
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, DEFAULT.library
     if spec.delay:
         unscale, whole = runner.layers.matrices[1].unscale, slice(0, size)

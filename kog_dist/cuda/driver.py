@@ -9,11 +9,16 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kog_dist.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
+_FLOAT16, _SWIZZLE_128B, _PROMOTE_256B = 6, 3, 3  # of tensor maps
+_MAP_BYTES = 128
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -50,6 +55,26 @@ def _check(code: int, what: str) -> None:
     name = ctypes.c_char_p()
     _driver().cuGetErrorName(code, ctypes.byref(name))
     raise LaunchError(f"{what} failed: {(name.value or b'unknown error').decode()} ({code})")
+
+
+def tensor_map(
+    address: int, sizes: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]
+) -> NDArray[np.uint64]:
+    """The 16 words of a CUtensorMap of binary16 values, the fastest dimension first; `strides` (bytes) of the other two.
+
+    Boxes have at most 64 values in the fastest dimension, and are swizzled over 128 bytes. Address and strides are multiples
+    of 16. What lies outside of the sizes is read as 0 and not written.
+    """
+    raw = np.zeros(2 * _MAP_BYTES, np.uint8)
+    start = -raw.ctypes.data % 64  # a map is aligned
+    words = raw[start : start + _MAP_BYTES].view(np.uint64)
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(words.ctypes.data), _FLOAT16, 3, ctypes.c_void_p(address), (ctypes.c_uint64 * 3)(*sizes),
+        (ctypes.c_uint64 * 2)(*strides), (ctypes.c_uint32 * 3)(*box), (ctypes.c_uint32 * 3)(1, 1, 1), 0, _SWIZZLE_128B,
+        _PROMOTE_256B, 0,
+    )  # fmt: skip
+    _check(code, f"a tensor map of {sizes} values with strides {strides} and boxes {box}")
+    return words
 
 
 class HostMapping:

@@ -86,8 +86,8 @@ class CheckedOperations:
         name = f"{mode.value} residual, " + ("sums here" if total is None else "sums given")
         self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum, unscale, scale, span))
 
-    def swiglu(self, rows: Rows) -> None:
-        self._compare("swiglu", {"activation": rows.activation}, lambda do: do.swiglu(rows))
+    def gate(self, rows: Rows, matrix: Tensor) -> None:
+        self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
 
     def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         self._compare("scores", {"scores": out}, lambda do: do.scores(x, matrix, out))

@@ -1,4 +1,4 @@
-"""The operations of a block on a GPU: cuBLAS products, flash attention, and the fused kernels of prefill.cu for the rest.
+"""The operations of a block on a GPU: products, flash attention, and the fused kernels of prefill.cu for the rest.
 
 All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
 for any place in any prompt.
@@ -6,6 +6,7 @@ for any place in any prompt.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,15 +18,25 @@ from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.products import Products
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+OWN_ROWS = 256  # fewer leave half of the multiprocessors without a tile
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _OF_ROWS = (
     "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
 )  # fmt: skip
 _KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
+
+
+class Own(enum.Enum):
+    """Which products are our own, from `OWN_ROWS` rows on; all others are cuBLAS's."""
+
+    NONE = enum.auto()
+    GATE = enum.auto()  # that of gate and up, with SwiGLU
+    ALL = enum.auto()  # whose results are binary16
 
 
 def build(header: str) -> compiler.Cubin:
@@ -36,10 +47,14 @@ def build(header: str) -> compiler.Cubin:
 class DeviceOperations:
     """`Operations` on a GPU. The products' type is binary16.
 
-    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or LaunchError.
+    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or
+    LaunchError.
     """
 
-    def __init__(self, buffers: Buffers, embedding: Tensor, cache: Tensor, *, weight_dtype: str, kv_dtype: str) -> None:
+    def __init__(
+        self, buffers: Buffers, embedding: Tensor, cache: Tensor, *, weight_dtype: str, kv_dtype: str, own: Own = Own.NONE
+    ) -> None:
+        self._own, self._products = own, None if own is Own.NONE else Products()
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = prefill_header(
             self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype
@@ -92,10 +107,20 @@ class DeviceOperations:
         """See `Operations`."""
         import torch
 
-        if out.dtype == x.dtype:
+        if self._products is not None and self._own is Own.ALL and out.dtype == x.dtype and x.shape[1] >= OWN_ROWS:
+            self._products.product(x, matrix, out)
+        elif out.dtype == x.dtype:
             torch.bmm(x, matrix.transpose(1, 2), out=out)
         else:
             torch.ops.aten.bmm.dtype_out(x, matrix.transpose(1, 2), out.dtype, out=out)
+
+    def gate(self, rows: Rows, matrix: Tensor) -> None:
+        """See `Operations`."""
+        if self._products is not None and not rows.is_exact and rows.size >= OWN_ROWS:
+            self._products.gated(rows.stream, matrix, rows.inverse_rms, rows.activation)
+        else:
+            self.product(rows.stream, matrix, rows.gate_up)
+            self.swiglu(rows)
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
@@ -142,7 +167,7 @@ class DeviceOperations:
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
-        """See `Operations`."""
+        """activation = silu(gate) * up, with 1 / rms applied to both."""
         self._launch_rows(
             "swiglu", rows, rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT),
             inverse_rms=rows.inverse_rms,

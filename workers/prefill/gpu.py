@@ -12,7 +12,7 @@ from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, PAIRED_FROM, Block
 from kog_dist.workers.prefill.buffers import Buffers, Rows, staged
 from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
+from kog_dist.workers.prefill.device_operations import DeviceOperations, Own, observer
 from kog_dist.workers.prefill.exchange import OneRank, Rehearsal, SumExchange
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import Matrices
@@ -38,6 +38,7 @@ class Tuning:
     paired_from: int = PAIRED_FROM  # blocks of so many rows run two at a time
     library: str = "cublas"  # of the products; or cublaslt
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
+    own: Own = Own.NONE  # products
     stripe: int = 0  # rows of partial sums that are made, and added to the streams, at a time; 0: all
 
 
@@ -108,7 +109,9 @@ def runner_for(
     buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda")
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
-    operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
+    operations = DeviceOperations(
+        buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype, own=tuning.own
+    )
     layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank(), stripe=tuning.stripe)
     head = matrices.head()
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]

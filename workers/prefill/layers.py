@@ -96,8 +96,7 @@ class Layers:
         assert matrices.w13 is not None
         assert matrices.w2 is not None
         self._project(rows, Block.ATTENTION, layer, do.attend(rows, layer), matrices.wo)
-        do.product(rows.stream, matrices.w13, rows.gate_up)
-        do.swiglu(rows)
+        do.gate(rows, matrices.w13)
         self._project(rows, Block.MLP, layer, rows.activation, matrices.w2)
 
     def _project(self, rows: Rows, block: Block, layer: int, x: Tensor, matrix: Tensor) -> None:

@@ -28,6 +28,9 @@ class Operations(Protocol):
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K) of each lane."""
 
+    def gate(self, rows: Rows, matrix: Tensor) -> None:
+        """activation = silu(gate) * up, of gate and up = 1 / rms of the stream times the stream times the transposed `matrix`."""
+
     def append(self, rows: Rows, layer: int) -> None:
         """From `qkv` and 1 / rms: turned queries; keys (turned) and values, rounded to the cache's type."""
 
@@ -58,9 +61,6 @@ class Operations(Protocol):
         `total` (size, D) float32 is a sum over the lanes of the whole model; None (delayed): that of `past`, as `lane_sum` adds
         it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that is None.
         """
-
-    def swiglu(self, rows: Rows) -> None:
-        """activation = silu(gate) * up, with 1 / rms applied to both."""
 
     def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """out (B, rows) float32 = x (B, K) float32 times the transposed `matrix` (B, rows, K), to about 20 bits of x."""
@@ -185,10 +185,11 @@ class TorchOperations:
             h = h * unscale[:, None]
         self._keep(rows, h + added, scale, span)
 
-    def swiglu(self, rows: Rows) -> None:
+    def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""
         import torch
 
+        self.product(rows.stream, matrix, rows.gate_up)
         gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[..., None]).chunk(2, dim=-1)
         _split(torch.nn.functional.silu(gate) * up, rows.activation)
 
