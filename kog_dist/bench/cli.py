@@ -174,18 +174,45 @@ def router(
 
 
 @app.command()
+def requests(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
+    spec: Annotated[str, typer.Option(help="Shape with random weights: tiny, or on GPUs also 2b.")] = "tiny",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs: 1,2.")] = "",
+    ranks: Annotated[str, typer.Option(help="Numbers of CPU ranks instead: 1,2.")] = "",
+    prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,2048,4000",
+    kept: Annotated[int, typer.Option(help="Tokens of a prompt whose KV is kept; 0: not measured.")] = 3900,
+    new: Annotated[int, typer.Option(help="Tokens behind them.")] = 50,
+    context: Annotated[int, typer.Option(help="Prompt of the answers whose speed is measured.")] = 512,
+    tokens: Annotated[int, typer.Option(help="Tokens of these answers.")] = 400,
+    repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after 4 s.")] = 10,
+) -> None:
+    """Whole requests through an engine: first tokens, speed of sampling and JSON schemas, cancels and aborts."""
+    from kog_dist.bench import requests as benchmark
+    from kog_dist.bench.request_measures import Workload
+
+    if bool(gpus) == bool(ranks):
+        raise ConfigError("give --gpus or --ranks, one of the two")
+    if min(kept, new) < 0 or min(context, repeats) < 2 or tokens < 3:
+        raise ConfigError("--kept and --new must be at least 0, --context and --repeats at least 2, --tokens at least 3")
+    workload = Workload(_counts(prompts, "--prompts"), kept, new, context, tokens, repeats)
+    counts = _counts(gpus, "--gpus") if gpus else _counts(ranks)
+    benchmark.run(model, spec, counts, workload, on_gpus=bool(gpus))
+
+
+@app.command()
 def soak(
     requests: Annotated[int, typer.Option(help="Requests in all.")] = 10_000,
     ranks: Annotated[int, typer.Option(help="Rank processes: 1, 2 or 4.")] = 2,
+    gpus: Annotated[int, typer.Option(help="GPUs instead of CPU ranks.")] = 0,
     clients: Annotated[int, typer.Option(help="Clients that ask at the same time.")] = 6,
     seed: Annotated[int, typer.Option(help="Another seed: other requests.")] = 1,
 ) -> None:
-    """Mixed requests, cancels, disconnects, deadlines on CPU ranks; each stream against a replay. Code 1: something was wrong."""
+    """Mixed requests, cancels, disconnects, deadlines; each stream against a replay. Code 1: something was wrong."""
     from kog_dist.bench import soak as benchmark
 
-    if requests < 2 or clients < 1:
-        raise ConfigError("--requests must be at least 2, --clients at least 1")
-    if not benchmark.run(requests, ranks, clients, seed):
+    if requests < 2 or clients < 1 or gpus < 0:
+        raise ConfigError("--requests must be at least 2, --clients at least 1, --gpus at least 0")
+    if not benchmark.run(requests, gpus or ranks, clients, seed, on_gpus=gpus > 0):
         raise typer.Exit(1)
 
 

@@ -105,9 +105,9 @@ def run(
     figures: list[dict[str, Any]] = []
     reference: dict[str, list[str]] = {}
     for count in gpu_counts:
-        ranks = _decode(count, arguments)
+        ranks = decode(count, arguments)
         bare = (
-            _decode(count, {**arguments, "repeats": 0, "samplings": [], "leaves_out_delayed": True})
+            decode(count, {**arguments, "repeats": 0, "samplings": [], "leaves_out_delayed": True})
             if yardstick and count > 1
             else None
         )
@@ -137,7 +137,7 @@ def run(
     return all(figure["same_bits"] and not figure["different_repeats"] for figure in figures if "same_bits" in figure)
 
 
-def _decode(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+def decode(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What `decode_on_ranks` found on every rank. Raises KogError with what went wrong on any."""
     outcomes = run_ranks(count, "kog_dist.bench.scaling_run:decode_on_ranks", arguments, deadline_s=_DEADLINE_S, device="cuda")
     failed = [f"rank {outcome.rank}: {outcome.error or f'status {outcome.status}'}" for outcome in outcomes if outcome.status]

@@ -32,6 +32,14 @@ def random_checkpoint(spec: ModelSpec, parent: Path | None) -> Iterator[Path]:
     from kog_dist.model.checkpoint import write_stored_checkpoint
     from kog_dist.workers.cuda.device_weights import random_tensor
 
+    with model_folder(spec, parent) as folder:
+        write_stored_checkpoint(folder, spec, lambda tensor: random_tensor(spec, tensor, SEED).get(), max_shard_bytes=2**30)
+        yield folder
+
+
+@contextmanager
+def model_folder(spec: ModelSpec, parent: Path | None = None) -> Iterator[Path]:
+    """An empty folder with room for a 16-bit checkpoint of `spec`, removed at the end; `parent` as above."""
     num_bytes = 2 * spec.num_parameters + 2**28
     if parent is None and _TMPFS.is_dir() and shutil.disk_usage(_TMPFS).free > num_bytes:
         parent = _TMPFS
@@ -39,5 +47,4 @@ def random_checkpoint(spec: ModelSpec, parent: Path | None) -> Iterator[Path]:
         free = shutil.disk_usage(name).free
         if free < num_bytes:
             raise ConfigError(f"{name} has room for {free / 1e9:.1f} GB, the model needs {num_bytes / 1e9:.1f} GB; give --folder")
-        write_stored_checkpoint(Path(name), spec, lambda tensor: random_tensor(spec, tensor, SEED).get(), max_shard_bytes=2**30)
         yield Path(name)

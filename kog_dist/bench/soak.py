@@ -4,84 +4,111 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kog_dist.bench.report import finish, machine
-from kog_dist.bench.session import TimedOut, engine_session, until
-from kog_dist.bench.soak_client import Record, SoakClient, compare
-from kog_dist.bench.soak_requests import Fate, Planned, RequestMix
-from kog_dist.bench.tiny_model import write_tiny_model
+from kog_dist.bench.session import EngineSession, TimedOut, engine_session, until
+from kog_dist.bench.soak_client import Record, SoakClient
+from kog_dist.bench.soak_replay import compare, compare_rounded, replay_of
+from kog_dist.bench.soak_requests import Planned, RequestMix
+from kog_dist.bench.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
+from kog_dist.hardware.gpus import read_inventory
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, StatusReport
 from kog_dist.rpc.transport import Access
 
 MORE_RSS_KB = 5 * 1024  # that a process may have grown by; in file descriptors: nothing
 MORE_MAPPINGS = 4
+MORE_GPU_KB = 4 * 1024
 QUEUE_LIMIT, CLIENT_QUEUE_LIMIT = 13, 3  # small, so that requests are refused as well
 _WARM_UP = 0.2  # of all requests, before processes are measured the first time
 _MOST_AT_ONCE = 3
-_UNCHECKED = 64  # records that may wait for their replay
 _IDLE_S = 5.0
-_STALL_S = 10.0  # two engines on few cores are slow; who judges a silent process is not what is measured here
+_STALL_S = 10.0  # many clients on few cores are slow; who judges a silent process is not what is measured here
 _SHOWN = 20
-_START_S = 90.0
+_START_S = 150.0  # kernels may have to be compiled
+_ENDED_S = 20.0
 
 
-def run(num_requests: int, ranks: int, num_clients: int, seed: int) -> bool:
+def run(num_requests: int, ranks: int, num_clients: int, seed: int, *, on_gpus: bool = False) -> bool:
     """Soak an engine of the tiny model; prints findings, then the JSON object. True: nothing was wrong."""
     before = machine()
-    figures = soak(num_requests, ranks, num_clients, seed)
+    figures = soak(num_requests, ranks, num_clients, seed, on_gpus=on_gpus)
     for finding in figures["findings"][:_SHOWN]:
         print(finding, flush=True)
-    configuration = {"model": "tiny", "requests": num_requests, "ranks": ranks, "clients": num_clients, "seed": seed}
+    configuration: dict[str, Any] = {
+        "model": "tiny", "requests": num_requests, "gpus" if on_gpus else "ranks": ranks, "clients": num_clients, "seed": seed,
+    }  # fmt: skip
     finish("soak", configuration, before, figures)
     return not figures["findings"]
 
 
-def soak(num_requests: int, ranks: int, num_clients: int, seed: int) -> dict[str, Any]:
-    """The figures of a soak; `findings` are sentences about what was wrong."""
-    with engine_session() as session, engine_session() as replaying:
-        model, begin_s = session.folder / "model", time.monotonic()
-        mix = RequestMix(write_tiny_model(model), seed)
-        patience = f"--stall-timeout={_STALL_S:g}"
-        limits = [f"--queue-limit={QUEUE_LIMIT}", f"--client-queue-limit={CLIENT_QUEUE_LIMIT}"]
-        session.launch(str(model), f"--ranks={ranks}", patience, *limits)
-        replaying.launch(str(model), "--ranks=1", patience)
-        with session.connect(_START_S) as client, replaying.connect(_START_S):
-            checker = Checker(mix, SoakClient(Access.from_folder(replaying.instance_folder)))
+def soak(num_requests: int, ranks: int, num_clients: int, seed: int, *, on_gpus: bool = False) -> dict[str, Any]:
+    """The figures of a soak of `ranks` CPU ranks or GPUs; `findings` are sentences about what was wrong.
+
+    Replays follow when the engine has ended: on one CPU rank, or on the same GPUs, whose prefill and decoding round differently.
+    """
+    limits = [f"--queue-limit={QUEUE_LIMIT}", f"--client-queue-limit={CLIENT_QUEUE_LIMIT}"]
+    with TemporaryDirectory(prefix="kog-soak-") as folder:
+        model, begin_s = Path(folder) / "model", time.monotonic()
+        mix = RequestMix(write_tiny_model(model, TINY_ON_GPUS if on_gpus else TINY), seed, kept_is_exact=not on_gpus)
+        flags = [str(model), f"--stall-timeout={_STALL_S:g}", *([f"--gpus={ranks}"] if on_gpus else ["--device=cpu"])]
+        checker = Checker(mix)
+        with _engine([*flags, *limits, *([] if on_gpus else [f"--ranks={ranks}"])], checker.findings) as (session, client):
             num_warm = max(1, round(_WARM_UP * num_requests))
             sizes: list[dict[str, dict[str, int]]] = []
             for num_in_phase in (num_warm, num_requests - num_warm):
                 _ask_all(Access.from_folder(session.instance_folder), checker, num_in_phase, num_clients)
                 report = _wait_idle(client, checker)
-                sizes.append({role: _size(pid) for role, pid in session.processes().items()})
-                print(f"{checker.num_records} requests, {len(checker.findings)} findings", flush=True)
-            checker.close()
+                sizes.append({role: _size(pid) for role, pid in session.processes().items()} | _gpu_memory(on_gpus=on_gpus))
+                print(f"{len(checker.records)} requests, {len(checker.findings)} findings", flush=True)
+        asked_s = round(time.monotonic() - begin_s, 1)
+        with _engine([*flags, *([] if on_gpus else ["--ranks=1"])], checker.findings) as (session, _):
+            checker.replay(SoakClient(Access.from_folder(session.instance_folder)))
         counters = {name: getattr(report, name) for name in StatusReport.__slots__ if name.startswith("num_")}
         growth = {role: {name: sizes[1][role][name] - was for name, was in sizes[0][role].items()} for role in sizes[0]}
         checker.check_engine(counters, growth)
-        seconds = round(time.monotonic() - begin_s, 1)
-        return {**checker.figures(), "seconds": seconds, "engine": counters, "growth": growth, "sizes": sizes[1]}
+        seconds = {"asked_s": asked_s, "seconds": round(time.monotonic() - begin_s, 1)}
+        return {**checker.figures(), **seconds, "engine": counters, "growth": growth, "sizes": sizes[1]}
+
+
+@contextmanager
+def _engine(flags: list[str], findings: list[str]) -> Iterator[tuple[EngineSession, Client]]:
+    """An engine that is ready, drained at the end; that it ends well, and leaves nothing, is checked."""
+    with engine_session() as session:
+        launcher = session.launch(*flags)
+        with session.connect(_START_S) as client:
+            yield session, client
+        launcher.send_signal(signal.SIGTERM)
+        if code := launcher.wait(_ENDED_S):
+            findings.append(f"the launcher ended with {code}: {session.output()}")
+        try:
+            until(lambda: not session.leftovers(), _ENDED_S, lambda: f"left behind: {session.leftovers()}")
+        except TimedOut as error:
+            findings.append(str(error))
 
 
 class Checker:
-    """Replays what clients have recorded, on an engine of one rank that keeps no prefix; adds up what there is to report."""
+    """What clients have recorded; replays it on an engine that keeps no prefix; adds up what there is to report."""
 
-    def __init__(self, mix: RequestMix, replayer: SoakClient) -> None:
-        self.mix, self._replayer = mix, replayer
+    def __init__(self, mix: RequestMix) -> None:
+        self.mix = mix
         self.findings: list[str] = []
-        self.num_records = 0
+        self.records: list[Record] = []
         self._ends: Counter[str] = Counter()
         self._sums: Counter[str] = Counter()
 
-    def check(self, record: Record) -> None:
-        """Take one record."""
-        self.num_records += 1
+    def take(self, record: Record) -> None:
+        """Note one record."""
+        self.records.append(record)
         self.findings += record.findings
         self._ends[_end_of(record)] += 1
         self._sums["tokens"] += len(record.token_ids)
@@ -89,34 +116,40 @@ class Checker:
         if isinstance(record.end, Done):
             self._sums["prompt_tokens"] += record.end.num_prompt_tokens
             self._sums["cached_tokens"] += record.end.num_cached_tokens
-        if record.token_ids or record.is_whole:
-            message = replace(record.planned.message, deadline_s=None, reuse_kv=False)
-            (replay,) = self._replayer.ask([Planned(message, Fate.COMPLETE)])
-            self.findings += [*replay.findings, *compare(record, replay)]
-            self._sums["replayed"] += 1
-            self._sums["replayed_tokens"] += len(replay.token_ids)
         if record.is_whole and record.planned.message.prompt_ids is not None:
             self.mix.remember((*record.planned.message.prompt_ids, *record.token_ids))
+
+    def replay(self, replayer: SoakClient) -> None:
+        """Compare all records with their replays."""
+        for record in self.records:
+            if record.token_ids or record.is_whole:
+                replay = replay_of(record, replayer)
+                if self.mix.kept_is_exact or not record.planned.message.reuse_kv:
+                    self.findings += compare(record, replay)
+                else:
+                    findings, num_ties = compare_rounded(record, replay, replayer)
+                    self.findings += findings
+                    self._sums["ties"] += num_ties
+                self._sums["replayed"] += 1
+                self._sums["replayed_tokens"] += len(replay.token_ids)
+        replayer.close()
 
     def check_engine(self, counters: dict[str, int], growth: dict[str, dict[str, int]]) -> None:
         """Whether the engine's own books agree, and whether a process has grown."""
         ends = ("num_completed", "num_cancelled", "num_expired", "num_failed", "num_refused")
         num_ended, num_vanished = sum(counters[name] for name in ends), self._ends["vanished"]
-        if not self.num_records - num_vanished <= num_ended <= self.num_records:
-            self.findings.append(f"the engine ended {num_ended} requests of {self.num_records}, of which {num_vanished} vanished")
+        num_records = len(self.records)
+        if not num_records - num_vanished <= num_ended <= num_records:
+            self.findings.append(f"the engine ended {num_ended} requests of {num_records}, of which {num_vanished} vanished")
         if counters["num_failed"]:
             self.findings.append(f"{counters['num_failed']} requests failed")
-        limits = {"fds": 0, "mappings": MORE_MAPPINGS, "rss_kb": MORE_RSS_KB}
+        limits = {"fds": 0, "mappings": MORE_MAPPINGS, "rss_kb": MORE_RSS_KB, "used_kb": MORE_GPU_KB}
         for role, more in growth.items():
-            self.findings += [f"{role} has {more[name]} more {name}" for name, limit in limits.items() if more[name] > limit]
+            self.findings += [f"{role} has {count} more {name}" for name, count in more.items() if count > limits[name]]
 
     def figures(self) -> dict[str, Any]:
         """What is reported."""
         return {"findings": self.findings, "ends": dict(sorted(self._ends.items())), **self._sums}
-
-    def close(self) -> None:
-        """Disconnect from the replaying engine."""
-        self._replayer.close()
 
 
 def _end_of(record: Record) -> str:
@@ -126,8 +159,8 @@ def _end_of(record: Record) -> str:
 
 
 def _ask_all(access: Access, checker: Checker, num_requests: int, num_clients: int) -> None:
-    """Let clients ask until so many requests have ended; all are checked when this returns."""
-    records: queue.Queue[Record | None] = queue.Queue(_UNCHECKED)
+    """Let clients ask until so many requests have ended; all are noted when this returns."""
+    records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
     lock, num_left = threading.Lock(), num_requests
 
     def take() -> list[Planned]:
@@ -157,7 +190,7 @@ def _ask_all(access: Access, checker: Checker, num_requests: int, num_clients: i
         if record is None:
             num_asking -= 1
         else:
-            checker.check(record)
+            checker.take(record)
     for thread in threads:
         thread.join()
 
@@ -185,3 +218,10 @@ def _size(pid: int) -> dict[str, int]:
         "mappings": len((proc / "maps").read_text().splitlines()),
         "rss_kb": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
     }
+
+
+def _gpu_memory(*, on_gpus: bool) -> dict[str, dict[str, int]]:
+    """Memory of each GPU that is in use, whoever uses it."""
+    if not on_gpus:
+        return {}
+    return {f"GPU {gpu.index}": {"used_kb": (gpu.memory_bytes - gpu.free_bytes) // 1024} for gpu in read_inventory().gpus}

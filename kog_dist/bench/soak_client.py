@@ -24,6 +24,7 @@ class Record:
     text: str = ""
     digests: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[int, float]] = field(default_factory=list)  # alternatives: id, log-probability
     end: Done | Error | None = None
     num_places: int = 0  # different places in the queue that it was told
     is_accepted: bool = False
@@ -51,6 +52,7 @@ class Record:
             self.text += event.text
             self.digests += event.digests
             self.logprobs += event.logprobs
+            self.top += zip(event.top_ids, event.top_logprobs, strict=True)
         elif isinstance(event, Accepted) and self.is_accepted:
             self._find("accepted twice")
         if not self.is_accepted and isinstance(event, Prefill | Tokens | Done):
@@ -134,23 +136,3 @@ class SoakClient:
     def close(self) -> None:
         """Disconnect."""
         self._connection.close()
-
-
-def compare(record: Record, replay: Record) -> list[str]:
-    """Findings about a stream beside its replay, which was let run to its end: the same, or an exact beginning of it."""
-    request_id = record.planned.message.request_id
-    if not replay.is_whole:
-        return [f"{request_id}: the replay ended with {replay.end}"]
-    findings = []
-    for name in ("token_ids", "digests", "logprobs"):
-        found, wanted = getattr(record, name), getattr(replay, name)
-        if found != wanted[: len(found)] or (record.is_whole and len(found) != len(wanted)):
-            findings.append(f"{request_id}: {name} {found} are not those of the replay, {wanted}")
-    if record.is_whole:
-        assert isinstance(record.end, Done), "a whole answer has its Done"
-        assert isinstance(replay.end, Done), "a whole answer has its Done"
-        if record.text != replay.text:
-            findings.append(f"{request_id}: the text {record.text!r} is not that of the replay, {replay.text!r}")
-        if record.end.finish_reason != replay.end.finish_reason:
-            findings.append(f"{request_id}: finished with {record.end.finish_reason}, the replay with {replay.end.finish_reason}")
-    return findings

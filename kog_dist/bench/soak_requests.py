@@ -19,6 +19,8 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _REGEX = ("[a-z]{2,9}", "[0-9]+-[0-9]{1,3}", "(yes|no|perhaps)")
 _SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": false}'
 
+_PLAIN = {"max_tokens", "temperature", "seed", "deadline_s", "ignore_eos", "stop", "prompt_ids"}  # changes nothing about logits
+
 
 class Fate(enum.Enum):
     """What the client does with a request."""
@@ -43,8 +45,9 @@ class Planned:
 class RequestMix:
     """An endless series of requests for one model; the same for the same seed, but for prompts that extend earlier answers."""
 
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self._spec, self._chance = spec, random.Random(seed)
+    def __init__(self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True) -> None:
+        """`kept_is_exact`: a token does not depend on what was cached. If not, only plain greedy requests use what is."""
+        self._spec, self._chance, self.kept_is_exact = spec, random.Random(seed), kept_is_exact
         self._prefixes = [self._ids(self._chance.randint(4, _LONGEST_PREFIX)) for _ in range(6)]
         self._sequences: deque[tuple[int, ...]] = deque(maxlen=3)
         self._number = 0
@@ -74,7 +77,10 @@ class RequestMix:
             fields["stop"] = tuple(chance.sample(_LETTERS, 4))
         if chance.random() < 0.1:
             fields["logit_digests"] = True
-        return Planned(Generate(request_id, **self._prompt(), **fields), fate, after=chance.choice((0, 0, 1, 2, 5, 12)))
+        fields |= self._prompt()
+        if not self.kept_is_exact:
+            fields["reuse_kv"] = fields["temperature"] == 0 and "prompt_ids" in fields and set(fields) <= _PLAIN
+        return Planned(Generate(request_id, **fields), fate, after=chance.choice((0, 0, 1, 2, 5, 12)))
 
     def _prompt(self) -> dict[str, Any]:
         chance, kind = self._chance, self._chance.random()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kog_dist.bench.soak import soak
-from kog_dist.bench.soak_client import Record, compare
+from kog_dist.bench.soak_client import Record
+from kog_dist.bench.soak_replay import compare, compare_rounded
 from kog_dist.bench.soak_requests import Fate, Planned, RequestMix
 from kog_dist.bench.tiny_model import write_tiny_model
 from kog_dist.rpc.messages import Accepted, Alive, Done, Error, ErrorCode, FinishReason, Generate, Tokens
@@ -48,6 +51,42 @@ def test_what_differs_from_the_replay_is_found() -> None:
     assert "the replay ended with" in compare(record(), record(Fate.DISCONNECT, None))[0]
 
 
+class Scripted:
+    """Answers like an engine that says 5, 6, 7, 8 behind any prompt that ends with 1, and goes on from any of them."""
+
+    best = (5, 6, 7, 8)
+
+    def __init__(self, second_best: dict[int, float]) -> None:
+        self.second_best = second_best  # log-probabilities beside the best one's -1
+
+    def ask(self, requests: Sequence[Planned]) -> list[Record]:
+        (planned,) = requests
+        message = planned.message
+        assert message.prompt_ids is not None
+        assert message.max_tokens is not None
+        begun = len(message.prompt_ids) - 1
+        ids = self.best[begun : begun + message.max_tokens]
+        made = record(end=replace(DONE, num_generated_tokens=len(ids)), ids=ids)
+        made.top = [(ids[0], -1.0), *self.second_best.items()]
+        return [made]
+
+
+def test_behind_rounded_positions_only_a_tie_may_differ() -> None:
+    def compared(ids: tuple[int, ...], second_best: dict[int, float]) -> tuple[list[str], int]:
+        replayer: Any = Scripted(second_best)
+        message = Generate("r", prompt_ids=(1,), max_tokens=4)
+        found = record(end=replace(DONE, num_generated_tokens=4), ids=ids)
+        found.planned = Planned(message, Fate.COMPLETE)
+        (replay,) = replayer.ask([found.planned])
+        return compare_rounded(found, replay, replayer)
+
+    assert compared((5, 6, 7, 8), {}) == ([], 0)
+    assert compared((5, 9, 7, 8), {9: -1.001}) == ([], 1)
+    assert compared((5, 9, 7, 9), {9: -1.001}) == ([], 2)
+    assert "token 1 is 9" in compared((5, 9, 7, 8), {9: -1.5})[0][0]
+    assert "token 1 is 9" in compared((5, 9, 7, 8), {3: -1.001})[0][0], "it is not among the best"
+
+
 @pytest.mark.parametrize(
     ("fate", "events", "words"),
     [
@@ -82,3 +121,8 @@ def test_the_mix_is_repeatable(tmp_path: Path) -> None:
     assert planned == [second.next() for _ in range(300)]
     assert planned != [other.next() for _ in range(300)]
     assert {one.fate for one in planned} == set(Fate)
+    rounded = RequestMix(spec, 1, kept_is_exact=False)
+    asked = [one.message for one in (rounded.next() for _ in range(300)) if one.fate is not Fate.REFUSED]
+    reusing = [message for message in asked if message.reuse_kv]
+    assert len(reusing) > 20
+    assert all(message.temperature == 0 and not message.logit_digests and message.prompt_ids is not None for message in reusing)

@@ -1,0 +1,44 @@
+"""A tokenizer of any size that nobody has trained: every byte, then pieces of words. For models with random weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+
+_LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> int:
+    """Write tokenizer.json and generation_config.json. Returns the id that ends an answer, the last; 257 ids at least.
+
+    Ids below 256 are the bytes. The others are words' pieces with a space before every second one: what a JSON text may hold.
+    """
+    alphabet = _byte_alphabet()
+    vocabulary = {alphabet[byte]: byte for byte in range(256)}
+    for piece in itertools.islice(_pieces(alphabet[ord(" ")]), vocab_size - 1 - len(vocabulary)):
+        vocabulary[piece] = len(vocabulary)
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(["<eos>"])
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": vocab_size - 1}))
+    return vocab_size - 1
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """Byte-level BPE: the printable character that stands for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+def _pieces(space: str) -> Iterator[str]:
+    for length in itertools.count(2):
+        for letters in itertools.product(_LETTERS, repeat=length):
+            yield "".join(letters)
+            yield space + "".join(letters)

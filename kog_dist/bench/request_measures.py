@@ -1,0 +1,231 @@
+"""What `kog-bench requests` measures of an engine that runs. Each function returns figures that go into the JSON object."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kog_dist.bench.report import percentile
+from kog_dist.bench.request_client import Answer, RequestClient
+from kog_dist.bench.session import EngineSession, until
+from kog_dist.errors import ConfigError, KogError, RequestFailed
+from kog_dist.model.spec import ModelSpec
+from kog_dist.rpc.messages import Done, Error, FinishReason
+
+BUDGET_S = 4.0  # for the repeats of one figure, of which two are always made
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8, "seed": 7},
+    "top-p with logprobs": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "logprobs": 5},
+}
+_RECORD = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 0, "maximum": 99999},
+        "name": {"type": "string", "maxLength": 24},
+        "kind": {"enum": ["function", "class", "module"]},
+        "size": {"type": "number", "minimum": 0, "maximum": 1000},
+        "is_public": {"type": "boolean"},
+    },
+    "required": ["id", "name", "kind", "size", "is_public"],
+    "additionalProperties": False,
+}
+_LONG = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"], "additionalProperties": False}
+SCHEMAS: dict[str, dict[str, Any]] = {  # neither is at its end before many tokens
+    "records": {"type": "array", "items": _RECORD, "minItems": 200},
+    "long text": _LONG,
+}
+_SHORT_PROMPT = 16
+_BETWEEN_S = 0.002  # from the first to the second SIGTERM: two at once may be seen as one
+_ENDED_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How long prompts and answers are, in tokens, and how often each request is made."""
+
+    prompts: tuple[int, ...]
+    kept: int  # tokens of a prompt whose KV is kept, before `new` ones; 0: not measured
+    new: int
+    context: int  # prompt of the answers whose speed is measured
+    tokens: int  # of these answers
+    repeats: int
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raise ConfigError if something is longer than the model's context."""
+        for name, size in (
+            ("--prompts", max(self.prompts) + 1), ("--kept and --new", self.kept + self.new + 1),
+            ("--context and --tokens", self.context + self.tokens), ("a short prompt", 2 * _SHORT_PROMPT),
+        ):  # fmt: skip
+            if size > spec.max_context:
+                raise ConfigError(f"{name}: {size} tokens, the model's context is {spec.max_context}")
+
+
+class Measures:
+    """All measurements of one engine, with random prompts of its vocabulary, the same each time."""
+
+    def __init__(self, client: RequestClient, spec: ModelSpec, workload: Workload) -> None:
+        self._client, self._spec, self._workload = client, spec, workload
+        self._chance = random.Random(1)
+
+    def _ids(self, count: int) -> list[int]:
+        return self._chance.choices(range(self._spec.vocab_size - 1), k=count)
+
+    def warm_up(self) -> None:
+        """Every kind of request once, so that nothing is made for the first time when it is measured."""
+        self._client.ask(self._ids(max(self._workload.prompts)), max_tokens=1, reuse_kv=False)
+        for options in KINDS.values():
+            self._client.ask(self._ids(_SHORT_PROMPT), max_tokens=_SHORT_PROMPT, **options)
+
+    # ---- first tokens ----
+    def first_tokens(self) -> list[dict[str, Any]]:
+        """Milliseconds to the first token by length of the prompt, and with a kept beginning."""
+        found = [self._first_token(length) for length in self._workload.prompts]
+        return [*found, self._first_token_behind_kept()] if self._workload.kept else found
+
+    def _first_token(self, length: int) -> dict[str, Any]:
+        answers = [self._client.ask(self._ids(length), max_tokens=1, reuse_kv=False) for _ in self._repeats()]
+        return _ttft(answers, {"prompt": length})
+
+    def _first_token_behind_kept(self) -> dict[str, Any]:
+        kept, new = self._workload.kept, self._workload.new
+        beginning, answers = self._ids(kept), []
+        for _ in self._repeats():
+            self._client.ask(beginning, max_tokens=1)
+            answers.append(self._client.ask([*beginning, *self._ids(new)], max_tokens=1))
+        return _ttft(answers, {"prompt": kept + new, "kept": kept, "new": new})
+
+    def _repeats(self) -> Iterator[int]:
+        begin_s = time.monotonic()
+        for number in range(self._workload.repeats):
+            if number < 2 or time.monotonic() - begin_s < BUDGET_S:
+                yield number
+
+    # ---- speed ----
+    def kinds(self) -> list[dict[str, Any]]:
+        """Microseconds per token of each kind of sampling, in turns, and beside greedy."""
+        prompt = self._ids(self._workload.context)
+        answers: dict[str, list[Answer]] = {name: [] for name in KINDS}
+        for _ in self._repeats():
+            for name, options in KINDS.items():
+                answers[name].append(self._client.ask(prompt, max_tokens=self._workload.tokens, **options))
+        return _beside_first([_speed(found, {"kind": name}) for name, found in answers.items()])
+
+    def constrained(self) -> list[dict[str, Any]]:
+        """The same with a JSON schema, greedy. `first_s`: until the first request with one had its first token."""
+        prompt, found = self._ids(self._workload.context), []
+        for name, schema in SCHEMAS.items():
+            options = {"json_schema": json.dumps(schema), "max_tokens": self._workload.tokens, "ignore_eos": False}
+            first = self._client.ask(prompt, **options)
+            answers = [self._client.ask(prompt, **options) for _ in self._repeats()]
+            more = {"kind": f"JSON: {name}", "first_s": first.ttft_ms / 1e3, "answer": answers[0].text[:80]}
+            found.append(_speed(answers, more) | {"ttft_ms": statistics.median(answer.ttft_ms for answer in answers)})
+        return found
+
+    # ---- ends ----
+    def cancels(self) -> list[dict[str, Any]]:
+        """Milliseconds from a cancel to the client's `Done`, and to the first token of the request that waits behind it.
+
+        Each a third of the way through the longest prompt, and in the middle of an answer.
+        """
+        longest = max(self._workload.prompts)
+        whole_s = self._client.ask(self._ids(longest), max_tokens=1, reuse_kv=False).ttft_ms / 1e3
+        found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
+        num_early = 0
+        for _ in self._repeats():
+            answer = self._client.send(self._ids(longest), max_tokens=2, reuse_kv=False)
+            self._client.follow(lambda answer=answer: answer.num_tokens > 0, answer.sent_s + whole_s / 3)  # type: ignore[misc]
+            in_prefill = not answer.num_tokens
+            times = self._cancel(answer)
+            num_early += in_prefill
+            if in_prefill:
+                found["prefill"].append(times)
+            answer = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=self._spec.max_context - _SHORT_PROMPT)
+            self._client.follow(lambda answer=answer: answer.num_tokens >= _SHORT_PROMPT or answer.end is not None)  # type: ignore[misc]
+            found["decode"].append(self._cancel(answer))
+        alone = [self._client.ask(self._ids(_SHORT_PROMPT), max_tokens=1).ttft_ms for _ in self._repeats()]
+        return [_cancelled(name, times, statistics.median(alone)) for name, times in found.items()]
+
+    def _cancel(self, answer: Answer) -> tuple[float, float]:
+        """Milliseconds to the end of the request, and to the first token of one that was sent at once."""
+        begin_s = self._client.cancel(answer)
+        following = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=1)
+        self._client.follow(lambda: answer.end is not None and following.end is not None)
+        if answer.done.finish_reason is not FinishReason.CANCELLED:
+            raise KogError(f"a request that was cancelled ended with {answer.done}")
+        assert following.done
+        return 1e3 * (answer.end_s - begin_s), 1e3 * (following.arrivals[0][0] - begin_s)
+
+    def abort(self, session: EngineSession, launcher: subprocess.Popen[bytes], *, in_prefill: bool) -> dict[str, Any]:
+        """The engine's end: milliseconds from a second SIGTERM to the client's error, and until nothing of it is left."""
+        longest, room = max(self._workload.prompts), self._spec.max_context - _SHORT_PROMPT
+        if in_prefill:
+            answer = self._client.send(self._ids(longest), max_tokens=1, reuse_kv=False)
+            self._client.follow(lambda: answer.accepted_s is not None)
+        else:
+            answer = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=room)
+            self._client.follow(lambda: answer.num_tokens >= 2)
+        launcher.send_signal(signal.SIGTERM)  # drains: what runs may come to its end
+        self._client.follow(lambda: answer.end is not None, time.monotonic() + _BETWEEN_S)
+        begin_s, was_over, tokens = time.monotonic(), answer.end is not None, answer.num_tokens
+        launcher.send_signal(signal.SIGTERM)
+        try:
+            self._client.follow(lambda: answer.end is not None)
+        except RequestFailed:
+            answer.end_s = time.monotonic()
+        told_ms = 1e3 * (answer.end_s - begin_s)
+        launcher.wait(_ENDED_S)
+        until(lambda: not session.leftovers(), _ENDED_S, lambda: f"left behind: {session.leftovers()}")
+        end = answer.end.code.value if isinstance(answer.end, Error) else "done" if isinstance(answer.end, Done) else "lost"
+        return {
+            "during": "prefill" if in_prefill and not tokens else "decode", "was_over": was_over, "end": end,
+            "told_ms": told_ms, "clean_ms": 1e3 * (time.monotonic() - begin_s),
+        }  # fmt: skip
+
+
+def _ttft(answers: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
+    """`ms`: before the request is sent to the first token in the client. `engine_ms`: what the engine itself says."""
+    times = [answer.ttft_ms for answer in answers]
+    engine_ms = [1e3 * (answer.done.ttft_s or 0.0) for answer in answers]
+    cached = sorted({answer.done.num_cached_tokens for answer in answers})
+    return {
+        **about, "ms": statistics.median(times), "most_ms": max(times), "engine_ms": statistics.median(engine_ms),
+        "cached_tokens": cached, "repeats": len(times),
+    }  # fmt: skip
+
+
+def _speed(answers: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds per token by the engine's stamps: `us` the median of the answers, `best_us`. Rates: also at the client."""
+    rates = [answer.done.tokens_per_s or 0.0 for answer in answers]
+    times_us = [1e6 / rate for rate in rates if rate]
+    return {
+        **about, "us": statistics.median(times_us), "best_us": min(times_us), "tokens_per_s": statistics.median(rates),
+        "client_tokens_per_s": statistics.median(answer.tokens_per_s for answer in answers),
+        "itl_p99_us": 1e6 * max(answer.done.itl_p99_s or 0.0 for answer in answers),
+        "tokens": answers[0].done.num_generated_tokens, "repeats": len(answers),
+    }  # fmt: skip
+
+
+def _beside_first(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first = figures[0]
+    return [
+        figure | {"of_greedy": figure["us"] / first["us"], "of_greedy_best": figure["best_us"] / first["best_us"]}
+        for figure in figures
+    ]
+
+
+def _cancelled(name: str, times: Sequence[tuple[float, float]], alone_ms: float) -> dict[str, Any]:
+    """`told_ms`: to the end of the request in the client. `free_ms`: to the next one's first token, else after `alone_ms`."""
+    figure: dict[str, Any] = {"during": name, "count": len(times), "alone_ms": alone_ms}
+    for place, key in enumerate(("told_ms", "free_ms")):
+        values = [pair[place] for pair in times]
+        if values:
+            figure |= {key: percentile(values, 0.5), f"most_{key}": max(values)}
+    return figure

@@ -1,0 +1,182 @@
+"""`kog-bench requests`: whole requests through a real engine and a client of its RPC, on GPUs or CPU ranks.
+
+First tokens by length of the prompt, speed of each kind of sampling beside the bare kernel and with JSON schemas, and how soon a
+cancel and an abort are obeyed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kog_dist.bench.random_model import random_model
+from kog_dist.bench.report import finish, machine
+from kog_dist.bench.request_client import RequestClient
+from kog_dist.bench.request_measures import Measures, Workload
+from kog_dist.bench.session import EngineSession, engine_session
+from kog_dist.model.spec import ModelSpec
+from kog_dist.rpc.transport import Access
+
+# What is wanted of the 2B shape on H200s, milliseconds to the first token by GPUs and prompt; None: behind a kept beginning.
+WANTED_MS: dict[int, dict[int | None, float]] = {
+    1: {128: 3, 512: 6, 2048: 16, 4000: 32, None: 4}, 4: {128: 2.5, 512: 4, 2048: 8, 4000: 14},
+}  # fmt: skip
+OBEYED_MS = 250.0
+_READY_S = 120.0
+
+
+def run(model: str | None, spec_name: str, counts: Sequence[int], workload: Workload, *, on_gpus: bool) -> None:
+    """Measure an engine on each number of ranks; prints tables, then the JSON object."""
+    before = machine()
+    configuration: dict[str, Any] = {
+        "model": model or f"{spec_name}, random weights", "device": "cuda" if on_gpus else "cpu", **asdict(workload),
+    }  # fmt: skip
+    if on_gpus:
+        from kog_dist.bench.gpu import require_gpus
+
+        configuration["gpu"] = require_gpus(max(counts))
+    bare = {count: _bare_kernel(spec_name, count, workload) for count in counts} if _has_bare(model, spec_name, on_gpus) else {}
+    begin_s = time.monotonic()
+    with _given(model) if model else random_model(spec_name, on_gpus=on_gpus) as (folder, spec):
+        workload.check(spec)
+        configuration["write_s"] = round(time.monotonic() - begin_s, 2)
+        wanted = WANTED_MS if on_gpus and model is None and spec_name == "2b" else {}
+        figures = [
+            _engine(folder, spec, workload, count, on_gpus=on_gpus, bare=bare.get(count), wanted=wanted.get(count, {}))
+            for count in counts
+        ]
+    finish("requests", configuration, before, figures)
+
+
+@contextmanager
+def _given(model: str) -> Iterator[tuple[Path, ModelSpec]]:
+    from kog_dist.model.checkpoint import open_checkpoint
+
+    with nullcontext(Path(model)) as folder:
+        yield folder, open_checkpoint(folder, verify=False).spec
+
+
+def _has_bare(model: str | None, spec_name: str, on_gpus: bool) -> bool:
+    return on_gpus and model is None and spec_name != "tiny"
+
+
+def _bare_kernel(spec_name: str, count: int, workload: Workload) -> dict[str, Any]:
+    """Greedy decoding by the plain kernel and nothing else, from the same position: microseconds per token of three launches."""
+    from kog_dist.bench.scaling_run import decode
+
+    contexts = [workload.context + extra for extra in range(3)]
+    arguments = {"spec": spec_name, "contexts": contexts, "tokens": workload.tokens, "repeats": 0}
+    means = [statistics.fmean(times) for times in decode(count, arguments)[0]["us"].values()]
+    found = {"us": statistics.median(means), "best_us": min(means)}
+    print(f"{count} GPUs: {found['us']:.1f} us per token by the bare kernel, at best {found['best_us']:.1f}", flush=True)
+    return found
+
+
+def _engine(
+    folder: Path, spec: ModelSpec, workload: Workload, count: int, *, on_gpus: bool, bare: dict[str, Any] | None,
+    wanted: dict[int | None, float],
+) -> dict[str, Any]:  # fmt: skip
+    """The figures of one number of ranks: an engine that answers and ends in the middle of one, then another that prefills."""
+    flags = [str(folder), f"--gpus={count}"] if on_gpus else [str(folder), "--device=cpu", f"--ranks={count}"]
+    figures: dict[str, Any] = {"gpus" if on_gpus else "ranks": count, "bare": bare}
+    name = f"{count} {'GPU' if on_gpus else 'rank'}{'s' if count > 1 else ''}"
+    with engine_session() as session:
+        launcher, client, figures["ready_s"] = _start(session, flags)
+        measures = Measures(client, spec, workload)
+        measures.warm_up()
+        figures["first_tokens"] = measures.first_tokens()
+        _show_first_tokens(name, figures["first_tokens"], wanted)
+        figures["kinds"] = measures.kinds()
+        _compare(figures["kinds"], bare)
+        _show_speeds(name, figures["kinds"])
+        figures["constrained"] = measures.constrained()
+        _compare(figures["constrained"], bare)
+        _show_speeds(name, figures["constrained"])
+        figures["cancels"] = measures.cancels()
+        _show_cancels(name, figures["cancels"])
+        aborts = [_abort(measures, session, launcher, client, in_prefill=False)]
+    with engine_session() as session:
+        launcher, client, _ = _start(session, flags)
+        aborts.append(_abort(Measures(client, spec, workload), session, launcher, client, in_prefill=True))
+    figures["aborts"] = aborts
+    for abort in aborts:
+        print(
+            f"{name}: aborted during {abort['during']}: client has its end ({abort['end']}) after {abort['told_ms']:.1f} ms, "
+            f"nothing left after {abort['clean_ms']:.0f} ms",
+            flush=True,
+        )
+    return figures
+
+
+def _start(session: EngineSession, flags: Sequence[str]) -> tuple[subprocess.Popen[bytes], RequestClient, float]:
+    """An engine that is ready, a client, and the seconds that it took."""
+    begin_s = time.monotonic()
+    launcher = session.launch(*flags)
+    session.connect(_READY_S).close()
+    ready_s = time.monotonic() - begin_s
+    return launcher, RequestClient(Access.from_folder(session.instance_folder)), ready_s
+
+
+def _abort(
+    measures: Measures, session: EngineSession, launcher: subprocess.Popen[bytes], client: RequestClient, *, in_prefill: bool
+) -> dict[str, Any]:
+    try:
+        return measures.abort(session, launcher, in_prefill=in_prefill)
+    finally:
+        client.close()
+
+
+def _compare(figures: list[dict[str, Any]], bare: dict[str, Any] | None) -> None:
+    """Add how much slower each is than the bare kernel: by medians, and by the best of either."""
+    for figure in figures:
+        if bare is not None:
+            figure |= {"of_bare": figure["us"] / bare["us"], "of_bare_best": figure["best_us"] / bare["best_us"]}
+
+
+def _show_first_tokens(name: str, figures: list[dict[str, Any]], wanted: dict[int | None, float]) -> None:
+    for figure in figures:
+        kept = figure.get("kept")
+        prompt = f"{kept:,} kept, {figure['new']} new" if kept else f"{figure['prompt']:,}"
+        limit = wanted.get(None if kept else figure["prompt"])
+        print(
+            f"{name}: prompt {prompt:>20}: first token after {figure['ms']:8.2f} ms (most {figure['most_ms']:.2f}, "
+            f"by the engine {figure['engine_ms']:.2f}, cached {figure['cached_tokens']})"
+            + (f", wanted {limit:g}" if limit else ""),
+            flush=True,
+        )
+
+
+def _show_speeds(name: str, figures: list[dict[str, Any]]) -> None:
+    for figure in figures:
+        beside = [f"{figure[key]:.4f} {words}" for key, words in _BESIDE.items() if key in figure]
+        first = f", first one after {figure['first_s']:.2f} s, then {figure['ttft_ms']:.1f} ms" if "first_s" in figure else ""
+        print(
+            f"{name}: {figure['kind']:>20}: {figure['us']:8.1f} us (best {figure['best_us']:.1f}), "
+            f"{figure['tokens_per_s']:.1f} tokens/s, {figure['client_tokens_per_s']:.1f} in the client, {figure['tokens']} tokens"
+            f"{first}{': ' if beside else ''}{', '.join(beside)}",
+            flush=True,
+        )
+
+
+_BESIDE = {
+    "of_greedy": "of greedy", "of_greedy_best": "by the best", "of_bare": "of the bare kernel", "of_bare_best": "by the best",
+}  # fmt: skip
+
+
+def _show_cancels(name: str, figures: list[dict[str, Any]]) -> None:
+    for figure in figures:
+        if not figure["count"]:
+            print(f"{name}: no cancel came during {figure['during']}", flush=True)
+            continue
+        print(
+            f"{name}: {figure['count']} cancels during {figure['during']}: told after {figure['told_ms']:.2f} ms "
+            f"(most {figure['most_told_ms']:.2f}), the next request's first token after {figure['free_ms']:.2f} ms (most "
+            f"{figure['most_free_ms']:.2f}; alone {figure['alone_ms']:.2f}), wanted {OBEYED_MS:g}",
+            flush=True,
+        )

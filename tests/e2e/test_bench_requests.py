@@ -1,0 +1,41 @@
+"""`kog-bench requests` on one CPU rank: all figures are there, and the engines that it starts end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kog_dist.bench.request_measures import KINDS, SCHEMAS, Workload
+from kog_dist.bench.requests import run
+from kog_dist.errors import ConfigError
+
+SMALL = Workload(prompts=(8, 200), kept=40, new=6, context=16, tokens=24, repeats=2)
+
+
+@pytest.mark.timeout(120)
+def test_whole_requests_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    run(None, "tiny", (1,), SMALL, on_gpus=False)
+    *lines, last = capsys.readouterr().out.splitlines()
+    (figures,) = json.loads(last)["figures"]
+    first_tokens = figures["first_tokens"]
+    assert [figure["prompt"] for figure in first_tokens] == [8, 200, 46]
+    assert [figure["cached_tokens"] for figure in first_tokens] == [[0], [0], [40]]
+    assert all(0 < figure["engine_ms"] <= figure["ms"] <= figure["most_ms"] for figure in first_tokens)
+    assert [figure["kind"] for figure in figures["kinds"]] == list(KINDS)
+    assert all(figure["tokens"] == SMALL.tokens and figure["us"] >= figure["best_us"] > 0 for figure in figures["kinds"])
+    assert [figure["kind"] for figure in figures["constrained"]] == [f"JSON: {name}" for name in SCHEMAS]
+    assert all(figure["tokens_per_s"] > 0 for figure in figures["constrained"])
+    cancels = {figure["during"]: figure for figure in figures["cancels"]}
+    assert cancels["decode"]["count"] == 2
+    assert 0 < cancels["decode"]["told_ms"] <= cancels["decode"]["free_ms"]
+    assert {abort["end"] for abort in figures["aborts"]} <= {"shutdown", "done"}  # the model is small: it may be done before
+    assert all(abort["clean_ms"] > 0 for abort in figures["aborts"])
+    assert len(lines) == 3 + len(KINDS) + len(SCHEMAS) + 2 + 2
+
+
+@pytest.mark.parametrize("wrong", [{"prompts": (256,)}, {"kept": 250}, {"tokens": 241}])
+def test_what_does_not_fit_is_named(wrong: dict[str, object]) -> None:
+    workload = Workload(**{"prompts": (8,), "kept": 40, "new": 6, "context": 16, "tokens": 24, "repeats": 2, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--" + next(iter(wrong))):
+        run(None, "tiny", (1,), workload, on_gpus=False)
