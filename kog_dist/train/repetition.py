@@ -14,7 +14,7 @@ from torch.nn import functional
 
 STRETCH = 256  # tokens: each stretch of a row begins as it was and ends as a loop of its own
 _FIRST_STARTS = (32, 128)  # of the loop's first round within its stretch
-_PERIODS = (4, 64)
+_PERIODS = (1, 64)
 _FALL = 0.5  # probability of a token, relative to the same one a round before
 _SMALLEST = 1e-6
 

@@ -117,7 +117,9 @@ class Run:
         functions, loops = (
             round(settings.batch * share * self.is_decaying) for share in (settings.function_share, settings.repetition_share)
         )
-        rows = self.tokens.drawn(settings.batch, settings.time, settings.seed, self.step_idx, functions)
+        of_functions = loops // 2 if functions else 0  # half of the loops are made of functions
+        rows = self.tokens.drawn(settings.batch, settings.time, settings.seed, self.step_idx, functions + of_functions)
+        rows = rows.roll(of_functions, 0)
         if settings.repetition_share == 0:
             return rows[self._share], None
         draw = np.random.default_rng((settings.seed, self.step_idx, 1))

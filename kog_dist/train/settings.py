@@ -22,7 +22,7 @@ class RunSettings:
     schedule: see `learning_rate_factor`; decay_share: last part of the steps of `wsd`.
     precision: matrix products in bfloat16 (autocast; weights and moments stay float32) or all in float32; auto = bf16 on CUDA.
     function_share, repetition_share: parts of the rows of a step, in the last `decay_share` of all steps: single functions
-    (`prepare --functions`), and loops (`train.repetition`).
+    (`prepare --functions`), and loops (`train.repetition`), half of them made of functions if there are any.
     held_out_batches: batches of evenly spaced held-out rows that a held-out loss is the mean of.
     """
 
