@@ -21,6 +21,7 @@ from kog_dist.bench.soak_replay import compare, compare_rounded, replay_of
 from kog_dist.bench.soak_requests import Planned, RequestMix
 from kog_dist.bench.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
 from kog_dist.hardware.gpus import read_inventory
+from kog_dist.hardware.visible import visible_gpus
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, StatusReport
 from kog_dist.rpc.transport import Access
@@ -221,7 +222,6 @@ def _size(pid: int) -> dict[str, int]:
 
 
 def _gpu_memory(*, on_gpus: bool) -> dict[str, dict[str, int]]:
-    """Memory of each GPU that is in use, whoever uses it."""
-    if not on_gpus:
-        return {}
-    return {f"GPU {gpu.index}": {"used_kb": (gpu.memory_bytes - gpu.free_bytes) // 1024} for gpu in read_inventory().gpus}
+    """Memory of each visible GPU that is in use, whoever uses it."""
+    gpus = visible_gpus(read_inventory().gpus, os.environ).gpus if on_gpus else ()
+    return {f"GPU {gpu.index}": {"used_kb": (gpu.memory_bytes - gpu.free_bytes) // 1024} for gpu in gpus}

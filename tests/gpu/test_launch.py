@@ -12,7 +12,10 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 
+from kog_dist.bench.request_measures import Workload
+from kog_dist.bench.requests import OBEYED_MS, run
 from kog_dist.bench.session import EngineSession, engine_session, until
+from kog_dist.bench.soak import soak
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import ErrorCode, Tokens
@@ -96,3 +99,20 @@ def test_killed_worker_is_one_error_and_the_next_engine_serves(session: EngineSe
         assert token_ids(client, 50) == whole
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(ENDED_S) == 0
+
+
+def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
+    figures = soak(200, ranks=1, num_clients=4, seed=5, on_gpus=True)
+    assert figures["findings"] == []
+    assert figures["replayed"] > 50
+    assert figures["cached_tokens"] > 0
+    assert "GPU 0" in figures["growth"]
+
+
+def test_cancels_and_aborts_are_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the tiny model; of the 2B shape `kog-bench requests --gpus 1 --spec 2b` says it."""
+    run(None, "tiny", (1,), Workload(prompts=(64, 500), kept=300, new=20, context=64, tokens=200, repeats=3), on_gpus=True)
+    (figures,) = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert [figure["cached_tokens"] for figure in figures["first_tokens"]] == [[0], [0], [300]]
+    assert all(figure.get("most_free_ms", 0.0) < OBEYED_MS for figure in figures["cancels"])
+    assert all(abort["told_ms"] < OBEYED_MS for abort in figures["aborts"])
