@@ -61,12 +61,23 @@ def rows_of(results: Sequence[dict[str, Any]], bytes_per_token: float) -> list[R
     return sorted(rows, key=lambda row: (-row.lanes, row.learning_rate_factor))  # stable: forms stay in the grid's order
 
 
+def over_lanes(results: Sequence[dict[str, Any]]) -> dict[tuple[float, str], Mean]:
+    """By learning rate and form: the mean difference to delay 0 over all lanes and seeds that have both."""
+    found: dict[tuple[float, str], list[float]] = {}
+    losses = {(r["learning_rate_factor"], r["form"], r["lanes"], r["seed"]): r["loss"] for r in results}
+    for (factor, form, lanes, seed), loss in losses.items():
+        reference = losses.get((factor, REFERENCE, lanes, seed))
+        if form != REFERENCE and reference is not None:
+            found.setdefault((factor, form), []).append(loss - reference)
+    return {key: mean_of(values) for key, values in found.items()}
+
+
 def write_report(out: Path, config: dict[str, Any], results: Sequence[dict[str, Any]], bytes_per_token: float) -> list[Row]:
     """Write `results.json`, `table.md`, `loss.svg` and `difference.svg` of what is done so far."""
     rows = rows_of(results, bytes_per_token)
     content = {"config": config, "held_out_bytes_per_token": bytes_per_token, "rows": list(map(asdict, rows)), "runs": results}
     write_json(out / "results.json", content)
-    (out / "table.md").write_text(table(rows), encoding="utf-8")
+    (out / "table.md").write_text(table(rows) + "\n" + table_over_lanes(over_lanes(results)), encoding="utf-8")
     series = {lanes: number for number, lanes in enumerate(dict.fromkeys(row.lanes for row in rows))}
     for name, unit in (("loss", "nats per token"), ("difference", "nats per token more than with delay 0")):
         means = [(row, row.loss if name == "loss" else row.difference) for row in rows]
@@ -93,6 +104,15 @@ def table(rows: Sequence[Row]) -> str:
             f"| {row.lanes} | {row.form}{rate} | {row.loss.count} | {_with_interval(row.loss, '.4f')} | "
             f"{_with_interval(row.bits_per_byte, '.4f')} | {difference} | {row.tokens_per_s / 1e6:.2f} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def table_over_lanes(means: dict[tuple[float, str], Mean]) -> str:
+    """What `over_lanes` gives, as Markdown."""
+    lines = ["| form | runs | difference to delay 0, all lanes |", "|---|---:|---:|"]
+    for (factor, form), mean in means.items():
+        rate = "" if factor == 1 else f" (rate x {factor:g})"
+        lines.append(f"| {form}{rate} | {mean.count} | {_with_interval(mean, '+.4f')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,12 +21,14 @@ class Mean:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Mean and interval of independent, roughly normal values (one per seed). Needs 1 to 16 values."""
-    if not 1 <= len(values) <= len(_T_975) + 1:
-        raise ValueError(f"1 to {len(_T_975) + 1} values, not {len(values)}")
+    """Mean and interval of independent, roughly normal values (one per seed). Needs one value at least."""
+    if not values:
+        raise ValueError("there is no mean of no values")
     if len(values) == 1:
         return Mean(values[0], None, 1)
-    half = _T_975[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    freedom = len(values) - 1
+    t = _T_975[freedom - 1] if freedom <= len(_T_975) else 1.96 + 2.5 / freedom  # to 0.01
+    half = t * statistics.stdev(values) / math.sqrt(len(values))
     return Mean(statistics.fmean(values), half, len(values))
 
 

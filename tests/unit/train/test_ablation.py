@@ -15,7 +15,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.train.__main__ import app
 from kog_dist.train.ablation import Ablation
 from kog_dist.train.ablation_grid import AblationConfig, Form, read_ablation_config
-from kog_dist.train.ablation_report import rows_of, table
+from kog_dist.train.ablation_report import over_lanes, rows_of, table, table_over_lanes
 from kog_dist.train.distributed import Ranks
 from kog_dist.train.intervals import mean_of, paired
 from kog_dist.train.model import Residual
@@ -164,11 +164,24 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert "| +0.1100 ± 0.0248 | 1.50 |" in table(rows)
 
 
+def test_differences_over_all_lanes() -> None:
+    results = [result_of("delay 0", seed, 2.0 + seed) | {"lanes": lanes} for seed in (0, 1) for lanes in (2, 4)]
+    results += [result_of("none", seed, 2.0 + seed + 0.01 * lanes) | {"lanes": lanes} for seed in (0, 1) for lanes in (2, 4)]
+    results.append(result_of("ladder", 0, 2.5))  # its reference is not there
+    means = over_lanes(results)
+    assert list(means) == [(1.0, "none")]
+    assert means[1.0, "none"].value == pytest.approx(0.03)
+    assert means[1.0, "none"].count == 4
+    assert "| none | 4 | +0.0300 ± 0.0184 |" in table_over_lanes(means)
+
+
 def test_intervals() -> None:
     assert mean_of([4.0]).half is None
     assert mean_of([1.0, 3.0]).half == pytest.approx(12.706)
+    half = mean_of([1.0, 3.0] * 13).half  # Student's t with 25 degrees of freedom: 2.060
+    assert half == pytest.approx(2.060 * 1.0198 / 26**0.5, rel=1e-3)
     assert paired({0: 1.0}, {1: 1.0}) is None
-    with pytest.raises(ValueError, match="1 to 16 values"):
+    with pytest.raises(ValueError, match="no mean of no values"):
         mean_of([])
 
 
