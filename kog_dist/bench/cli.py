@@ -184,19 +184,23 @@ def requests(
     new: Annotated[int, typer.Option(help="Tokens behind them.")] = 50,
     context: Annotated[int, typer.Option(help="Prompt of the answers whose speed is measured.")] = 512,
     tokens: Annotated[int, typer.Option(help="Tokens of these answers.")] = 400,
-    repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after 4 s.")] = 10,
+    repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after 3 s.")] = 10,
+    aborts: Annotated[str, typer.Option(help="When engines are aborted, one for each: prefill,decode.")] = "prefill,decode",
 ) -> None:
     """Whole requests through an engine: first tokens, speed of sampling and JSON schemas, cancels and aborts."""
     from kog_dist.bench import requests as benchmark
     from kog_dist.bench.request_measures import Workload
 
+    during = tuple(aborts.split(","))
+    if not set(during) <= set(benchmark.ABORTS):
+        raise ConfigError(f"--aborts must be one or more of {', '.join(benchmark.ABORTS)}, got {aborts!r}")
     if bool(gpus) == bool(ranks):
         raise ConfigError("give --gpus or --ranks, one of the two")
     if min(kept, new) < 0 or min(context, repeats) < 2 or tokens < 3:
         raise ConfigError("--kept and --new must be at least 0, --context and --repeats at least 2, --tokens at least 3")
     workload = Workload(_counts(prompts, "--prompts"), kept, new, context, tokens, repeats)
     counts = _counts(gpus, "--gpus") if gpus else _counts(ranks)
-    benchmark.run(model, spec, counts, workload, on_gpus=bool(gpus))
+    benchmark.run(model, spec, counts, workload, on_gpus=bool(gpus), aborts=during)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from kog_dist.errors import ConfigError, KogError, RequestFailed
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import Done, Error, FinishReason
 
-BUDGET_S = 4.0  # for the repeats of one figure, of which two are always made
+BUDGET_S = 3.0  # for the repeats of one figure, of which two are always made
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8, "seed": 7},

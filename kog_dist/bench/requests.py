@@ -28,11 +28,15 @@ WANTED_MS: dict[int, dict[int | None, float]] = {
     1: {128: 3, 512: 6, 2048: 16, 4000: 32, None: 4}, 4: {128: 2.5, 512: 4, 2048: 8, 4000: 14},
 }  # fmt: skip
 OBEYED_MS = 250.0
+ABORTS = ("prefill", "decode")
 _READY_S = 120.0
 
 
-def run(model: str | None, spec_name: str, counts: Sequence[int], workload: Workload, *, on_gpus: bool) -> None:
-    """Measure an engine on each number of ranks; prints tables, then the JSON object."""
+def run(
+    model: str | None, spec_name: str, counts: Sequence[int], workload: Workload, *, on_gpus: bool,
+    aborts: Sequence[str] = ABORTS,
+) -> None:  # fmt: skip
+    """Measure an engine on each number of ranks, one for each of `aborts`; prints tables, then the JSON object."""
     before = machine()
     configuration: dict[str, Any] = {
         "model": model or f"{spec_name}, random weights", "device": "cuda" if on_gpus else "cpu", **asdict(workload),
@@ -41,14 +45,15 @@ def run(model: str | None, spec_name: str, counts: Sequence[int], workload: Work
         from kog_dist.bench.gpu import require_gpus
 
         configuration["gpu"] = require_gpus(max(counts))
-    bare = {count: _bare_kernel(spec_name, count, workload) for count in counts} if _has_bare(model, spec_name, on_gpus) else {}
     begin_s = time.monotonic()
     with _given(model) if model else random_model(spec_name, on_gpus=on_gpus) as (folder, spec):
         workload.check(spec)
         configuration["write_s"] = round(time.monotonic() - begin_s, 2)
-        wanted = WANTED_MS if on_gpus and model is None and spec_name == "2b" else {}
+        has_bare = on_gpus and model is None and spec_name != "tiny"
+        bare = {count: _bare_kernel(spec_name, count, workload) if has_bare else None for count in counts}
+        wanted = WANTED_MS if has_bare and spec_name == "2b" else {}
         figures = [
-            _engine(folder, spec, workload, count, on_gpus=on_gpus, bare=bare.get(count), wanted=wanted.get(count, {}))
+            _engine(folder, spec, workload, count, on_gpus=on_gpus, bare=bare[count], wanted=wanted.get(count, {}), aborts=aborts)
             for count in counts
         ]
     finish("requests", configuration, before, figures)
@@ -60,10 +65,6 @@ def _given(model: str) -> Iterator[tuple[Path, ModelSpec]]:
 
     with nullcontext(Path(model)) as folder:
         yield folder, open_checkpoint(folder, verify=False).spec
-
-
-def _has_bare(model: str | None, spec_name: str, on_gpus: bool) -> bool:
-    return on_gpus and model is None and spec_name != "tiny"
 
 
 def _bare_kernel(spec_name: str, count: int, workload: Workload) -> dict[str, Any]:
@@ -80,9 +81,9 @@ def _bare_kernel(spec_name: str, count: int, workload: Workload) -> dict[str, An
 
 def _engine(
     folder: Path, spec: ModelSpec, workload: Workload, count: int, *, on_gpus: bool, bare: dict[str, Any] | None,
-    wanted: dict[int | None, float],
+    wanted: dict[int | None, float], aborts: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """The figures of one number of ranks: an engine that answers and ends in the middle of one, then another that prefills."""
+    """The figures of one number of ranks: an engine that answers and ends with the first abort, others for further aborts."""
     flags = [str(folder), f"--gpus={count}"] if on_gpus else [str(folder), "--device=cpu", f"--ranks={count}"]
     figures: dict[str, Any] = {"gpus" if on_gpus else "ranks": count, "bare": bare}
     name = f"{count} {'GPU' if on_gpus else 'rank'}{'s' if count > 1 else ''}"
@@ -100,12 +101,12 @@ def _engine(
         _show_speeds(name, figures["constrained"])
         figures["cancels"] = measures.cancels()
         _show_cancels(name, figures["cancels"])
-        aborts = [_abort(measures, session, launcher, client, in_prefill=False)]
-    with engine_session() as session:
-        launcher, client, _ = _start(session, flags)
-        aborts.append(_abort(Measures(client, spec, workload), session, launcher, client, in_prefill=True))
-    figures["aborts"] = aborts
-    for abort in aborts:
+        figures["aborts"] = [_abort(measures, session, launcher, client, aborts[0])]
+    for during in aborts[1:]:
+        with engine_session() as session:
+            launcher, client, _ = _start(session, flags)
+            figures["aborts"].append(_abort(Measures(client, spec, workload), session, launcher, client, during))
+    for abort in figures["aborts"]:
         print(
             f"{name}: aborted during {abort['during']}: client has its end ({abort['end']}) after {abort['told_ms']:.1f} ms, "
             f"nothing left after {abort['clean_ms']:.0f} ms",
@@ -124,10 +125,10 @@ def _start(session: EngineSession, flags: Sequence[str]) -> tuple[subprocess.Pop
 
 
 def _abort(
-    measures: Measures, session: EngineSession, launcher: subprocess.Popen[bytes], client: RequestClient, *, in_prefill: bool
+    measures: Measures, session: EngineSession, launcher: subprocess.Popen[bytes], client: RequestClient, during: str
 ) -> dict[str, Any]:
     try:
-        return measures.abort(session, launcher, in_prefill=in_prefill)
+        return measures.abort(session, launcher, in_prefill=during == "prefill")
     finally:
         client.close()
 
