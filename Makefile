@@ -7,13 +7,17 @@ RANKS ?= 4
 WORKERS ?= 2
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
+# Tests and commands start hundreds of processes: without bytecode each of them compiles all that it imports.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test lint types check cluster service bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
 	$(BIN)/kog-launch --device cpu --ranks $(RANKS) --max-tokens 200 --temperature 0.5 --seed 3 --prompt "$$prompt"
 
-test: lint types check  ## everything that needs no GPU
+test: $(VENV)/.installed-dev  ## everything that needs no GPU
+	$(MAKE) --jobs 2 lint types check
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -48,9 +52,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench,mpi,ray]'
-	touch $@
+	touch $(VENV)/.installed $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
