@@ -59,24 +59,27 @@ def choose_gpus(
 
 
 def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str) -> dict[str, int]:
-    """GPU memory of a rank by use; `tape` is what it reads for every token.
+    """GPU memory of a rank by use; `tape` is what it reads for every token, and "prefill" begins what prefill takes.
 
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     from kog_dist.collectives.mailbox import place
     from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.engines import cuda
+    from kog_dist.workers.prefill.memory import can_prefill, prefill_bytes
 
     spec = checkpoint.spec
     lanes = spec.lanes_of_rank(rank, world_size)
     shape = KernelShape(spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size)
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
-    return {
+    uses = {
         "tape": 2 * shape.tape_values * shape.num_ctas,
         "tables": 2 * (spec.vocab_size * spec.hidden_size + norms) + rope,
         "cache": shape.kv_bytes,
         "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), world_size))),
     }
+    return uses | (prefill_bytes(shape) if cuda.USE_PREFILL and can_prefill(spec) else {})
 
 
 def _try_select(request: GpuRequest, visible: Visible, inventory: Inventory) -> tuple[tuple[Gpu, ...], tuple[KogError, ...]]:
@@ -109,8 +112,12 @@ def _unfit(gpu: Gpu, needed: Mapping[str, int]) -> str:
         return use
     total = sum(needed.values()) + _BESIDES_BYTES
     if gpu.free_bytes < total:
-        free, wanted = (f"{number / 2**30:.1f} GiB" for number in (gpu.free_bytes, total))
-        return f"has {free} of free memory and a rank needs {wanted}; stop what uses it (kog-doctor shows it), or choose another"
+        of_prefill = sum(count for use, count in needed.items() if use.startswith("prefill"))
+        free, wanted, prefill = (f"{number / 2**30:.1f} GiB" for number in (gpu.free_bytes, total, of_prefill))
+        share = f" ({prefill} of that for prefill)" if of_prefill else ""
+        return (
+            f"has {free} of free memory and a rank needs {wanted}{share}; stop what uses it (kog-doctor shows it), or use another"
+        )
     return ""
 
 

@@ -94,8 +94,11 @@ def _place(target: Target, rank: int) -> str:
 def _memory(target: Target, rank: int) -> str:
     if target.device == "cuda":
         uses = gpu_rank_bytes(target.checkpoint, rank, target.world_size, target.kv_dtype)
-        shown = {"tape": "weights tape", "tables": "tables and norms", "cache": f"{target.kv_dtype} KV cache", "words": "words"}
-        return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items())
+        shown = {
+            "tape": "weights tape", "tables": "tables and norms", "cache": f"{target.kv_dtype} KV cache", "words": "words",
+            "prefill weights": "weights of prefill", "prefill": "memory of prefill",
+        }  # fmt: skip
+        return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses)
     uses = cpu_rank_bytes(target, rank)
     weights = f"{_size(uses['weights'])} weights as float32 ({_size(uses['read'])} read per token)"
     return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache"

@@ -31,8 +31,6 @@ CHOICES = {  # tuning, and thread blocks that send or collect a sum
     "8 blocks": (DEFAULT, 8),
     "32 blocks": (DEFAULT, 32),
     "to 512": (Tuning(_TO_512), peer_exchange.DEFAULT_CTAS),
-    "stripes of 256": (Tuning(stripe=256), peer_exchange.DEFAULT_CTAS),
-    "stripes of 512": (Tuning(stripe=512), peer_exchange.DEFAULT_CTAS),
 }
 DECODED = 256  # the last cached positions, which prefill has to fetch from the kernel's cache
 

@@ -78,19 +78,15 @@ class CheckedOperations:
         own_sum: Tensor | None,
         unscale: Tensor | None,
         scale: Tensor | None,
-        span: slice,
     ) -> None:
         outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
         if own_sum is not None:
             outputs["own sum"] = own_sum
         name = f"{mode.value} residual, " + ("sums here" if total is None else "sums given")
-        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum, unscale, scale, span))
+        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum, unscale, scale))
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
-
-    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        self._compare("scores", {"scores": out}, lambda do: do.scores(x, matrix, out))
 
     def load_cache(self, first: int, last: int) -> None:
         outputs = {"keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow}

@@ -11,11 +11,9 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
@@ -29,7 +27,6 @@ from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda_peers import CudaPeers
-from kog_dist.workers.engines.first_token import FirstToken
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import Kernel, Launches, Token
 
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
 USE_PREFILL = False  # until tests/gpu/test_prefill.py has passed on a GPU
-LOGITS_FROM_PREFILL = True  # on one rank; else the kernel decodes a prompt's last token there, too, as it does on several
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
@@ -59,18 +55,8 @@ class Prefiller(Protocol):
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
-        wants_logits: bool = False,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then."""
-
-    @property
-    def has_head(self) -> bool:
-        """Whether `run` can give logits."""
-
-    @property
-    def logits(self) -> NDArray[np.float32] | None:
-        """Of the last token, if they were wanted, and `run` came so far."""
 
     def forget(self, position: int) -> None:
         """The kernel writes its KV cache from `position` on, without prefill."""
@@ -165,26 +151,20 @@ class CudaEngine:
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
         limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
         with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
-            num_cached, first = self._prefilled(seq, request, heartbeat)
-            if first is not None and first.finish is not Finish.NONE:
-                return first.finish
-            return self._decode(seq, request, heartbeat, num_cached, () if first is None else (first.token_id,))
+            return self._decode(seq, request, heartbeat, self._prefilled(seq, request, heartbeat))
 
-    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, FirstToken | None]:
-        """Positions that the KV cache holds once the prompt has gone through prefill, and the answer's first token, handed out.
+    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> int:
+        """Positions that the KV cache holds once the prompt has gone through prefill: all but the last one, which the kernel
+        decodes, so that answers begin with the same bits on any number of ranks.
 
-        Without that token, if prefill has no head: all but the prompt's last position, which the kernel decodes. Fewer when
-        the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
+        Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
         """
-        start, num_prompt = request.kv.num_cached, len(request.prompt)
+        start, num_wanted = request.kv.num_cached, len(request.prompt) - 1
         if self._prefill is None:
-            return start, None
-        if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
+            return start
+        if num_wanted - start < MIN_PREFILL_TOKENS:
             self._prefill.forget(start)
-            return start, None
-        has_head = LOGITS_FROM_PREFILL and self._prefill.has_head
-        first = FirstToken(request, self._max_context) if has_head and not request.is_shaped else None
-        num_wanted = num_prompt - 1 if first is None else num_prompt
+            return start
         num_asked = 0
 
         def progress(position: int) -> None:
@@ -201,35 +181,23 @@ class CudaEngine:
             return num_asked > 1 and bool(self._peers.share_choice(int(cancelled), Finish.NONE)[0])
 
         held = self._prefill.run(
-            request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress,
-            wants_logits=first is not None,
-            meanwhile=(lambda: None) if first is None else partial(first.prepare, len(self._loaded.logits)),
-        )  # fmt: skip
+            request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress
+        )
         if self._control.aborted():
             self._leave(f"left request {seq}")
-        logits = self._prefill.logits
-        if first is not None and logits is not None:
-            first.choose(logits, cancelled=self._control.cancelled(seq))
-            self._put(seq, 0, first.token_id, first.finish, logits if request.logit_digests else None)
-            progress(held)
-            return held, first
-        held = min(held, num_prompt - 1)
         self._prefill.forget(held)
         progress(held)
-        return held, None
+        return held
 
-    def _decode(
-        self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, begun: tuple[int, ...] = ()
-    ) -> Finish:
-        """The kernel decodes many tokens in a launch and chooses them itself, behind those with which the answer has `begun`."""
-        kernel, prompt = self._loaded, (*request.prompt, *begun)
-        num_prompt = len(prompt)
-        max_tokens = min(request.max_tokens - len(begun), self._max_context - num_prompt)
+    def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int) -> Finish:
+        """The kernel decodes many tokens in a launch and chooses them itself."""
+        kernel, num_prompt = self._loaded, len(request.prompt)
+        max_tokens = min(request.max_tokens, self._max_context - num_prompt)
         sampling = Sampling(request.temperature, request.seed)
         shaped = ShapedRequest(request.shaping, request.logprobs, request.mask_epoch) if request.is_shaped else None
         if request.mask_epoch:
             self._await_first_mask(seq, request, heartbeat)
-        kernel.begin(prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
+        kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
@@ -242,7 +210,7 @@ class CudaEngine:
                 self._control.set_progress(self._rank, seq, num_prompt + index)
             else:
                 self._settle(seq, token.finish)
-            self._put(seq, len(begun) + index, token.token_id, token.finish, logits, logprobs)
+            self._put(seq, index, token.token_id, token.finish, logits, logprobs)
             if token.finish is not Finish.NONE:
                 return token.finish
         raise RequestFailed("rank_failed", f"the kernel gave {max_tokens} tokens of request {seq} and did not end it")

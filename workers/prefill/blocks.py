@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better.
-BLOCK_SIZES = (128, 256, 512, 1024)
+BLOCK_SIZES = (128, 256, 512, 1024, 2048)
 # A prompt that is no longer goes through one block of so many rows. Its values are kept as sums of two, so products see twice as
 # many rows: in short prompts little averages roundings out, and weights are waited for anyway.
 EXACT_SIZE = 64
-PAIRED_FROM = 512  # neighbouring blocks of one size from this one on run two at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +43,4 @@ def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size:
             holding = max(size for size in sizes if size <= rest)
         found.append(Block(start, holding, min(holding, rest)))
         start += holding
-    return found
-
-
-def pairs(single: Sequence[Block], paired_from: int) -> list[tuple[Block, ...]]:
-    """The same blocks in order, two together where neighbours have one size and it is large enough."""
-    found: list[tuple[Block, ...]] = []
-    for block in single:
-        is_second = bool(found) and len(found[-1]) == 1 and found[-1][0].size == block.size >= paired_from
-        if is_second:
-            found[-1] = (*found[-1], block)
-        else:
-            found.append((block,))
     return found

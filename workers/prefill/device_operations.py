@@ -156,14 +156,12 @@ class DeviceOperations:
         own_sum: Tensor | None,
         unscale: Tensor | None,
         scale: Tensor | None,
-        span: slice,
     ) -> None:
         """See `Operations`."""
         kernel = "residual_alone" if mode is ReduceMode.DELAYED and total is None else f"residual_{mode.value}"
         self._launch_rows(
-            kernel, rows, span.stop - span.start, self._row_threads, stream=rows.stream, inverse_rms=rows.inverse_rms,
+            kernel, rows, rows.size, self._row_threads, stream=rows.stream, inverse_rms=rows.inverse_rms,
             partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
-            first=span.start, last=span.stop,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
@@ -173,14 +171,6 @@ class DeviceOperations:
             inverse_rms=rows.inverse_rms,
             gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
-
-    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """See `Operations`. x is the sum of two values in the products' type."""
-        import torch
-
-        upper = x.to(matrix.dtype)
-        both = torch.stack((upper, (x - upper.float()).to(matrix.dtype)), dim=1)  # (B, 2, K)
-        out.copy_(torch.bmm(both, matrix.transpose(1, 2), out_dtype=torch.float32).sum(1))
 
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kog_dist.model.layout import head_name, layer_prefix, norm_name, tensor_layouts
+from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class LayerMatrices:
     FFN norm weights are multiplied into the columns of `w13`, in float32, before these are rounded. Roundings of `wqkv` would go
     straight into keys and values, so streams are multiplied by `scale` instead: the attention norm's weights but for a power of
     two, and for those so small that a stream would lose bits; what is missing is multiplied into the columns.
-    Without a head the last layer has `wqkv` alone: nothing else of it is computed.
+    The last layer has `wqkv` alone: nothing else of it is computed.
     """
 
     wqkv: Tensor  # query rows, key rows, value rows
@@ -42,37 +42,25 @@ class LayerMatrices:
     unscale: Tensor  # its inverse
 
 
-@dataclass(frozen=True, slots=True)
-class HeadMatrices:
-    """What makes logits of streams. The weight's form is that of the model's `lm_head_type`."""
-
-    norm: Tensor  # (lanes or 1, D) float32
-    weight: Tensor  # (1, vocab, D), (1, vocab, lanes * D) or (lanes, vocab / lanes, D) in the type of the products
-
-
 class Matrices:
     """Collects the layers of a model while its tensors pass by, in any order; a layer is made as soon as it is complete.
 
     `take` wants the rows of the hosted lanes (all lanes of the model have the same number of rows), as floating-point values.
-    `with_head`: all of the last layer and the LM head, too; only for a rank that hosts all lanes.
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, with_head: bool = False) -> None:
-        self._spec, self._dtype, self._with_head = spec, dtype, with_head
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._spec, self._dtype = spec, dtype
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
-        self._head: dict[str, Tensor | None] = dict.fromkeys(_head_names(spec) if with_head else ())
         self._waiting: dict[int, dict[str, Tensor]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices] = {}
 
     def wants(self, name: str) -> bool:
         """Whether a tensor belongs to a matrix."""
-        return name in self._names or name in self._head
+        return name in self._names
 
     def take(self, name: str, values: Tensor) -> None:
         """A tensor passes by. Those that are not wanted are left alone."""
-        if name in self._head:
-            self._head[name] = values.float() if name == _head_names(self._spec)[0] else values.to(self._dtype)
         if name not in self._names:
             return
         layer = self._names[name]
@@ -89,18 +77,9 @@ class Matrices:
         assert not missing, f"tensors of layers {missing} did not pass"
         return [self._made[layer] for layer in range(self._spec.num_layers)]
 
-    def head(self) -> HeadMatrices | None:
-        """The head, once every tensor has passed; None if it was not wanted."""
-        if not self._with_head:
-            return None
-        norm, weight = (self._head[name] for name in _head_names(self._spec))
-        assert norm is not None
-        assert weight is not None
-        return HeadMatrices(norm.view(-1, self._spec.hidden_size), weight if weight.dim() == 3 else weight[None])
-
     def _parts(self, layer: int) -> list[str]:
         """Names within a layer of the tensors that prefill multiplies with."""
-        if layer == self._spec.num_layers - 1 and not self._with_head:
+        if layer == self._spec.num_layers - 1:
             return ["attention_norm", *_MATRICES["wqkv"]]
         return [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
 
@@ -133,8 +112,8 @@ class Matrices:
 
 
 def matrices_of(spec: ModelSpec, lanes: range, tensor: Callable[[str], Tensor], dtype: torch.dtype) -> Matrices:
-    """The matrices of a model whose whole tensors can be asked for by name; with the head, if all lanes are hosted."""
-    matrices = Matrices(spec, dtype, with_head=len(lanes) == spec.num_lanes)
+    """The matrices of a model whose whole tensors can be asked for by name."""
+    matrices = Matrices(spec, dtype)
     for name, layout in tensor_layouts(spec).items():
         if matrices.wants(name):
             is_cut = len(layout.parts) > 1
@@ -150,7 +129,3 @@ def _scale(norm: Tensor) -> Tensor:
     largest = norm.abs().max().clamp(min=2.0**-100)
     scaled = norm / torch.exp2(largest.log2().round())
     return torch.where(scaled.abs() < _LEAST_SCALE, _LEAST_SCALE, scaled)
-
-
-def _head_names(spec: ModelSpec) -> tuple[str, str]:
-    return norm_name(spec, "model.norm"), head_name(spec)

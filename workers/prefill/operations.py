@@ -50,20 +50,14 @@ class Operations(Protocol):
         own_sum: Tensor | None,
         unscale: Tensor | None,
         scale: Tensor | None,
-        span: slice,
     ) -> None:
         """h += total (blocking), p + (total - past) (delayed) or sqrt(lanes of the model) * p (local); then 1 / rms of h.
-
-        In the rows of `span` alone, which are all in an exact block.
 
         h is `stream` times `unscale`, and `stream` becomes h times `scale`: float32 (lanes or 1, D), one of them at most.
 
         `total` (size, D) float32 is a sum over the lanes of the whole model; None (delayed): that of `past`, as `lane_sum` adds
         it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that is None.
         """
-
-    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """out (B, rows) float32 = x (B, K) float32 times the transposed `matrix` (B, rows, K), to about 20 bits of x."""
 
     def load_cache(self, first: int, last: int) -> None:
         """Keys and values of these positions, as far as the layers still have them, from the monokernel's cache."""
@@ -91,12 +85,11 @@ class TorchOperations:
         """See `Operations`."""
         start = int(rows.place[0])
         ids = self.buffers.prompt[start : start + rows.size].long()
-        self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale, slice(0, rows.size))
+        self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale)
 
-    def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None, span: slice) -> None:
-        stream = rows.stream if rows.is_exact else rows.stream[:, span]
-        _split(h if scale is None else h * scale[:, None], stream)
-        rows.inverse_rms[:, span] = (h.square().mean(-1) + self.spec.norm_eps).rsqrt()
+    def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None) -> None:
+        _split(h if scale is None else h * scale[:, None], rows.stream)
+        rows.inverse_rms.copy_((h.square().mean(-1) + self.spec.norm_eps).rsqrt())
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
@@ -165,25 +158,24 @@ class TorchOperations:
         own_sum: Tensor | None,
         unscale: Tensor | None,
         scale: Tensor | None,
-        span: slice,
     ) -> None:
         """See `Operations`."""
-        added = _whole(partial, rows.size)[:, span]
+        added = _whole(partial, rows.size)
         if own_sum is not None:
-            own_sum[span] = _tree_sum(added)
+            own_sum.copy_(_tree_sum(added))
         if mode is ReduceMode.BLOCKING:
             assert total is not None
-            added = total[span]
+            added = total
         elif mode is ReduceMode.DELAYED:
             assert past is not None
-            before = _whole(past, rows.size)[:, span]
-            added = added + ((_tree_sum(before) if total is None else total[span]) - before)
+            before = _whole(past, rows.size)
+            added = added + ((_tree_sum(before) if total is None else total) - before)
         else:
             added = added * math.sqrt(self.spec.num_lanes)
-        h = _whole(rows.stream, rows.size)[:, span]
+        h = _whole(rows.stream, rows.size)
         if unscale is not None:
             h = h * unscale[:, None]
-        self._keep(rows, h + added, scale, span)
+        self._keep(rows, h + added, scale)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""
@@ -192,10 +184,6 @@ class TorchOperations:
         self.product(rows.stream, matrix, rows.gate_up)
         gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[..., None]).chunk(2, dim=-1)
         _split(torch.nn.functional.silu(gate) * up, rows.activation)
-
-    def scores(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """See `Operations`."""
-        out.copy_((matrix.float() @ x[..., None])[..., 0])
 
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""

@@ -339,7 +339,7 @@ __device__ __forceinline__ void sum_lanes(const KogPrefillParams& params) {
 
 template <Mode kMode, bool kExact>
 __device__ __forceinline__ void residual_rows(const KogPrefillParams& params) {
-    for (u32 row = params.first + blockIdx.x; row < params.last; row += gridDim.x) residual<kMode, kExact>(params, row);
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kExact>(params, row);
 }
 
 template <bool kExact>

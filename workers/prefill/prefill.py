@@ -9,20 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.errors import ConfigError
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM, Block, blocks, pairs
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.layers import Layers
-from kog_dist.workers.prefill.matrices import HeadMatrices
 from kog_dist.workers.prefill.operations import Operations
-from kog_dist.workers.prefill.tail import Tail
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUPS_QUEUED = 2  # the next one starts without the host
+BLOCKS_QUEUED = 2  # the next one starts without the host
 POLL_S = 20e-6
 
 
@@ -34,20 +31,11 @@ class Runner(Protocol):
         the plain keys and values, too. What was queued before must have ended.
         """
 
-    def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
-        """Queue the next block, or two of one size that run at the same time; what comes back says whether they have ended."""
+    def queue(self, block: Block) -> Callable[[], bool]:
+        """Queue the next block; what comes back says whether it has ended."""
 
-    def store(self, first: int, last: int, *, wants_logits: bool) -> None:
-        """Queue behind all blocks: logits of the prompt's last token, which the last block holds if they are wanted; then these
-        positions go to the monokernel's cache if all values are finite.
-        """
-
-    @property
-    def has_head(self) -> bool:
-        """Whether logits can be had."""
-
-    def logits(self) -> NDArray[np.float32]:
-        """Of the last token (vocab,), after `finish`; a new array."""
+    def store(self, first: int, last: int) -> None:
+        """Queue behind all blocks: these positions go to the monokernel's cache if all values are finite."""
 
     def has_ended(self) -> bool:
         """Whether all that was queued has ended, after `store`."""
@@ -63,7 +51,7 @@ class Prefill:
     """Fills the KV cache of one rank. One request at a time, never while the monokernel runs.
 
     With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
-    once before each block or pair.
+    once before each block.
     """
 
     def __init__(
@@ -73,17 +61,10 @@ class Prefill:
         max_context: int,
         sizes: Sequence[int] = BLOCK_SIZES,
         exact_size: int = 0,
-        paired_from: int = PAIRED_FROM,
     ) -> None:
-        self._runner, self._max_context, self._sizes, self._paired_from = runner, max_context, tuple(sizes), paired_from
+        self._runner, self._max_context, self._sizes = runner, max_context, tuple(sizes)
         self._exact_size = exact_size
         self._held = 0  # positions whose plain keys and values are those of the cache
-        self.logits: NDArray[np.float32] | None = None  # (vocab,), see `run`
-
-    @property
-    def has_head(self) -> bool:
-        """Whether `run` can give logits."""
-        return self._runner.has_head
 
     def forget(self, position: int) -> None:
         """The cache was written from `position` on while no prefill of what it held until then came between."""
@@ -97,19 +78,13 @@ class Prefill:
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool] = lambda: False,
         on_progress: Callable[[int], None] = lambda position: None,
-        wants_logits: bool = False,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
         That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block, and what is queued by
         then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
         `start` comes back; the monokernel can go on from there. `on_progress` is called with the number of positions after every
-        block or pair. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back. `meanwhile` is called
-        once all is queued, while the device has some milliseconds left to do.
-
-        With `wants_logits`, and a head, `logits` are those of the last token if all tokens have gone through and all logits are
-        finite; else None.
+        block. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
@@ -118,57 +93,48 @@ class Prefill:
             raise ConfigError(
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
-        self.logits = None
-        waiting = deque(pairs(blocks(start, len(token_ids), self._sizes, self._exact_size), self._paired_from))
+        waiting = deque(blocks(start, len(token_ids), self._sizes, self._exact_size))
         if not waiting:
             return start
-        wants_logits = wants_logits and self.has_head
         self._runner.begin(token_ids, start, min(self._held, start))
         self._held = 0
         try:
-            reached = self._queue(waiting, start, should_stop, aborted, on_progress, wants_logits, meanwhile)
+            reached = self._queue(waiting, start, should_stop, aborted, on_progress)
         except BaseException:
             self._runner.stop()
             raise
         if not self._runner.finish():
             return start
         self._held = reached
-        if wants_logits and reached == len(token_ids):
-            logits = self._runner.logits()
-            self.logits = logits if np.isfinite(logits).all() else None
         return reached
 
     def _queue(
         self,
-        waiting: deque[tuple[Block, ...]],
+        waiting: deque[Block],
         start: int,
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
-        wants_logits: bool,
-        meanwhile: Callable[[], None],
     ) -> int:
         """Queue what is waiting, and return when it has ended: one past the last position."""
         queued: deque[tuple[int, Callable[[], bool]]] = deque()  # where it ends, whether it has
         end = start
-        is_stored = is_stopped = is_cut = False
+        is_stored = is_stopped = False
         while queued or not is_stored or not self._runner.has_ended():
             if aborted() and not is_stopped:
                 self._runner.stop()
                 waiting.clear()
-                is_stopped = is_cut = True
-            elif waiting and len(queued) < GROUPS_QUEUED:
+                is_stopped = True
+            elif waiting and len(queued) < BLOCKS_QUEUED:
                 if should_stop():
                     waiting.clear()
-                    is_cut = True
                     continue
-                group = waiting.popleft()
-                end = group[-1].end
-                queued.append((end, self._runner.queue(group)))
+                block = waiting.popleft()
+                end = block.end
+                queued.append((end, self._runner.queue(block)))
             elif not waiting and not is_stored:
-                self._runner.store(start, end, wants_logits=wants_logits and not is_cut)
+                self._runner.store(start, end)
                 is_stored = True
-                meanwhile()
             elif queued and queued[0][1]():
                 on_progress(queued.popleft()[0])
             else:
@@ -179,47 +145,23 @@ class Prefill:
 class HostRunner:
     """Runs blocks on a CPU, at once: for tests, and as the definition of what a GPU does."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        buffers: Buffers,
-        sizes: Sequence[int] = BLOCK_SIZES,
-        *,
-        exact_size: int = 0,
-        head: HeadMatrices | None = None,
-    ) -> None:
+    def __init__(self, layers: Layers, buffers: Buffers, sizes: Sequence[int] = BLOCK_SIZES, *, exact_size: int = 0) -> None:
         self._layers, self._buffers = layers, buffers
         self._rows: dict[int, Rows] = {size: buffers.rows(size) for size in sizes}
         if exact_size:
             self._rows[exact_size] = buffers.rows(exact_size, is_exact=True)
-        self._tail = None if head is None else Tail(layers, buffers, head)
-        self._last_size = 0
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
         load_prompt(self._buffers, self._layers.operations, token_ids, start, held)
 
-    def queue(self, group: tuple[Block, ...]) -> Callable[[], bool]:
-        """See `Runner`. Two blocks run one after the other, which is the same function."""
-        for block in group:
-            self._layers.run(self._rows[block.size])
-            self._last_size = block.size
+    def queue(self, block: Block) -> Callable[[], bool]:
+        """See `Runner`."""
+        self._layers.run(self._rows[block.size])
         return lambda: True
 
-    @property
-    def has_head(self) -> bool:
+    def store(self, first: int, last: int) -> None:
         """See `Runner`."""
-        return self._tail is not None
-
-    def logits(self) -> NDArray[np.float32]:
-        """See `Runner`."""
-        assert self._tail is not None
-        return self._tail.logits.numpy().copy()
-
-    def store(self, first: int, last: int, *, wants_logits: bool) -> None:
-        """See `Runner`."""
-        if self._tail is not None and wants_logits:
-            self._tail.run(self._rows[self._last_size])
         self._layers.exchange.share_overflow(self._buffers.overflow)
         self._layers.operations.store_cache(first, last)
 
@@ -246,7 +188,7 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     staged = buffers.staged_prompt.numpy()
     staged[start : len(token_ids)] = np.frombuffer(array("i", token_ids[start:]), np.int32)  # a third of np.array's time
     staged[len(token_ids) : end] = 0  # padding: any token will do
-    buffers.staged_flags.numpy()[:] = (start, 0, len(token_ids) - 1)
+    buffers.staged_flags.numpy()[:] = (start, 0)
     buffers.flags.copy_(buffers.staged_flags, non_blocking=True)
     buffers.prompt[start:end].copy_(buffers.staged_prompt[start:end], non_blocking=True)
     if held < start:

@@ -37,8 +37,8 @@ PREFILL_PARAMS = Struct(
         Field("own_sum_ptr", "u64", "float32 (size, hidden); 0 = not wanted"),
         Field("cache_ptr", "u64", "the monokernel's KV cache"),
         Field("size", "u32", "rows of the block"),
-        Field("first", "u32", "first position to copy; first row of a residual"),
-        Field("last", "u32", "one past the last one"),
+        Field("first", "u32", "first position to copy"),
+        Field("last", "u32", "one past the last position to copy"),
     ),
 )
 SUM_PARAMS = Struct(

@@ -67,11 +67,9 @@ class Rank:
         self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype)
         self.buffers = Buffers(self.layout, dtype, max(*sizes, exact_size), "cpu")
         operations = TorchOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
-        collected = matrices_of(self.spec, self.lanes, self.tensor, dtype)
-        self.matrices = collected.layers()
+        self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype).layers()
         self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())
-        head = collected.head() if exchange is None else None
-        runner = HostRunner(self.layers, self.buffers, sizes, exact_size=exact_size, head=head)
+        runner = HostRunner(self.layers, self.buffers, sizes, exact_size=exact_size)
         self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes, exact_size=exact_size)
 
     def tensor(self, name: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, PAIRED_FROM, Block, blocks, pairs
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
 
 
 def test_blocks_cover_every_position_once_and_waste_little() -> None:
@@ -36,6 +36,8 @@ def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
         (512, [512]),
         (1100, [1024, 128]),
         (1500, [1024, 512]),
+        (2047, [2048]),
+        (3999, [2048, 2048]),
     ],
 )
 def test_sizes(end: int, sizes: list[int]) -> None:
@@ -45,11 +47,3 @@ def test_sizes(end: int, sizes: list[int]) -> None:
 def test_a_block_knows_its_padding() -> None:
     assert blocks(3900, 3950) == [Block(3900, 128, 50)]
     assert blocks(7, 7) == []
-
-
-def test_large_neighbours_of_one_size_run_together() -> None:
-    for end, wanted in ((2047, [[1024, 1024]]), (3999, [[1024, 1024]] * 2), (1500, [[1024], [512]]), (300, [[256], [128]])):
-        single = blocks(0, end)
-        found = pairs(single, PAIRED_FROM)
-        assert [[block.size for block in group] for group in found] == wanted
-        assert [block for group in found for block in group] == single

@@ -46,7 +46,7 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
     buffers = Buffers(rank.layout, torch.float16, 3, "cpu")
     made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
-    layers = Layers(spec, rank.matrices, made, OneRank(), stripe=1)
+    layers = Layers(spec, rank.matrices, made, OneRank())
     runner = HostRunner(layers, buffers, (2,), exact_size=3)
     emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,), exact_size=3)
     ids = token_ids(spec, 5)

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from kog_dist.control import ControlPage, DecodeRequest, KvUse
-from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, sample
+from kog_dist.decode.ring import Finish
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
-from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, logits_of, request
+from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
 
 BLOCK = 16
 
@@ -24,8 +23,7 @@ class ScriptedPrefill:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []  # tokens, start
         self.forgotten: list[int] = []
-        self.gives_up = self.has_head = False
-        self.logits: Any = None
+        self.gives_up = False
         self.before_block: Callable[[], None] = lambda: None
 
     def run(
@@ -36,18 +34,13 @@ class ScriptedPrefill:
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
-        wants_logits: bool = False,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
-        meanwhile()
         self.calls.append((len(token_ids), start))
         position = start
         while position < len(token_ids) and not aborted() and not should_stop():
             self.before_block()
             position = min(position + BLOCK, len(token_ids))
             on_progress(position)
-        is_whole = wants_logits and position == len(token_ids) and not self.gives_up
-        self.logits = logits_of(99 + position) if is_whole else None  # the kernel's token
         return start if self.gives_up else position
 
     def forget(self, position: int) -> None:
@@ -83,52 +76,6 @@ def test_the_kernel_begins_with_the_last_token(control: ControlPage, parts: Part
     engine.run(2, request(num_prompt=150, max_tokens=5, kv=KvUse(num_cached=104), logprobs=logprobs))
     assert prefill.calls[1] == (149, 104)
     assert control.progress(2) == 154
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_first_token_comes_from_prefill(control: ControlPage, parts: Parts, temperature: float) -> None:
-    engine, kernel, prefill = parts
-    prefill.has_head = True
-    asked = request(num_prompt=100, max_tokens=5, temperature=temperature, seed=3, logit_digests=True)
-    assert engine.run(1, asked) is Finish.LENGTH
-    assert prefill.calls == [(100, 0)]
-    assert kernel.begun == [(101, 100)]
-    first = sample(logits_of(199), 99, Sampling(temperature, 3))
-    entries = answer(control)
-    assert [entry.token_id for entry in entries] == [first, 200, 201, 202, 203]
-    assert len({entry.digest for entry in entries}) == 5
-    assert control.progress(1) == 104
-
-
-def test_an_answer_may_end_with_its_first_token(control: ControlPage, parts: Parts) -> None:
-    engine, kernel, prefill = parts
-    prefill.has_head = True
-    assert engine.run(1, request(num_prompt=100, max_tokens=1)) is Finish.LENGTH
-    assert engine.run(2, request(num_prompt=100, max_tokens=5, stop_ids=(199,))) is Finish.STOP
-    assert engine.run(3, request(num_prompt=MAX_CONTEXT - 1, max_tokens=5)) is Finish.LENGTH
-    assert control.progress(3) == MAX_CONTEXT - 1
-    prefill.before_block = lambda: control.cancel(4) if prefill.calls[-1] == (16, 0) else None
-    assert engine.run(4, request(num_prompt=BLOCK, max_tokens=5)) is Finish.CANCELLED
-    assert kernel.begun == []
-    assert [entry.token_id for entry in answer(control, 4)] == [NO_TOKEN]
-
-
-def test_without_logits_the_kernel_decodes_the_last_token_again(control: ControlPage, parts: Parts) -> None:
-    engine, kernel, prefill = parts
-    prefill.has_head = True
-    run = prefill.run
-
-    def lost(*arguments: Any, **options: Any) -> int:
-        held = run(*arguments, **options)
-        prefill.logits = None  # of which some were not finite
-        return held
-
-    prefill.run = lost  # type: ignore[method-assign]
-    assert engine.run(1, request(num_prompt=100, max_tokens=2)) is Finish.LENGTH
-    assert kernel.begun == [(100, 99)]
-    assert prefill.forgotten == [99]
-    assert engine.run(2, request(num_prompt=100, max_tokens=2, logprobs=1)) is Finish.LENGTH
-    assert prefill.calls[1] == (99, 0), "shaped requests are chosen from the kernel's logits"
 
 
 def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:

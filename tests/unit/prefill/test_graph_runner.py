@@ -1,4 +1,4 @@
-"""Blocks and pairs captured once and replayed: the runner's order of things, with CUDA graphs played by Python."""
+"""Blocks captured once and replayed: the runner's order of things, with CUDA graphs played by Python."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.buffers import Rows
 from kog_dist.workers.prefill.exchange import OneRank
 from kog_dist.workers.prefill.gpu import GraphRunner, Tuning
 from kog_dist.workers.prefill.layers import Layers
@@ -21,7 +19,7 @@ from kog_dist.workers.prefill.operations import Operations
 from kog_dist.workers.prefill.prefill import Prefill
 from tests.unit.prefill.models import SMALL, Rank, token_ids
 
-SIZES, EXACT_SIZE, PAIRED_FROM = (8, 16), 12, 16
+SIZES, EXACT_SIZE = (8, 16), 12
 
 
 class Graph:
@@ -53,12 +51,6 @@ class Event:
 
 
 class Stream:
-    def wait_event(self, event: Event) -> None:
-        assert event.recorded, "the second block waits for what the first one has not queued"
-
-    def wait_stream(self, stream: Stream) -> None:
-        pass
-
     def synchronize(self) -> None:
         pass
 
@@ -103,34 +95,18 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank, G
     checkpoint = open_checkpoint(tmp_path)
     expected, rank = (Rank(checkpoint, dtype=torch.float16, sizes=SIZES, exact_size=EXACT_SIZE) for _ in range(2))
     operations: Any = Captured(rank.layers.operations)
-    layers = Layers(spec, rank.matrices, operations, OneRank(), stripe=7)
+    layers = Layers(spec, rank.matrices, operations, OneRank())
     stream: Any = Stream()
-    return (
-        expected,
-        rank,
-        GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, PAIRED_FROM, exact_size=EXACT_SIZE)),
-    )
+    return expected, rank, GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, exact_size=EXACT_SIZE))
 
 
-def test_pairs_and_single_blocks_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> None:
+def test_graphs_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> None:
     expected, rank, runner = made
-    prefill = Prefill(runner, max_context=rank.spec.max_context, sizes=SIZES, exact_size=EXACT_SIZE, paired_from=PAIRED_FROM)
+    prefill = Prefill(runner, max_context=rank.spec.max_context, sizes=SIZES, exact_size=EXACT_SIZE)
     ids = token_ids(rank.spec, 87)
-    for start, end in ((0, 20), (20, 87), (0, 87), (0, 11)):  # 16 + 4; two pairs and 3; two pairs, 16 and 7; an exact one
+    for start, end in ((0, 20), (20, 87), (0, 87), (0, 11)):  # 16 + 4; 4 * 16 + 3; 5 * 16 + 7; an exact one
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
         assert expected.run(ids[:end], start) == end
         assert torch.equal(rank.cache, expected.cache)
     graphs: Any = runner.graphs
-    assert {key: graph.num_replays for key, graph in graphs.items()} == {(16, 1): 2, (16, 2): 4, (8, 1): 3, (12, 1): 1}
-
-
-def test_a_pair_shares_nothing_but_keys_and_values(made: tuple[Rank, Rank, GraphRunner]) -> None:
-    _, _, runner = made
-
-    def addresses(rows: Rows) -> set[int]:
-        tensors = [value for value in vars(rows).values() if isinstance(value, Tensor)]
-        tensors += [tensor for by_block in (*rows.partials, *rows.own_sums) for tensor in by_block]
-        return {tensor.data_ptr() for tensor in tensors}
-
-    assert not addresses(runner._rows[16]) & addresses(runner._second_rows[16])
-    assert runner._second_rows.keys() == {16}
+    assert {size: graph.num_replays for size, graph in graphs.items()} == {16: 10, 8: 3, 12: 1}

@@ -20,11 +20,11 @@ from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
-from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.model.spec import ModelSpec
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.prefill.buffers import Buffers
-from kog_dist.workers.prefill.exchange import CommunicatorExchange, Rehearsal, mailbox
+from kog_dist.workers.prefill.exchange import CommunicatorExchange, mailbox
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, interpreter, layout_of, relative_error, token_ids
 
@@ -75,52 +75,6 @@ def test_same_function_as_token_by_token(make: Make, variant: str) -> None:
         assert logits[1] is not None
         assert relative_error(logits[0], logits[1]) < 1e-3
         token = outputs[1].token_id
-
-
-HEADS: dict[str, dict[str, Any]] = {
-    **VARIANTS,
-    "sum before norm": {"pre_norm_lane_agg": True},
-    "head of all lanes": {"head_type": HeadType.LANE},
-    "head by lane": {"head_type": HeadType.VOCAB_PARALLEL, "vocab_size": 96},
-    "tied embeddings": {"tied_embeddings": True},
-    "last layer windowed": {"window_layers": (1, 4)},
-}
-
-
-@pytest.mark.parametrize("variant", HEADS)
-def test_logits_of_the_last_token(make: Make, variant: str) -> None:
-    checkpoint = make(HEADS[variant])
-    ids = token_ids(checkpoint.spec, PROMPT)
-    oracle = Laneformer.from_checkpoint(checkpoint.folder, torch.float64).eval()
-    oracle.round_keys_and_values(torch.bfloat16)
-    with torch.no_grad():
-        wanted = oracle(torch.tensor([ids]))[0]
-    rank, called = Rank(checkpoint), list[int]()
-    for end, start in ((60, 0), (PROMPT, 60), (43, 40)):
-        run = partial(rank.prefill.run, ids[:end], start, should_stop=lambda: False)
-        assert run(wants_logits=True, meanwhile=lambda: called.append(1)) == end
-        logits = rank.prefill.logits
-        assert logits is not None
-        assert relative_error(logits, wanted[end - 1]) < 1e-3
-    assert len(called) == 3
-    assert run() == 43
-    assert rank.prefill.logits is None, "nobody asked for them"
-
-
-def test_no_logits_where_they_would_be_wrong(make: Make) -> None:
-    checkpoint = make({})
-    ids = token_ids(checkpoint.spec, PROMPT)
-    rank = Rank(checkpoint, dtype=torch.float16)
-    asked = iter((False, True))
-    assert rank.prefill.run(ids, 0, should_stop=lambda: next(asked), wants_logits=True) < PROMPT
-    assert rank.prefill.logits is None
-    matrix = rank.matrices[-1].w2  # of which no key or value knows
-    assert matrix is not None
-    matrix.mul_(60000)
-    matrix.mul_(60000)
-    assert rank.prefill.run(ids, 0, should_stop=lambda: False, wants_logits=True) == PROMPT
-    assert rank.prefill.logits is None, "the monokernel decodes the last token again"
-    assert not Rank(checkpoint, exchange=Rehearsal()).prefill.has_head
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])

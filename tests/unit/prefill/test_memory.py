@@ -1,0 +1,38 @@
+"""What prefill is said to take is what it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.buffers import Buffers
+from kog_dist.workers.prefill.memory import buffer_bytes, matrix_bytes, prefill_bytes
+from tests.unit.prefill.models import SMALL, VARIANTS, Rank, layout_of
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memory_is_counted_beforehand(tmp_path: Path, variant: str) -> None:
+    spec = ModelSpec(**{**SMALL, **VARIANTS[variant]})
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 1), manifest=False)
+    lanes = range(max(1, spec.num_lanes // 2))
+    buffers = Buffers(layout_of(spec, len(lanes)), torch.float16, 16, "cpu")
+    for size, is_exact in ((8, False), (16, False), (12, True)):
+        buffers.rows(size, is_exact=is_exact)
+    assert buffer_bytes(buffers.layout, (8, 16), 12) == buffers.num_bytes
+    rank = Rank(open_checkpoint(tmp_path), lanes=lanes, dtype=torch.float16)
+    kept = [
+        tensor for layer in rank.matrices for tensor in (getattr(layer, name) for name in layer.__slots__) if tensor is not None
+    ]
+    assert matrix_bytes(spec, len(lanes)) == sum(tensor.nbytes for tensor in kept)
+
+
+def test_ranks_share_it() -> None:
+    alone, first = (prefill_bytes(KernelShape(laneformer_2b(), range(8 // n), num_ranks=n)) for n in (1, 2))
+    assert 4.0e9 < alone["prefill weights"] < 4.5e9
+    assert 1.0e9 < alone["prefill"] < 6e9
+    assert first["prefill weights"] < 0.6 * alone["prefill weights"]

@@ -1,0 +1,62 @@
+"""How much GPU memory prefill takes, without making any of it (and without torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
+from kog_dist.workers.prefill.buffers import misfit
+from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill.peer_exchange import mailboxes
+
+if TYPE_CHECKING:
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+_BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
+
+
+def can_prefill(spec: ModelSpec) -> bool:
+    """Whether a rank of this machine would go through prompts in blocks, if its torch can use a GPU."""
+    return not misfit(spec) and find_spec("torch") is not None
+
+
+def prefill_bytes(shape: KernelShape) -> dict[str, int]:
+    """GPU memory of a rank's prefill by use: the weights once more, and what it works in."""
+    from kog_dist.collectives.mailbox import place
+
+    sums = 0
+    if shape.num_ranks > 1:
+        sums = 8 * sum(box.num_words for box in place(mailboxes(shape.spec, max(BLOCK_SIZES)), shape.num_ranks))
+    work = buffer_bytes(CacheLayout.of(shape), BLOCK_SIZES, EXACT_SIZE)
+    return {"prefill weights": matrix_bytes(shape.spec, shape.num_lanes), "prefill": work + sums + _BESIDES_BYTES}
+
+
+def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
+    """Of `Matrices` in 16 bit."""
+    attention = spec.lane_heads * spec.head_dim
+    qkv = attention + 2 * spec.lane_kv_heads * spec.head_dim
+    rest = (spec.num_layers - 1) * (attention + 3 * spec.lane_ffn)
+    scales = 2 * 4 * spec.num_layers * (1 if spec.shared_norm_scale else num_lanes) * spec.hidden_size
+    return 2 * num_lanes * spec.hidden_size * (spec.num_layers * qkv + rest) + scales
+
+
+def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int) -> int:
+    """Of `Buffers` with the rows of all these blocks."""
+    spec, largest = layout.spec, max(sizes)
+    num_rows = spec.max_context + largest
+    kept = 2 * 2 * spec.num_layers * num_rows * layout.heads * spec.head_dim
+    rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 2 * 4
+    work = largest * _row_bytes(layout, planes=1, result=2) + exact_size * _row_bytes(layout, planes=2, result=4)
+    return kept + rope + prompt + flags + work
+
+
+def _row_bytes(layout: CacheLayout, *, planes: int, result: int) -> int:
+    """What one position takes of `Rows`; `result`: bytes of a product's value."""
+    spec, lanes, slots = layout.spec, layout.num_lanes, 2 * (layout.spec.delay + 1)
+    attention = spec.lane_heads * spec.head_dim
+    qkv = attention + 2 * spec.lane_kv_heads * spec.head_dim
+    of_plane = 2 * spec.hidden_size + 4 * qkv + (2 * result + 2) * spec.lane_ffn + slots * result * spec.hidden_size
+    return lanes * (planes * of_plane + 4 + 2 * attention) + slots * 4 * spec.hidden_size
