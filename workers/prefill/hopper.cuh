@@ -54,7 +54,9 @@ __device__ __forceinline__ void stores_have_ended() { asm volatile("cp.async.bul
 __device__ __forceinline__ void fence_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- products by a group of four warps ----
-__device__ __forceinline__ void group_sync(u32 barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void group_sync(u32 barrier, u32 num_threads = 128) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
@@ -65,9 +67,9 @@ __device__ __forceinline__ void products_wait() {
 __device__ __forceinline__ u64 operand_at(u32 address) {
     return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// d (64 x 256) = or += x (64 x 16) times the transposed matrix (256 x 16). A thread has, for every 8 columns, two neighbours of row
-// laneid / 4 of its warp's 16 rows, and two of the row 8 below, from column 2 * (laneid % 4) on.
-__device__ __forceinline__ void multiply_64x256x16(float (&d)[128], u64 x, u64 matrix, bool adds) {
+// d (64 x N) = or += x (64 x 16) times the transposed matrix (N x 16). A thread has, for every 8 columns,
+// two neighbours of row laneid / 4 of its warp's 16 rows, and two of the row 8 below, from column 2 * (laneid % 4) on.
+__device__ __forceinline__ void multiply(float (&d)[128], u64 x, u64 matrix, bool adds) {
     asm volatile(
         "{\n .reg .pred adds;\n setp.ne.b32 adds, %130, 0;\n"
         " wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
@@ -96,10 +98,29 @@ __device__ __forceinline__ void multiply_64x256x16(float (&d)[128], u64 x, u64 m
           "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
         : "l"(x), "l"(matrix), "r"(static_cast<u32>(adds)));
 }
+__device__ __forceinline__ void multiply(float (&d)[64], u64 x, u64 matrix, bool adds) {
+    asm volatile(
+        "{\n .reg .pred adds;\n setp.ne.b32 adds, %66, 0;\n"
+        " wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, adds, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(x), "l"(matrix), "r"(static_cast<u32>(adds)));
+}
 // The compiler may not move what uses d over this place.
-__device__ __forceinline__ void settle(float (&d)[128]) {
+template <int kCount>
+__device__ __forceinline__ void settle(float (&d)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 // Four 8 x 8 matrices of 16-bit values; every lane gives the address of a row.
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {

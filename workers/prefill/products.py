@@ -8,13 +8,20 @@ import numpy as np
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
-from kog_dist.workers.prefill.prefill_abi import PRODUCT_PARAMS, PRODUCT_SHARED_BYTES, product_header
+from kog_dist.workers.prefill.prefill_abi import (
+    LARGE_SHARED_BYTES,
+    LARGE_THREADS,
+    PRODUCT_PARAMS,
+    SMALL_SHARED_BYTES,
+    SMALL_THREADS,
+    product_header,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STORED_ROWS = 128, 256, 64, 64
-_THREADS = 384
+TILE_ROWS, TILE_DEPTH, STORED_ROWS = 128, 64, 64
+SMALL_ROWS = 128  # products of so many rows at most are bounded by the memory that the matrix is read from
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 
 
@@ -30,39 +37,43 @@ class Products:
         import torch
 
         path = build_products().path
-        self._plain, self._gated = (Kernel(path, name, PRODUCT_SHARED_BYTES) for name in ("product", "gated_product"))
+        self._large, self._small = (
+            {is_gated: Kernel(path, prefix + name, shared) for is_gated, name in ((False, "product"), (True, "gated_product"))}
+            for prefix, shared in (("", LARGE_SHARED_BYTES), ("small_", SMALL_SHARED_BYTES))
+        )
         self._num_clusters = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // 2
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """out (L, rows, N) = x (L, rows, K) times the transposed `matrix` (L, N, K); any strides but of the last dimension."""
-        params = self._params(x, matrix, out, TILE_COLUMNS)
-        params["half_offset"] = TILE_COLUMNS // 2
-        self._launch(self._plain, params)
+        self._launch(x, matrix, out, None)
 
     def gated(self, x: Tensor, matrix: Tensor, inverse_rms: Tensor, out: Tensor) -> None:
         """out (L, rows, F) = silu(gate) * up, of gate and up = x times `matrix` (L, 2F, K), times 1 / rms (L, rows)."""
-        params = self._params(x, matrix, out, TILE_COLUMNS // 2)
-        params["half_offset"], params["inverse_rms_ptr"] = out.shape[2], inverse_rms.data_ptr()
-        params["size"] = inverse_rms.shape[1]
-        self._launch(self._gated, params)
+        self._launch(x, matrix, out, inverse_rms)
 
-    def _params(self, x: Tensor, matrix: Tensor, out: Tensor, columns: int) -> Any:
-        params = np.zeros((), PRODUCT_PARAMS.dtype)
-        lanes, num_rows, depth = x.shape
-        box = (TILE_DEPTH, TILE_ROWS, 1)
-        params["x_map"], params["matrix_map"] = _map(x, box), _map(matrix, box)
-        params["out_map"] = _map(out, (TILE_DEPTH, STORED_ROWS, 1))
-        params["num_rows"] = num_rows
-        params["num_pairs"], params["num_columns"] = -(-num_rows // (2 * TILE_ROWS)), -(-out.shape[2] // columns)
-        params["num_tiles"] = params["num_pairs"] * params["num_columns"] * lanes
-        params["num_steps"] = -(-depth // TILE_DEPTH)
-        return params
-
-    def _launch(self, kernel: Kernel, params: Any) -> None:
+    def _launch(self, x: Tensor, matrix: Tensor, out: Tensor, inverse_rms: Tensor | None) -> None:
         import torch
 
-        num_ctas = 2 * min(self._num_clusters, int(params["num_tiles"]))
-        kernel.launch_grid(num_ctas, _THREADS, params.tobytes(), torch.cuda.current_stream().cuda_stream)
+        (lanes, num_rows, depth), is_gated, is_large = x.shape, inverse_rms is not None, x.shape[1] > SMALL_ROWS
+        half = 128 if is_large else 64  # rows of the matrix in half of a tile
+        params: Any = np.zeros((), PRODUCT_PARAMS.dtype)
+        params["x_map"], params["matrix_map"] = _map(x, (TILE_DEPTH, TILE_ROWS, 1)), _map(matrix, (TILE_DEPTH, half, 1))
+        params["out_map"], params["num_rows"] = _map(out, (TILE_DEPTH, STORED_ROWS, 1)), num_rows
+        params["num_bands"] = -(-num_rows // (TILE_ROWS * (2 if is_large else 1)))
+        params["num_columns"], params["half_offset"] = -(-out.shape[2] // (2 * half)), half
+        if inverse_rms is not None:
+            params["num_columns"], params["half_offset"] = -(-out.shape[2] // half), out.shape[2]
+            params["inverse_rms_ptr"], params["size"] = inverse_rms.data_ptr(), inverse_rms.shape[1]
+        num_tiles = int(params["num_bands"] * params["num_columns"] * lanes)
+        params["num_tiles"], params["num_steps"] = num_tiles, -(-depth // TILE_DEPTH)
+        kernel, num_ctas, num_threads = (
+            self._small[is_gated],
+            num_tiles,
+            SMALL_THREADS,
+        )  # a small tile is its thread block's only one
+        if is_large:
+            kernel, num_ctas, num_threads = self._large[is_gated], 2 * min(self._num_clusters, num_tiles), LARGE_THREADS
+        kernel.launch_grid(num_ctas, num_threads, params.tobytes(), torch.cuda.current_stream().cuda_stream)
 
 
 def _map(tensor: Tensor, box: tuple[int, int, int]) -> Any:
