@@ -15,8 +15,9 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(60)]
 # lanes, rows, depth, columns; tiles may be cut in every dimension
 SHAPES = [
     (1, 256, 64, 256), (2, 100, 72, 40), (3, 130, 200, 264), (1, 700, 1000, 520), (8, 512, 384, 3072), (8, 999, 1536, 3072),
+    (8, 128, 1536, 3072), (1, 127, 1000, 520),
 ]  # fmt: skip
-GATED = [(1, 256, 64, 128), (2, 100, 72, 40), (3, 130, 200, 200), (8, 512, 3072, 1536)]
+GATED = [(1, 256, 64, 128), (2, 100, 72, 40), (3, 130, 200, 200), (8, 512, 3072, 1536), (8, 128, 3072, 1536)]
 LIMIT = 1e-3
 
 
@@ -72,7 +73,7 @@ def test_gated_products(products: Products, shape: tuple[int, int, int, int]) ->
 def test_a_row_has_the_same_bits_everywhere(products: Products) -> None:
     x, matrix = values(8, 1024, 768), values(8, 512, 768)
     outs = {}
-    for lanes, rows in itertools.product((8, 4, 2), (256, 512, 1024)):
+    for lanes, rows in itertools.product((8, 4, 2), (128, 256, 512, 1024)):
         outs[lanes, rows] = torch.empty(lanes, rows, 512, device="cuda", dtype=torch.float16)
         products.product(x[:lanes, 1024 - rows :], matrix[:lanes], outs[lanes, rows])
     whole = outs[8, 1024]
@@ -83,7 +84,7 @@ def test_a_row_has_the_same_bits_everywhere(products: Products) -> None:
 def test_times(products: Products) -> None:
     """Of the 2B shape; nothing is asked but that they end."""
     for name, depth, columns in (("out", 384, 3072), ("down", 1536, 3072), ("gate_up", 3072, 3072)):
-        for rows in (256, 512, 1024, 2048):
+        for rows in (128, 256, 512, 1024, 2048):
             x, matrix = values(8, rows, depth), values(8, columns, depth)
             out, gated = (torch.empty(8, rows, n, device="cuda", dtype=torch.float16) for n in (columns, columns // 2))
             inverse_rms = torch.rand(8, rows, device="cuda") * depth**-0.5

@@ -23,7 +23,6 @@ from kog_dist.workers.prefill.products import Products
 if TYPE_CHECKING:
     from torch import Tensor
 
-OWN_ROWS = 256  # fewer leave half of the multiprocessors without a tile
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _OF_ROWS = (
     "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
@@ -32,7 +31,7 @@ _KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" f
 
 
 class Own(enum.Enum):
-    """Which products are our own, from `OWN_ROWS` rows on; all others are cuBLAS's."""
+    """Which products are our own; all others are cuBLAS's, and so are all of an exact block."""
 
     NONE = enum.auto()
     GATE = enum.auto()  # that of gate and up, with SwiGLU
@@ -107,7 +106,7 @@ class DeviceOperations:
         """See `Operations`."""
         import torch
 
-        if self._products is not None and self._own is Own.ALL and out.dtype == x.dtype and x.shape[1] >= OWN_ROWS:
+        if self._products is not None and self._own is Own.ALL and out.dtype == x.dtype:
             self._products.product(x, matrix, out)
         elif out.dtype == x.dtype:
             torch.bmm(x, matrix.transpose(1, 2), out=out)
@@ -116,7 +115,7 @@ class DeviceOperations:
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""
-        if self._products is not None and not rows.is_exact and rows.size >= OWN_ROWS:
+        if self._products is not None and not rows.is_exact:
             self._products.gated(rows.stream, matrix, rows.inverse_rms, rows.activation)
         else:
             self.product(rows.stream, matrix, rows.gate_up)

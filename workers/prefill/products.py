@@ -66,14 +66,12 @@ class Products:
             params["inverse_rms_ptr"], params["size"] = inverse_rms.data_ptr(), inverse_rms.shape[1]
         num_tiles = int(params["num_bands"] * params["num_columns"] * lanes)
         params["num_tiles"], params["num_steps"] = num_tiles, -(-depth // TILE_DEPTH)
-        kernel, num_ctas, num_threads = (
-            self._small[is_gated],
-            num_tiles,
-            SMALL_THREADS,
-        )  # a small tile is its thread block's only one
+        stream = torch.cuda.current_stream().cuda_stream
         if is_large:
-            kernel, num_ctas, num_threads = self._large[is_gated], 2 * min(self._num_clusters, num_tiles), LARGE_THREADS
-        kernel.launch_grid(num_ctas, num_threads, params.tobytes(), torch.cuda.current_stream().cuda_stream)
+            num_ctas = 2 * min(self._num_clusters, num_tiles)
+            self._large[is_gated].launch_grid(num_ctas, LARGE_THREADS, params.tobytes(), stream)
+        else:
+            self._small[is_gated].launch_grid(num_tiles, SMALL_THREADS, params.tobytes(), stream)  # one tile each
 
 
 def _map(tensor: Tensor, box: tuple[int, int, int]) -> Any:
