@@ -102,14 +102,14 @@ class ServedModel:
         )  # fmt: skip
 
     def _prompt_ids(self, message: Generate) -> Sequence[int]:
-        if message.prompt_ids is not None:
-            for idx, token_id in enumerate(message.prompt_ids):
-                if not 0 <= token_id < self.spec.vocab_size:
-                    raise RequestError(
-                        ErrorCode.TOKEN_ID_OUT_OF_RANGE,
-                        f"prompt_ids[{idx}] is {token_id}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
-                    )
-            return message.prompt_ids
+        if (ids := message.prompt_ids) is not None:
+            if ids and (min(ids) < 0 or max(ids) >= self.spec.vocab_size):
+                idx = next(idx for idx, token_id in enumerate(ids) if not 0 <= token_id < self.spec.vocab_size)
+                raise RequestError(
+                    ErrorCode.TOKEN_ID_OUT_OF_RANGE,
+                    f"prompt_ids[{idx}] is {ids[idx]}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
+                )
+            return ids
         assert message.prompt is not None, "a Generate message has one of the two"
         if self.tokenizer is None:
             raise text_unavailable(self.folder)

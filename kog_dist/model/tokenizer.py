@@ -22,6 +22,7 @@ from kog_dist.model.manifest import Manifest, read_small_file
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 MAX_EOS_IDS = 16  # room for stop ids in a request block
+_MOST_PENDING_BYTES = 3  # of a character that is not finished; its first byte begins a character whatever stands before it
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -101,10 +102,20 @@ class Tokenizer:
         whole = b"".join(map(self.token_bytes, token_ids))
         return self._bytes_of.strip_start(whole).decode("utf-8", "replace")
 
-    def stream(self, after: Iterable[int] = ()) -> IncrementalDecoder:
-        """A decoder for ids that arrive one by one and continue the ids `after` (the prompt), whose text it does not repeat."""
+    def stream(self, after: Sequence[int] = ()) -> IncrementalDecoder:
+        """A decoder for ids that arrive one by one and continue the ids `after` (the prompt), whose text it does not repeat.
+
+        Of a long prompt it looks at the first ids, where leading spaces end, and at the last, which may be part of a character.
+        """
         decoder = IncrementalDecoder(self, self._bytes_of.num_stripped)
-        for token_id in after:
+        head, tail, num_bytes = 0, len(after), 0
+        while head < len(after) and decoder.strips:
+            decoder.push(after[head])
+            head += 1
+        while tail > head and num_bytes < _MOST_PENDING_BYTES:
+            tail -= 1
+            num_bytes += len(self.token_bytes(after[tail]))
+        for token_id in after[tail:]:
             decoder.push(token_id)
         return decoder
 
@@ -116,6 +127,11 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._to_strip = num_stripped  # leading spaces that may still have to go
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def strips(self) -> bool:
+        """Whether spaces that come next would be leading ones, which go."""
+        return self._to_strip > 0
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty inside a character."""

@@ -172,6 +172,20 @@ def array(inner: Check, high_items: int) -> Check:
     return check
 
 
+def integers(low: int, high: int, high_items: int) -> Check:
+    """`array` of `integer`. A prompt has thousands: they are looked at one by one only where one of them is wrong."""
+    one_by_one = array(integer(low, high), high_items)
+
+    def check(value: Any) -> tuple[int, ...]:
+        is_array = type(value) in (list, tuple) and 0 < len(value) <= high_items
+        if is_array and set(map(type, value)) == {int} and low <= min(value) and max(value) <= high:
+            return tuple(value)
+        kept: tuple[int, ...] = one_by_one(value)
+        return kept
+
+    return check
+
+
 def _shown(value: Any) -> str:
     """A short form of a hostile value for an error message; never longer than 64 characters."""
     if isinstance(value, (list, tuple, dict)):

@@ -32,6 +32,7 @@ from kog_dist.rpc.fields import (
     flag,
     identifier,
     integer,
+    integers,
     number,
     optional,
     text,
@@ -57,7 +58,8 @@ _HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
 _ID = identifier(64)
 _PLAIN_TOKENS = PlainTokens(_HEAD, _ID)
 _COUNT = integer(0, MAX_COUNT)
-_ANY_INTEGER = integer(-(2**63), 2**63 - 1)  # the message's own check, or the model, says which are allowed
+_ANY_INTEGERS = -(2**63), 2**63 - 1
+_ANY_INTEGER = integer(*_ANY_INTEGERS)  # the message's own check, or the model, says which are allowed
 _LOGPROB = number(-MAX_FLOAT32, 0.0)
 _TOKEN_ID = integer(0, 2**31 - 1)
 _SECONDS = number(0.0, MAX_SECONDS)
@@ -162,7 +164,7 @@ class Generate(_Checked):
 
     request_id: str = checked(_ID)
     prompt: str | None = checked(optional(_TEXT), default=None)
-    prompt_ids: tuple[int, ...] | None = checked(optional(array(_ANY_INTEGER, MAX_ARRAY)), default=None)
+    prompt_ids: tuple[int, ...] | None = checked(optional(integers(*_ANY_INTEGERS, MAX_ARRAY)), default=None)
     max_tokens: int | None = checked(optional(integer(1, 2**31 - 1)), default=None)  # None: what fits, at most 256
     temperature: float = checked(any_number, default=0.0)
     seed: int = checked(integer(0, MAX_SEED), default=0)
