@@ -29,7 +29,7 @@ from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines import cuda
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
 from kog_dist.workers.prefill.exchange import OneRank
 from kog_dist.workers.prefill.gpu import Tuning, exact_products, matrices_for, prefill_for, runner_for
 from kog_dist.workers.prefill.layers import Layers
@@ -227,13 +227,13 @@ def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, Matr
     with torch.no_grad(), exact_products("cublas"):
         for name in ("wqkv", "wo", "w13", "w2"):
             matrix = getattr(matrices, name)
-            for size in BLOCK_SIZES:
+            of_blocks = [(size, torch.float32 if name == "wqkv" else torch.float16) for size in BLOCK_SIZES]
+            for size, dtype in [*of_blocks, (EXACT_SIZE if name == "wo" else 2 * EXACT_SIZE, torch.float32)]:
                 x = torch.randn(8, size, matrix.shape[2], device="cuda", dtype=torch.float16, generator=generator)
-                dtype = torch.float32 if name == "wqkv" else torch.float16
                 whole = torch.bmm(x, matrix.transpose(1, 2), out_dtype=dtype)
                 part = torch.bmm(x[:num_lanes], matrix[:num_lanes].transpose(1, 2), out_dtype=dtype)
                 if not torch.equal(part, whole[:num_lanes]):
-                    other.append(f"{name} of {size} rows")
+                    other.append(f"{name} of {size} rows in {dtype}")
     assert not other
 
 
