@@ -6,8 +6,9 @@ all ranks, and on every number of GPUs; what it costs is measured beside the ker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.gpu import gpu_name, require_gpus
 from kog_dist.bench.latency import token_times_us
@@ -17,13 +18,17 @@ from kog_dist.collectives.ranks import RankContext, run_ranks
 from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError, KogError
 
+if TYPE_CHECKING:
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.monokernel import Monokernel
+
 _WAIT_LIMIT_US = 2_000_000  # ranks do not begin at the same moment
 _PROMPT_TOKENS = 64
-_CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 3  # where the cost of hashes is measured
+_CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 5  # where the cost of hashes is measured
 
 
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
-    """What one rank does: `hashes` (hexadecimal) of the long run, and `us` per token without and with them."""
+    """What one rank does: `hashes` (hexadecimal) of the long run, and `us` per token without and with them, round by round."""
     import cupy
 
     from kog_dist.workers.cuda.build import build
@@ -43,34 +48,39 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             build(shape.headers())
     context.rendezvous.barrier(context.deadline)  # the others find it in the cache
     weights = random_weights(shapes[0], SEED)
-    found: dict[str, Any] = {"us": []}
-    for shape in shapes:
+
+    @contextmanager
+    def opened(shape: KernelShape) -> Iterator[Monokernel]:
         comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=_WAIT_LIMIT_US / 1e6) if world_size > 1 else None
         heap = None if comm is None else comm.heap
         kernel = Monokernel(shape, weights, rank=rank, wait_limit_us=_WAIT_LIMIT_US, heap=heap)
-        times = []
-        for _ in range(_ROUNDS):
-            context.rendezvous.barrier(context.deadline)
-            times.append(percentile(token_times_us(kernel, _CONTEXT, _TIMED_TOKENS), 0.5))
-        found["us"].append(min(times))
-        if kernel.hashes is not None:
-            kernel.hashes.fill(0)
-            cupy.cuda.Device().synchronize()
-            decoded = 0
-            while decoded < tokens:
-                context.rendezvous.barrier(context.deadline)
-                steps = min(tokens - decoded, spec.max_context - _PROMPT_TOKENS - 1)
-                prompt = [(decoded + number) % spec.vocab_size for number in range(_PROMPT_TOKENS)]
-                kernel.begin(prompt, spec.max_context, Sampling(), first_position=_PROMPT_TOKENS - 1)
-                kernel.launch(steps)
-                kernel.finish()
-                decoded += steps
-            found["hashes"] = [f"{value:016x}" for value in kernel.hashes.get().tolist() if value]
+        context.rendezvous.barrier(context.deadline)
+        yield kernel
         context.rendezvous.barrier(context.deadline)
         kernel.close()
         if comm is not None:
             comm.close()
-    return found
+
+    rounds = []
+    for _ in range(_ROUNDS):  # in turn, since a GPU that gets warm gets slower
+        medians = []
+        for shape in shapes:
+            with opened(shape) as kernel:
+                medians.append(percentile(token_times_us(kernel, _CONTEXT, _TIMED_TOKENS), 0.5))
+        rounds.append(medians)
+    with opened(shapes[1]) as kernel:
+        assert kernel.hashes is not None
+        decoded = 0
+        while decoded < tokens:
+            context.rendezvous.barrier(context.deadline)
+            steps = min(tokens - decoded, spec.max_context - _PROMPT_TOKENS - 1)
+            prompt = [(decoded + number) % spec.vocab_size for number in range(_PROMPT_TOKENS)]
+            kernel.begin(prompt, spec.max_context, Sampling(), first_position=_PROMPT_TOKENS - 1)
+            kernel.launch(steps)
+            kernel.finish()
+            decoded += steps
+        hashes = [f"{value:016x}" for value in kernel.hashes.get().tolist() if value]
+    return {"us": rounds, "hashes": hashes}
 
 
 def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: float) -> bool:
@@ -87,18 +97,20 @@ def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: floa
             raise KogError(f"decoding on {count} GPUs failed:\n" + "\n".join(failed))
         hashes = [outcome.result["hashes"] for outcome in outcomes]
         reference = reference or hashes[0]
-        bare, hashed = outcomes[0].result["us"]
+        rounds = outcomes[0].result["us"]
+        bare, hashed = (min(medians[number] for medians in rounds) for number in (0, 1))
+        cost = percentile([with_hashes / without - 1 for without, with_hashes in rounds], 0.5)
         figure = {
             "gpus": count, "tokens": tokens, "hashes": len(hashes[0]), "same": all(found == reference for found in hashes),
             "us_per_token": round(bare, 1), "us_with_hashes": round(hashed, 1),
-            "cost": round(hashed / bare - 1, 5),
+            "cost": round(cost, 5), "rounds": rounds,
         }  # fmt: skip
         figures.append(figure)
         ranks = "rank has" if count == 1 else "ranks have"
         print(
             f"{count} GPUs: {tokens} tokens, {figure['hashes']} hashes, all {count} {ranks} "
             f"{'the same' if figure['same'] else 'OTHERS'}; {bare:.1f} us per token, {hashed:.1f} with hashes "
-            f"({100 * (hashed / bare - 1):+.2f} %)",
+            f"({100 * cost:+.2f} %, median of {len(rounds)} rounds)",
             flush=True,
         )
     finish("endurance", {"model": f"{spec_name}, random weights", "gpu": gpu_name()}, before, figures)
