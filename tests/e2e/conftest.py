@@ -13,7 +13,7 @@ from kog_dist.bench.session import EngineSession, engine_session
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 
-NUM_PLAIN_TOKENS = 256
+NUM_PLAIN_TOKENS = 96
 PLAIN_PROMPT = ("--prompt-ids=17,300,42,7,99,1024", "--ignore-eos", "--json", f"--max-tokens={NUM_PLAIN_TOKENS}")
 
 
@@ -55,6 +55,11 @@ def tokens_in(output: str) -> list[int]:
 def without_progress(errors: str) -> str:
     """What a command has said on stderr, less the lines that kog-launch adds while a loaded machine starts an engine slowly."""
     return "".join(line for line in errors.splitlines(True) if not line.startswith("kog-launch: waiting for "))
+
+
+def lines_of(errors: str) -> list[str]:
+    """The lines of our commands among what others, such as mpirun, have said on stderr; less the progress of start-up."""
+    return [line for line in without_progress(errors).splitlines() if line.startswith(("kog-", "Error"))]
 
 
 @pytest.fixture

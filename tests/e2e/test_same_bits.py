@@ -15,7 +15,7 @@ from kog_dist.bench.session import running
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, FinishReason, Tokens
 
-NUM_TOKENS = 256
+NUM_TOKENS = 256  # with the prompt more than the windowed layers keep
 PROMPT_IDS = (17, 300, 42, 7, 99, 1024)
 WORLD_SIZES = (1, 2, 4, 8)
 SHAPED = {
@@ -24,8 +24,8 @@ SHAPED = {
 }  # fmt: skip
 QUESTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": NUM_TOKENS, "logit_digests": True},
-    "sampled": {"max_tokens": 64, "temperature": 0.8, "seed": 7, "logit_digests": True},
-    "other seed": {"max_tokens": 64, "temperature": 0.8, "seed": 8, "logit_digests": True},
+    "sampled": {"max_tokens": 32, "temperature": 0.8, "seed": 7, "logit_digests": True},
+    "other seed": {"max_tokens": 32, "temperature": 0.8, "seed": 8, "logit_digests": True},
     "shaped": SHAPED,
 }
 
@@ -99,7 +99,7 @@ def test_greedy_tokens_are_the_oracle_s(answers: dict[int, dict[str, Answer]], d
 
 @pytest.mark.timeout(400)
 def test_seeds_and_shaping_matter(answers: dict[int, dict[str, Answer]]) -> None:
-    assert answers[1]["other seed"].token_ids != answers[1]["sampled"].token_ids != answers[1]["greedy"].token_ids[:64]
+    assert answers[1]["other seed"].token_ids != answers[1]["sampled"].token_ids != answers[1]["greedy"].token_ids[:32]
     shaped = answers[1]["shaped"]
     assert 300 not in shaped.token_ids
     assert len(shaped.logprobs) == len(shaped.token_ids) == len(shaped.top) / 3
