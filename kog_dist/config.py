@@ -15,6 +15,7 @@ from kog_dist.errors import ConfigError
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("auto", "local", "mpi", "ray")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+PREFILL = ("auto", "on", "off")
 LOG_FORMATS = ("text", "json")
 MIN_KEY_LENGTH = 8
 MAX_REPLICAS = 256
@@ -42,6 +43,7 @@ class LaunchConfig:
     remote_replicas: str | None = None  # access files of engines that others started: a.json,b.json
     kv_dtype: str = "auto"  # float32 on CPU ranks, the 16-bit type of the weights on GPUs
     kv_caches: int = 0  # requests whose keys and values are kept for those that extend them; 0 = 4 on CPU ranks, 1 on GPUs
+    prefill: str = "auto"  # whether GPUs take prompts in blocks of many tokens; auto: one GPU does
     queue_limit: int = 64  # requests that may wait while another runs
     client_queue_limit: int = 16  # of them those of one connection
     verify: bool = True  # compare the checkpoint with its hash manifest, if it has one
@@ -66,6 +68,7 @@ class LaunchConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("launcher", self.launcher, LAUNCHERS)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _one_of("prefill", self.prefill, PREFILL)
         _one_of("log_format", self.log_format, LOG_FORMATS)
         if self.ranks < 0 or self.ranks > 1024:
             raise ConfigError(f"ranks must be between 1 and 1024 (0 = automatic), got {self.ranks}")

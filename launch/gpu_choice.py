@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
+_PREFILLED_GPUS = 1  # that go through prompts in blocks unless told otherwise; several have not run long enough
 _BESIDES_BYTES = 1 << 30  # the CUDA context with its kernels, and what loading takes for a while
 
 
@@ -30,6 +31,7 @@ class GpuChoice:
     inventory: Inventory
     gpus: tuple[Gpu, ...] = ()
     obstacles: tuple[KogError, ...] = ()
+    prefill: bool = False
 
 
 def choose_gpus(
@@ -54,19 +56,26 @@ def choose_gpus(
         raise obstacles[0]  # nobody can say how many "all" are
     if settings.ranks not in (0, count):
         raise ConfigError(f"--ranks {settings.ranks} contradicts {count} GPU{'s' if count > 1 else ''}: a GPU has one rank")
-    needed = gpu_rank_bytes(checkpoint, 0, count, kv_dtype)
-    return GpuChoice(count, kv_dtype, inventory, gpus, (*obstacles, *_obstacles(gpus, count, needed)))
+    prefill = _uses_prefill(settings, checkpoint, count)
+    needed = gpu_rank_bytes(checkpoint, 0, count, kv_dtype, prefill=prefill)
+    return GpuChoice(count, kv_dtype, inventory, gpus, (*obstacles, *_obstacles(gpus, count, needed)), prefill)
 
 
-def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str) -> dict[str, int]:
+def _uses_prefill(settings: LaunchConfig, checkpoint: Checkpoint, count: int) -> bool:
+    from kog_dist.workers.prefill.memory import can_prefill
+
+    is_wanted = settings.prefill == "on" or (settings.prefill == "auto" and count <= _PREFILLED_GPUS)
+    return is_wanted and can_prefill(checkpoint.spec)
+
+
+def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False) -> dict[str, int]:
     """GPU memory of a rank by use; `tape` is what it reads for every token, and "prefill" begins what prefill takes.
 
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     from kog_dist.collectives.mailbox import place
     from kog_dist.workers.cuda.kernel_shape import KernelShape
-    from kog_dist.workers.engines import cuda
-    from kog_dist.workers.prefill.memory import can_prefill, prefill_bytes
+    from kog_dist.workers.prefill.memory import prefill_bytes
 
     spec = checkpoint.spec
     lanes = spec.lanes_of_rank(rank, world_size)
@@ -79,7 +88,7 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
         "cache": shape.kv_bytes,
         "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), world_size))),
     }
-    return uses | (prefill_bytes(shape) if cuda.USE_PREFILL and can_prefill(spec) else {})
+    return uses | (prefill_bytes(shape) if prefill else {})
 
 
 def _try_select(request: GpuRequest, visible: Visible, inventory: Inventory) -> tuple[tuple[Gpu, ...], tuple[KogError, ...]]:
@@ -133,11 +142,12 @@ def _choose_unasked(
     for count in range(min(MAX_RANKS, len(visible.gpus)), 0, -1):
         if num_lanes % count or settings.ranks not in (0, count):
             continue
+        prefill = _uses_prefill(settings, checkpoint, count)
         try:
-            needed = gpu_rank_bytes(checkpoint, 0, count, kv_dtype)
+            needed = gpu_rank_bytes(checkpoint, 0, count, kv_dtype, prefill=prefill)
         except ConfigError:
             continue
         fit = tuple(gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, needed))[:count]
         if len(fit) == count and not any(_obstacles(fit, count, needed)):
-            return GpuChoice(count, kv_dtype, inventory, fit)
+            return GpuChoice(count, kv_dtype, inventory, fit, prefill=prefill)
     return None

@@ -93,7 +93,7 @@ def _place(target: Target, rank: int) -> str:
 
 def _memory(target: Target, rank: int) -> str:
     if target.device == "cuda":
-        uses = gpu_rank_bytes(target.checkpoint, rank, target.world_size, target.kv_dtype)
+        uses = gpu_rank_bytes(target.checkpoint, rank, target.world_size, target.kv_dtype, prefill=target.prefill)
         shown = {
             "tape": "weights tape", "tables": "tables and norms", "cache": f"{target.kv_dtype} KV cache", "words": "words",
             "prefill weights": "weights of prefill", "prefill": "memory of prefill",

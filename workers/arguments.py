@@ -24,6 +24,7 @@ class WorkerArgs:
     step_timeout_s: float
     num_kv_caches: int = 1
     placement: Placement = ANYWHERE
+    prefill: bool = False  # a GPU takes prompts in blocks of many tokens
 
     def to_json(self) -> str:
         """One line for the command line."""
@@ -42,7 +43,7 @@ class WorkerArgs:
             raise ConfigError(f"the worker's argument must be an object with {', '.join(sorted(names))}; got {found}")
         kinds: dict[str, tuple[type, ...]] = {
             "model": (str,), "device": (str,), "kv_dtype": (str,), "verify": (bool,), "startup_timeout_s": (float, int),
-            "step_timeout_s": (float, int), "num_kv_caches": (int,),
+            "step_timeout_s": (float, int), "num_kv_caches": (int,), "prefill": (bool,),
         }  # fmt: skip
         for name, accepted in kinds.items():
             if not isinstance(values[name], accepted):

@@ -94,11 +94,12 @@ def await_memory(before: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("count", RANKS)
-def test_answers_are_those_of_one_gpu(session: EngineSession, count: int) -> None:
+@pytest.mark.parametrize("prefill", ["off", "on"])
+def test_answers_are_those_of_one_gpu(session: EngineSession, count: int, prefill: str) -> None:
     before = free_bytes()
     found = []
     for number in (1, count):
-        launcher = session.launch(f"--gpus={number}", name=f"on-{number}")
+        launcher = session.launch(f"--gpus={number}", f"--prefill={prefill}", name=f"on-{number}")
         with session.connect(READY_S) as client:
             found.append(answers(client))
         stop(session, launcher)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.engines import cuda
-from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS
+from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
+from kog_dist.workers.prefill.device_operations import Own
 from kog_dist.workers.prefill.exchange import OneRank
-from kog_dist.workers.prefill.gpu import Tuning, exact_products, matrices_for, prefill_for, runner_for
+from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, exact_products, matrices_for, prefill_for, runner_for
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.operations import TorchOperations
@@ -47,6 +48,7 @@ TUNING = Tuning((16, 32, 64), exact_size=24)
 VARIANTS = {**KERNEL_VARIANTS, "nothing divides": {**KERNEL_VARIANTS["nothing divides"], "intermediate_size": 608}}
 LIMIT = 2e-3
 CASES = [*((variant, "bfloat16") for variant in VARIANTS), ("demo", "float16")]  # each builds a monokernel
+TWINS = [*((*case, Own.NONE) for case in CASES), pytest.param("demo", "bfloat16", Own.ALL, id="own-ALL")]
 IN_BINARY16 = [(variant, "float16") for variant in VARIANTS if variant != "demo"]
 SPEC, SEED = laneformer_2b(), 1
 IDS_2B = np.random.default_rng(1).integers(0, SPEC.vocab_size, SPEC.max_context).tolist()
@@ -107,10 +109,10 @@ def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) ->
     return float(np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
-def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("variant", "kv_dtype", "own"), TWINS)
+def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str, own: Own) -> None:
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
-    runner = runner_for(model.kernel, model.collected, tuning=Tuning((32,), exact_size=24))
+    runner = runner_for(model.kernel, model.collected, tuning=Tuning((32,), exact_size=24, own=own))
     embedding = torch.as_tensor(model.kernel.weights.embedding.view(np.int16), device="cuda").view(torch.bfloat16)
     cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
     twin = TorchOperations(runner.buffers, embedding, cache)
@@ -197,25 +199,32 @@ def big() -> Iterator[tuple[Monokernel, Matrices]]:
     torch.cuda.empty_cache()
 
 
-def test_2b_logits_bits_and_times(big: tuple[Monokernel, Matrices]) -> None:
+LENGTHS_2B = (MIN_PREFILL_TOKENS + 1, 17, 128, 512, 513, 2048, 3951, 4000)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[int, np.ndarray[Any, Any]]:
+    return _oracle_logits(LENGTHS_2B)
+
+
+@pytest.mark.parametrize("own", Own, ids=lambda own: f"own-{own.name}")
+def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices], wanted: dict[int, np.ndarray[Any, Any]], own: Own) -> None:
     kernel, matrices = big
-    prefill = prefill_for(kernel, matrices)
-    found = {}
-    for length in (MIN_PREFILL_TOKENS + 1, 17, 128, 512, 513, 2048, 4000):
+    prefill = prefill_for(kernel, matrices, tuning=replace(DEFAULT, own=own))
+    errors = {}
+    for length in LENGTHS_2B:
         fill(prefill, IDS_2B[: length - 1])
         cache = kernel.kv.copy()
         fill(prefill, IDS_2B[: length - 1])
         assert bool((kernel.kv == cache).all()), f"{length} tokens again have other bits"
-        found[length] = decode(kernel, IDS_2B[:length], length - 1)
+        errors[length] = relative_error(decode(kernel, IDS_2B[:length], length - 1), wanted[length])
     fill(prefill, IDS_2B[:3900])
     begin_s = time.perf_counter()
     fill(prefill, IDS_2B[:3950], 3900)
     print(f"50 tokens behind 3900: {1e3 * (time.perf_counter() - begin_s):.2f} ms")
-    found[3951] = decode(kernel, IDS_2B[:3951], 3950)
+    errors[0] = relative_error(decode(kernel, IDS_2B[:3951], 3950), wanted[3951])
     _check_stop(prefill)
-    wanted = _oracle_logits(sorted(found))
-    errors = {length: relative_error(found[length], wanted[length]) for length in wanted}
-    print("2B, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
+    print(f"2B, {own.name}, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
     assert max(errors.values()) < LIMIT
 
 
@@ -249,7 +258,7 @@ def _check_stop(prefill: Prefill) -> None:
     assert time.perf_counter() - asked_at[1] < 0.1
 
 
-def _oracle_logits(lengths: list[int]) -> dict[int, np.ndarray[Any, Any]]:
+def _oracle_logits(lengths: Sequence[int]) -> dict[int, np.ndarray[Any, Any]]:
     """The last logits of prompts, in float64 on the GPU (18.6 GB)."""
     with torch.device("meta"):
         module = Laneformer(SPEC, seed=None)
@@ -267,13 +276,12 @@ def _oracle_logits(lengths: list[int]) -> dict[int, np.ndarray[Any, Any]]:
 
 
 # ---- the engine ----
-def test_engine_with_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "USE_PREFILL", True)
+def test_engine_with_prefill(tmp_path: Path) -> None:
     spec = ModelSpec(**{**DEMO, "max_context": 2048})
     write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
     control = ControlPage.create(1, 2048)
     info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
-    engine = cuda.CudaEngine(WorkerArgs(info, str(tmp_path), "cuda:0", "bfloat16", False, 60.0, 10.0), control)
+    engine = CudaEngine(WorkerArgs(info, str(tmp_path), "cuda:0", "bfloat16", False, 60.0, 10.0, prefill=True), control)
     engine.startup()
     prompt = tuple(np.random.default_rng(2).integers(0, spec.vocab_size, 1500).tolist())
 

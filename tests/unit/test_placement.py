@@ -30,7 +30,6 @@ from kog_dist.rpc.transport import Access
 from kog_dist.topology import RankInfo
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.engines import cuda
 from tests.unit.fake_nvml import FakeGpu, node
 
 NODE_0, NODE_1 = frozenset(range(4)) | frozenset(range(8, 12)), frozenset(range(4, 8)) | frozenset(range(12, 16))
@@ -117,21 +116,21 @@ def test_a_gpu_has_the_same_cpus_whoever_uses_it(demo: Checkpoint) -> None:
     assert {placement.cpus for placement in place_on_gpus(some, None)} == {""}
 
 
-def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def obstacle(change: str, value: object, gpus: str = "1") -> str:
+def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> None:
+    def obstacle(change: str, value: object, gpus: str = "1", prefill: str = "auto") -> str:
         def apply(_index: int, gpu: FakeGpu) -> None:
             setattr(gpu, change, value)
 
-        choice = choose(demo, inventory_from(node(8, apply)), gpus=gpus)
+        choice = choose(demo, inventory_from(node(8, apply)), gpus=gpus, prefill=prefill)
         assert choice is not None
         return " / ".join(map(str, choice.obstacles))
 
     assert obstacle("name", "NVIDIA H200") == ""
     assert "has compute capability 8.0, and the kernel is for 9.0" in obstacle("compute", (8, 0))
-    monkeypatch.setattr(cuda, "USE_PREFILL", False)
-    assert "has 0.0 GiB of free memory and a rank needs 1.1 GiB; stop what uses it" in obstacle("free", 2**20)
-    monkeypatch.setattr(cuda, "USE_PREFILL", True)
+    assert "has 0.0 GiB of free memory and a rank needs 1.1 GiB; stop what uses it" in obstacle("free", 2**20, prefill="off")
     assert re.search(r"a rank needs 1\.[0-9] GiB \(0\.[3-7] GiB of that for prefill\); stop", obstacle("free", 2**20))
+    assert "for prefill" not in obstacle("free", 2**20, "2"), "several GPUs take prompts token by token"
+    assert "for prefill" in obstacle("free", 2**20, "2", prefill="on")
     assert obstacle("name", "NVIDIA H200", "8") == ""
 
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
-USE_PREFILL = False  # until tests/gpu/test_prefill.py has passed on a GPU
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
@@ -110,7 +109,7 @@ class CudaEngine:
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
         shaped: Any = {"shaped": True, "masks": self._control.masks}
         limit_us = ALONE_WAIT_US if self._peers is None else AMONG_PEERS_WAIT_US
-        if not USE_PREFILL or misfit(spec) or not is_available():
+        if not self._args.prefill or misfit(spec) or not is_available():
             weights = load_weights(shape, checkpoint)
             return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=self._link(), **shaped)
         matrices, observe = matrices_for(shape)
