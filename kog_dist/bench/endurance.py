@@ -6,69 +6,42 @@ all ranks, and on every number of GPUs; what it costs is measured beside the ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from kog_dist.bench.gpu import gpu_name, require_gpus
 from kog_dist.bench.latency import token_times_us
+from kog_dist.bench.rank_kernel import prepare, rank_kernel, rank_shape, results_of_ranks
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
-from kog_dist.collectives.ranks import RankContext, run_ranks
+from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import Sampling
-from kog_dist.errors import ConfigError, KogError
+from kog_dist.errors import ConfigError
 
-if TYPE_CHECKING:
-    from kog_dist.workers.cuda.kernel_shape import KernelShape
-    from kog_dist.workers.cuda.monokernel import Monokernel
-
-_WAIT_LIMIT_US = 2_000_000  # ranks do not begin at the same moment
 _PROMPT_TOKENS = 64
 _CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 5  # where the cost of hashes is measured
 
 
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     """What one rank does: `hashes` (hexadecimal) of the long run, and `us` per token without and with them, round by round."""
-    import cupy
-
-    from kog_dist.workers.cuda.build import build
     from kog_dist.workers.cuda.device_weights import random_weights
-    from kog_dist.workers.cuda.kernel_shape import HASH_TOKENS, NUM_HASHES, KernelShape
-    from kog_dist.workers.cuda.monokernel import Monokernel
+    from kog_dist.workers.cuda.kernel_shape import HASH_TOKENS, NUM_HASHES
 
-    rank, world_size, tokens = context.info.rank, context.info.world_size, int(context.arguments["tokens"])
+    tokens = int(context.arguments["tokens"])
     if tokens > HASH_TOKENS * NUM_HASHES:
         raise ConfigError(f"--tokens {tokens}: there is room for the hashes of {HASH_TOKENS * NUM_HASHES} tokens")
     spec = named_spec(str(context.arguments["spec"]))
-    lanes = spec.lanes_of_rank(rank, world_size)
-    shapes = [KernelShape(spec, lanes, num_ranks=world_size, keeps_hashes=keeps) for keeps in (False, True)]
-    cupy.cuda.Device(context.info.local_rank).use()
-    if rank == 0:
-        for shape in shapes:
-            build(shape.headers())
-    context.rendezvous.barrier(context.deadline)  # the others find it in the cache
+    shapes = [rank_shape(context, spec, keeps_hashes=keeps) for keeps in (False, True)]
+    prepare(context, shapes)
     weights = random_weights(shapes[0], SEED)
-
-    @contextmanager
-    def opened(shape: KernelShape) -> Iterator[Monokernel]:
-        comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=_WAIT_LIMIT_US / 1e6) if world_size > 1 else None
-        heap = None if comm is None else comm.heap
-        kernel = Monokernel(shape, weights, rank=rank, wait_limit_us=_WAIT_LIMIT_US, heap=heap)
-        context.rendezvous.barrier(context.deadline)
-        yield kernel
-        context.rendezvous.barrier(context.deadline)
-        kernel.close()
-        if comm is not None:
-            comm.close()
-
     rounds = []
     for _ in range(_ROUNDS):  # in turn, since a GPU that gets warm gets slower
         medians = []
         for shape in shapes:
-            with opened(shape) as kernel:
+            with rank_kernel(context, shape, weights) as kernel:
                 medians.append(percentile(token_times_us(kernel, _CONTEXT, _TIMED_TOKENS), 0.5))
         rounds.append(medians)
-    with opened(shapes[1]) as kernel:
+    with rank_kernel(context, shapes[1], weights) as kernel:
         assert kernel.hashes is not None
         decoded = 0
         while decoded < tokens:
@@ -90,18 +63,14 @@ def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: floa
     figures: list[dict[str, Any]] = []
     reference: list[str] = []
     for count in gpu_counts:
-        body = "kog_dist.bench.endurance:decode_on_ranks"
-        outcomes = run_ranks(count, body, arguments, deadline_s=deadline_s, device="cuda")
-        failed = [f"rank {outcome.rank}: {outcome.error or f'status {outcome.status}'}" for outcome in outcomes if outcome.status]
-        if failed:
-            raise KogError(f"decoding on {count} GPUs failed:\n" + "\n".join(failed))
-        hashes = [outcome.result["hashes"] for outcome in outcomes]
+        found = results_of_ranks(count, "kog_dist.bench.endurance:decode_on_ranks", arguments, deadline_s)
+        hashes = [rank["hashes"] for rank in found]
         reference = reference or hashes[0]
-        rounds = outcomes[0].result["us"]
+        rounds = found[0]["us"]
         bare, hashed = (min(medians[number] for medians in rounds) for number in (0, 1))
         cost = percentile([with_hashes / without - 1 for without, with_hashes in rounds], 0.5)
         figure = {
-            "gpus": count, "tokens": tokens, "hashes": len(hashes[0]), "same": all(found == reference for found in hashes),
+            "gpus": count, "tokens": tokens, "hashes": len(hashes[0]), "same": all(of_rank == reference for of_rank in hashes),
             "us_per_token": round(bare, 1), "us_with_hashes": round(hashed, 1),
             "cost": round(cost, 5), "rounds": rounds,
         }  # fmt: skip

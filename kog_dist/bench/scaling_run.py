@@ -7,82 +7,54 @@ more with the delayed sums left out: what they cost where they are not hidden.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from kog_dist.bench.gpu import gpu_name, require_gpus
 from kog_dist.bench.latency import token_times_us
+from kog_dist.bench.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape, results_of_ranks
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shaped import figures as shaped_figures
 from kog_dist.bench.shaped import times_us
 from kog_dist.bench.shapes import SEED, named_spec
-from kog_dist.collectives.ranks import RankContext, run_ranks
+from kog_dist.collectives.ranks import RankContext
 from kog_dist.control import ControlPage
 from kog_dist.decode.sampling import Sampling
-from kog_dist.errors import KogError
 
 _DEADLINE_S = 180.0
-_WAIT_LIMIT_US = 2_000_000  # ranks do not begin at the same moment
 
 
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), and how many of the
     `repeats` had others."""
-    import cupy
-
-    from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
     from kog_dist.workers.cuda.device_weights import random_weights
-    from kog_dist.workers.cuda.kernel_shape import KernelShape
-    from kog_dist.workers.cuda.monokernel import Monokernel
 
-    rank, world_size = context.info.rank, context.info.world_size
-    spec = named_spec(str(context.arguments["spec"]))
-    left_out = bool(context.arguments.get("leaves_out_delayed"))
-    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, leaves_out_delayed=left_out)
-    cupy.cuda.Device(context.info.local_rank).use()
-    if rank == 0:
-        for source in KERNEL_SOURCES:
-            build(shape.headers(), source)
-    context.rendezvous.barrier(context.deadline)  # the others find it in the cache
+    spec, max_tokens = named_spec(str(context.arguments["spec"])), int(context.arguments["tokens"])
+    shape = rank_shape(context, spec, leaves_out_delayed=bool(context.arguments.get("leaves_out_delayed")))
+    prepare(context, [shape], shaped=True)
     samplings = list(context.arguments.get("samplings", ()))
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
-    comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=_WAIT_LIMIT_US / 1e6) if world_size > 1 else None
-    heap = None if comm is None else comm.heap
-    kernel = Monokernel(
-        shape, random_weights(shape, SEED), rank=rank, wait_limit_us=_WAIT_LIMIT_US, heap=heap,
-        shaped=page is not None, masks=None if page is None else page.masks,
-    )  # fmt: skip
+    masks = None if page is None else page.masks
     found: dict[str, Any] = {"us": {}, "bits": {}, "repeats": {}}
-    first = shape.vocab_rows[0]
-
-    def bits() -> list[str]:
-        logits = kernel.logits.get()
-        slices = [spec.vocab_slice(lane) for lane in shape.hosted_lanes]
-        return [hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest()[:16] for begin, end in slices]
-
-    for tokens in context.arguments["contexts"]:
-        context.rendezvous.barrier(context.deadline)
-        found["us"][str(tokens)] = token_times_us(kernel, int(tokens), int(context.arguments["tokens"]))
-        found["bits"][str(tokens)] = bits()
-        repeated = []
-        for _ in range(int(context.arguments["repeats"])):
-            # One position again and again. More would begin with other rows in the rings of windowed layers each time.
-            kernel.begin([1] * int(tokens), spec.max_context, Sampling(), first_position=int(tokens) - 1)
-            kernel.launch(1)
-            kernel.finish()
-            repeated.append(bits())
-        found["repeats"][str(tokens)] = sum(other != repeated[0] for other in repeated)
-    if page is not None:
-        found["samplings"] = {}
-        for name in samplings:
+    with rank_kernel(context, shape, random_weights(shape, SEED), shaped=page is not None, masks=masks) as kernel:
+        for tokens in context.arguments["contexts"]:
             context.rendezvous.barrier(context.deadline)
-            at = max(map(int, context.arguments["contexts"]))
-            found["samplings"] |= times_us(kernel, page, [name], at, int(context.arguments["tokens"]))
-    context.rendezvous.barrier(context.deadline)
-    kernel.close()
-    if comm is not None:
-        comm.close()
+            found["us"][str(tokens)] = token_times_us(kernel, int(tokens), max_tokens)
+            found["bits"][str(tokens)] = lane_digests(kernel)
+            repeated = []
+            for _ in range(int(context.arguments["repeats"])):
+                # One position again and again. More would begin with other rows in the rings of windowed layers each time.
+                kernel.begin([1] * int(tokens), spec.max_context, Sampling(), first_position=int(tokens) - 1)
+                kernel.launch(1)
+                kernel.finish()
+                repeated.append(lane_digests(kernel))
+            found["repeats"][str(tokens)] = sum(other != repeated[0] for other in repeated)
+        if page is not None:
+            found["samplings"] = {}
+            for name in samplings:
+                context.rendezvous.barrier(context.deadline)
+                at = max(map(int, context.arguments["contexts"]))
+                found["samplings"] |= times_us(kernel, page, [name], at, max_tokens)
     return found
 
 
@@ -139,8 +111,4 @@ def run(
 
 def decode(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """What `decode_on_ranks` found on every rank. Raises KogError with what went wrong on any."""
-    outcomes = run_ranks(count, "kog_dist.bench.scaling_run:decode_on_ranks", arguments, deadline_s=_DEADLINE_S, device="cuda")
-    failed = [f"rank {outcome.rank}: {outcome.error or f'status {outcome.status}'}" for outcome in outcomes if outcome.status]
-    if failed:
-        raise KogError(f"decoding on {count} GPUs failed:\n" + "\n".join(failed))
-    return [outcome.result for outcome in outcomes]
+    return results_of_ranks(count, "kog_dist.bench.scaling_run:decode_on_ranks", arguments, _DEADLINE_S)

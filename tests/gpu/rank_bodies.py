@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kog_dist.bench.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -45,59 +45,34 @@ SHAPED = (
 
 def answer(context: RankContext) -> dict[str, Any]:
     """Tokens of a greedy and of a sampled answer, and SHA-256 of each of the rank's lanes' logits after them."""
-    kernel, close = _kernel(context, shaped=False)
-    spec, shape = kernel.shape.spec, kernel.shape
-    prompt = [token % spec.vocab_size for token in PROMPT]
     answers, digests = [], []
-    for sampling in (Sampling(), Sampling(temperature=0.9, seed=11)):
-        context.rendezvous.barrier(context.deadline)
-        answers.append(kernel.generate(prompt, 100, sampling, chunk=32))
-        logits, first = kernel.logits.get(), shape.vocab_rows[0]
-        slices = [spec.vocab_slice(lane) for lane in shape.hosted_lanes]
-        digests.append([hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices])
-    close()
+    with _kernel(context, shaped=False) as kernel:
+        prompt = [token % kernel.shape.spec.vocab_size for token in PROMPT]
+        for sampling in (Sampling(), Sampling(temperature=0.9, seed=11)):
+            context.rendezvous.barrier(context.deadline)
+            answers.append(kernel.generate(prompt, 100, sampling, chunk=32))
+            digests.append(lane_digests(kernel))
     return {"answers": answers, "digests": digests}
 
 
 def shaped_answers(context: RankContext) -> list[tuple[list[int], list[TokenLogprobs]]]:
     """Tokens of the `SHAPED` answers; their log-probabilities on rank 0."""
-    kernel, close = _kernel(context, shaped=True)
-    prompt = [token % kernel.shape.spec.vocab_size for token in PROMPT]
     found = []
-    for sampling, request in SHAPED:
-        context.rendezvous.barrier(context.deadline)
-        tokens = kernel.generate(prompt, 60, sampling, chunk=16, shaped=request)
-        found.append((tokens, logprobs_of(kernel, request, len(tokens)) if context.info.rank == 0 else []))
-        if context.info.world_size == 1:
-            check(kernel, prompt, tokens, found[-1][1], (sampling, request))
-    close()
+    with _kernel(context, shaped=True) as kernel:
+        prompt = [token % kernel.shape.spec.vocab_size for token in PROMPT]
+        for sampling, request in SHAPED:
+            context.rendezvous.barrier(context.deadline)
+            tokens = kernel.generate(prompt, 60, sampling, chunk=16, shaped=request)
+            found.append((tokens, logprobs_of(kernel, request, len(tokens)) if context.info.rank == 0 else []))
+            if context.info.world_size == 1:
+                check(kernel, prompt, tokens, found[-1][1], (sampling, request))
     return found
 
 
-def _kernel(context: RankContext, *, shaped: bool) -> tuple[Monokernel, Callable[[], None]]:
-    """The rank's kernel with the variant's random weights, and what to call in the end."""
-    import cupy
-
-    from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
+def _kernel(context: RankContext, *, shaped: bool) -> AbstractContextManager[Monokernel]:
+    """The rank's kernel with the variant's random weights."""
     from kog_dist.workers.cuda.device_weights import random_weights
-    from kog_dist.workers.cuda.kernel_shape import KernelShape
-    from kog_dist.workers.cuda.monokernel import Monokernel
 
-    rank, world_size = context.info.rank, context.info.world_size
-    spec = VARIANTS[str(context.arguments["variant"])]
-    shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
-    cupy.cuda.Device(context.info.local_rank).use()
-    if rank == 0:
-        for source in KERNEL_SOURCES[: 1 + shaped]:
-            build(shape.headers(), source)
-    context.rendezvous.barrier(context.deadline)
-    comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=2.0) if world_size > 1 else None
-    heap = None if comm is None else comm.heap
-    kernel = Monokernel(shape, random_weights(shape, 5), rank=rank, wait_limit_us=2_000_000, heap=heap, shaped=shaped)
-
-    def close() -> None:
-        context.rendezvous.barrier(context.deadline)
-        if comm is not None:
-            comm.close()
-
-    return kernel, close
+    shape = rank_shape(context, VARIANTS[str(context.arguments["variant"])])
+    prepare(context, [shape], shaped=shaped)
+    return rank_kernel(context, shape, random_weights(shape, 5), shaped=shaped)

@@ -1,0 +1,92 @@
+"""The monokernel of one rank with its peers, with random weights: what benchmarks and tests of several GPUs run.
+
+shape = rank_shape(context, spec)
+prepare(context, [shape])
+with rank_kernel(context, shape, random_weights(shape, SEED)) as kernel: ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kog_dist.collectives.ranks import RankContext, run_ranks
+from kog_dist.errors import KogError
+
+if TYPE_CHECKING:
+    from kog_dist.decode.masks import MaskSlots
+    from kog_dist.model.spec import ModelSpec
+    from kog_dist.workers.cuda.device_weights import DeviceWeights
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+    from kog_dist.workers.cuda.monokernel import Monokernel
+
+WAIT_LIMIT_US = 2_000_000  # ranks do not begin at the same moment
+
+
+def rank_shape(context: RankContext, spec: ModelSpec, **options: Any) -> KernelShape:
+    """The shape of this rank's kernel; options go to KernelShape."""
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+    rank, world_size = context.info.rank, context.info.world_size
+    return KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, **options)
+
+
+def prepare(context: RankContext, shapes: Sequence[KernelShape], *, shaped: bool = False) -> None:
+    """Choose this rank's GPU and have its kernels built, once for all ranks. Collective.
+
+    `shaped`: the builds for shaped requests, too.
+    """
+    import cupy
+
+    from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
+
+    cupy.cuda.Device(context.info.local_rank).use()
+    if context.info.rank == 0:
+        for shape in shapes:
+            for source in KERNEL_SOURCES[: 1 + shaped]:
+                build(shape.headers(), source)
+    context.rendezvous.barrier(context.deadline)  # the others find it in the cache
+
+
+@contextmanager
+def rank_kernel(
+    context: RankContext, shape: KernelShape, weights: DeviceWeights, *, shaped: bool = False, masks: MaskSlots | None = None
+) -> Iterator[Monokernel]:
+    """This rank's kernel, linked with those of its peers. Collective, in the beginning and in the end.
+
+    After an exception nothing is closed: peers may still read this rank's memory, which goes with the process.
+    """
+    from kog_dist.workers.cuda.monokernel import Monokernel
+
+    comm = None
+    if context.info.world_size > 1:
+        comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=WAIT_LIMIT_US / 1e6)
+    heap = None if comm is None else comm.heap
+    kernel = Monokernel(
+        shape, weights, rank=context.info.rank, wait_limit_us=WAIT_LIMIT_US, heap=heap, shaped=shaped, masks=masks
+    )
+    context.rendezvous.barrier(context.deadline)
+    yield kernel
+    context.rendezvous.barrier(context.deadline)
+    kernel.close()
+    if comm is not None:
+        comm.close()
+
+
+def lane_digests(kernel: Monokernel) -> list[str]:
+    """SHA-256 of the logits of each hosted lane's slice of the vocabulary, after the last step of a launch that has ended."""
+    shape, logits = kernel.shape, kernel.logits.get()
+    first = shape.vocab_rows[0]
+    slices = [shape.spec.vocab_slice(lane) for lane in shape.hosted_lanes]
+    return [hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices]
+
+
+def results_of_ranks(num_gpus: int, body: str, arguments: Mapping[str, Any], deadline_s: float) -> list[Any]:
+    """What `body` ("module:function") has returned on each of the GPUs. Raises KogError with what went wrong on any."""
+    outcomes = run_ranks(num_gpus, body, arguments, deadline_s=deadline_s, device="cuda")
+    failed = [f"rank {outcome.rank}: {outcome.error or f'status {outcome.status}'}" for outcome in outcomes if outcome.status]
+    if failed:
+        raise KogError(f"decoding on {num_gpus} GPUs failed:\n" + "\n".join(failed))
+    return [outcome.result for outcome in outcomes]
