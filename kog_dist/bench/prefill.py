@@ -43,12 +43,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-LIBRARIES = ("cublas", "cublaslt")
 _TO_1024 = tuple(size for size in BLOCK_SIZES if size <= 1024)
 CHOICES = {  # what could be the default
     "default": DEFAULT,
     "cublas": replace(DEFAULT, own=Own.NONE),
-    "cublaslt": replace(DEFAULT, own=Own.NONE, library="cublaslt"),
     "own gate": replace(DEFAULT, own=Own.GATE),
     "own": replace(DEFAULT, own=Own.ALL),
     "to 1024": replace(DEFAULT, sizes=_TO_1024),
@@ -93,9 +91,7 @@ def run(
         figures["graphs"] += [{"choice": choice, **figure} for figure in _graphs(runner)]
         if choice == choices[0] and not only_prompts:
             figures["operations"] = _operations(runner, tuning.sizes)
-            figures["rows_have_the_bits_of_the_largest_block"] = {
-                name: _row_bits(runner, tuning.sizes, name) for name in LIBRARIES
-            }
+            figures["rows_have_the_bits_of_the_largest_block"] = _row_bits(runner, tuning.sizes)
         del runner, prefill
         free_memory()
     finish("prefill", configuration, before, figures)
@@ -214,8 +210,8 @@ def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any
     figures: list[dict[str, Any]] = []
     for size in sizes:
         cells = []
-        for name, operation, flops, num_bytes, library in itertools.chain(_products(runner, size), _others(runner, size)):
-            us = _time_us(runner, operation, library)
+        for name, operation, flops, num_bytes in itertools.chain(_products(runner, size), _others(runner, size)):
+            us = _time_us(runner, operation)
             figure = {"size": size, "operation": name, "us": round(us, 1)}
             figure |= {"tflop_per_s": round(flops / us / 1e6, 1)} if flops else {}
             figure |= {"tb_per_s": round(num_bytes / us / 1e6, 2)} if num_bytes else {}
@@ -226,7 +222,7 @@ def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any
     return figures
 
 
-_Case = tuple[str, Callable[[], object], int, int, str]  # name, what to run, its FLOP and bytes (0: not of interest), library
+_Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLOP and bytes (0: not of interest)
 
 
 def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
@@ -239,39 +235,37 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
         ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
         ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
     ]  # fmt: skip
-    for library in LIBRARIES:
-        for name, x, matrix, out in shapes:
-            product = partial(do.product, x, matrix, out)
-            yield f"{name} by {library}", product, 2 * size * matrix.numel(), 0, library
+    for name, x, matrix, out in shapes:
+        yield name, partial(do.product, x, matrix, out), 2 * size * matrix.numel(), 0
 
 
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
-    yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2, DEFAULT.library
+    yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     assert isinstance(do, DeviceOperations)
-    yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes, DEFAULT.library
+    yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
     if (w13 := runner.layers.matrices[0].w13) is not None:
-        yield "gate", partial(do.gate, rows, w13), 2 * size * w13.numel(), 0, DEFAULT.library
+        yield "gate", partial(do.gate, rows, w13), 2 * size * w13.numel(), 0
     if spec.delay:
         residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, runner.layers.matrices[1].unscale, None)
-        yield "residual", residual, 0, 4 * rows.stream.nbytes, DEFAULT.library
+        yield "residual", residual, 0, 4 * rows.stream.nbytes
     end = spec.max_context - 1
-    yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0, DEFAULT.library
-    yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0, DEFAULT.library
+    yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0
+    yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0
     for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
         for start in (0, spec.max_context - size):
             rows.place[0], rows.place[2] = start, start + size
-            yield f"attend of the {kind} layer at {start}", partial(do.attend, rows, layer), 0, 0, DEFAULT.library
+            yield f"attend of the {kind} layer at {start}", partial(do.attend, rows, layer), 0, 0
 
 
-def _time_us(runner: GraphRunner, operation: Callable[[], object], library: str) -> float:
+def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
     """Of one run among many in a graph. Small matrices are then found in the L2 cache, which in a block they are not."""
     import torch
 
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), exact_products(library), torch.cuda.stream(runner.stream):
+    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
         operation()
         runner.stream.synchronize()
         with torch.cuda.graph(graph, stream=runner.stream, capture_error_mode="thread_local"):
@@ -286,14 +280,14 @@ def _time_us(runner: GraphRunner, operation: Callable[[], object], library: str)
     return percentile(times, 0.5)
 
 
-def _row_bits(runner: GraphRunner, sizes: Sequence[int], library: str) -> dict[str, dict[str, bool]]:
+def _row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, bool]]:
     """Whether each product gives a row the same bits in a block of every size as in the largest one."""
     import torch
 
     found: dict[str, dict[str, bool]] = {}
     outputs_of = {"wqkv": torch.float32, "wo": torch.float16, "w13": torch.float16, "w2": torch.float16}
     generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad(), exact_products(library):
+    with torch.no_grad(), exact_products():
         for name, dtype in outputs_of.items():
             matrix = getattr(runner.layers.matrices[0], name)
             lanes, out_rows, columns = matrix.shape
@@ -304,7 +298,7 @@ def _row_bits(runner: GraphRunner, sizes: Sequence[int], library: str) -> dict[s
                 runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
             largest = outputs[max(sizes)]
             found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}
-    print(f"  {library}: rows have the bits of the largest block: {found}", flush=True)
+    print(f"  rows have the bits of the largest block: {found}", flush=True)
     return found
 
 

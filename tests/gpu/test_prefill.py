@@ -233,7 +233,7 @@ def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, Matr
     """What the keys and values of several ranks rest on, to be those of one."""
     matrices, other = big[1].layers()[0], list[str]()
     generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad(), exact_products("cublas"):
+    with torch.no_grad(), exact_products():
         for name in ("wqkv", "wo", "w13", "w2"):
             matrix = getattr(matrices, name)
             of_blocks = [(size, torch.float32 if name == "wqkv" else torch.float16) for size in BLOCK_SIZES]

@@ -28,7 +28,6 @@ class Tuning:
     """What decides about speed, not about the function. `kog-bench prefill --choices all` measures others than the defaults."""
 
     sizes: tuple[int, ...] = BLOCK_SIZES
-    library: str = "cublas"  # of the products; or cublaslt
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
     own: Own = Own.NONE  # products
 
@@ -116,7 +115,7 @@ class GraphRunner:
             self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
-        with torch.no_grad(), exact_products(tuning.library), torch.cuda.stream(stream):
+        with torch.no_grad(), exact_products(), torch.cuda.stream(stream):
             for size, rows in sorted(self._rows.items(), reverse=True):
                 buffers.next_start.zero_()
                 self._warm_up(rows)
@@ -183,14 +182,14 @@ class GraphRunner:
 
 
 @contextmanager
-def exact_products(library: str) -> Iterator[None]:
-    """Products by this library, summed in float32 to the end: torch may otherwise let it add partial sums in binary16."""
+def exact_products() -> Iterator[None]:
+    """Products by cuBLAS, summed in float32 to the end: torch may otherwise let it add partial sums in binary16."""
     import torch
 
     matmul, prefer = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
     before, library_before = matmul.allow_fp16_reduced_precision_reduction, prefer()
     matmul.allow_fp16_reduced_precision_reduction = False
-    prefer(library)
+    prefer("cublas")
     try:
         yield
     finally:
