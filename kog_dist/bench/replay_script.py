@@ -72,7 +72,7 @@ class ReplayScript:
 def script_text(path: str | None) -> str:
     """The text of a file; without one, Python source that is part of this package. Raises ConfigError."""
     if path is None:
-        return resources.files("kog_dist.rpc").joinpath("messages.py").read_text(encoding="utf-8")
+        return resources.files("kog_dist.rpc").joinpath("fields.py").read_text(encoding="utf-8")
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

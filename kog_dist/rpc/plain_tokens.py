@@ -1,7 +1,7 @@
 """The frame of a `tokens` event with one token and nothing but its text, written and read in one go.
 
 There is such a frame for each token of almost every answer. It is msgpack like any other, with lengths and numbers in forms of
-fixed size, so that fields have fixed places; what does not look like that takes the general way (rpc/messages.py).
+fixed size, so that fields have fixed places; what does not look like that takes the general way (rpc/messages/codec.py).
 """
 
 from __future__ import annotations

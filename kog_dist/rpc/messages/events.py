@@ -1,0 +1,135 @@
+"""What a coordinator sends to a client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from kog_dist.rpc.fields import array, checked, choice, flag, integer, number, optional, text
+from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, TEXT, Checked, tagged
+from kog_dist.rpc.messages.codes import EngineState, ErrorCode, FinishReason
+from kog_dist.rpc.messages.limits import MAX_ARRAY, MAX_FLOAT32
+from kog_dist.rpc.messages.status import StatusReport
+
+_LOGPROB = number(-MAX_FLOAT32, 0.0)
+_TOKEN_ID = integer(0, 2**31 - 1)
+_DIGEST = text(64, 64)
+_NONE: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Checked):
+    """Who serves here. `max_context` counts prompt and answer together, in tokens."""
+
+    build: str = checked(NAME)
+    instance: str = checked(NAME)
+    model: str = checked(NAME)
+    state: EngineState = checked(choice(EngineState))  # noqa: RUF009
+    world_size: int = checked(COUNT)
+    max_context: int = checked(COUNT)
+    vocab_size: int = checked(COUNT)
+    has_tokenizer: bool = checked(flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Checked):
+    """The request waits or runs; from here on it ends in exactly one `Done` or `Error`."""
+
+    request_id: str = checked(ID)
+    queue_position: int = checked(COUNT)  # 0 = next, or decoding at once
+    num_prompt_tokens: int = checked(COUNT)
+    max_tokens: int = checked(COUNT)
+
+
+@dataclass(frozen=True, slots=True)
+class Alive(Checked):
+    """The request is not forgotten. Sent when its place in the queue has changed, and after 250 ms in which nothing else was."""
+
+    request_id: str = checked(ID)
+    queue_position: int = checked(COUNT)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill(Checked):
+    """The ranks read the prompt: `position` of its tokens are in the KV cache. At most one in 100 ms; none for short prompts."""
+
+    request_id: str = checked(ID)
+    position: int = checked(COUNT)
+    num_prompt_tokens: int = checked(COUNT)
+
+
+@dataclass(slots=True)  # not frozen like the others: there is one for each token, and to make it would take ten times as long
+class Tokens(Checked):
+    """Tokens `index`, `index + 1`, ... and the text that became certain with them.
+
+    `text` may lag behind `token_ids`: a character split over tokens and what may become a stop string are held back. An event
+    may have text and no tokens. `stamps_s`: when the engine produced each token, in seconds after the request's reception, if the
+    request asked for `stamps`, else empty.
+    `digests`: SHA-256 (hex) of each step's float32 logits when the request asked for them, else empty.
+    `logprobs`: the tokens' log-probabilities when the request asked for them, else empty. `top_ids` and `top_logprobs`: of the
+    most likely tokens in the place of each, best first, as many for each token.
+    """
+
+    request_id: str = checked(ID)
+    index: int = checked(COUNT)
+    token_ids: tuple[int, ...] = checked(array(_TOKEN_ID, MAX_ARRAY))
+    text: str = checked(TEXT)
+    stamps_s: tuple[float, ...] = checked(array(SECONDS, MAX_ARRAY))
+    digests: tuple[str, ...] = checked(array(_DIGEST, MAX_ARRAY), default=())
+    logprobs: tuple[float, ...] = checked(array(_LOGPROB, MAX_ARRAY), default=())
+    top_ids: tuple[int, ...] = checked(array(_TOKEN_ID, MAX_ARRAY), default=())
+    top_logprobs: tuple[float, ...] = checked(array(_LOGPROB, MAX_ARRAY), default=())
+
+    @classmethod
+    def one(cls, request_id: str, index: int, token_id: int, text: str) -> Tokens:
+        """An event of one token and its text, and nothing else. The values are not checked: the caller knows them."""
+        event = cls.__new__(cls)
+        event.request_id, event.index, event.token_ids, event.text = request_id, index, (token_id,), text
+        event.stamps_s = event.digests = event.logprobs = event.top_ids = event.top_logprobs = _NONE
+        return event
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one token, and nothing is said of it but its text: so it is with almost every token."""
+        return (
+            self.stamps_s is _NONE and self.digests is _NONE and self.logprobs is _NONE and self.top_ids is _NONE
+            and self.top_logprobs is _NONE and type(self.token_ids) is tuple and len(self.token_ids) == 1
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Checked):
+    """The request ended well. Times are None where there was no such moment; workers/timings.py defines them."""
+
+    request_id: str = checked(ID)
+    finish_reason: FinishReason = checked(choice(FinishReason))  # noqa: RUF009
+    num_prompt_tokens: int = checked(COUNT)
+    num_generated_tokens: int = checked(COUNT)
+    queue_s: float = checked(SECONDS)
+    total_s: float = checked(SECONDS)
+    prefill_s: float | None = checked(optional(SECONDS), default=None)
+    ttft_s: float | None = checked(optional(SECONDS), default=None)
+    itl_p50_s: float | None = checked(optional(SECONDS), default=None)
+    itl_p99_s: float | None = checked(optional(SECONDS), default=None)
+    tokens_per_s: float | None = checked(optional(number(0.0, 1e12)), default=None)
+    num_cached_tokens: int = checked(COUNT, default=0)  # of the prompt, which were not prefilled again
+
+
+@dataclass(frozen=True, slots=True)
+class Error(Checked):
+    """A refusal, or the end of a request without its answer. No `request_id`: it could not be read.
+
+    `retry_after_s`, with `queue_full`: an estimate of when there will be room.
+    """
+
+    code: ErrorCode = checked(choice(ErrorCode))  # noqa: RUF009
+    message: str = checked(text(1, 16384))
+    request_id: str | None = checked(optional(ID), default=None)
+    retry_after_s: float | None = checked(optional(SECONDS), default=None)
+
+
+Event: TypeAlias = Welcome | Accepted | Alive | Prefill | Tokens | Done | Error | StatusReport
+EVENTS = tagged({
+    "welcome": Welcome, "accepted": Accepted, "alive": Alive, "prefill": Prefill, "tokens": Tokens, "done": Done, "error": Error,
+    "status_report": StatusReport,
+})  # fmt: skip

@@ -1,0 +1,19 @@
+"""What a message begins with, and how large it and its parts may be."""
+
+from __future__ import annotations
+
+MAGIC = b"KOG"
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 20  # all frames of a message together
+MAX_ARRAY = 1 << 16  # longest array: token ids of one prompt
+MAX_FIELDS = 32  # of one message
+MAX_CONTAINERS = 64  # lists and maps in one message; stops a small message from growing into a large heap
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_SCHEMA_BYTES = 1 << 16
+MAX_REGEX_BYTES = 1 << 12
+MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**53  # counters and sizes: exact in every language's numbers
+MAX_SECONDS = 1e9
+MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
+LEAST_DEADLINE_S = 0.001

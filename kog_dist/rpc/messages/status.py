@@ -1,0 +1,49 @@
+"""The event that tells all about an engine, or about a router and the engines behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kog_dist.rpc.fields import array, checked, choice, optional
+from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, Checked
+from kog_dist.rpc.messages.codes import EngineState
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReport(Checked):
+    """The engine's state and counters since its start. Waiting requests are listed in the order in which they will run.
+
+    `running_position`: tokens of the running request that are in the KV cache; below `running_prompt_tokens` it is prefilling.
+    `epochs_waited`, `waited_s`: how often and how long each rank has waited for peers; None for ranks that do not count it.
+    """
+
+    state: EngineState = checked(choice(EngineState))  # noqa: RUF009
+    instance: str = checked(NAME)
+    model: str = checked(NAME)
+    build: str = checked(NAME)
+    pid: int = checked(COUNT)
+    world_size: int = checked(COUNT)
+    rank_states: tuple[str, ...] = checked(array(NAME, 4096))
+    beat_ages_s: tuple[float, ...] = checked(array(SECONDS, 4096))
+    uptime_s: float = checked(SECONDS)
+    running: str | None = checked(optional(ID))
+    waiting: tuple[str, ...] = checked(array(ID, 4096))
+    queue_limit: int = checked(COUNT)
+    num_completed: int = checked(COUNT)
+    num_cancelled: int = checked(COUNT)
+    num_failed: int = checked(COUNT)
+    num_refused: int = checked(COUNT)
+    num_dropped_clients: int = checked(COUNT)
+    num_bad_messages: int = checked(COUNT)
+    num_tokens: int = checked(COUNT)
+    replica_names: tuple[str, ...] = checked(array(NAME, 4096), default=())  # of a router; the next three are in this order
+    replica_states: tuple[str, ...] = checked(array(NAME, 4096), default=())  # with the reason, where it is not in use
+    replica_addresses: tuple[str, ...] = checked(array(NAME, 4096), default=())
+    replica_running: tuple[str, ...] = checked(array(NAME, 4096), default=())  # request id, empty when idle
+    client_queue_limit: int = checked(COUNT, default=0)  # of the waiting requests of one connection
+    num_expired: int = checked(COUNT, default=0)  # requests that their own deadline ended; not counted elsewhere
+    running_position: int = checked(COUNT, default=0)
+    running_prompt_tokens: int = checked(COUNT, default=0)
+    rank_places: tuple[str, ...] = checked(array(NAME, 4096), default=())  # device and CPUs of each rank
+    epochs_waited: tuple[int | None, ...] = checked(array(optional(COUNT), 4096), default=())
+    waited_s: tuple[float | None, ...] = checked(array(optional(SECONDS), 4096), default=())
