@@ -15,7 +15,7 @@ from typing import Any
 from kog_dist.bench.report import percentile
 from kog_dist.bench.request_client import Answer, RequestClient
 from kog_dist.bench.session import EngineSession, until
-from kog_dist.errors import ConfigError, KogError, RequestFailed
+from kog_dist.errors import ConfigError, RequestFailed
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import Done, Error, FinishReason
 
@@ -138,30 +138,25 @@ class Measures:
         longest = max(self._workload.prompts)
         whole_s = self._client.ask(self._ids(longest), max_tokens=1, reuse_kv=False).ttft_ms / 1e3
         found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
-        num_early = 0
         for _ in self._repeats():
             answer = self._client.send(self._ids(longest), max_tokens=2, reuse_kv=False)
             self._client.follow(lambda answer=answer: answer.num_tokens > 0, answer.sent_s + whole_s / 3)  # type: ignore[misc]
-            in_prefill = not answer.num_tokens
-            times = self._cancel(answer)
-            num_early += in_prefill
-            if in_prefill:
-                found["prefill"].append(times)
+            found["decode" if answer.num_tokens else "prefill"] += self._cancel(answer)
             answer = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=self._spec.max_context - _SHORT_PROMPT)
             self._client.follow(lambda answer=answer: answer.num_tokens >= _SHORT_PROMPT or answer.end is not None)  # type: ignore[misc]
-            found["decode"].append(self._cancel(answer))
+            found["decode"] += self._cancel(answer)
         alone = [self._client.ask(self._ids(_SHORT_PROMPT), max_tokens=1).ttft_ms for _ in self._repeats()]
         return [_cancelled(name, times, statistics.median(alone)) for name, times in found.items()]
 
-    def _cancel(self, answer: Answer) -> tuple[float, float]:
-        """Milliseconds to the end of the request, and to the first token of one that was sent at once."""
+    def _cancel(self, answer: Answer) -> list[tuple[float, float]]:
+        """Milliseconds to the end of the request, and to the first token of one that was sent at once; empty: it ended before."""
         begin_s = self._client.cancel(answer)
         following = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=1)
         self._client.follow(lambda: answer.end is not None and following.end is not None)
-        if answer.done.finish_reason is not FinishReason.CANCELLED:
-            raise KogError(f"a request that was cancelled ended with {answer.done}")
         assert following.done
-        return 1e3 * (answer.end_s - begin_s), 1e3 * (following.arrivals[0][0] - begin_s)
+        if answer.done.finish_reason is not FinishReason.CANCELLED:
+            return []
+        return [(1e3 * (answer.end_s - begin_s), 1e3 * (following.arrivals[0][0] - begin_s))]
 
     def abort(self, session: EngineSession, launcher: subprocess.Popen[bytes], *, in_prefill: bool) -> dict[str, Any]:
         """The engine's end: milliseconds from a second SIGTERM to the client's error, and until nothing of it is left."""
