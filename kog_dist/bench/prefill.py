@@ -55,7 +55,8 @@ CHOICES = {  # what could be the default
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
 _LONGEST_TOKEN_S = 10.0
-_PAUSE_S = 0.25  # of an engine that waits for a request: long products draw so much power that the GPU slows down
+_RESTED_REPEATS = 5
+_PAUSE_S = 0.15  # of an engine that waits for a request: long products draw so much power that the GPU slows down
 
 
 def run(
@@ -142,7 +143,7 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
         run()
         times = [run() for _ in range(repeats)]
         rested = []
-        for _ in range(repeats):
+        for _ in range(min(repeats, _RESTED_REPEATS)):
             time.sleep(_PAUSE_S)
             rested.append(run())
         medians = [round(1e3 * percentile([time_s[i] for time_s in some], 0.5), 3) for some in (times, rested) for i in range(2)]
