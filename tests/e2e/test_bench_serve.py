@@ -131,6 +131,6 @@ def test_chat_finds_the_ranks(url: str) -> None:
         timeout=60,
         check=True,
     )
-    assert done.stdout.startswith('"""The RPC protocol')
+    assert done.stdout.startswith('"""The checks that one field')
     assert "20 tokens" in done.stderr
     assert "3 ranks" in done.stderr

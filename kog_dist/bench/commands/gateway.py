@@ -1,0 +1,22 @@
+"""`kog-bench gateway`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kog_dist.errors import ConfigError
+
+
+def gateway(
+    rate: Annotated[float, typer.Option(help="Tokens per second.")] = 2000.0,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 4000,
+    repeats: Annotated[int, typer.Option(help="Answers over each way, in turns.")] = 3,
+) -> None:
+    """Microseconds of a token from a synthetic engine to a client, over RPC and over HTTP. Needs no model."""
+    from kog_dist.bench import gateway_path as benchmark
+
+    if not 0 < rate <= 1e5 or not 2 <= tokens <= 30_000 or repeats < 1:
+        raise ConfigError("--rate must be from 0 to 100000, --tokens from 2 to 30000, --repeats at least 1")
+    benchmark.run(rate, num_tokens=tokens, repeats=repeats)

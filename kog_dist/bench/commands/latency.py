@@ -1,0 +1,40 @@
+"""`kog-bench latency`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kog_dist.bench.commands.options import SAMPLING_HELP, counts_of, samplings_of
+from kog_dist.errors import ConfigError
+
+
+def latency(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
+    spec: Annotated[str, typer.Option(help="Shape with random weights: 2b.")] = "2b",
+    random: Annotated[bool, typer.Option("--random", help="Random weights of the shape --spec.")] = False,
+    lanes: Annotated[str, typer.Option(help="Hosted lanes to measure: 8,4,2,1. Fewer than the model's: no peers' sums.")] = "8",
+    contexts: Annotated[str, typer.Option(help="Context lengths.")] = "64,512,2048,4000",
+    tokens: Annotated[int, typer.Option(help="Tokens at each context.")] = 200,
+    trace: Annotated[
+        str | None, typer.Option(help="Folder for a Chrome trace (Perfetto) and a picture of one token for each lane count.")
+    ] = None,
+    baseline: Annotated[
+        str, typer.Option(help="Measure compiled torch in a CUDA graph, too: lanes, dense (one wide lane), or lanes,dense.")
+    ] = "",
+    sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
+) -> None:
+    """Microseconds per token of the monokernel on one GPU, beside the time that reading the weights alone takes."""
+    from kog_dist.bench import latency as benchmark
+    from kog_dist.bench.torch_baseline import FORMS
+
+    if (model is None) == (not random):
+        raise ConfigError("give MODEL or --random, one of the two")
+    if tokens < 2:
+        raise ConfigError("--tokens must be at least 2")
+    baselines = tuple(part for part in baseline.split(",") if part)
+    if not set(baselines) <= set(FORMS):
+        raise ConfigError(f"--baseline must be one or more of {', '.join(FORMS)}, got {baseline!r}")
+    counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
+    benchmark.run(model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings)

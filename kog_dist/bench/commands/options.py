@@ -1,0 +1,48 @@
+"""Options that several benchmarks have, and how lists in them are read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kog_dist.errors import ConfigError
+
+SAMPLING_HELP = (
+    "Compare kinds of sampling, the first with the others: greedy,temperature,top-p-logprobs,mask; a wrong one lists all."
+)
+
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
+
+
+def counts_of(text: str, option: str = "--ranks") -> tuple[int, ...]:
+    """Numbers of at least 1: 1,2,4. Raises ConfigError that names `option`."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} must be numbers separated by commas, got {text!r}") from None
+    if min(counts) < 1:
+        raise ConfigError(f"{option} must be at least 1, got {text!r}")
+    return counts
+
+
+def times_of(text: str, option: str) -> dict[int, float]:
+    """Microseconds by count: 8:1122,4:584."""
+    try:
+        pairs = [part.split(":") for part in text.split(",") if part]
+        times = {int(count): float(us) for count, us in pairs}
+    except ValueError:
+        raise ConfigError(f"{option} must be like 8:1122,4:584, got {text!r}") from None
+    if any(count not in (1, 2, 4, 8) or not us > 0 for count, us in times.items()):
+        raise ConfigError(f"{option} takes counts of 1, 2, 4 and 8 with times above 0, got {text!r}")
+    return times
+
+
+def samplings_of(text: str) -> tuple[str, ...]:
+    """Names of samplings: greedy,mask. Raises ConfigError."""
+    from kog_dist.bench.shaped import SAMPLINGS
+
+    names = tuple(part for part in text.split(",") if part)
+    if not set(names) <= set(SAMPLINGS):
+        raise ConfigError(f"--sampling must be one or more of {', '.join(SAMPLINGS)}, got {text!r}")
+    return names

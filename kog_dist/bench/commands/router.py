@@ -1,0 +1,23 @@
+"""`kog-bench router`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kog_dist.bench.commands.options import counts_of
+from kog_dist.errors import ConfigError
+
+
+def router(
+    rates: Annotated[str, typer.Option(help="Tokens per second of each stream: 230,2000.")] = "230,2000",
+    tokens: Annotated[int, typer.Option(help="Tokens per stream.")] = 2000,
+    streams: Annotated[int, typer.Option(help="Streams at once, each from a source of its own, beside one alone.")] = 2,
+) -> None:
+    """Microseconds that the router in front of replicas adds to each token. Needs no model."""
+    from kog_dist.bench import router as benchmark
+
+    if tokens < 2 or streams < 1:
+        raise ConfigError("--tokens must be at least 2, --streams at least 1")
+    benchmark.run(counts_of(rates, "--rates"), num_tokens=tokens, num_streams=streams)

@@ -1,0 +1,46 @@
+"""`kog-bench scaling`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kog_dist.bench.commands.options import SAMPLING_HELP, counts_of, samplings_of, times_of
+from kog_dist.errors import ConfigError
+
+
+def scaling(
+    model: Annotated[bool, typer.Option("--model", help="Predict from a simulation instead of measuring.")] = False,
+    spec: Annotated[str, typer.Option(help="Shape: 2b.")] = "2b",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1,2,4",
+    contexts: Annotated[str, typer.Option(help="Positions in the KV cache.")] = "64,512,4000",
+    tokens: Annotated[int, typer.Option(help="Tokens of a measurement.")] = 200,
+    repeats: Annotated[int, typer.Option(help="Short launches whose bits are compared.")] = 20,
+    yardstick: Annotated[bool, typer.Option("--yardstick", help="Once more with the delayed sums left out.")] = False,
+    lanes_us: Annotated[
+        str,
+        typer.Option(help="Measured on one GPU, us per token by hosted lanes: 8:1122,4:584,2:343,1:240. The costs are fitted."),
+    ] = "",
+    gpus_us: Annotated[str, typer.Option(help="Measured on several GPUs, to compare with: 1:1122,2:590,4:350.")] = "",
+    peer_hop_us: Annotated[
+        float, typer.Option(help="Publish to visible on another GPU; `kog-bench collectives` measures it.")
+    ] = 1.0,
+    sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
+) -> None:
+    """Microseconds per token on several GPUs, and whether the bits are the same (else code 1); or a prediction."""
+    from kog_dist.bench import scaling as benchmark
+    from kog_dist.bench.shapes import named_spec
+
+    if not model:
+        from kog_dist.bench import scaling_run
+
+        counts, samplings = counts_of(gpus, "--gpus"), samplings_of(sampling)
+        same = scaling_run.run(
+            spec, counts, counts_of(contexts, "--contexts"), tokens, repeats, yardstick=yardstick, samplings=samplings
+        )
+        raise typer.Exit(0 if same else 1)
+    if not peer_hop_us > 0:
+        raise ConfigError("--peer-hop-us must be more than 0")
+    costs = benchmark.Costs(peer_hop_us=peer_hop_us)
+    benchmark.run(named_spec(spec), spec, times_of(lanes_us, "--lanes-us"), times_of(gpus_us, "--gpus-us"), costs)

@@ -1,0 +1,54 @@
+"""`kog-bench serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    url: Annotated[str, typer.Option(help="The server: http://HOST:PORT, with or without /v1.")] = "http://127.0.0.1:8000",
+    backend: Annotated[str, typer.Option(help="openai: /v1/completions; openai-chat: /v1/chat/completions.")] = "openai",
+    model: Annotated[str | None, typer.Option(help="Name to send. Default: the first that the server lists.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests that are measured.")] = 20,
+    num_warmups: Annotated[int, typer.Option(help="Requests before, one after the other, which are not.")] = 1,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="Requests at a time. Default: 1; with --request-rate no limit.")
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(help="Requests per second, Poisson arrivals. Default: each as soon as there is room.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Words of each prompt; the server says how many tokens they are.")] = 64,
+    output_len: Annotated[int, typer.Option(help="Most tokens of each answer (max_tokens).")] = 256,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Prompts, one per line; .jsonl: objects with prompt or messages.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for answers of full length (kog_dist, vLLM, SGLang).")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; below 0: the server's default.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Another seed: other prompts and arrivals.")] = 0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one answer.")] = 600.0,
+    extra_body: Annotated[str, typer.Option(metavar="JSON", help="Object with more fields of each request.")] = "{}",
+    api_key: Annotated[
+        str, typer.Option(envvar=["KOG_API_KEY", "OPENAI_API_KEY"], show_envvar=False, help="Or KOG_API_KEY, OPENAI_API_KEY.")
+    ] = "",
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the JSON object, each chunk's moment included.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a report with plots.")] = None,
+) -> None:
+    """Load on any OpenAI-compatible server: TTFT, ITL, TPOT, end to end, in vLLM's JSON. Code 4: a request failed."""
+    from kog_dist.bench import serve as benchmark
+    from kog_dist.bench.serve_options import settings_of
+
+    settings, asked = settings_of(
+        url=url, backend=backend, model=model, num_prompts=num_prompts, num_warmups=num_warmups, max_concurrency=max_concurrency,
+        request_rate=request_rate, input_len=input_len, output_len=output_len, prompts=prompts, ignore_eos=ignore_eos,
+        temperature=temperature, seed=seed, timeout_s=timeout, extra_body=extra_body, api_key=api_key,
+    )  # fmt: skip
+    paths = (None if path is None else Path(path) for path in (output, html))
+    if benchmark.run(settings, asked, output=next(paths), html=next(paths)):
+        raise typer.Exit(4)
