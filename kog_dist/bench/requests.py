@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,8 @@ from kog_dist.bench.random_model import random_model
 from kog_dist.bench.report import finish, machine
 from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import Measures, Workload
-from kog_dist.bench.session import EngineSession, engine_session
+from kog_dist.bench.session import EngineSession, TimedOut, engine_session
+from kog_dist.errors import KogError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.transport import Access
 
@@ -29,14 +30,19 @@ WANTED_MS: dict[int, dict[int | None, float]] = {
 }  # fmt: skip
 OBEYED_MS = 250.0
 ABORTS = ("prefill", "decode")
+Measure = Callable[[], list[dict[str, Any]]]
+Show = Callable[[list[dict[str, Any]]], None]
 _READY_S = 120.0
 
 
 def run(
     model: str | None, spec_name: str, counts: Sequence[int], workload: Workload, *, on_gpus: bool,
     aborts: Sequence[str] = ABORTS,
-) -> None:  # fmt: skip
-    """Measure an engine on each number of ranks, one for each of `aborts`; prints tables, then the JSON object."""
+) -> bool:  # fmt: skip
+    """Measure an engine on each number of ranks, one for each of `aborts`; prints tables, then the JSON object.
+
+    False: a request went wrong; what is missing stands in `errors` of the figures.
+    """
     before = machine()
     configuration: dict[str, Any] = {
         "model": model or f"{spec_name}, random weights", "device": "cuda" if on_gpus else "cpu", **asdict(workload),
@@ -57,6 +63,7 @@ def run(
             for count in counts
         ]
     finish("requests", configuration, before, figures)
+    return not any("errors" in figure for figure in figures)
 
 
 @contextmanager
@@ -91,27 +98,26 @@ def _engine(
         launcher, client, figures["ready_s"] = _start(session, flags)
         measures = Measures(client, spec, workload)
         measures.warm_up()
-        figures["first_tokens"] = measures.first_tokens()
-        _show_first_tokens(name, figures["first_tokens"], wanted)
-        figures["kinds"] = measures.kinds()
-        _compare(figures["kinds"], bare)
-        _show_speeds(name, figures["kinds"])
-        figures["constrained"] = measures.constrained()
-        _compare(figures["constrained"], bare)
-        _show_speeds(name, figures["constrained"])
-        figures["cancels"] = measures.cancels()
-        _show_cancels(name, figures["cancels"])
-        figures["aborts"] = [_abort(measures, session, launcher, client, aborts[0])]
+        steps: dict[str, tuple[Measure, Show]] = {
+            "first_tokens": (measures.first_tokens, lambda found: _show_first_tokens(name, found, wanted)),
+            "kinds": (measures.kinds, lambda found: _show_speeds(name, found, bare)),
+            "constrained": (measures.constrained, lambda found: _show_speeds(name, found, bare)),
+            "cancels": (measures.cancels, lambda found: _show_cancels(name, found)),
+            "aborts": (lambda: [_abort(measures, session, launcher, client, aborts[0])], lambda found: _show_aborts(name, found)),
+        }
+        for step, (measure, show) in steps.items():
+            try:
+                figures[step] = measure()
+                show(figures[step])
+            except (KogError, TimedOut) as error:  # the other figures are worth having
+                figures.setdefault("errors", []).append(f"{step}: {error}")
+                print(f"{name}: {step}: {error}", flush=True)
     for during in aborts[1:]:
         with engine_session() as session:
             launcher, client, _ = _start(session, flags)
-            figures["aborts"].append(_abort(Measures(client, spec, workload), session, launcher, client, during))
-    for abort in figures["aborts"]:
-        print(
-            f"{name}: aborted during {abort['during']}: client has its end ({abort['end']}) after {abort['told_ms']:.1f} ms, "
-            f"nothing left after {abort['clean_ms']:.0f} ms",
-            flush=True,
-        )
+            figure = _abort(Measures(client, spec, workload), session, launcher, client, during)
+            figures.setdefault("aborts", []).append(figure)
+            _show_aborts(name, [figure])
     return figures
 
 
@@ -133,13 +139,6 @@ def _abort(
         client.close()
 
 
-def _compare(figures: list[dict[str, Any]], bare: dict[str, Any] | None) -> None:
-    """Add how much slower each is than the bare kernel: by medians, and by the best of either."""
-    for figure in figures:
-        if bare is not None:
-            figure |= {"of_bare": figure["us"] / bare["us"], "of_bare_best": figure["best_us"] / bare["best_us"]}
-
-
 def _show_first_tokens(name: str, figures: list[dict[str, Any]], wanted: dict[int | None, float]) -> None:
     for figure in figures:
         kept = figure.get("kept")
@@ -153,8 +152,11 @@ def _show_first_tokens(name: str, figures: list[dict[str, Any]], wanted: dict[in
         )
 
 
-def _show_speeds(name: str, figures: list[dict[str, Any]]) -> None:
+def _show_speeds(name: str, figures: list[dict[str, Any]], bare: dict[str, Any] | None) -> None:
+    """Also adds how much slower each is than the bare kernel: by medians, and by the best of either."""
     for figure in figures:
+        if bare is not None:
+            figure |= {"of_bare": figure["us"] / bare["us"], "of_bare_best": figure["best_us"] / bare["best_us"]}
         beside = [f"{figure[key]:.4f} {words}" for key, words in _BESIDE.items() if key in figure]
         first = f", first one after {figure['first_s']:.2f} s, then {figure['ttft_ms']:.1f} ms" if "first_s" in figure else ""
         print(
@@ -179,5 +181,14 @@ def _show_cancels(name: str, figures: list[dict[str, Any]]) -> None:
             f"{name}: {figure['count']} cancels during {figure['during']}: told after {figure['told_ms']:.2f} ms "
             f"(most {figure['most_told_ms']:.2f}), the next request's first token after {figure['free_ms']:.2f} ms (most "
             f"{figure['most_free_ms']:.2f}; alone {figure['alone_ms']:.2f}), wanted {OBEYED_MS:g}",
+            flush=True,
+        )
+
+
+def _show_aborts(name: str, figures: list[dict[str, Any]]) -> None:
+    for figure in figures:
+        print(
+            f"{name}: aborted during {figure['during']}: client has its end ({figure['end']}) after {figure['told_ms']:.1f} ms "
+            f"(wanted {OBEYED_MS:g}), nothing left after {figure['clean_ms']:.0f} ms",
             flush=True,
         )

@@ -15,7 +15,7 @@ SMALL = Workload(prompts=(8, 200), kept=40, new=6, context=16, tokens=24, repeat
 
 @pytest.mark.timeout(120)
 def test_whole_requests_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    run(None, "tiny", (1,), SMALL, on_gpus=False)
+    assert run(None, "tiny", (1,), SMALL, on_gpus=False)
     *lines, last = capsys.readouterr().out.splitlines()
     (figures,) = json.loads(last)["figures"]
     first_tokens = figures["first_tokens"]

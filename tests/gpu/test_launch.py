@@ -111,7 +111,8 @@ def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
 
 def test_cancels_and_aborts_are_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
     """With the tiny model; of the 2B shape `kog-bench requests --gpus 1 --spec 2b` says it."""
-    run(None, "tiny", (1,), Workload(prompts=(64, 500), kept=300, new=20, context=64, tokens=200, repeats=3), on_gpus=True)
+    workload = Workload(prompts=(64, 500), kept=300, new=20, context=64, tokens=200, repeats=3)
+    assert run(None, "tiny", (1,), workload, on_gpus=True)
     (figures,) = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
     assert [figure["cached_tokens"] for figure in figures["first_tokens"]] == [[0], [0], [300]]
     assert all(figure.get("most_free_ms", 0.0) < OBEYED_MS for figure in figures["cancels"])
