@@ -49,6 +49,8 @@ CHOICES = {  # what could be the default
     "cublas": replace(DEFAULT, own=Own.NONE),
     "own gate": replace(DEFAULT, own=Own.GATE),
     "own": replace(DEFAULT, own=Own.ALL),
+    "own gate, overlapping": replace(DEFAULT, own=Own.GATE, overlaps=True),
+    "own, overlapping": replace(DEFAULT, own=Own.ALL, overlaps=True),
     "to 1024": replace(DEFAULT, sizes=_TO_1024),
     "to 4096": replace(DEFAULT, sizes=(*BLOCK_SIZES, 4096)),
 }

@@ -16,7 +16,7 @@ from kog_dist.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
-_PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
+_OVERLAP, _PRIORITY = 6, 8  # CU_LAUNCH_ATTRIBUTE_: PROGRAMMATIC_STREAM_SERIALIZATION, PRIORITY
 _FLOAT16, _SWIZZLE_128B, _PROMOTE_256B = 6, 3, 3  # of tensor maps
 _MAP_BYTES = 128
 
@@ -112,23 +112,25 @@ class Kernel:
         """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter."""
         self._launch(_driver().cuLaunchCooperativeKernel, num_ctas, num_threads, params, stream_ptr)
 
-    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0) -> None:
+    def launch_grid(
+        self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0, overlaps: bool = False
+    ) -> None:
         """Queue an ordinary launch of any number of thread blocks, with one by-value parameter.
 
         A negative `priority` (to -5) puts its thread blocks before those of other kernels that wait for places. A graph keeps
-        it if it is instantiated to use its nodes' priorities.
+        it if it is instantiated to use its nodes' priorities. `overlaps`: it may begin before what is queued has ended, and
+        waits for that itself.
         """
-        if priority == 0:
+        if priority == 0 and not overlaps:
             self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))
             return
         raw = ctypes.create_string_buffer(params, len(params))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(raw))
-        attribute = _LaunchAttribute(_PRIORITY, 0, priority)
-        config = _LaunchConfig(
-            num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, stream_ptr, ctypes.pointer(attribute), 1
-        )  # fmt: skip
+        chosen = [(_PRIORITY, priority)] * bool(priority) + [(_OVERLAP, 1)] * overlaps
+        attributes = (_LaunchAttribute * len(chosen))(*(_LaunchAttribute(kind, 0, value) for kind, value in chosen))
+        config = _LaunchConfig(num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, stream_ptr, attributes, len(chosen))
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, ctypes.c_void_p(0))
-        _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads with priority {priority}")
+        _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads with attributes {chosen}")
 
     def _launch(self, call: Any, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *extra: Any) -> None:
         raw = ctypes.create_string_buffer(params, len(params))

@@ -46,21 +46,29 @@ def build(header: str) -> compiler.Cubin:
 class DeviceOperations:
     """`Operations` on a GPU. The products' type is binary16.
 
-    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or
-    LaunchError.
+    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. `overlaps`: our kernels
+    may begin while those before them end. Raises CompileError or LaunchError.
     """
 
     def __init__(
-        self, buffers: Buffers, embedding: Tensor, cache: Tensor, *, weight_dtype: str, kv_dtype: str, own: Own = Own.NONE
+        self,
+        buffers: Buffers,
+        embedding: Tensor,
+        cache: Tensor,
+        *,
+        weight_dtype: str,
+        kv_dtype: str,
+        own: Own = Own.NONE,
+        overlaps: bool = False,
     ) -> None:
-        self._own, self._products = own, None if own is Own.NONE else Products()
+        self._own, self._products = own, None if own is Own.NONE else Products(overlaps=overlaps)
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = prefill_header(
             self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype
         )  # fmt: skip
         cubin = build(header)
         self.build_log = cubin.log
-        self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
+        self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0), overlaps) for name in _KERNELS})
 
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
         """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
@@ -185,10 +193,10 @@ class DeviceOperations:
             self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
 
 
-def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
+def _launch(kernel: Kernel, overlaps: bool, num_ctas: int, num_threads: int, params: bytes) -> None:
     import torch
 
-    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
+    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream, overlaps=overlaps)
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

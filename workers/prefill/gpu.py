@@ -30,6 +30,7 @@ class Tuning:
     sizes: tuple[int, ...] = BLOCK_SIZES
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
     own: Own = Own.NONE  # products
+    overlaps: bool = False  # our kernels may begin while those before them end
 
 
 DEFAULT = Tuning()
@@ -94,7 +95,13 @@ def runner_for(
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     operations = DeviceOperations(
-        buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype, own=tuning.own
+        buffers,
+        embedding,
+        cache,
+        weight_dtype=shape.weight_dtype,
+        kv_dtype=shape.kv_dtype,
+        own=tuning.own,
+        overlaps=tuning.overlaps,
     )
     layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank())
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@
 // one's copies go into both. Tiles are taken in turn until none is left; results leave while the next tile is multiplied.
 // Small blocks wait for the matrix to be read: tiles of 128 x 128, one for each thread block, two of which fit on a multiprocessor.
 #include "hopper.cuh"
+#include "order.cuh"
 #include "product_shape.cuh"
 
 namespace kog {
@@ -143,6 +144,8 @@ __device__ __forceinline__ void run(const KogProductParams& params) {
         fence_barrier_init();
     }
     cluster_sync();
+    let_next_begin();
+    await_previous();
     const u32 group = threadIdx.x / 128;
     if (group < 2) {
         if (kLarge) raise_registers<240>();

@@ -31,11 +31,15 @@ def build_products() -> compiler.Cubin:
 
 
 class Products:
-    """Products of binary16 values, queued on torch's current stream. Raises CompileError or LaunchError."""
+    """Products of binary16 values, queued on torch's current stream; they overlap with what is queued before if they may.
 
-    def __init__(self) -> None:
+    Raises CompileError or LaunchError.
+    """
+
+    def __init__(self, *, overlaps: bool = False) -> None:
         import torch
 
+        self._overlaps = overlaps
         path = build_products().path
         self._large, self._small = (
             {is_gated: Kernel(path, prefix + name, shared) for is_gated, name in ((False, "product"), (True, "gated_product"))}
@@ -69,9 +73,10 @@ class Products:
         stream = torch.cuda.current_stream().cuda_stream
         if is_large:
             num_ctas = 2 * min(self._num_clusters, num_tiles)
-            self._large[is_gated].launch_grid(num_ctas, LARGE_THREADS, params.tobytes(), stream)
+            self._large[is_gated].launch_grid(num_ctas, LARGE_THREADS, params.tobytes(), stream, overlaps=self._overlaps)
         else:
-            self._small[is_gated].launch_grid(num_tiles, SMALL_THREADS, params.tobytes(), stream)  # one tile each
+            kernel = self._small[is_gated]  # one tile for each thread block
+            kernel.launch_grid(num_tiles, SMALL_THREADS, params.tobytes(), stream, overlaps=self._overlaps)
 
 
 def _map(tensor: Tensor, box: tuple[int, int, int]) -> Any:
