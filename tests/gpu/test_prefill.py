@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.control import ControlPage, DecodeRequest
+from kog_dist.control import ControlPage
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Sampling
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
@@ -208,10 +209,14 @@ def wanted() -> dict[int, np.ndarray[Any, Any]]:
     return _oracle_logits(LENGTHS_2B)
 
 
-@pytest.mark.parametrize("own", Own, ids=lambda own: f"own-{own.name}")
-def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices], wanted: dict[int, np.ndarray[Any, Any]], own: Own) -> None:
+TUNINGS_2B = {f"own-{own.name}": replace(DEFAULT, own=own, overlaps=False) for own in Own}
+TUNINGS_2B["own-ALL, overlapping"] = replace(DEFAULT, own=Own.ALL, overlaps=True)
+
+
+@pytest.mark.parametrize("name", TUNINGS_2B)
+def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices], wanted: dict[int, np.ndarray[Any, Any]], name: str) -> None:
     kernel, matrices = big
-    prefill = prefill_for(kernel, matrices, tuning=replace(DEFAULT, own=own))
+    prefill = prefill_for(kernel, matrices, tuning=TUNINGS_2B[name])
     errors = {}
     for length in LENGTHS_2B:
         fill(prefill, IDS_2B[: length - 1])
@@ -225,7 +230,7 @@ def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices], wanted: dict[int, 
     print(f"50 tokens behind 3900: {1e3 * (time.perf_counter() - begin_s):.2f} ms")
     errors[0] = relative_error(decode(kernel, IDS_2B[:3951], 3950), wanted[3951])
     _check_stop(prefill)
-    print(f"2B, {own.name}, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
+    print(f"2B, {name}, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
     assert max(errors.values()) < LIMIT
 
 
