@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import enum
 import time
-import zlib
-from array import array
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,33 +20,22 @@ import numpy as np
 from kog_dist.abi import (
     CONTROL_HEADER,
     CONTROL_MAGIC,
-    LOGIT_BIAS,
-    MAX_STOP_IDS,
     RANK_CONTROL,
-    REQUEST_BLOCK,
     WAIT_RECORD,
     WaitRecord,
     abi_digest,
 )
 from kog_dist.decode.masks import MaskSlots, mask_bytes
+from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request_blocks import NUM_BLOCKS, RequestBlocks, block_bytes
 from kog_dist.decode.ring import TokenRing, ring_bytes
-from kog_dist.decode.sampling import UNSHAPED, Shaping
-from kog_dist.errors import LaunchError, ProtocolError, RequestError
+from kog_dist.errors import LaunchError
 from kog_dist.memfd import Segment, round_up
-from kog_dist.rpc.fields import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 from kog_dist.wait import Deadline, FutexWord, WaitResult
 
 COORDINATOR: Final = 0xFFFE  # in place of a rank in `set_abort` and `beat`
 NO_RANK: Final = 0xFFFF
 IDLE_POLL_S = 0.05  # an idle rank wakes this often to beat and to see an abort or drain
-
-_NUM_BLOCKS = 2
-_IGNORE_EOS, _LOGIT_DIGESTS = 1, 2
-_U32, _U64 = 2**32, 2**64
-
-_SHAPING_FIELDS = (  # of the request block, with the names that `Shaping` gives them
-    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
-)  # fmt: skip
 
 _ABORT, _DRAIN = CONTROL_HEADER.word("abort"), CONTROL_HEADER.word("drain")
 _DOORBELL, _CANCEL = CONTROL_HEADER.word("doorbell"), CONTROL_HEADER.word("cancel")
@@ -57,7 +44,6 @@ _BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"),
 _PROGRESS = RANK_CONTROL.word("progress")
 _KV_CACHES, _KV_RING = RANK_CONTROL.word("num_kv_caches"), RANK_CONTROL.word("kv_ring_positions")
 _EPOCHS_WAITED, _WAITED_NS = RANK_CONTROL.word("epochs_waited"), RANK_CONTROL.word("waited_ns")
-_CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
 _ABORT_REQ = RANK_CONTROL.word("abort_req")
 
 
@@ -101,86 +87,6 @@ class EpochWaits:
     waited_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KvUse:
-    """Where a request keeps its keys and values, and what it need not prefill.
-
-    It runs in KV cache `cache`. Cache `source`, often the same one, holds the first `num_cached` tokens of the prompt at the
-    positions from 0 on: an engine copies them if the two differ, and goes on behind them. At least one token of the prompt is
-    always decoded, for its logits. The coordinator decides, so that all ranks do the same (see workers/kept_caches.py).
-    """
-
-    cache: int = 0
-    source: int = 0
-    num_cached: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRequest:
-    """What ranks know of a request. `seed` is an unsigned 64-bit number; at most 16 `stop_ids` (the model's end tokens).
-
-    `logprobs`: log-probabilities of every token and of so many alternatives; None = none. `mask_epoch`: 0, or a grammar
-    constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see decode/masks.py).
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logit_digests: bool = False
-    kv: KvUse = KvUse()
-    shaping: Shaping = UNSHAPED
-    logprobs: int | None = None
-    mask_epoch: int = 0
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The ids that end this answer."""
-        return () if self.ignore_eos else self.stop_ids
-
-    @property
-    def is_shaped(self) -> bool:
-        """Whether rank 0 needs all logits: for anything but greedy and temperature sampling without log-probabilities."""
-        return self.logprobs is not None or self.mask_epoch != 0 or self.shaping.is_needed(self.temperature)
-
-
-def _checked(request: DecodeRequest, max_context: int) -> DecodeRequest:
-    """The request, or RequestError `invalid_request` when the block could not hold it."""
-    finding = ""
-    if not 1 <= len(request.prompt) <= max_context:
-        finding = f"the prompt has {len(request.prompt)} tokens, expected 1 to {max_context}"
-    elif not 1 <= request.max_tokens < _U32:
-        finding = f"max_tokens is {request.max_tokens}, expected at least 1"
-    elif not 0 <= request.seed < _U64:
-        finding = f"seed is {request.seed}, expected 0 to 2^64 - 1"
-    elif len(request.stop_ids) > MAX_STOP_IDS:
-        finding = f"there are {len(request.stop_ids)} stop ids, expected at most {MAX_STOP_IDS}"
-    elif min(ids := (*request.prompt, *request.stop_ids)) < 0 or max(ids) >= _U32:
-        finding = "a token id does not fit into 32 bits"
-    elif not 0.0 <= request.temperature < float("inf"):
-        finding = f"temperature is {request.temperature}, expected a finite number that is not negative"
-    elif not 0 <= request.kv.num_cached < len(request.prompt):
-        finding = f"{request.kv.num_cached} of the prompt's {len(request.prompt)} tokens are cached, expected fewer than all"
-    elif not (0 <= request.kv.cache < _U32 and 0 <= request.kv.source < _U32):
-        finding = f"the KV caches {request.kv.cache} and {request.kv.source} do not exist"
-    elif request.logprobs is not None and not 0 <= request.logprobs <= MAX_TOP_LOGPROBS:
-        finding = f"logprobs is {request.logprobs}, expected 0 to {MAX_TOP_LOGPROBS}"
-    elif not 0 <= request.mask_epoch < _U64:
-        finding = f"mask_epoch is {request.mask_epoch}, expected 0 to 2^64 - 1"
-    elif not all(0 <= token_id < _U32 for token_id, _ in request.shaping.logit_bias):
-        finding = "an id of logit_bias does not fit into 32 bits"
-    if finding:
-        raise RequestError("invalid_request", f"cannot submit the request: {finding}")
-    return request
-
-
-def _bias_offset(max_context: int) -> int:
-    """Bytes from a request block to its LogitBias array: behind the room for the longest prompt."""
-    return round_up(REQUEST_BLOCK.size_bytes + 4 * max_context, 8)
-
-
 class ControlPage:
     """One process's view of the control page. `create` in the supervisor, `from_fd` everywhere else.
 
@@ -199,7 +105,7 @@ class ControlPage:
         self._segment = segment
         self._words = segment.words()
         self._rank_base = int(header["rank_offset"]) // 8
-        self._request_offset, self._request_stride = int(header["request_offset"]), int(header["request_stride"])
+        self._requests = RequestBlocks(segment, int(header["request_offset"]), int(header["request_stride"]), self.max_context)
         self._doorbell_futex = FutexWord(segment.buffer, 8 * _DOORBELL)
         self.ring = TokenRing(segment, int(header["ring_offset"]), self.max_context)
         self.masks = MaskSlots(segment, int(header["mask_offset"]), int(header["vocab_size"]))
@@ -212,8 +118,8 @@ class ControlPage:
         """
         rank_offset = CONTROL_HEADER.size_bytes
         request_offset = rank_offset + round_up(world_size * RANK_CONTROL.size_bytes)
-        request_stride = round_up(_bias_offset(max_context) + MAX_LOGIT_BIAS * LOGIT_BIAS.size_bytes)
-        ring_offset = request_offset + _NUM_BLOCKS * request_stride
+        request_stride = block_bytes(max_context)
+        ring_offset = request_offset + NUM_BLOCKS * request_stride
         mask_offset = ring_offset + ring_bytes(max_context)
         segment = Segment.create("kog-control", mask_offset + mask_bytes(vocab_size))
         header = segment.array(CONTROL_HEADER.dtype, 1)
@@ -278,28 +184,8 @@ class ControlPage:
         The block is written completely before the doorbell. Two blocks are used in turn: submit request n + 2 only when every
         rank has read request n (`all_done`). Raises RequestError for values that the block cannot hold.
         """
-        _checked(request, self.max_context)
         seq = self._words[_DOORBELL] + 1
-        flags = _IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests
-        raw = bytearray(REQUEST_BLOCK.size_bytes)  # bytes decide, numpy may skip padding when it copies a struct
-        block = np.frombuffer(raw, REQUEST_BLOCK.dtype)
-        block["seq"], block["seed"], block["temperature"] = seq, request.seed, request.temperature
-        block["num_prompt"], block["max_tokens"], block["flags"] = len(request.prompt), request.max_tokens, flags
-        block["num_stop_ids"] = len(request.stop_ids)
-        block["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
-        block["kv_cache"], block["kv_source"], block["num_cached"] = request.kv.cache, request.kv.source, request.kv.num_cached
-        shaping = request.shaping
-        for name in _SHAPING_FIELDS:
-            block[name] = getattr(shaping, name)
-        block["num_logit_bias"] = len(shaping.logit_bias)
-        block["mask_epoch"] = request.mask_epoch
-        block["logprobs"] = 0 if request.logprobs is None else request.logprobs + 1
-        prompt = array("I", request.prompt).tobytes()  # in a third of NumPy's time
-        biases = np.array(list(shaping.logit_bias), LOGIT_BIAS.dtype).tobytes()
-        block["check"] = zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw)))
-        start = self._request_offset + seq % _NUM_BLOCKS * self._request_stride
-        for offset, part in ((0, bytes(raw)), (REQUEST_BLOCK.size_bytes, prompt), (_bias_offset(self.max_context), biases)):
-            self._segment.buffer[start + offset : start + offset + len(part)] = part
+        self._requests.write(seq, request)
         self._words[_DOORBELL] = seq
         self._doorbell_futex.wake()
         return seq
@@ -334,36 +220,7 @@ class ControlPage:
 
     def read_request(self, seq: int) -> DecodeRequest:
         """Request `seq`, complete or not at all: ProtocolError when the block is damaged or already holds another request."""
-        start = self._request_offset + seq % _NUM_BLOCKS * self._request_stride
-
-        def copy(offset: int, size_bytes: int) -> bytes:  # what is checked is what is used
-            return self._segment.buffer[start + offset : start + offset + size_bytes]
-
-        raw = bytearray(copy(0, REQUEST_BLOCK.size_bytes))
-        row = np.frombuffer(raw, REQUEST_BLOCK.dtype)[0]
-        num_prompt, num_biases, check = int(row["num_prompt"]), int(row["num_logit_bias"]), int(row["check"])
-        prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(num_prompt, self.max_context))
-        biases = copy(_bias_offset(self.max_context), LOGIT_BIAS.size_bytes * min(num_biases, MAX_LOGIT_BIAS))
-        raw[_CHECK] = bytes(8)
-        is_whole = len(prompt) == 4 * num_prompt and len(biases) == LOGIT_BIAS.size_bytes * num_biases
-        if int(row["seq"]) != seq or check != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
-            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {int(row['seq'])}")
-        flags = int(row["flags"])
-        shaping = {name: row[name].item() for name in _SHAPING_FIELDS}
-        logit_bias = tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist())
-        return DecodeRequest(
-            prompt=tuple(np.frombuffer(prompt, "<u4").tolist()),
-            max_tokens=int(row["max_tokens"]),
-            temperature=float(row["temperature"]),
-            seed=int(row["seed"]),
-            stop_ids=tuple(row["stop_ids"][: int(row["num_stop_ids"])].tolist()),
-            ignore_eos=bool(flags & _IGNORE_EOS),
-            logit_digests=bool(flags & _LOGIT_DIGESTS),
-            kv=KvUse(int(row["kv_cache"]), int(row["kv_source"]), int(row["num_cached"])),
-            shaping=Shaping(**shaping, logit_bias=logit_bias),
-            logprobs=int(row["logprobs"]) - 1 if int(row["logprobs"]) else None,
-            mask_epoch=int(row["mask_epoch"]),
-        )
+        return self._requests.read(seq)
 
     def beat(self, rank: int) -> None:
         """Say that `rank` (or COORDINATOR) is alive and not stuck. Writer: the rank itself."""

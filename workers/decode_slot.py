@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kog_dist.control import ControlPage, DecodeRequest
+from kog_dist.control import ControlPage
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.wait import Deadline
 from kog_dist.workers.kept_caches import KeptCaches

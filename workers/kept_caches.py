@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.control import KvLayout, KvUse
+from kog_dist.control import KvLayout
+from kog_dist.decode.request import KvUse
 
 Tokens = NDArray[np.uint32]
 

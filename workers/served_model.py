@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kog_dist.control import DecodeRequest
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import AbortCause, ControlPage, DecodeRequest
+from kog_dist.control import AbortCause, ControlPage
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import AbortedError
 from kog_dist.topology import RankInfo

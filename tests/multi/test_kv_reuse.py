@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from kog_dist.control import KvLayout, KvUse
+from kog_dist.control import KvLayout
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
+from kog_dist.decode.request import KvUse
 from kog_dist.decode.sampling import Sampling
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.workers.kept_caches import KeptCaches

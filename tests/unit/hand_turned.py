@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
+from kog_dist.control import ControlPage, KvLayout, RankState
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from kog_dist import memfd
 from kog_dist.abi import CONTROL_HEADER, LOGIT_BIAS, REQUEST_BLOCK, WaitOp, WaitRecord
-from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, DecodeRequest, EpochWaits, KvLayout, RankState
+from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, EpochWaits, KvLayout, RankState
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Shaping
 from kog_dist.errors import LaunchError, ProtocolError, RequestError

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import AbortCause, KvUse
+from kog_dist.control import AbortCause
+from kog_dist.decode.request import KvUse
 from kog_dist.rpc.messages import Accepted, Alive, Done, Drain, Error, ErrorCode, FinishReason, Prefill, StatusReport, Tokens
 from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
 

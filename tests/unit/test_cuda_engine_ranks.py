@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.control import AbortCause, ControlPage, DecodeRequest, RankState
+from kog_dist.control import AbortCause, ControlPage, RankState
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs, token_logprobs
 from kog_dist.decode.validate import check

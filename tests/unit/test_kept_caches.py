@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.control import KvLayout, KvUse
+from kog_dist.control import KvLayout
+from kog_dist.decode.request import KvUse
 from kog_dist.workers.kept_caches import KeptCaches
 
 A = tuple(range(100, 140))

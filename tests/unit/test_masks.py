@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.control import AbortCause, ControlPage, DecodeRequest
+from kog_dist.control import AbortCause, ControlPage
 from kog_dist.decode.masks import MaskSlots, MaskWords, mask_bytes, num_words
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Candidate, Shaping
 from kog_dist.errors import AbortedError

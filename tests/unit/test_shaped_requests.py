@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import DecodeRequest
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.decode.sampling import Shaping, TokenLogprobs
 from kog_dist.errors import ConfigError, RequestError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kog_dist.control import DecodeRequest
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 
 

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
-from kog_dist.control import ControlPage, DecodeRequest, EpochWaits, KvLayout, RankState
+from kog_dist.control import ControlPage, EpochWaits, KvLayout, RankState
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from numpy.typing import NDArray
 
-from kog_dist.control import ControlPage, DecodeRequest, KvLayout, RankState
+from kog_dist.control import ControlPage, KvLayout, RankState
 from kog_dist.decode.plan import make_plan
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check

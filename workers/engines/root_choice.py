@@ -6,9 +6,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kog_dist.control import ControlPage, DecodeRequest
+from kog_dist.control import ControlPage
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.masks import MaskWords
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampling, Shaper, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError

@@ -16,7 +16,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import tokenizers
 
-from kog_dist.control import AbortCause, ControlPage, DecodeRequest, RankState
+from kog_dist.control import AbortCause, ControlPage, RankState
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.client import Client

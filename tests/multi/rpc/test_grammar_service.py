@@ -11,7 +11,8 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.control import ControlPage, DecodeRequest
+from kog_dist.control import ControlPage
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import RequestError
 from kog_dist.wait import Deadline

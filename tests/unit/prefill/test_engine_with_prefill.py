@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import ControlPage, DecodeRequest, KvUse
+from kog_dist.control import ControlPage
+from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs

@@ -1,0 +1,52 @@
+"""What ranks know of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kog_dist.decode.sampling import UNSHAPED, Shaping
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """Where a request keeps its keys and values, and what it need not prefill.
+
+    It runs in KV cache `cache`. Cache `source`, often the same one, holds the first `num_cached` tokens of the prompt at the
+    positions from 0 on: an engine copies them if the two differ, and goes on behind them. At least one token of the prompt is
+    always decoded, for its logits. The coordinator decides, so that all ranks do the same (see workers/kept_caches.py).
+    """
+
+    cache: int = 0
+    source: int = 0
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """What ranks know of a request. `seed` is an unsigned 64-bit number; at most 16 `stop_ids` (the model's end tokens).
+
+    `logprobs`: log-probabilities of every token and of so many alternatives; None = none. `mask_epoch`: 0, or a grammar
+    constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see decode/masks.py).
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_digests: bool = False
+    kv: KvUse = KvUse()
+    shaping: Shaping = UNSHAPED
+    logprobs: int | None = None
+    mask_epoch: int = 0
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end this answer."""
+        return () if self.ignore_eos else self.stop_ids
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether rank 0 needs all logits: for anything but greedy and temperature sampling without log-probabilities."""
+        return self.logprobs is not None or self.mask_epoch != 0 or self.shaping.is_needed(self.temperature)

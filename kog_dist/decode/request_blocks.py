@@ -1,0 +1,130 @@
+"""The blocks of the control page in which the coordinator hands requests to ranks. Layout: REQUEST_BLOCK of kog_dist/abi.py.
+
+Behind the struct of a block lie the prompt and the LogitBias array. A block carries a checksum over all of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from typing import Final
+
+import numpy as np
+
+from kog_dist.abi import LOGIT_BIAS, MAX_STOP_IDS, REQUEST_BLOCK
+from kog_dist.decode.request import DecodeRequest, KvUse
+from kog_dist.decode.sampling import Shaping
+from kog_dist.errors import ProtocolError, RequestError
+from kog_dist.memfd import Segment, round_up
+from kog_dist.rpc.fields import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+
+NUM_BLOCKS: Final = 2
+_IGNORE_EOS, _LOGIT_DIGESTS = 1, 2
+_U32, _U64 = 2**32, 2**64
+_SHAPING_FIELDS = (  # of the request block, with the names that `Shaping` gives them
+    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+)  # fmt: skip
+_CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
+
+
+def block_bytes(max_context: int) -> int:
+    """Bytes from one block to the next."""
+    return round_up(_bias_offset(max_context) + MAX_LOGIT_BIAS * LOGIT_BIAS.size_bytes)
+
+
+def _bias_offset(max_context: int) -> int:
+    """Bytes from a request block to its LogitBias array: behind the room for the longest prompt."""
+    return round_up(REQUEST_BLOCK.size_bytes + 4 * max_context, 8)
+
+
+class RequestBlocks:
+    """One process's view of the blocks, which are used in turn."""
+
+    def __init__(self, segment: Segment, offset: int, stride: int, max_context: int) -> None:
+        self._segment, self._offset, self._stride, self._max_context = segment, offset, stride, max_context
+
+    def write(self, seq: int, request: DecodeRequest) -> None:
+        """Fill the block of request `seq`. Raises RequestError for values that the block cannot hold. Writer: coordinator."""
+        _check_fits(request, self._max_context)
+        flags = _IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests
+        raw = bytearray(REQUEST_BLOCK.size_bytes)  # bytes decide, numpy may skip padding when it copies a struct
+        block = np.frombuffer(raw, REQUEST_BLOCK.dtype)
+        block["seq"], block["seed"], block["temperature"] = seq, request.seed, request.temperature
+        block["num_prompt"], block["max_tokens"], block["flags"] = len(request.prompt), request.max_tokens, flags
+        block["num_stop_ids"] = len(request.stop_ids)
+        block["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
+        block["kv_cache"], block["kv_source"], block["num_cached"] = request.kv.cache, request.kv.source, request.kv.num_cached
+        shaping = request.shaping
+        for name in _SHAPING_FIELDS:
+            block[name] = getattr(shaping, name)
+        block["num_logit_bias"] = len(shaping.logit_bias)
+        block["mask_epoch"] = request.mask_epoch
+        block["logprobs"] = 0 if request.logprobs is None else request.logprobs + 1
+        prompt = array("I", request.prompt).tobytes()  # in a third of NumPy's time
+        biases = np.array(list(shaping.logit_bias), LOGIT_BIAS.dtype).tobytes()
+        block["check"] = zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw)))
+        start = self._offset + seq % NUM_BLOCKS * self._stride
+        for offset, part in ((0, bytes(raw)), (REQUEST_BLOCK.size_bytes, prompt), (_bias_offset(self._max_context), biases)):
+            self._segment.buffer[start + offset : start + offset + len(part)] = part
+
+    def read(self, seq: int) -> DecodeRequest:
+        """Request `seq`, complete or not at all: ProtocolError when the block is damaged or already holds another request."""
+        start = self._offset + seq % NUM_BLOCKS * self._stride
+
+        def copy(offset: int, size_bytes: int) -> bytes:  # what is checked is what is used
+            return self._segment.buffer[start + offset : start + offset + size_bytes]
+
+        raw = bytearray(copy(0, REQUEST_BLOCK.size_bytes))
+        row = np.frombuffer(raw, REQUEST_BLOCK.dtype)[0]
+        num_prompt, num_biases, check = int(row["num_prompt"]), int(row["num_logit_bias"]), int(row["check"])
+        prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(num_prompt, self._max_context))
+        biases = copy(_bias_offset(self._max_context), LOGIT_BIAS.size_bytes * min(num_biases, MAX_LOGIT_BIAS))
+        raw[_CHECK] = bytes(8)
+        is_whole = len(prompt) == 4 * num_prompt and len(biases) == LOGIT_BIAS.size_bytes * num_biases
+        if int(row["seq"]) != seq or check != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
+            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {int(row['seq'])}")
+        flags = int(row["flags"])
+        shaping = {name: row[name].item() for name in _SHAPING_FIELDS}
+        logit_bias = tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist())
+        return DecodeRequest(
+            prompt=tuple(np.frombuffer(prompt, "<u4").tolist()),
+            max_tokens=int(row["max_tokens"]),
+            temperature=float(row["temperature"]),
+            seed=int(row["seed"]),
+            stop_ids=tuple(row["stop_ids"][: int(row["num_stop_ids"])].tolist()),
+            ignore_eos=bool(flags & _IGNORE_EOS),
+            logit_digests=bool(flags & _LOGIT_DIGESTS),
+            kv=KvUse(int(row["kv_cache"]), int(row["kv_source"]), int(row["num_cached"])),
+            shaping=Shaping(**shaping, logit_bias=logit_bias),
+            logprobs=int(row["logprobs"]) - 1 if int(row["logprobs"]) else None,
+            mask_epoch=int(row["mask_epoch"]),
+        )
+
+
+def _check_fits(request: DecodeRequest, max_context: int) -> None:
+    """Raises RequestError `invalid_request` for what the block could not hold."""
+    finding = ""
+    if not 1 <= len(request.prompt) <= max_context:
+        finding = f"the prompt has {len(request.prompt)} tokens, expected 1 to {max_context}"
+    elif not 1 <= request.max_tokens < _U32:
+        finding = f"max_tokens is {request.max_tokens}, expected at least 1"
+    elif not 0 <= request.seed < _U64:
+        finding = f"seed is {request.seed}, expected 0 to 2^64 - 1"
+    elif len(request.stop_ids) > MAX_STOP_IDS:
+        finding = f"there are {len(request.stop_ids)} stop ids, expected at most {MAX_STOP_IDS}"
+    elif min(ids := (*request.prompt, *request.stop_ids)) < 0 or max(ids) >= _U32:
+        finding = "a token id does not fit into 32 bits"
+    elif not 0.0 <= request.temperature < float("inf"):
+        finding = f"temperature is {request.temperature}, expected a finite number that is not negative"
+    elif not 0 <= request.kv.num_cached < len(request.prompt):
+        finding = f"{request.kv.num_cached} of the prompt's {len(request.prompt)} tokens are cached, expected fewer than all"
+    elif not (0 <= request.kv.cache < _U32 and 0 <= request.kv.source < _U32):
+        finding = f"the KV caches {request.kv.cache} and {request.kv.source} do not exist"
+    elif request.logprobs is not None and not 0 <= request.logprobs <= MAX_TOP_LOGPROBS:
+        finding = f"logprobs is {request.logprobs}, expected 0 to {MAX_TOP_LOGPROBS}"
+    elif not 0 <= request.mask_epoch < _U64:
+        finding = f"mask_epoch is {request.mask_epoch}, expected 0 to 2^64 - 1"
+    elif not all(0 <= token_id < _U32 for token_id, _ in request.shaping.logit_bias):
+        finding = "an id of logit_bias does not fit into 32 bits"
+    if finding:
+        raise RequestError("invalid_request", f"cannot submit the request: {finding}")
