@@ -11,7 +11,7 @@ import os
 import select
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.decode.ring import Finish
@@ -36,12 +36,13 @@ from kog_dist.rpc.messages import (
     StatusReport,
     Tokens,
     Welcome,
-    build_hash,
 )
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.engine_life import EngineLife, Farewell
 from kog_dist.workers.grammar.service import GrammarService
+from kog_dist.workers.open_requests import OpenRequests
+from kog_dist.workers.reports import status_report, welcome
 from kog_dist.workers.request_queue import RequestQueue
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
@@ -70,9 +71,8 @@ class Coordinator:
         self._clock = clock
         self._life = EngineLife(args, control, supervisor_fd)
         self._slot = DecodeSlot(control, model.spec.sliding_window if model.spec.window_layers else None)
-        self._running: RequestStream | None = None
-        self._queue = RequestQueue(args.queue_limit, args.client_queue_limit)
         self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control.fd)
+        self.requests = OpenRequests(RequestQueue(args.queue_limit, args.client_queue_limit), self._slot, self._grammars)
         self._farewell: Farewell | None = None
         self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
@@ -108,13 +108,13 @@ class Coordinator:
         if self._slot.busy:
             self._slot.wait(_TOKEN_WAIT_S)
             return
-        timeout_s = _QUEUE_WAIT_S if len(self._queue) or self._listener.has_backlog else _IDLE_WAIT_S
+        timeout_s = _QUEUE_WAIT_S if len(self.requests.queue) or self._listener.has_backlog else _IDLE_WAIT_S
         if wakeup_fd in select.select([*wake_fds, *self._grammars.fds], [], [], timeout_s)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup_fd, 512)
 
     def _say_farewell(self, farewell: Farewell) -> int:
-        for stream in self._streams():
+        for stream in self.requests:
             self._fail(stream, farewell.code, farewell.message)
         self._grammars.close()
         self._listener.close(FAREWELL_S)
@@ -128,7 +128,7 @@ class Coordinator:
             case Cancel():
                 self._cancel(peer, message.request_id)
             case Hello():
-                self._send_to(peer, self._welcome())
+                self._send_to(peer, welcome(self._args, self._control, self._model, self.state))
             case Status():
                 self._send_to(peer, self._report())
             case Drain():
@@ -145,7 +145,7 @@ class Coordinator:
             stream = RequestStream(peer, message, request, decoder, received_ns)
             if stream.constraint is not None:
                 self._grammars.ask(stream, stream.constraint)
-                stream.told_position = len(self._streams()) - 1
+                stream.told_position = len(self.requests) - 1
         except RequestError as error:
             self._refuse(peer, message.request_id, error)
             return
@@ -153,8 +153,7 @@ class Coordinator:
             self._accept(stream)
 
     def _accept(self, stream: RequestStream) -> None:
-        self._queue.add(stream)
-        stream.told_position = self._streams().index(stream)
+        stream.told_position = self.requests.enqueue(stream)
         self._send(
             stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
         )
@@ -176,7 +175,7 @@ class Coordinator:
                 self._refuse(stream.peer, stream.request_id, error)
             else:
                 self._accept(stream)
-        running = self._running
+        running = self.requests.running
         if num_runners_lost != self._grammars.num_runners_lost and running is not None and running.constraint is not None:
             self._fail(
                 running, ErrorCode.CONSTRAINT_FAILED, f"the process that followed {running.constraint.kind} ended; try again"
@@ -185,12 +184,10 @@ class Coordinator:
     def _check_room(self, peer: bytes, request_id: str) -> None:
         if self._life.draining:
             raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
-        if self._find(request_id) is not None:
-            raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, f"a request {request_id!r} is not finished yet; choose another id")
-        self._queue.check_room(peer)
+        self.requests.check_room(peer, request_id)
 
     def _cancel(self, peer: bytes, request_id: str) -> None:
-        stream = self._find(request_id)
+        stream = self.requests.find(request_id)
         if stream is None:
             message = f"no request {request_id!r} is waiting or running"
             self._send_to(peer, error_event(ErrorCode.UNKNOWN_REQUEST, message, request_id))
@@ -199,38 +196,21 @@ class Coordinator:
         if peer != stream.peer:
             self._send_to(peer, self._report())
 
-    def _welcome(self) -> Welcome:
-        return Welcome(
-            build_hash(), self._args.instance, self._model.name, self.state, self._control.world_size,
-            self._model.spec.max_context, self._model.spec.vocab_size, self._model.tokenizer is not None,
+    def _report(self) -> StatusReport:
+        return status_report(
+            self._args, self._control, self._model, self.state, self.requests, self._slot, self.counters,
+            uptime_s=(self._clock() - self._begin_ns) / 1e9, num_bad_messages=self._listener.num_bad_messages,
         )  # fmt: skip
 
-    def _report(self) -> StatusReport:
-        ranks, running = range(self._control.world_size), self._running
-        waits = [self._control.epoch_waits(rank) for rank in ranks]
-        return StatusReport(
-            state=self.state, instance=self._args.instance, model=self._model.name, build=build_hash(), pid=os.getpid(),
-            world_size=self._control.world_size,
-            rank_states=tuple(self._control.state(rank).name.lower() for rank in ranks),
-            beat_ages_s=tuple(max(0.0, self._control.beat_age_s(rank)) for rank in ranks),
-            rank_places=tuple(self._args.rank_places.splitlines()),
-            epochs_waited=tuple(wait.num_epochs if wait is not None else None for wait in waits),
-            waited_s=tuple(wait.waited_ns / 1e9 if wait is not None else None for wait in waits),
-            uptime_s=(self._clock() - self._begin_ns) / 1e9,
-            running=running.request_id if running is not None else None,
-            waiting=tuple(stream.request_id for stream in self._queue),
-            queue_limit=self._args.queue_limit, client_queue_limit=self._args.client_queue_limit,
-            running_position=self._slot.position if running is not None else 0,
-            running_prompt_tokens=len(running.request.prompt) if running is not None else 0,
-            num_bad_messages=self._listener.num_bad_messages, **asdict(self.counters),
-        )  # fmt: skip
+    def _remove(self, stream: RequestStream) -> bool:
+        return self.requests.remove(stream, self._clock())
 
     # ---- tokens ----
     def _start_next(self) -> None:
-        if self._running is not None or not len(self._queue) or self._farewell is not None:
+        if self.requests.running is not None or not len(self.requests.queue) or self._farewell is not None:
             return
         if self._life.is_ready() and self._slot.may_submit():
-            stream = self._running = self._queue.pop()
+            stream = self.requests.running = self.requests.queue.pop()
             stream.timings.submitted(self._clock())
             request, constraint = stream.request, stream.constraint
             if constraint is not None:
@@ -241,7 +221,7 @@ class Coordinator:
 
     def _read_tokens(self) -> None:
         entries = self._slot.read()
-        stream = self._running
+        stream = self.requests.running
         if stream is None or not entries:
             return
         faulty = entries[-1].finish in (Finish.NUMERICAL_FAULT, Finish.NO_MASK)
@@ -265,10 +245,10 @@ class Coordinator:
     # ---- ends of a request ----
     def _end_expired(self) -> None:
         now_ns = self._clock()
-        for stream in self._streams():
+        for stream in self.requests:
             if stream.deadline_ns is None or now_ns < stream.deadline_ns:
                 continue
-            if stream is self._running:
+            if stream is self.requests.running:
                 self._finish(stream, FinishReason.DEADLINE)
             else:
                 waited_s = stream.timings.since_reception_s(now_ns)
@@ -302,28 +282,6 @@ class Coordinator:
             self.counters.num_failed += 1
         self._send(stream, error_event(code, message, stream.request_id))
 
-    def _remove(self, stream: RequestStream) -> bool:
-        """Take a request off the books, if it is on them; ranks that decode it are told that nobody wants it any more."""
-        if stream is self._running:
-            self._running = None
-            self._slot.cancel()
-            self._queue.turn_over(stream.timings.running_s(self._clock()))
-            return True
-        if stream in self._grammars.askers:
-            self._grammars.forget(stream)
-            return True
-        return self._queue.remove(stream)
-
-    def _streams(self) -> list[RequestStream]:
-        """All requests that are not finished, in the order in which they run; last those whose grammar is being checked."""
-        return [*([self._running] if self._running is not None else []), *self._queue, *self._grammars.askers]
-
-    def _streams_of(self, peer: bytes) -> list[RequestStream]:
-        return [stream for stream in self._streams() if stream.peer == peer]
-
-    def _find(self, request_id: str) -> RequestStream | None:
-        return next((stream for stream in self._streams() if stream.request_id == request_id), None)
-
     # ---- clients ----
     def _send(self, stream: RequestStream, event: Accepted | Alive | Prefill | Tokens | Done | Error) -> bool:
         """Send to a request's client; False if that ended the client's requests."""
@@ -341,7 +299,7 @@ class Coordinator:
 
     def _forget_client(self, peer: bytes) -> None:
         """The client is no longer connected: nobody is left to be told how its requests end."""
-        streams = self._streams_of(peer)
+        streams = self.requests.of_client(peer)
         for stream in streams:
             self._remove(stream)
         self.counters.num_cancelled += len(streams)
@@ -349,7 +307,7 @@ class Coordinator:
 
     def _drop_client(self, behind: RequestStream) -> None:
         """The client does not read: its requests end, and all it will find is the reason."""
-        streams = [behind, *(stream for stream in self._streams_of(behind.peer) if stream is not behind)]
+        streams = [behind, *(stream for stream in self.requests.of_client(behind.peer) if stream is not behind)]
         message = "the client did not read its events; more than the buffer of this engine holds were waiting"
         self.counters.num_failed += sum([self._remove(stream) for stream in streams])
         self.counters.num_dropped_clients += 1
@@ -359,11 +317,11 @@ class Coordinator:
     def _tell_where_requests_are(self) -> None:
         """Changed places in the queue, progress of the prefill, a word after a silence; finds out which clients are gone."""
         now_ns = self._clock()
-        for position, stream in enumerate(self._streams()):
+        for position, stream in enumerate(self.requests):
             silent_ns = now_ns - stream.last_sent_ns
             if self._listener.is_behind(stream.peer):
                 continue
-            if stream is self._running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
+            if stream is self.requests.running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
                 self._send(stream, Prefill(stream.request_id, self._slot.position, len(stream.request.prompt)))
             elif position != stream.told_position or silent_ns >= ALIVE_EVERY_NS:
                 stream.told_position = position
@@ -381,15 +339,15 @@ class Coordinator:
             self._begin_drain()
             self._farewell = self._why_end()
         if self._farewell is None and (fault := self._life.fault()) is not None:
-            for stream in self._streams():
+            for stream in self.requests:
                 self._fail(stream, ErrorCode.RANK_FAILED, fault)
 
     def _why_end(self) -> Farewell | None:
-        is_running = self._running is not None
+        is_running = self.requests.running is not None
         is_idle = not is_running and not self._listener.has_backlog
         return self._life.farewell(self.num_stop_signals, is_running=is_running, is_idle=is_idle)
 
     def _begin_drain(self) -> None:
         self._life.drain()
-        for stream in [*self._queue, *self._grammars.askers]:
+        for stream in self.requests.not_running():
             self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")

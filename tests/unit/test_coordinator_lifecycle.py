@@ -66,7 +66,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS), number=st.integers(0, 5), is_running=st.booleans())
     def client_cancels(self, peer: bytes, number: int, is_running: bool) -> None:
-        running = self.coordinator._running
+        running = self.coordinator.requests.running
         request_id = running.request_id if running is not None and is_running else f"r{number}"
         if peer not in self.wire.gone:
             self.wire.inbox.append((peer, Cancel(request_id)))
@@ -134,7 +134,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def every_request_is_counted_once(self) -> None:
-        counters, waiting = self.coordinator.counters, self.coordinator._streams()
+        counters, waiting = self.coordinator.counters, self.coordinator.requests
         num_ended = counters.num_completed + counters.num_cancelled + counters.num_expired + counters.num_failed
         unread = [message for _, message in self.wire.inbox if isinstance(message, Generate)]
         assert num_ended + counters.num_refused + len(waiting) == len(self.sent) - len(unread)

@@ -1,0 +1,63 @@
+"""The requests of an engine that are not finished: every one of them is in here, and ends by being taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kog_dist.errors import RequestError
+from kog_dist.rpc.messages import ErrorCode
+from kog_dist.workers.decode_slot import DecodeSlot
+from kog_dist.workers.grammar.service import GrammarService
+from kog_dist.workers.request_queue import RequestQueue
+from kog_dist.workers.streams import RequestStream
+
+
+class OpenRequests:
+    """The running request, those that wait for their turn, and those whose grammar is still being checked."""
+
+    def __init__(self, queue: RequestQueue, slot: DecodeSlot, grammars: GrammarService[RequestStream]) -> None:
+        self.running: RequestStream | None = None
+        self.queue = queue
+        self._slot, self._grammars = slot, grammars
+
+    def __iter__(self) -> Iterator[RequestStream]:
+        """In the order in which they run; last those whose grammar is being checked. Any of them may be removed meanwhile."""
+        return iter([*([self.running] if self.running is not None else []), *self.not_running()])
+
+    def __len__(self) -> int:
+        return (self.running is not None) + len(self.queue) + len(self._grammars.askers)
+
+    def not_running(self) -> list[RequestStream]:
+        """Those that have not begun."""
+        return [*self.queue, *self._grammars.askers]
+
+    def of_client(self, peer: bytes) -> list[RequestStream]:
+        """Those of one connection."""
+        return [stream for stream in self if stream.peer == peer]
+
+    def find(self, request_id: str) -> RequestStream | None:
+        """The request with this id, from whichever connection."""
+        return next((stream for stream in self if stream.request_id == request_id), None)
+
+    def check_room(self, peer: bytes, request_id: str) -> None:
+        """Raises RequestError when there is no place for this request of that connection."""
+        if self.find(request_id) is not None:
+            raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, f"a request {request_id!r} is not finished yet; choose another id")
+        self.queue.check_room(peer)
+
+    def enqueue(self, stream: RequestStream) -> int:
+        """Let a request wait for its turn; returns how many run before it."""
+        self.queue.add(stream)
+        return list(self).index(stream)
+
+    def remove(self, stream: RequestStream, now_ns: int) -> bool:
+        """Take a request out, if it is in; ranks that decode it are told that nobody wants it any more."""
+        if stream is self.running:
+            self.running = None
+            self._slot.cancel()
+            self.queue.turn_over(stream.timings.running_s(now_ns))
+            return True
+        if stream in self._grammars.askers:
+            self._grammars.forget(stream)
+            return True
+        return self.queue.remove(stream)

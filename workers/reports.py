@@ -1,0 +1,47 @@
+"""What a coordinator says of its engine to clients."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+
+from kog_dist.control import ControlPage
+from kog_dist.rpc.counters import Counters
+from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
+from kog_dist.workers.coordinator_args import CoordinatorArgs
+from kog_dist.workers.decode_slot import DecodeSlot
+from kog_dist.workers.open_requests import OpenRequests
+from kog_dist.workers.served_model import ServedModel
+
+
+def welcome(args: CoordinatorArgs, control: ControlPage, model: ServedModel, state: EngineState) -> Welcome:
+    """Who serves here."""
+    return Welcome(
+        build_hash(), args.instance, model.name, state, control.world_size, model.spec.max_context, model.spec.vocab_size,
+        model.tokenizer is not None,
+    )  # fmt: skip
+
+
+def status_report(
+    args: CoordinatorArgs, control: ControlPage, model: ServedModel, state: EngineState, requests: OpenRequests,
+    slot: DecodeSlot, counters: Counters, *, uptime_s: float, num_bad_messages: int,
+) -> StatusReport:  # fmt: skip
+    """The state of the engine and of every rank, what runs and waits, and what has been counted."""
+    ranks, running = range(control.world_size), requests.running
+    waits = [control.epoch_waits(rank) for rank in ranks]
+    return StatusReport(
+        state=state, instance=args.instance, model=model.name, build=build_hash(), pid=os.getpid(),
+        world_size=control.world_size,
+        rank_states=tuple(control.state(rank).name.lower() for rank in ranks),
+        beat_ages_s=tuple(max(0.0, control.beat_age_s(rank)) for rank in ranks),
+        rank_places=tuple(args.rank_places.splitlines()),
+        epochs_waited=tuple(wait.num_epochs if wait is not None else None for wait in waits),
+        waited_s=tuple(wait.waited_ns / 1e9 if wait is not None else None for wait in waits),
+        uptime_s=uptime_s,
+        running=running.request_id if running is not None else None,
+        waiting=tuple(stream.request_id for stream in requests.queue),
+        queue_limit=args.queue_limit, client_queue_limit=args.client_queue_limit,
+        running_position=slot.position if running is not None else 0,
+        running_prompt_tokens=len(running.request.prompt) if running is not None else 0,
+        num_bad_messages=num_bad_messages, **asdict(counters),
+    )  # fmt: skip
