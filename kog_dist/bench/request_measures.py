@@ -43,6 +43,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {  # neither is at its end before many toke
     "long text": _LONG,
 }
 _SHORT_PROMPT = 16
+FIRST_OF = 8  # tokens of answers whose first one is measured; the last token of an answer waits until ranks have left it
 _BETWEEN_S = 0.002  # from the first to the second SIGTERM: two at once may be seen as one
 _ENDED_S = 20.0
 
@@ -61,7 +62,7 @@ class Workload:
     def check(self, spec: ModelSpec) -> None:
         """Raise ConfigError if something is longer than the model's context."""
         for name, size in (
-            ("--prompts", max(self.prompts) + 1), ("--kept and --new", self.kept + self.new + 1),
+            ("--prompts", max(self.prompts) + FIRST_OF), ("--kept and --new", self.kept + self.new + FIRST_OF),
             ("--context and --tokens", self.context + self.tokens), ("a short prompt", 2 * _SHORT_PROMPT),
         ):  # fmt: skip
             if size > spec.max_context:
@@ -91,7 +92,7 @@ class Measures:
         return [*found, self._first_token_behind_kept()] if self._workload.kept else found
 
     def _first_token(self, length: int) -> dict[str, Any]:
-        answers = [self._client.ask(self._ids(length), max_tokens=1, reuse_kv=False) for _ in self._repeats()]
+        answers = [self._client.ask(self._ids(length), max_tokens=FIRST_OF, reuse_kv=False) for _ in self._repeats()]
         return _ttft(answers, {"prompt": length})
 
     def _first_token_behind_kept(self) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class Measures:
         beginning, answers = self._ids(kept), []
         for _ in self._repeats():
             self._client.ask(beginning, max_tokens=1)
-            answers.append(self._client.ask([*beginning, *self._ids(new)], max_tokens=1))
+            answers.append(self._client.ask([*beginning, *self._ids(new)], max_tokens=FIRST_OF))
         return _ttft(answers, {"prompt": kept + new, "kept": kept, "new": new})
 
     def _repeats(self) -> Iterator[int]:
@@ -145,13 +146,13 @@ class Measures:
             answer = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=self._spec.max_context - _SHORT_PROMPT)
             self._client.follow(lambda answer=answer: answer.num_tokens >= _SHORT_PROMPT or answer.end is not None)  # type: ignore[misc]
             found["decode"] += self._cancel(answer)
-        alone = [self._client.ask(self._ids(_SHORT_PROMPT), max_tokens=1).ttft_ms for _ in self._repeats()]
+        alone = [self._client.ask(self._ids(_SHORT_PROMPT), max_tokens=FIRST_OF).ttft_ms for _ in self._repeats()]
         return [_cancelled(name, times, statistics.median(alone)) for name, times in found.items()]
 
     def _cancel(self, answer: Answer) -> list[tuple[float, float]]:
         """Milliseconds to the end of the request, and to the first token of one that was sent at once; empty: it ended before."""
         begin_s = self._client.cancel(answer)
-        following = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=1)
+        following = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=FIRST_OF)
         self._client.follow(lambda: answer.end is not None and following.end is not None)
         assert following.done
         if answer.done.finish_reason is not FinishReason.CANCELLED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -120,9 +121,10 @@ class EngineSession:
         return [f"{pid} {' '.join(command)[:160]}" for pid, command, _ in self._marked()]
 
     def leftovers(self) -> list[str]:
-        """Processes and files of engines that still exist."""
+        """Processes and files of engines that still exist. The file of a GPU's lease stays for the next engine, but unlocked."""
         found = os.walk(self.folder / "kog")  # which takes no offence at folders that vanish meanwhile
-        return self.survivors() + [f"{folder}/{name}" for folder, folders, files in found for name in (*folders, *files)]
+        paths = [Path(folder, name) for folder, folders, files in found for name in (*folders, *files)]
+        return self.survivors() + [str(path) for path in paths if not _is_free_lease(path)]
 
     def _marked(self) -> Iterator[tuple[int, list[str], dict[str, str]]]:
         """Pid, command line and environment of every live process of this session."""
@@ -176,6 +178,18 @@ def until(condition: Callable[[], object], timeout_s: float, failure: Callable[[
             raise TimedOut(f"not after {timeout_s:g} s: {failure()}")
         time.sleep(_POLL_S)
     return time.monotonic() - begin_s
+
+
+def _is_free_lease(path: Path) -> bool:
+    """Whether it is the file of a lease (launch/gpu_leases.py) that nobody holds."""
+    if path.suffix != ".lease":
+        return False
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _role(command: Sequence[str], environ: Mapping[str, str], found: Mapping[str, int]) -> str:

@@ -34,7 +34,7 @@ def test_whole_requests_are_measured(capsys: pytest.CaptureFixture[str]) -> None
     assert len(lines) == 3 + len(KINDS) + len(SCHEMAS) + 2 + 2
 
 
-@pytest.mark.parametrize("wrong", [{"prompts": (256,)}, {"kept": 250}, {"tokens": 241}])
+@pytest.mark.parametrize("wrong", [{"prompts": (249,)}, {"kept": 243}, {"tokens": 241}])
 def test_what_does_not_fit_is_named(wrong: dict[str, object]) -> None:
     workload = Workload(**{"prompts": (8,), "kept": 40, "new": 6, "context": 16, "tokens": 24, "repeats": 2, **wrong})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--" + next(iter(wrong))):

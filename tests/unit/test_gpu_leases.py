@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kog_dist.bench.session import engine_session
 from kog_dist.errors import LaunchError
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.launch.gpu_leases import GpuLeases, use_of
@@ -31,3 +32,14 @@ def test_looking_at_a_lease_does_not_take_it(tmp_path: Path) -> None:
     GpuLeases.acquire(GPUS[:1], tmp_path).close()
     assert use_of(GPUS[0], tmp_path) == use_of(GPUS[0], tmp_path) == ""
     assert (tmp_path / f".{GPUS[0].uuid}.lease").stat().st_mode & 0o777 == 0o600
+
+
+def test_only_a_lease_that_is_held_is_a_leftover() -> None:
+    with engine_session() as session:
+        root = session.folder / "kog"
+        root.mkdir()
+        leases = GpuLeases.acquire(GPUS[:1], root)
+        assert session.leftovers() == [str(root / f".{GPUS[0].uuid}.lease")]
+        leases.close()
+        assert session.leftovers() == []
+        assert (root / f".{GPUS[0].uuid}.lease").exists()
