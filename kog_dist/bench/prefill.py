@@ -27,7 +27,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
-from kog_dist.workers.prefill.device_operations import DeviceOperations, Own
+from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.gpu import (
     DEFAULT,
     GraphRunner,
@@ -46,11 +46,6 @@ if TYPE_CHECKING:
 _TO_1024 = tuple(size for size in BLOCK_SIZES if size <= 1024)
 CHOICES = {  # what could be the default
     "default": DEFAULT,
-    "cublas": replace(DEFAULT, own=Own.NONE),
-    "own gate": replace(DEFAULT, own=Own.GATE),
-    "own": replace(DEFAULT, own=Own.ALL),
-    "own gate, overlapping": replace(DEFAULT, own=Own.GATE, overlaps=True),
-    "own, overlapping": replace(DEFAULT, own=Own.ALL, overlaps=True),
     "to 1024": replace(DEFAULT, sizes=_TO_1024),
     "to 4096": replace(DEFAULT, sizes=(*BLOCK_SIZES, 4096)),
 }
@@ -248,8 +243,6 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     assert isinstance(do, DeviceOperations)
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
-    if (w13 := runner.layers.matrices[0].w13) is not None:
-        yield "gate", partial(do.gate, rows, w13), 2 * size * w13.numel(), 0
     if spec.delay:
         residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, runner.layers.matrices[1].unscale, None)
         yield "residual", residual, 0, 4 * rows.stream.nbytes

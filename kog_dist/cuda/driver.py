@@ -9,16 +9,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kog_dist.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
-_OVERLAP, _PRIORITY = 6, 8  # CU_LAUNCH_ATTRIBUTE_: PROGRAMMATIC_STREAM_SERIALIZATION, PRIORITY
-_FLOAT16, _SWIZZLE_128B, _PROMOTE_256B = 6, 3, 3  # of tensor maps
-_MAP_BYTES = 128
+_PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -57,26 +52,6 @@ def _check(code: int, what: str) -> None:
     raise LaunchError(f"{what} failed: {(name.value or b'unknown error').decode()} ({code})")
 
 
-def tensor_map(
-    address: int, sizes: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]
-) -> NDArray[np.uint64]:
-    """The 16 words of a CUtensorMap of binary16 values, the fastest dimension first; `strides` (bytes) of the other two.
-
-    Boxes have at most 64 values in the fastest dimension, and are swizzled over 128 bytes. Address and strides are multiples
-    of 16. What lies outside of the sizes is read as 0 and not written.
-    """
-    raw = np.zeros(2 * _MAP_BYTES, np.uint8)
-    start = -raw.ctypes.data % 64  # a map is aligned
-    words = raw[start : start + _MAP_BYTES].view(np.uint64)
-    code = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(words.ctypes.data), _FLOAT16, 3, ctypes.c_void_p(address), (ctypes.c_uint64 * 3)(*sizes),
-        (ctypes.c_uint64 * 2)(*strides), (ctypes.c_uint32 * 3)(*box), (ctypes.c_uint32 * 3)(1, 1, 1), 0, _SWIZZLE_128B,
-        _PROMOTE_256B, 0,
-    )  # fmt: skip
-    _check(code, f"a tensor map of {sizes} values with strides {strides} and boxes {box}")
-    return words
-
-
 class HostMapping:
     """Host memory, from `address` on, that the current context's GPU reads and writes at `device_ptr` until `close`."""
 
@@ -112,25 +87,23 @@ class Kernel:
         """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter."""
         self._launch(_driver().cuLaunchCooperativeKernel, num_ctas, num_threads, params, stream_ptr)
 
-    def launch_grid(
-        self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0, overlaps: bool = False
-    ) -> None:
+    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0) -> None:
         """Queue an ordinary launch of any number of thread blocks, with one by-value parameter.
 
         A negative `priority` (to -5) puts its thread blocks before those of other kernels that wait for places. A graph keeps
-        it if it is instantiated to use its nodes' priorities. `overlaps`: it may begin before what is queued has ended, and
-        waits for that itself.
+        it if it is instantiated to use its nodes' priorities.
         """
-        if priority == 0 and not overlaps:
+        if priority == 0:
             self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))
             return
         raw = ctypes.create_string_buffer(params, len(params))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(raw))
-        chosen = [(_PRIORITY, priority)] * bool(priority) + [(_OVERLAP, 1)] * overlaps
-        attributes = (_LaunchAttribute * len(chosen))(*(_LaunchAttribute(kind, 0, value) for kind, value in chosen))
-        config = _LaunchConfig(num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, stream_ptr, attributes, len(chosen))
+        attribute = _LaunchAttribute(_PRIORITY, 0, priority)
+        config = _LaunchConfig(
+            num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, stream_ptr, ctypes.pointer(attribute), 1
+        )  # fmt: skip
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, ctypes.c_void_p(0))
-        _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads with attributes {chosen}")
+        _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads with priority {priority}")
 
     def _launch(self, call: Any, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *extra: Any) -> None:
         raw = ctypes.create_string_buffer(params, len(params))

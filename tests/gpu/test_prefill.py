@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,8 @@ from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
-from kog_dist.workers.prefill.device_operations import Own
 from kog_dist.workers.prefill.exchange import OneRank
-from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, exact_products, matrices_for, prefill_for, runner_for
+from kog_dist.workers.prefill.gpu import Tuning, exact_products, matrices_for, prefill_for, runner_for
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.operations import TorchOperations
@@ -50,7 +48,6 @@ TUNING = Tuning((16, 32, 64), exact_size=24)
 VARIANTS = {**KERNEL_VARIANTS, "nothing divides": {**KERNEL_VARIANTS["nothing divides"], "intermediate_size": 608}}
 LIMIT = 2e-3
 CASES = [*((variant, "bfloat16") for variant in VARIANTS), ("demo", "float16")]  # each builds a monokernel
-TWINS = [*((*case, Own.NONE) for case in CASES), pytest.param("demo", "bfloat16", Own.ALL, id="own-ALL")]
 IN_BINARY16 = [(variant, "float16") for variant in VARIANTS if variant != "demo"]
 SPEC, SEED = laneformer_2b(), 1
 IDS_2B = np.random.default_rng(1).integers(0, SPEC.vocab_size, SPEC.max_context).tolist()
@@ -111,10 +108,10 @@ def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) ->
     return float(np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize(("variant", "kv_dtype", "own"), TWINS)
-def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str, own: Own) -> None:
+@pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
+def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str) -> None:
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
-    runner = runner_for(model.kernel, model.collected, tuning=Tuning((32,), exact_size=24, own=own))
+    runner = runner_for(model.kernel, model.collected, tuning=Tuning((32,), exact_size=24))
     embedding = torch.as_tensor(model.kernel.weights.embedding.view(np.int16), device="cuda").view(torch.bfloat16)
     cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
     twin = TorchOperations(runner.buffers, embedding, cache)
@@ -204,19 +201,9 @@ def big() -> Iterator[tuple[Monokernel, Matrices]]:
 LENGTHS_2B = (MIN_PREFILL_TOKENS + 1, 17, 128, 512, 513, 2048, 3951, 4000)
 
 
-@pytest.fixture(scope="module")
-def wanted() -> dict[int, np.ndarray[Any, Any]]:
-    return _oracle_logits(LENGTHS_2B)
-
-
-TUNINGS_2B = {f"own-{own.name}": replace(DEFAULT, own=own, overlaps=False) for own in Own}
-TUNINGS_2B["own-ALL, overlapping"] = replace(DEFAULT, own=Own.ALL, overlaps=True)
-
-
-@pytest.mark.parametrize("name", TUNINGS_2B)
-def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices], wanted: dict[int, np.ndarray[Any, Any]], name: str) -> None:
-    kernel, matrices = big
-    prefill = prefill_for(kernel, matrices, tuning=TUNINGS_2B[name])
+def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices]) -> None:
+    (kernel, matrices), wanted = big, _oracle_logits(LENGTHS_2B)
+    prefill = prefill_for(kernel, matrices)
     errors = {}
     for length in LENGTHS_2B:
         fill(prefill, IDS_2B[: length - 1])
@@ -230,7 +217,7 @@ def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices], wanted: dict[int, 
     print(f"50 tokens behind 3900: {1e3 * (time.perf_counter() - begin_s):.2f} ms")
     errors[0] = relative_error(decode(kernel, IDS_2B[:3951], 3950), wanted[3951])
     _check_stop(prefill)
-    print(f"2B, {name}, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
+    print("2B, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
     assert max(errors.values()) < LIMIT
 
 

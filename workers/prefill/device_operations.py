@@ -1,4 +1,4 @@
-"""The operations of a block on a GPU: products, flash attention, and the fused kernels of prefill.cu for the rest.
+"""The operations of a block on a GPU: cuBLAS products, flash attention, and the fused kernels of prefill.cu for the rest.
 
 All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
 for any place in any prompt.
@@ -6,7 +6,6 @@ for any place in any prompt.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
-from kog_dist.workers.prefill.products import Products
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,14 +28,6 @@ _OF_ROWS = (
 _KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
 
 
-class Own(enum.Enum):
-    """Which products are our own; all others are cuBLAS's, and so are all of an exact block."""
-
-    NONE = enum.auto()
-    GATE = enum.auto()  # that of gate and up, with SwiGLU
-    ALL = enum.auto()  # whose results are binary16
-
-
 def build(header: str) -> compiler.Cubin:
     """The cubin of prefill.cu with this `prefill_shape.cuh`. Raises CompileError with the compiler's log."""
     return compiler.build({**compiler.read_sources(*_SOURCE_FOLDERS), "prefill_shape.cuh": header}, "prefill.cu")
@@ -46,29 +36,17 @@ def build(header: str) -> compiler.Cubin:
 class DeviceOperations:
     """`Operations` on a GPU. The products' type is binary16.
 
-    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. `overlaps`: our kernels
-    may begin while those before them end. Raises CompileError or LaunchError.
+    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or LaunchError.
     """
 
-    def __init__(
-        self,
-        buffers: Buffers,
-        embedding: Tensor,
-        cache: Tensor,
-        *,
-        weight_dtype: str,
-        kv_dtype: str,
-        own: Own = Own.NONE,
-        overlaps: bool = False,
-    ) -> None:
-        self._own, self._products = own, None if own is Own.NONE else Products(overlaps=overlaps)
+    def __init__(self, buffers: Buffers, embedding: Tensor, cache: Tensor, *, weight_dtype: str, kv_dtype: str) -> None:
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = prefill_header(
             self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype
         )  # fmt: skip
         cubin = build(header)
         self.build_log = cubin.log
-        self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0), overlaps) for name in _KERNELS})
+        self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
 
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
         """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
@@ -114,20 +92,15 @@ class DeviceOperations:
         """See `Operations`."""
         import torch
 
-        if self._products is not None and self._own is Own.ALL and out.dtype == x.dtype:
-            self._products.product(x, matrix, out)
-        elif out.dtype == x.dtype:
+        if out.dtype == x.dtype:
             torch.bmm(x, matrix.transpose(1, 2), out=out)
         else:
             torch.ops.aten.bmm.dtype_out(x, matrix.transpose(1, 2), out.dtype, out=out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""
-        if self._products is not None and not rows.is_exact:
-            self._products.gated(rows.stream, matrix, rows.inverse_rms, rows.activation)
-        else:
-            self.product(rows.stream, matrix, rows.gate_up)
-            self.swiglu(rows)
+        self.product(rows.stream, matrix, rows.gate_up)
+        self.swiglu(rows)
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
@@ -193,10 +166,10 @@ class DeviceOperations:
             self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
 
 
-def _launch(kernel: Kernel, overlaps: bool, num_ctas: int, num_threads: int, params: bytes) -> None:
+def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
     import torch
 
-    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream, overlaps=overlaps)
+    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

@@ -11,7 +11,7 @@ from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, Block
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.device_operations import DeviceOperations, Own, observer
+from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
 from kog_dist.workers.prefill.exchange import OneRank, Rehearsal, SumExchange
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import Matrices
@@ -29,8 +29,6 @@ class Tuning:
 
     sizes: tuple[int, ...] = BLOCK_SIZES
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
-    own: Own = Own.NONE  # products
-    overlaps: bool = False  # our kernels may begin while those before them end
 
 
 DEFAULT = Tuning()
@@ -94,15 +92,7 @@ def runner_for(
     buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda")
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
-    operations = DeviceOperations(
-        buffers,
-        embedding,
-        cache,
-        weight_dtype=shape.weight_dtype,
-        kv_dtype=shape.kv_dtype,
-        own=tuning.own,
-        overlaps=tuning.overlaps,
-    )
+    operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank())
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
     return GraphRunner(layers, buffers, stream, tuning)

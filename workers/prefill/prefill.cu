@@ -2,7 +2,6 @@
 // as can be: they are bounded by memory. `workers/prefill/operations.py` defines them; the names are the same. A thread takes
 // kUnit neighbouring values of a row at a time (16 bytes); a thread block takes rows in turn. Activations are binary16, arithmetic is
 // float32.
-#include "order.cuh"
 #include "ptx.cuh"
 #include "prefill_shape.cuh"
 
@@ -240,7 +239,6 @@ using namespace kog;
 extern "C" {
 
 __global__ void begin(const __grid_constant__ KogPrefillParams params) {
-    await_previous();
     int* place = reinterpret_cast<int*>(params.place_ptr);
     int* next_start = reinterpret_cast<int*>(params.next_start_ptr);
     const int start = *next_start, end = start + static_cast<int>(params.size);
@@ -367,12 +365,8 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
     }
 }
 
-#define KOG_KERNEL(name, threads, body)                                                               \
-    __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { \
-        let_next_begin();                                                                             \
-        await_previous();                                                                             \
-        body(params);                                                                                 \
-    }
+#define KOG_KERNEL(name, threads, body) \
+    __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { body(params); }
 #define KOG_KERNELS(name, threads, body)          \
     KOG_KERNEL(name, threads, body<false>)        \
     KOG_KERNEL(name##_exact, threads, body<true>)

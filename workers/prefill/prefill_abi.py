@@ -1,4 +1,4 @@
-"""What prefill.cu, products.cu and sums.cu are compiled for, and the parameters of their launches."""
+"""What prefill.cu and sums.cu are compiled for, and the parameters of their launches."""
 
 from __future__ import annotations
 
@@ -64,28 +64,8 @@ SUM_PARAMS = Struct(
         Field("mailbox", "u32", "its index, for the record"),
     ),
 )
-PRODUCT_PARAMS = Struct(
-    "ProductParams",
-    "Parameters of one launch of products.cu; passed by value.",
-    (
-        Field("x_map", "u64", "CUtensorMap of x: depth, rows, lanes; boxes of 64 x 128", count=16),
-        Field("matrix_map", "u64", "CUtensorMap of the matrix: depth, its rows, lanes; boxes of 64 x half a tile", count=16),
-        Field("out_map", "u64", "CUtensorMap of the results: columns, rows, lanes; boxes of 64 x 64", count=16),
-        Field("inverse_rms_ptr", "u64", "float32 (lanes, size), of gated products"),
-        Field("size", "u32", "rows of a lane's 1 / rms"),
-        Field("num_rows", "u32", "rows of x"),
-        Field("num_bands", "u32", "bands of rows: a tile, or the two of a cluster"),
-        Field("num_columns", "u32", "tiles of columns"),
-        Field("num_tiles", "u32", "bands times tiles of columns times lanes"),
-        Field("num_steps", "u32", "of 64 values of depth"),
-        Field("half_offset", "u32", "rows of the matrix from a tile's first half to its second"),
-    ),
-    size_multiple=64,
-)
 SUM_THREADS = 512
 CHUNK_ROWS = 8  # rows that one flag stands for
-LARGE_THREADS, SMALL_THREADS = 384, 288  # of products: whole warp groups where they share registers out
-LARGE_SHARED_BYTES, SMALL_SHARED_BYTES = 227 << 10, 100 << 10  # all that a thread block can have; two fit on a multiprocessor
 
 
 def threads_for(num_items: int) -> int:
@@ -114,15 +94,6 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
     lines += [f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};"]
     lines += [f"using WeightFormat = {FORMATS[weight_dtype]};", f"using KvFormat = {FORMATS[kv_dtype]};"]
     return "\n".join([*lines, "}  // namespace kog", ""])
-
-
-def product_header() -> str:
-    """`product_shape.cuh`."""
-    numbers = {"kLargeSharedBytes": LARGE_SHARED_BYTES, "kSmallSharedBytes": SMALL_SHARED_BYTES}
-    numbers |= {"kLargeThreads": LARGE_THREADS, "kSmallThreads": SMALL_THREADS}
-    lines = [f"constexpr unsigned int {name} = {value};" for name, value in numbers.items()]
-    structs = device_header("kog_dist.workers.prefill.prefill_abi", (PRODUCT_PARAMS,))
-    return "\n".join([structs, "namespace kog {", *lines, "}  // namespace kog", ""])
 
 
 def sums_header(num_ranks: int) -> str:

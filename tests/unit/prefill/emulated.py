@@ -11,7 +11,7 @@ from typing import Any
 
 from kog_dist.cuda import build as compiler
 from kog_dist.workers.prefill.buffers import Buffers
-from kog_dist.workers.prefill.device_operations import _KERNELS, DeviceOperations, Own
+from kog_dist.workers.prefill.device_operations import _KERNELS, DeviceOperations
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill_abi import PREFILL_PARAMS, prefill_header
 
@@ -29,7 +29,6 @@ def compiled(folder: Path, stem: str, header: str, kernels: Iterable[str], param
     """
     sources = compiler.read_sources(("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
     sources["ptx.cuh"] = (Path(__file__).parent / "cuda_on_cpu.h").read_text(encoding="utf-8")
-    sources["order.cuh"] = "inline void let_next_begin() {}\ninline void await_previous() {}\n"
     for name, text in {**sources, f"{stem}_shape.cuh": header}.items():
         (folder / name).write_text(text, encoding="utf-8")
     text = sources[f"{stem}.cu"] + "".join(LAUNCH.format(name=name, params=params) for name in kernels)
@@ -60,7 +59,6 @@ class EmulatedOperations(DeviceOperations):
 
     def __init__(self, buffers: Buffers, embedding: Any, cache: Any, folder: Path, *, weight_dtype: str, kv_dtype: str) -> None:
         twin = TorchOperations(buffers, embedding, cache)
-        self._own, self._products = Own.NONE, None
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = prefill_header(self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         library = ctypes.CDLL(str(compiled(folder, "prefill", header, _KERNELS, "KogPrefillParams")))

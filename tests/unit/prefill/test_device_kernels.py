@@ -20,7 +20,7 @@ from kog_dist.workers.prefill.exchange import OneRank
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
-from kog_dist.workers.prefill.prefill_abi import prefill_header, product_header, sums_header
+from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from tests.unit.prefill.emulated import EmulatedOperations
 from tests.unit.prefill.models import SMALL, Rank, token_ids
 
@@ -75,6 +75,3 @@ def test_kernels_build_without_spills(tmp_path: Path) -> None:
     assert "spilled" not in cubin.log
     sums = compiler.build({**sources, "sums_shape.cuh": sums_header(8)}, "sums.cu", folder=tmp_path)
     assert sums.log.count("0 bytes spill stores") == 4
-    products = compiler.build({**sources, "product_shape.cuh": product_header()}, "products.cu", folder=tmp_path)
-    assert products.log.count("0 bytes spill stores") == 4
-    assert "serialized" not in products.log
