@@ -74,6 +74,7 @@ def test_a_key_is_never_shown() -> None:
         ({"launcher": "slurm"}, {}, "", "--launcher: launcher 'slurm' is not available; use auto or local or mpi or ray"),
         ({"replicas": 0}, {}, "", "--replicas: replicas must be between 1 and 256, got 0"),
         ({"kv_dtype": "int3"}, {}, "", "--kv-dtype: kv_dtype 'int3' is not available"),
+        ({"prefill": "sometimes"}, {}, "", "--prefill: prefill 'sometimes' is not available"),
         ({"stall_timeout": 0.4}, {}, "", "--stall-timeout: stall_timeout must be at least 0.5 seconds, got 0.4"),
         ({"step_timeout": float("nan")}, {}, "", "--step-timeout: step_timeout must be more than 0"),
         ({"rpc_port": 70000}, {}, "", "--rpc-port: rpc_port must be between 0 and 65535, got 70000"),

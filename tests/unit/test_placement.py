@@ -131,6 +131,10 @@ def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> No
     assert re.search(r"a rank needs 1\.[0-9] GiB \(0\.[3-7] GiB of that for prefill\); stop", obstacle("free", 2**20))
     assert "for prefill" not in obstacle("free", 2**20, "2"), "several GPUs take prompts token by token"
     assert "for prefill" in obstacle("free", 2**20, "2", prefill="on")
+    one, two = (choose(demo, inventory_from(node()), gpus=count) for count in ("1", "2"))
+    assert one is not None
+    assert two is not None
+    assert (one.prefill, two.prefill) == (True, False)
     assert obstacle("name", "NVIDIA H200", "8") == ""
 
 
