@@ -14,6 +14,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
 
 _LONGEST_PREFIX = 90
+_SHARED = 40
 _MOST_TOKENS = 24
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _REGEX = ("[a-z]{2,9}", "[0-9]+-[0-9]{1,3}", "(yes|no|perhaps)")
@@ -46,9 +47,11 @@ class RequestMix:
     """An endless series of requests for one model; the same for the same seed, but for prompts that extend earlier answers."""
 
     def __init__(self, spec: ModelSpec, seed: int, *, kept_is_exact: bool = True) -> None:
-        """`kept_is_exact`: a token does not depend on what was cached. If not, only plain greedy requests use what is."""
+        """`kept_is_exact`: a token does not depend on what was cached. If not, only plain greedy requests use what is; then most
+        prompts begin alike, because GPUs keep one cache."""
         self._spec, self._chance, self.kept_is_exact = spec, random.Random(seed), kept_is_exact
-        self._prefixes = [self._ids(self._chance.randint(4, _LONGEST_PREFIX)) for _ in range(6)]
+        shared = () if kept_is_exact else self._ids(_SHARED)
+        self._prefixes = [shared + self._ids(self._chance.randint(4, _LONGEST_PREFIX)) for _ in range(6)]
         self._sequences: deque[tuple[int, ...]] = deque(maxlen=3)
         self._number = 0
 
