@@ -39,3 +39,12 @@ def test_what_does_not_fit_is_named(wrong: dict[str, object]) -> None:
     workload = Workload(**{"prompts": (8,), "kept": 40, "new": 6, "context": 16, "tokens": 24, "repeats": 2, **wrong})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--" + next(iter(wrong))):
         run(None, "tiny", (1,), workload, on_gpus=False)
+
+
+def test_a_request_that_went_wrong_gives_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_arguments: object, **options: object) -> bool:
+        return options["aborts"] == ("decode",)
+
+    monkeypatch.setattr("kog_dist.bench.requests.run", answer)
+    for during, code in (("decode", 0), ("prefill", 1)):
+        assert CliRunner().invoke(app, ["requests", "--ranks=1", f"--aborts={during}"]).exit_code == code

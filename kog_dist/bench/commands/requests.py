@@ -23,7 +23,7 @@ def requests(
     repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after 3 s.")] = 10,
     aborts: Annotated[str, typer.Option(help="When engines are aborted, one for each: prefill,decode.")] = "prefill,decode",
 ) -> None:
-    """Whole requests through an engine: first tokens, speed of sampling and JSON schemas, cancels and aborts."""
+    """Whole requests through an engine: first tokens, sampling, JSON schemas, cancels, aborts. Code 1: one went wrong."""
     from kog_dist.bench import requests as benchmark
     from kog_dist.bench.request_measures import Workload
 
@@ -36,4 +36,5 @@ def requests(
         raise ConfigError("--kept and --new must be at least 0, --context and --repeats at least 2, --tokens at least 3")
     workload = Workload(counts_of(prompts, "--prompts"), kept, new, context, tokens, repeats)
     counts = counts_of(gpus, "--gpus") if gpus else counts_of(ranks)
-    benchmark.run(model, spec, counts, workload, on_gpus=bool(gpus), aborts=during)
+    if not benchmark.run(model, spec, counts, workload, on_gpus=bool(gpus), aborts=during):
+        raise typer.Exit(1)
