@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from kog_dist.bench.cli import app
 from kog_dist.bench.request_measures import KINDS, SCHEMAS, Workload
 from kog_dist.bench.requests import run
 from kog_dist.errors import ConfigError
