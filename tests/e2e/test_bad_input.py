@@ -63,11 +63,11 @@ WRONG_COMMANDS: list[Case] = [
     (["--rnaks=2"], 2, "No such option: --rnaks"),
     (["--ranks=3"], 2, "4 lanes cannot be spread over 3 ranks; use one of 1, 2, 4"),
     (["--log-dir=/proc/no"], 3, "log folder /proc/no cannot be made"),
-    (["--prompt=text"], 2, "has no tokenizer.json; give token ids instead of text"),
-    (["--prompt-ids=1,320"], 2, "prompt_ids[1] is 320, the vocabulary has ids 0 to 319"),
+    (["--ranks=1", "--prompt=text"], 2, "has no tokenizer.json; give token ids instead of text"),
+    (["--ranks=1", "--prompt-ids=1,320"], 2, "prompt_ids[1] is 320, the vocabulary has ids 0 to 319"),
     (["--log-dir=/proc"], 3, "log file /proc/launcher.log cannot be opened: "),
-    (["--prompt-ids=" + "1," * 8192 + "1"], 2, "the prompt has 8193 tokens and the context 8192"),
-    (["--prompt-ids=1", "--max-tokens=9000"], 2, "exceed the context of 8192 tokens"),
+    (["--ranks=1", "--prompt-ids=" + "1," * 8192 + "1"], 2, "the prompt has 8193 tokens and the context 8192"),
+    (["--ranks=1", "--prompt-ids=1", "--max-tokens=9000"], 2, "exceed the context of 8192 tokens"),
 ]
 # One interpreter for all of `WRONG`: most of the time of such a command is that of its start.
 RUN_ALL = """
@@ -85,7 +85,7 @@ print(json.dumps([said(arguments) for arguments in json.loads(sys.argv[1])]))
 
 
 def named(value: object) -> str | None:
-    return value[0][:30] if isinstance(value, list) else None
+    return value[-1][:30] if isinstance(value, list) else None
 
 
 @pytest.fixture(scope="module")
