@@ -37,7 +37,7 @@ _READY_S = 120.0
 
 def run(
     model: str | None, spec_name: str, counts: Sequence[int], workload: Workload, *, on_gpus: bool,
-    aborts: Sequence[str] = ABORTS,
+    aborts: Sequence[str] = ABORTS, prefill: str = "auto",
 ) -> bool:  # fmt: skip
     """Measure an engine on each number of ranks, one for each of `aborts`; prints tables, then the JSON object.
 
@@ -45,7 +45,8 @@ def run(
     """
     before = machine()
     configuration: dict[str, Any] = {
-        "model": model or f"{spec_name}, random weights", "device": "cuda" if on_gpus else "cpu", **asdict(workload),
+        "model": model or f"{spec_name}, random weights", "device": "cuda" if on_gpus else "cpu", "prefill": prefill,
+        **asdict(workload),
     }  # fmt: skip
     if on_gpus:
         from kog_dist.bench.gpu import require_gpus
@@ -58,10 +59,15 @@ def run(
         has_bare = on_gpus and model is None and spec_name != "tiny"
         bare = {count: _bare_kernel(spec_name, count, workload) if has_bare else None for count in counts}
         wanted = WANTED_MS if has_bare and spec_name == "2b" else {}
-        figures = [
-            _engine(folder, spec, workload, count, on_gpus=on_gpus, bare=bare[count], wanted=wanted.get(count, {}), aborts=aborts)
-            for count in counts
-        ]
+        figures = []
+        for count in counts:
+            flags = [f"--gpus={count}", f"--prefill={prefill}"] if on_gpus else ["--device=cpu", f"--ranks={count}"]
+            figures.append(
+                _engine(
+                    [str(folder), *flags], spec, workload, count,
+                    on_gpus=on_gpus, bare=bare[count], wanted=wanted.get(count, {}), aborts=aborts,
+                )
+            )  # fmt: skip
     finish("requests", configuration, before, figures)
     return not any("errors" in figure for figure in figures)
 
@@ -87,11 +93,10 @@ def _bare_kernel(spec_name: str, count: int, workload: Workload) -> dict[str, An
 
 
 def _engine(
-    folder: Path, spec: ModelSpec, workload: Workload, count: int, *, on_gpus: bool, bare: dict[str, Any] | None,
+    flags: Sequence[str], spec: ModelSpec, workload: Workload, count: int, *, on_gpus: bool, bare: dict[str, Any] | None,
     wanted: dict[int | None, float], aborts: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """The figures of one number of ranks: an engine that answers and ends with the first abort, others for further aborts."""
-    flags = [str(folder), f"--gpus={count}"] if on_gpus else [str(folder), "--device=cpu", f"--ranks={count}"]
     figures: dict[str, Any] = {"gpus" if on_gpus else "ranks": count, "bare": bare}
     name = f"{count} {'GPU' if on_gpus else 'rank'}{'s' if count > 1 else ''}"
     with engine_session() as session:

@@ -22,6 +22,7 @@ def requests(
     tokens: Annotated[int, typer.Option(help="Tokens of these answers.")] = 400,
     repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after 3 s.")] = 10,
     aborts: Annotated[str, typer.Option(help="When engines are aborted, one for each: prefill,decode.")] = "prefill,decode",
+    prefill: Annotated[str, typer.Option(help="Whether GPUs take prompts in blocks: auto (one GPU does), on or off.")] = "auto",
 ) -> None:
     """Whole requests through an engine: first tokens, sampling, JSON schemas, cancels, aborts. Code 1: one went wrong."""
     from kog_dist.bench import requests as benchmark
@@ -30,11 +31,13 @@ def requests(
     during = tuple(aborts.split(","))
     if not set(during) <= set(benchmark.ABORTS):
         raise ConfigError(f"--aborts must be one or more of {', '.join(benchmark.ABORTS)}, got {aborts!r}")
+    if prefill not in ("auto", "on", "off"):
+        raise ConfigError(f"--prefill must be auto, on or off, got {prefill!r}")
     if bool(gpus) == bool(ranks):
         raise ConfigError("give --gpus or --ranks, one of the two")
     if min(kept, new) < 0 or min(context, repeats) < 2 or tokens < 3:
         raise ConfigError("--kept and --new must be at least 0, --context and --repeats at least 2, --tokens at least 3")
     workload = Workload(counts_of(prompts, "--prompts"), kept, new, context, tokens, repeats)
     counts = counts_of(gpus, "--gpus") if gpus else counts_of(ranks)
-    if not benchmark.run(model, spec, counts, workload, on_gpus=bool(gpus), aborts=during):
+    if not benchmark.run(model, spec, counts, workload, on_gpus=bool(gpus), aborts=during, prefill=prefill):
         raise typer.Exit(1)
