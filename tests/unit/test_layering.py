@@ -7,8 +7,6 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 # From top to bottom; a file may import from its own layer and from those below it.
 LAYERS = ("launch", "workers", "collectives", "core")
@@ -54,49 +52,42 @@ def imports(tree: ast.AST, *, top_only: bool = False) -> Iterator[str]:
                 yield from (f"kog_dist.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    relative = path.relative_to(ROOT)
-    own = FOLDERS.get(relative.parts[0], "core")
-    if relative.parts[:2] in (("kog_dist", "bench"), ("kog_dist", "doctor")):
-        own = "launch"  # benchmarks drive whole engines, and the doctor asks about all parts of them
-    tree = parsed(path)
-    for name in imports(tree):
-        assert name.split(".")[0] not in BANNED, f"{relative} imports {name}: no pickle anywhere"
-        target = layer_of_module(name)
-        if target is not None:
-            assert LAYERS.index(target) >= LAYERS.index(own), (
-                f"{relative} ({own}) imports {name} ({target}): imports point down only"
-            )
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in source_files():
+        relative = path.relative_to(ROOT)
+        own = FOLDERS.get(relative.parts[0], "core")
+        if relative.parts[:2] in (("kog_dist", "bench"), ("kog_dist", "doctor")):
+            own = "launch"  # benchmarks drive whole engines, and the doctor asks about all parts of them
+        for name in imports(parsed(path)):
+            target = layer_of_module(name)
+            if name.split(".")[0] in BANNED:
+                wrong.append(f"{relative} imports {name}: no pickle anywhere")
+            elif target is not None and LAYERS.index(target) < LAYERS.index(own):
+                wrong.append(f"{relative} ({own}) imports {name} ({target}): imports point down only")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
-    relative = str(path.relative_to(ROOT))
-    if relative in TORCH_MODULES or relative.startswith(("kog_dist/train/",)):
-        return
-    tree = parsed(path)
-    for name in imports(tree, top_only=True):
-        assert name.split(".")[0] not in HEAVY, (
-            f"{relative} imports {name} at its top; import it inside the function that needs it"
-        )
+def test_heavy_packages_are_imported_where_they_are_used() -> None:
+    wrong = []
+    for path in source_files():
+        relative = str(path.relative_to(ROOT))
+        if relative not in TORCH_MODULES and not relative.startswith("kog_dist/train/"):
+            names = imports(parsed(path), top_only=True)
+            wrong += [f"{relative} imports {name} at its top" for name in names if name.split(".")[0] in HEAVY]
+    assert not wrong, "import it inside the function that needs it"
 
 
-@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_code_from_text(path: Path) -> None:
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Call):
-            name = (
-                node.func.id
-                if isinstance(node.func, ast.Name)
-                else node.func.attr
-                if isinstance(node.func, ast.Attribute)
-                else ""
-            )
-            is_method = isinstance(node.func, ast.Attribute)
-            if name in ("eval", "exec") and is_method:
-                continue  # module.eval() of torch
-            assert name not in BANNED_CALLS, f"{path.relative_to(ROOT)}:{node.lineno} calls {name}"
+def test_no_code_from_text() -> None:
+    wrong = []
+    for path in source_files():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call):
+                is_method = isinstance(node.func, ast.Attribute)  # such as module.eval() of torch
+                name = getattr(node.func, "attr" if is_method else "id", "")
+                if name in BANNED_CALLS and not (is_method and name in ("eval", "exec")):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {name}")
+    assert not wrong
 
 
 def test_router_knows_no_model_and_no_engine() -> None:
