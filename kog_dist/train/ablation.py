@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from kog_dist.train.curves import data_digest
 from kog_dist.train.display import duration
 from kog_dist.train.distributed import Ranks
 from kog_dist.train.run import Run
-from kog_dist.train.settings import RunSettings
+from kog_dist.train.settings import RunSettings, with_defaults
 from kog_dist.train.state import write_json
 from kog_dist.train.tokens import TokenSet
 
@@ -35,8 +34,9 @@ class Ablation:
     def __init__(self, config: AblationConfig, data: Path, out: Path, device: Ranks) -> None:
         self.config, self.data, self.out, self.device = config, data, out, device
         self.described = json.loads(json.dumps({**config.described(), "data_digest": data_digest(data)}))
-        self._restore()
-        self._check_same_config()
+        with self.alone():
+            self._restore()
+            self._check_same_config()
 
     def train(
         self, jobs: Sequence[Job], *, call_seconds: float = math.inf, report: Callable[[str], None] = print,
@@ -73,6 +73,14 @@ class Ablation:
     def num_done(self, jobs: Sequence[Job]) -> int:
         """How many of `jobs` have their outcome, whoever trained them."""
         return sum(self._result_file(job).exists() for job in jobs)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other process is in this block of the same folder."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     @contextmanager
     def _claim(self, job: Job) -> Iterator[bool]:
@@ -134,8 +142,7 @@ class Ablation:
         if not file.exists():
             write_json(file, self.described)
         before = json.loads(file.read_text(encoding="utf-8"))
-        # a setting that is younger than the file had its default
-        before["run"] = {**json.loads(json.dumps(asdict(RunSettings()))), **before.get("run", {})}
+        before["run"] = with_defaults(before.get("run", {}))
         for key, value in self.described.items():
             if before.get(key) != value:
                 raise ConfigError(f"{self.out} holds an ablation with {key} {before.get(key)}, now {value}; use another folder")

@@ -66,7 +66,10 @@ def one_device(device: str) -> Ranks:
     """This process alone. Raises ConfigError if CUDA is asked for and there is none."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu")
-    return Ranks(0, 1, torch.device(device))
+    place = torch.device(device)
+    if place.index is not None and place.type == "cuda":
+        torch.cuda.set_device(place)  # streams and graphs are made on the current one
+    return Ranks(0, 1, place)
 
 
 def join_ranks(device: str) -> Ranks:

@@ -23,7 +23,7 @@ from kog_dist.train.curves import data_digest
 from kog_dist.train.distributed import Ranks
 from kog_dist.train.intervals import Mean, mean_of, paired
 from kog_dist.train.run import Run
-from kog_dist.train.settings import Execution, RunSettings
+from kog_dist.train.settings import Execution, RunSettings, with_defaults
 from kog_dist.train.start import healing_start
 from kog_dist.train.state import write_json
 from kog_dist.train.tokens import TokenSet
@@ -86,10 +86,11 @@ class Healing:
             "data_digest": data_digest(data),
         }))  # fmt: skip
         file = out / "config.json"
-        if file.exists() and json.loads(file.read_text(encoding="utf-8")) != self.described:
-            raise ConfigError(f"{out} holds an experiment with other settings or data; use another folder")
         if not file.exists():
             write_json(file, self.described)
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if {**before, "run": with_defaults(before["run"])} != self.described:
+            raise ConfigError(f"{out} holds an experiment with other settings or data; use another folder")
         self._tokens = TokenSet.load(data, config.settings.time, device.device)
 
     def train(

@@ -23,7 +23,7 @@ from kog_dist.train.model import Residual, TrainingModel
 from kog_dist.train.optimizers import Optimizers
 from kog_dist.train.repetition import with_loops
 from kog_dist.train.schedule import learning_rate_factor
-from kog_dist.train.settings import Execution, RunSettings
+from kog_dist.train.settings import Execution, RunSettings, with_defaults
 from kog_dist.train.state import load_progress, load_tensors, save_state, tensors_digest
 from kog_dist.train.step_graph import StepGraph
 from kog_dist.train.tokens import TokenSet
@@ -277,6 +277,7 @@ class Run:
         progress = load_progress(folder)
         if progress is None:
             return False
+        progress["settings"] = with_defaults(progress["settings"])
         now = json.loads(json.dumps(self.progress()))
         for key in ("spec", "settings", "residual", "start_digest"):
             if progress[key] != now[key]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.train.optimizers import OPTIMIZERS
@@ -74,6 +77,11 @@ class Execution:
 
     def __post_init__(self) -> None:
         _one_of("windows", self.windows, WINDOWS)
+
+
+def with_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Run settings from JSON; those that are younger than the file had their defaults."""
+    return {**json.loads(json.dumps(asdict(RunSettings()))), **stored}
 
 
 def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:

@@ -61,9 +61,9 @@ def load_progress(folder: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a file whole or not at all, with its folders."""
+    """Write a file whole or not at all, with its folders. Of several writers the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
     new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(new, path)
 

@@ -31,7 +31,7 @@ def ablation(
     from kog_dist.train.ablation_grid import read_ablation_config
     from kog_dist.train.ablation_report import write_report
     from kog_dist.train.distributed import one_device
-    from kog_dist.train.processes import start_processes, wait_for_processes
+    from kog_dist.train.processes import companions
     from kog_dist.train.stopping import StopRequest
     from kog_dist.train.tokens import held_out_bytes_per_token
 
@@ -41,14 +41,13 @@ def ablation(
     arguments += [f"--call-seconds={call_seconds}", *(f"--lanes={n}" for n in lanes or ()), *(f"--seed={n}" for n in seed or ())]
     bytes_per_token = held_out_bytes_per_token(data)
     comparison = Ablation(settings, data, out, one_device(device))
-    with StopRequest() as stop:
-        others = start_processes(arguments, processes - 1, device)
+    with StopRequest() as stop, companions(arguments, processes - 1, device, stop.is_asked):
         comparison.train(jobs, call_seconds=call_seconds, report=typer.echo, stop=stop.is_asked)
-        wait_for_processes(others, stop.is_asked)
-    finished = comparison.num_done(jobs) == len(jobs)
-    results = comparison.results()
-    rows = write_report(out, comparison.described, results, bytes_per_token)
+    with comparison.alone():
+        results = comparison.results()
+        rows = write_report(out, comparison.described, results, bytes_per_token)
     return {
-        "finished": finished, "num_runs": len(settings.grid.jobs()), "num_done": len(results), "table": str(out / "table.md"),
+        "finished": comparison.num_done(jobs) == len(jobs), "num_runs": len(settings.grid.jobs()), "num_done": len(results),
+        "table": str(out / "table.md"),
         "differences": {row.label: [row.difference.value, row.difference.half] for row in rows if row.difference is not None},
     }  # fmt: skip

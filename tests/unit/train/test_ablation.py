@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kog_dist.errors import ConfigError
+from kog_dist.errors import ConfigError, KogError
 from kog_dist.train.__main__ import app
 from kog_dist.train.ablation import Ablation
 from kog_dist.train.ablation_grid import AblationConfig, Form, read_ablation_config
@@ -19,9 +24,11 @@ from kog_dist.train.ablation_report import over_lanes, rows_of, table, table_ove
 from kog_dist.train.distributed import Ranks
 from kog_dist.train.intervals import mean_of, paired
 from kog_dist.train.model import Residual
+from kog_dist.train.processes import companions
 from kog_dist.train.specs import ablation_spec
 from tests.unit.train.tokens import write_tokens
 
+ROOT = Path(__file__).parents[3]
 CONFIGS = Path(__file__).parents[3] / "configs" / "train"
 CPU = Ranks(0, 1, torch.device("cpu"))
 SMALL = """
@@ -147,6 +154,40 @@ def test_command_writes_table_pictures_and_json(tokens: Path, tmp_path: Path) ->
 
 def result_of(form: str, seed: int, loss: float) -> dict[str, object]:
     return {"lanes": 8, "form": form, "learning_rate_factor": 1.0, "seed": seed, "loss": loss, "tokens": 3e6, "seconds": 2.0}
+
+
+def interrupted(command: list[str], out: Path, number_of: int) -> tuple[int, str]:
+    """Start an ablation of several processes, interrupt it when all of them train; its code and what it said on stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kog_dist.train", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 100
+    while len(list((out / "claims").glob("*"))) < number_of:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=100)
+    return process.returncode, errors
+
+
+@pytest.mark.timeout(240)
+def test_an_interrupt_saves_the_runs_of_all_processes(tokens: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text(SMALL.replace("num_steps = 12", "num_steps = 1000000"), encoding="utf-8")
+    out = tmp_path / "out"
+    command = ["ablation", "--config", str(tmp_path / "long.toml"), "--data", str(tokens), "--out", str(out), "--device", "cpu"]
+    assert interrupted([*command, "--processes", "2"], out, 2)[0] == 0
+    unfinished = sorted(path.name for path in (out / "unfinished").iterdir())
+    assert unfinished == ["lanes2-delay-0-lr1-seed0", "lanes4-delay-0-lr1-seed0"]  # each began with other lanes
+
+
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(KogError, match="1 of 1 further processes failed"), companions(["nonsense"], 1, "cpu", lambda: False):
+        pass
+    with pytest.raises(ZeroDivisionError), companions(["ablation", "--help"], 1, "cpu", lambda: False):
+        1 / 0  # noqa: B018
 
 
 def test_differences_are_taken_seed_by_seed() -> None:

@@ -77,6 +77,18 @@ def test_pieces_give_the_bits_of_one_go(tokens: Path, tmp_path: Path, change: di
     assert len({file.name.split("-")[1] for file in tmp_path.glob("*.safetensors")}) == 1  # the older generation is gone
 
 
+def test_a_state_from_before_a_setting_existed_had_its_default(tokens: Path, tmp_path: Path) -> None:
+    run = Run(nano_spec(), SETTINGS, tokens)
+    run.train_step()
+    run.save(tmp_path)
+    progress = json.loads((tmp_path / "progress.json").read_text(encoding="utf-8"))
+    del progress["settings"]["repetition_share"], progress["settings"]["function_share"]
+    (tmp_path / "progress.json").write_text(json.dumps(progress), encoding="utf-8")
+    assert Run(nano_spec(), SETTINGS, tokens).resume(tmp_path)
+    with pytest.raises(ConfigError, match="holds a run with settings"):
+        Run(nano_spec(), replace(SETTINGS, repetition_share=0.25), tokens).resume(tmp_path)
+
+
 def test_a_save_that_dies_leaves_the_state_before(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(nano_spec(), SETTINGS, tokens)
     run.train_step()
