@@ -13,13 +13,13 @@ from kog_dist.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
-_PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
+_COOPERATIVE, _CLUSTER, _PRIORITY = 2, 4, 8  # CU_LAUNCH_ATTRIBUTE_: COOPERATIVE, CLUSTER_DIMENSION, PRIORITY
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute whose value is an int."""
+    """CUlaunchAttribute whose value is up to three ints."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 3), ("rest", ctypes.c_char * 52))
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -83,9 +83,16 @@ class Kernel:
             f"asking for {shared_bytes} bytes of shared memory",
         )
 
-    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int) -> None:
-        """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter."""
-        self._launch(_driver().cuLaunchCooperativeKernel, num_ctas, num_threads, params, stream_ptr)
+    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, cluster: int = 1) -> None:
+        """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter.
+
+        `cluster`: neighbouring thread blocks that can write into each other's shared memory; `num_ctas` is a multiple of it.
+        """
+        if cluster == 1:
+            self._launch(_driver().cuLaunchCooperativeKernel, num_ctas, num_threads, params, stream_ptr)
+        else:
+            chosen = ((_CLUSTER, (cluster, 1, 1)), (_COOPERATIVE, (1,)))
+            self._launch_with(chosen, num_ctas, num_threads, params, stream_ptr)
 
     def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0) -> None:
         """Queue an ordinary launch of any number of thread blocks, with one by-value parameter.
@@ -96,14 +103,18 @@ class Kernel:
         if priority == 0:
             self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))
             return
+        self._launch_with(((_PRIORITY, (priority,)),), num_ctas, num_threads, params, stream_ptr)
+
+    def _launch_with(
+        self, chosen: tuple[tuple[int, tuple[int, ...]], ...], num_ctas: int, num_threads: int, params: bytes, stream_ptr: int
+    ) -> None:
+        """A launch with attributes: their numbers and values."""
         raw = ctypes.create_string_buffer(params, len(params))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(raw))
-        attribute = _LaunchAttribute(_PRIORITY, 0, priority)
-        config = _LaunchConfig(
-            num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, stream_ptr, ctypes.pointer(attribute), 1
-        )  # fmt: skip
+        attributes = (_LaunchAttribute * len(chosen))(*(_LaunchAttribute(kind, 0, value) for kind, value in chosen))
+        config = _LaunchConfig(num_ctas, 1, 1, num_threads, 1, 1, self._shared_bytes, stream_ptr, attributes, len(chosen))
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, ctypes.c_void_p(0))
-        _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads with priority {priority}")
+        _check(code, f"launching {num_ctas} thread blocks of {num_threads} threads with attributes {chosen}")
 
     def _launch(self, call: Any, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *extra: Any) -> None:
         raw = ctypes.create_string_buffer(params, len(params))

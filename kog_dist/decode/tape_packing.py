@@ -5,6 +5,9 @@ block holds, for each block of at most 24 rows, tiles in the order of use; a til
 each step row by row: [block][tile][warp][step][row][32]. Of each eight neighbouring columns the tape holds 0 1 4 5 2 3 6 7: the
 order of the registers that one thread gives to the matrix unit. Rows and columns that do not divide are filled with zeros.
 
+In a cluster of thread blocks (`cluster` > 1) each takes n = MATRIX_WARPS / cluster of the slices of columns that warps take else,
+and of them the rows of all: warp w of thread block r has slice r * n + w / cluster of the rows of thread block w % cluster.
+
 The functions take numpy or cupy arrays of any 16-bit type and return the same kind.
 """
 
@@ -75,7 +78,7 @@ def interleave(gate: AnyArray, up: AnyArray) -> AnyArray:
     return both.reshape(-1, gate.shape[1])
 
 
-def pack(matrix: AnyArray, shape: OpShape, num_ctas: int) -> AnyArray:
+def pack(matrix: AnyArray, shape: OpShape, num_ctas: int, cluster: int = 1) -> AnyArray:
     """The tape segments (num_ctas, shape.num_values) of a matrix (rows, K), 16 bit. Raises ValueError if it is too large."""
     rows, columns = matrix.shape
     if rows > num_ctas * shape.cta_rows or columns > shape.num_columns:
@@ -85,13 +88,16 @@ def pack(matrix: AnyArray, shape: OpShape, num_ctas: int) -> AnyArray:
         )
     padded = np.zeros_like(matrix, shape=(num_ctas * shape.cta_rows, shape.num_columns))
     padded[:rows, :columns] = matrix
-    parts = padded.reshape(num_ctas, shape.blocks, shape.rows, MATRIX_WARPS, shape.tiles, shape.steps, *_STEP)
-    return parts.transpose(0, 1, 4, 3, 5, 2, 6, 8, 7, 9).reshape(num_ctas, shape.num_values)
+    slices = (cluster, MATRIX_WARPS // cluster)
+    parts = padded.reshape(num_ctas // cluster, cluster, shape.blocks, shape.rows, *slices, shape.tiles, shape.steps, *_STEP)
+    # cluster, owner of the rows, block, row, thread block, its slice, tile, step, column (4)
+    return parts.transpose(0, 4, 2, 6, 5, 1, 7, 3, 8, 10, 9, 11).reshape(num_ctas, shape.num_values)
 
 
-def unpack(segments: AnyArray, shape: OpShape, num_rows: int, num_columns: int) -> AnyArray:
+def unpack(segments: AnyArray, shape: OpShape, num_rows: int, num_columns: int, cluster: int = 1) -> AnyArray:
     """The inverse of `pack`: the matrix (num_rows, num_columns), without its padding."""
     num_ctas = segments.shape[0]
-    parts = segments.reshape(num_ctas, shape.blocks, shape.tiles, MATRIX_WARPS, shape.steps, shape.rows, *_STEP)
-    whole = parts.transpose(0, 1, 5, 3, 2, 4, 6, 8, 7, 9).reshape(num_ctas * shape.cta_rows, shape.num_columns)
+    slices = (MATRIX_WARPS // cluster, cluster)
+    parts = segments.reshape(num_ctas // cluster, cluster, shape.blocks, shape.tiles, *slices, shape.steps, shape.rows, *_STEP)
+    whole = parts.transpose(0, 5, 2, 7, 1, 4, 3, 6, 8, 10, 9, 11).reshape(num_ctas * shape.cta_rows, shape.num_columns)
     return whole[:num_rows, :num_columns]

@@ -22,14 +22,15 @@ def numbered(rows: int, columns: int) -> np.ndarray[tuple[int, int], np.dtype[np
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(1, 400), columns=st.integers(1, 900), num_ctas=st.integers(1, 9), multiple=st.sampled_from([1, 2, 4])
+    rows=st.integers(1, 400), columns=st.integers(1, 900), num_clusters=st.integers(1, 5), multiple=st.sampled_from([1, 2, 4]),
+    cluster=st.sampled_from([1, 2]),
 )  # fmt: skip
-def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_ctas: int, multiple: int) -> None:
-    matrix = numbered(rows, columns)
+def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_clusters: int, multiple: int, cluster: int) -> None:
+    matrix, num_ctas = numbered(rows, columns), num_clusters * cluster
     shape = op_shape(owned_rows(rows, num_ctas, multiple), columns, multiple)
-    segments = pack(matrix, shape, num_ctas)
+    segments = pack(matrix, shape, num_ctas, cluster)
     assert segments.shape == (num_ctas, shape.num_values)
-    assert np.array_equal(unpack(segments, shape, rows, columns), matrix)
+    assert np.array_equal(unpack(segments, shape, rows, columns, cluster), matrix)
     assert np.count_nonzero(segments) == rows * columns  # the rest is padding
 
 
@@ -52,6 +53,19 @@ def test_tape_order_is_block_tile_warp_step_row_column() -> None:
                         assert np.array_equal(found, wanted), (block, tile, warp, step, row)
                         offset += STEP_COLUMNS
     assert offset == shape.num_values
+
+
+@pytest.mark.parametrize("cluster", [2, 3])
+def test_in_a_cluster_each_thread_block_has_its_slices_of_the_rows_of_all(cluster: int) -> None:
+    shape = OpShape(rows=6, blocks=2, per=8, steps=4)
+    matrix = numbered(12 * 2 * cluster, 8 * MATRIX_WARPS * STEP_COLUMNS)
+    by_warp = (2 * cluster, shape.blocks, shape.tiles, MATRIX_WARPS, -1)
+    alone, shared = pack(matrix, shape, 2 * cluster).reshape(by_warp), pack(matrix, shape, 2 * cluster, cluster).reshape(by_warp)
+    num_slices = MATRIX_WARPS // cluster
+    for cta in range(2 * cluster):
+        for warp in range(MATRIX_WARPS):
+            owner, column_slice = cta - cta % cluster + warp % cluster, cta % cluster * num_slices + warp // cluster
+            assert np.array_equal(shared[cta, :, :, warp], alone[owner, :, :, column_slice])
 
 
 def test_gate_and_up_rows_stand_side_by_side() -> None:

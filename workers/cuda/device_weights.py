@@ -74,7 +74,7 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
     for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
         op = ops[product.phase]
         matrix = source(product.phase, product.layer, product.lane - shape.hosted_lanes[0])
-        tape[:, start : start + op.num_values] = pack(matrix, op, shape.num_ctas)
+        tape[:, start : start + op.num_values] = pack(matrix, op, shape.num_ctas, shape.cluster)
     for index in range(shape.num_head_products):
         _pack_head(shape, source, index, tape[:, position : position + shape.head.num_values])
         position += shape.head.num_values
@@ -83,11 +83,11 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
 def _pack_head(shape: KernelShape, source: MatrixSource, index: int, segments: GpuArray) -> None:
     """Fill the segments (num_ctas, head.num_values) of a product of the LM head."""
     if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
-        segments[:] = pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas)
+        segments[:] = pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas, shape.cluster)
         return
     for lane in range(shape.num_lanes):  # each has its own thread blocks
         own = slice(lane * shape.head_ctas, (lane + 1) * shape.head_ctas)
-        segments[own] = pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas)
+        segments[own] = pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas, shape.cluster)
     segments[shape.num_lanes * shape.head_ctas :] = 0
 
 

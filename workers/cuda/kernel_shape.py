@@ -42,6 +42,7 @@ class KernelShape:
     splits: int = 8
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
+    cluster: int = 1  # or 2: thread blocks that share the columns of x, of which each reads the words of its half
     pieces: int = 1  # of a ring tile: what is copied, and given back, by itself
     pieces_in_flight: int = 0  # 0: 2 tiles for one or two lanes, 3 for more
     max_slots: int = 16
@@ -74,6 +75,8 @@ class KernelShape:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.head.cta_rows >= 4095:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
+        if self.cluster not in (1, 2) or self.num_ctas % self.cluster or self.head_ctas % self.cluster:
+            findings.append(f"{self.num_ctas} thread blocks, {self.head_ctas} of them for a head, in clusters of {self.cluster}")
         if self.pieces * self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if self.num_ranks > 1 and self.num_lanes * self.num_ranks != spec.num_lanes:
@@ -269,6 +272,8 @@ class KernelShape:
         )
         others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
         others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024 + 16 * self.max_slots * (self.pieces - 1)
+        if self.cluster > 1:
+            others += 2 * MATRIX_WARPS // self.cluster * max_per * 8 * 4 + 256
         # The shaped build: a mask, and x and score of the vocabulary rows where attention's room does not hold them.
         others += self.head.cta_rows // 8
         scores = 2 * 4 * self.head.cta_rows
@@ -335,6 +340,8 @@ class KernelShape:
         ops = {"QKV": self.qkv, "OUT": self.out, "GATE_UP": self.gate_up, "DOWN": self.down, "HEAD": self.head}
         lines += [f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}" for name, op in ops.items()]
         lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
+        if self.cluster > 1:
+            lines += [f"#define KOG_CLUSTER {self.cluster}"]
         if self.silent_cta >= 0:
             lines += [f"#define KOG_SILENT_CTA {self.silent_cta}"]
         if self.keeps_hashes:

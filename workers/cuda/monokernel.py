@@ -142,7 +142,7 @@ class Monokernel:
         kernel, raw = self._kernel, params.tobytes() + self._peers
         if self._shaped is not None and self._shaped_request is not None:
             kernel, raw = self._shaped.kernel, raw + self._shaped.params()
-        kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
+        kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr, cluster=self.shape.cluster)
 
     def stream_us(self, num_steps: int) -> float:
         """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""

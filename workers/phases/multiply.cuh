@@ -85,17 +85,26 @@ struct Multiplier {
     // The partial sums of a block of rows, to the finaliser.
     template <int kGroups>
     __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[3][4]) {
-        const u32 half = num_blocks & 1;
-        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
-        const u32 at = role.base + KOG_OFFSET(red[half][warp]) + (lane & ~3u);
+        const u32 half = num_blocks & 1, owner = warp % kCluster;  // of the rows, in the cluster
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[2 * owner + half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
+        const bool is_own = kCluster == 1 || owner == role.cluster_rank();
+        u32 at = role.base + KOG_OFFSET(red[half][role.slice(warp)]) + (lane & ~3u), bar = 0;
+        if (!is_own) at = cluster_address(at, owner), bar = cluster_address(role.base + KOG_OFFSET(red_full[half]), owner);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             float part = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
             part += __shfl_xor_sync(kFullWarp, part, 1);
-            if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
+            if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) {
+                if (is_own) store_shared(at + group * 32, part);
+                else store_cluster(at + group * 32, part, bar);
+            }
         }
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[half]));
+        if constexpr (kCluster == 1) {
+            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[half]));
+        } else {
+            if (lane == 0 && is_own) mbar_arrive_expect(role.base + KOG_OFFSET(red_full[half]), (kCluster - 1) * num_rows * 4);
+        }
         ++num_blocks;
         return true;
     }
@@ -126,8 +135,8 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
     using M = Multiplier;
     const u32 lane = opaque(laneid());
     M multiplier(params, role, warp, lane);
-    Gatherer gatherer{params, peers, role, warp, lane};
-    const u32 x_address = opaque(role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (lane & 15) * 8);
+    Gatherer gatherer{params, peers, role, role.cluster_rank() * kMatrixWarps + warp, lane};
+    const u32 first_x = opaque(role.base + KOG_OFFSET(x) + warp / kCluster * (kMaxPer * 128) + (lane & 15) * 8);
     constexpr bool kOutLike = M::kAlike<OutOp, DownOp> && M::kAlike<OutOp, GateUpOp>, kHeadLike = kOutLike && M::kAlike<OutOp, HeadOp>;
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
@@ -139,16 +148,23 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
             const u32 phase = at.is_last() ? kHeadPlace : at.phase();
             const Place next(i + 1);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
+            gatherer.take_turn(multiplier.num_vectors);
+            const u32 x_address = first_x + gatherer.half * (kXBytes / 2);
             float squares = 0;
             if (!(phase == kHeadPlace ? gatherer.gather_head(at, squares) : gatherer.gather(at, squares))) return;
             if (warp == 0) {
                 if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
                 stamp(role, kFetched, step, i);
             }
+            if (kCluster > 1 && !gatherer.meet()) return;
             if (phase == 0 || phase == 2 || (kStreamHead && phase == kHeadPlace)) {  // the finaliser scales the product
-                store_shared(role.base + KOG_OFFSET(squares[multiplier.num_vectors & 3][warp][lane]), squares);
-                __syncwarp();
-                if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[multiplier.num_vectors & 3]));
+                if constexpr (kCluster > 1) {
+                    gatherer.share_squares(multiplier.num_vectors & 3);
+                } else {
+                    store_shared(role.base + KOG_OFFSET(squares[multiplier.num_vectors & 3][warp][lane]), squares);
+                    __syncwarp();
+                    if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[multiplier.num_vectors & 3]));
+                }
             }
             at = next;
             gatherer.read_ahead(at);

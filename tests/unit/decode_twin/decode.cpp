@@ -32,6 +32,7 @@ int main(int, char** argv) {
     folder = argv[1];
     const u32 max_tokens = atoi(argv[2]);
     const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);
+    twin::cluster = kCluster;
     twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
     const u32 num_prompt = (prompt.bytes.size() - 128) / 4;

@@ -71,14 +71,15 @@ struct Warp {  // nobody is more than one operation ahead, so two sets of values
 };
 struct Block {
     char* memory;
-    u32 num_threads = 0, arrived = 0;
+    u32 num_threads = 0, arrived = 0, cluster_arrived = 0;  // the last one: of the first thread block of a cluster
 };
 struct Fiber {
     void* stack_pointer;
     std::unique_ptr<char[]> stack;
     std::function<void()>* body;
     Warp* warp;
-    Block* block;
+    Block *block, *first_block;  // the second one: of the cluster
+    u32 num_cluster_syncs = 0;
     TwinIndex thread, block_idx;
     u64 num_operations = 0, wanted = 0;
     const u64* waits_for = nullptr;  // until it has reached `wanted`
@@ -86,6 +87,7 @@ struct Fiber {
 };
 
 inline char* arena = nullptr;
+inline u32 cluster = 1, block_bytes = 0;  // thread blocks of a cluster; from one's shared memory to the next one's
 inline size_t arena_used = 128;
 inline void* scheduler = nullptr;
 inline Fiber* current = nullptr;
@@ -115,15 +117,17 @@ inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[3] {
 }
 inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const std::function<void()>& body) {
     bodies.push_back(std::make_unique<std::function<void()>>(body));
+    block_bytes = (shared_bytes + 127) / 128 * 128;
     for (u32 b = 0; b < num_blocks; ++b) {
         blocks.push_back(std::make_unique<Block>());
         blocks.back()->memory = arena + arena_used, blocks.back()->num_threads = num_threads;
-        arena_used += (shared_bytes + 127) / 128 * 128;
+        arena_used += block_bytes;
         for (u32 t = 0; t < num_threads; ++t) {
             if (t % 32 == 0) warps.push_back(std::unique_ptr<Warp>(new Warp{}));
             auto fiber = std::make_unique<Fiber>();
             fiber->stack.reset(new char[kStackBytes]);
             fiber->body = bodies.back().get(), fiber->warp = warps.back().get(), fiber->block = blocks.back().get();
+            fiber->first_block = blocks[blocks.size() - 1 - b % cluster].get();
             fiber->thread.x = t, fiber->block_idx.x = b;
             auto top = (reinterpret_cast<uintptr_t>(fiber->stack.get()) + kStackBytes) / 16 * 16;
             void** at = reinterpret_cast<void**>(top) - 2;  // where `ret` finds the entry; the stack is aligned as after a call
@@ -247,6 +251,24 @@ inline bool mbar_try(u32 bar, u32 parity) {
     if (mbar_test(bar, parity)) return true;
     twin::yield();
     return mbar_test(bar, parity);
+}
+inline u32 cluster_address(u32 address, u32 rank) {
+    if (rank >= twin::cluster) abort();
+    return address + (rank - blockIdx.x % twin::cluster) * twin::block_bytes;
+}
+inline void mbar_arrive_cluster(u32 bar) { mbar_arrive(bar); }
+inline void store_cluster(u32 address, float v, u32 bar) {
+    if (address % 4) abort();
+    *reinterpret_cast<float*>(twin::arena + address) = v;
+    barrier_at(bar).bytes -= 4;
+    mbar_look(barrier_at(bar));
+}
+inline void cluster_sync() {
+    twin::Fiber& fiber = *twin::current;
+    twin::Block& first = *fiber.first_block;
+    ++first.cluster_arrived;
+    const u32 all = ++fiber.num_cluster_syncs * twin::cluster * first.num_threads;
+    while (first.cluster_arrived < all) twin::yield();
 }
 inline void fence_barrier_init() {}
 inline u64 evict_first_policy() { return 0; }
