@@ -92,6 +92,11 @@ class EngineProcesses:
         """What an HTTP gateway needs to know of this engine."""
         return EngineOfGateway(self._target.folder, self.model_name, self._lease.folder)
 
+    @property
+    def note(self) -> str:
+        """What the launcher's log should say of it; empty if there is nothing."""
+        return self._target.note
+
     def start(self) -> None:
         """Start coordinator, ranks and, for a prompt, its client. Raises LaunchError if a process cannot be started."""
         self._spawn_coordinator()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,8 @@ class GpuChoice:
     inventory: Inventory
     gpus: tuple[Gpu, ...] = ()
     obstacles: tuple[KogError, ...] = ()
-    prefill: bool = False
+    prefill: str = "off"  # as its ranks are told: on, off, or auto, which goes on without it where it cannot start
+    note: str = ""  # why an engine that would use prefill does not
 
 
 def choose_gpus(
@@ -56,16 +57,54 @@ def choose_gpus(
         raise obstacles[0]  # nobody can say how many "all" are
     if settings.ranks not in (0, count):
         raise ConfigError(f"--ranks {settings.ranks} contradicts {count} GPU{'s' if count > 1 else ''}: a GPU has one rank")
-    prefill = _uses_prefill(settings, checkpoint, count)
-    needed = gpu_rank_bytes(checkpoint, 0, count, kv_dtype, prefill=prefill)
-    return GpuChoice(count, kv_dtype, inventory, gpus, (*obstacles, *_obstacles(gpus, count, needed)), prefill)
+    needs = _needs(settings, checkpoint, count, kv_dtype)
+    need = next((need for need in needs if all(_has_room(gpu, need) for gpu in gpus)), needs[-1])
+    return _choice(count, kv_dtype, inventory, gpus, need, (*obstacles, *_obstacles(gpus, count, need)))
 
 
-def _uses_prefill(settings: LaunchConfig, checkpoint: Checkpoint, count: int) -> bool:
-    from kog_dist.workers.prefill.memory import can_prefill
+@dataclass(frozen=True)
+class _Need:
+    """What a rank takes in one way to run it. `obstacle`: why it cannot be run in this way on any GPU."""
 
-    is_wanted = settings.prefill == "on" or (settings.prefill == "auto" and count <= _PREFILLED_GPUS)
-    return is_wanted and can_prefill(checkpoint.spec)
+    bytes_by_use: Mapping[str, int]
+    prefill: str
+    note: str = ""
+    obstacle: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return sum(self.bytes_by_use.values()) + _BESIDES_BYTES
+
+    @property
+    def of_prefill(self) -> int:
+        """What prefill takes of it."""
+        return sum(count for use, count in self.bytes_by_use.items() if use.startswith("prefill"))
+
+
+def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[_Need]:
+    """The ways in which ranks may run, the best one first: with `auto` they do without prefill where it does not fit."""
+    from kog_dist.workers.prefill.memory import obstacle_to_prefill
+
+    def need(prefill: str, note: str = "", obstacle: str = "") -> _Need:
+        uses = gpu_rank_bytes(checkpoint, 0, count, kv_dtype, prefill=prefill != "off" and not obstacle)
+        return _Need(uses, prefill, note, obstacle)
+
+    if settings.prefill == "off" or (settings.prefill == "auto" and count > _PREFILLED_GPUS):
+        return [need("off")]
+    obstacle = obstacle_to_prefill(checkpoint.spec)
+    if settings.prefill == "on":
+        return [need("on", obstacle=obstacle)]
+    if obstacle:
+        return [need("off", note=f"prompts go token by token: {obstacle}")]
+    with_it = need("auto")
+    return [with_it, need("off", note=f"prompts go token by token: prefill takes {_gib(with_it.of_prefill)}, which do not fit")]
+
+
+def _choice(
+    count: int, kv_dtype: str, inventory: Inventory, gpus: tuple[Gpu, ...], need: _Need, obstacles: tuple[KogError, ...] = ()
+) -> GpuChoice:
+    return GpuChoice(count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note)
 
 
 def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False) -> dict[str, int]:
@@ -98,12 +137,14 @@ def _try_select(request: GpuRequest, visible: Visible, inventory: Inventory) -> 
         return (), (error,)
 
 
-def _obstacles(gpus: tuple[Gpu, ...], count: int, needed: Mapping[str, int]) -> Iterator[KogError]:
+def _obstacles(gpus: tuple[Gpu, ...], count: int, need: _Need) -> Iterator[KogError]:
     """Why this many GPUs, and these ones, cannot run the model now."""
     from kog_dist.collectives.cuda_abi import MAX_RANKS
 
+    if need.obstacle:
+        yield LaunchError(f"--prefill on cannot be had: {need.obstacle}; use --prefill off, or auto")
     for gpu in gpus:
-        reason = _unfit(gpu, needed)
+        reason = _unfit(gpu, need)
         if reason:
             yield LaunchError(f"{gpu} {reason}")
     if count > MAX_RANKS:
@@ -112,28 +153,38 @@ def _obstacles(gpus: tuple[Gpu, ...], count: int, needed: Mapping[str, int]) -> 
         yield LaunchError("GPUs need the package cupy-cuda13x; install kog-dist[cuda], or use --device cpu")
 
 
-def _unfit(gpu: Gpu, needed: Mapping[str, int]) -> str:
+def _has_room(gpu: Gpu, need: _Need) -> bool:
+    return gpu.free_bytes >= need.num_bytes
+
+
+def _unfit(gpu: Gpu, need: _Need) -> str:
     """Why this GPU cannot run a rank now; empty if it can."""
     if gpu.compute != KERNEL_COMPUTE:
         have, want = (".".join(map(str, numbers)) for numbers in (gpu.compute, KERNEL_COMPUTE))
         return f"has compute capability {have}, and the kernel is for {want} (H100, H200); use --device cpu"
     if use := use_of(gpu):
         return use
-    total = sum(needed.values()) + _BESIDES_BYTES
-    if gpu.free_bytes < total:
-        of_prefill = sum(count for use, count in needed.items() if use.startswith("prefill"))
-        free, wanted, prefill = (f"{number / 2**30:.1f} GiB" for number in (gpu.free_bytes, total, of_prefill))
-        share = f" ({prefill} of that for prefill)" if of_prefill else ""
+    if not _has_room(gpu, need):
+        of_prefill = need.of_prefill
+        share = f" ({_gib(of_prefill)} of that for prefill, which --prefill off does without)" if of_prefill else ""
         return (
-            f"has {free} of free memory and a rank needs {wanted}{share}; stop what uses it (kog-doctor shows it), or use another"
+            f"has {_gib(gpu.free_bytes)} of free memory and a rank needs {_gib(need.num_bytes)}{share}; "
+            f"stop what uses it (kog-doctor shows it), or use another"
         )
     return ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _choose_unasked(
     settings: LaunchConfig, checkpoint: Checkpoint, visible: Visible, inventory: Inventory, kv_dtype: str
 ) -> GpuChoice | None:
-    """As many GPUs as can be used, None where CPU ranks are the better answer. Raises nothing: nobody asked for GPUs."""
+    """As many GPUs as can be used, None where CPU ranks are the better answer.
+
+    Nobody asked for GPUs, so it raises LaunchError for one reason alone: prefill was asked for, and all that GPUs lack is that.
+    """
     from kog_dist.collectives.cuda_abi import MAX_RANKS
 
     if settings.kv_caches > 1:  # which only CPU ranks have
@@ -142,12 +193,17 @@ def _choose_unasked(
     for count in range(min(MAX_RANKS, len(visible.gpus)), 0, -1):
         if num_lanes % count or settings.ranks not in (0, count):
             continue
-        prefill = _uses_prefill(settings, checkpoint, count)
         try:
-            needed = gpu_rank_bytes(checkpoint, 0, count, kv_dtype, prefill=prefill)
+            needs = _needs(settings, checkpoint, count, kv_dtype)
         except ConfigError:
             continue
-        fit = tuple(gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, needed))[:count]
-        if len(fit) == count and not any(_obstacles(fit, count, needed)):
-            return GpuChoice(count, kv_dtype, inventory, fit, prefill=prefill)
+        for need in needs:
+            fit = tuple(gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, need))[:count]
+            if len(fit) == count and not any(_obstacles(fit, count, need)):
+                return _choice(count, kv_dtype, inventory, fit, need)
+    if settings.prefill == "on":
+        without = _choose_unasked(replace(settings, prefill="off"), checkpoint, visible, inventory, kv_dtype)
+        if without is not None:
+            (need,) = _needs(settings, checkpoint, without.count, kv_dtype)
+            raise next(_obstacles(without.gpus, without.count, need))
     return None

@@ -59,6 +59,7 @@ def dry_run(settings: LaunchConfig) -> str:
     for rank in range(target.world_size):
         lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
+    lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)
 
@@ -93,7 +94,7 @@ def _place(target: Target, rank: int) -> str:
 
 def _memory(target: Target, rank: int) -> str:
     if target.device == "cuda":
-        uses = gpu_rank_bytes(target.checkpoint, rank, target.world_size, target.kv_dtype, prefill=target.prefill)
+        uses = gpu_rank_bytes(target.checkpoint, rank, target.world_size, target.kv_dtype, prefill=target.prefill != "off")
         shown = {
             "tape": "weights tape", "tables": "tables and norms", "cache": f"{target.kv_dtype} KV cache", "words": "words",
             "prefill weights": "weights of prefill", "prefill": "memory of prefill",

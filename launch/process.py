@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from io import FileIO
 
 from kog_dist.launch.outcome import how_it_ended
+from kog_dist.workers.notes import NOTE
 
 _TAIL_LINES = 20
 _LINE_BYTES = 2000
@@ -23,6 +25,7 @@ class EngineProcess(ABC):
         self.stderr_fd = stderr_fd
         self._log = log
         self._partial = b""
+        self.notes: list[str] = []  # that it has made for the log
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
 
     @property
@@ -61,7 +64,14 @@ class EngineProcess(ABC):
             self._write_log(chunk)
             *lines, self._partial = (self._partial + chunk).split(b"\n")
             self._partial = self._partial[-_LINE_BYTES:]
-            self._tail.extend(line[-_LINE_BYTES:].decode(errors="replace") for line in lines if line.strip())
+            self._take_lines(line[-_LINE_BYTES:].decode(errors="replace") for line in lines if line.strip())
+
+    def _take_lines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            if line.startswith(NOTE):
+                self.notes = [*self.notes, line.removeprefix(NOTE)][-_TAIL_LINES:]
+            else:
+                self._tail.append(line)
 
     def _write_log(self, chunk: bytes) -> None:
         """Append to the process's log; a full disk costs the log, not the engine."""

@@ -100,6 +100,8 @@ class Supervisor:
                 selector.register(lifeline_fd, selectors.EVENT_READ, who)
             if self._signals.count:  # Ctrl-C while the checkpoint was opened
                 return self._interrupted()
+            if engine.note:
+                self._events.note(engine.note)
             engine.start()
             if self._http is not None:
                 self._http.start(engine.seen_by_gateway, self._events.log_dir)
@@ -268,6 +270,10 @@ class Supervisor:
 
     def _announce(self) -> None:
         engine = self._engine
+        for child in engine.children:
+            child.read_output()
+            for text in child.notes:
+                self._events.note(f"{child.role}: {text}")
         if engine.request is not None:
             return
         ranks = f"{engine.world_size} rank{'s' if engine.world_size > 1 else ''}"

@@ -35,7 +35,8 @@ class Target:
     gpus: tuple[Gpu, ...] = ()  # GPU of every rank; empty on CPU ranks, and in a plan for GPUs that are not here
     placements: tuple[Placement, ...] = ()  # of every rank; empty: the default
     num_kv_caches: int = 1  # of every rank
-    prefill: bool = False  # GPUs take prompts in blocks
+    prefill: str = "off"  # on, auto or off: whether GPUs take prompts in blocks
+    note: str = ""  # for the launcher's log
 
     def rank_device(self, rank: int) -> str:
         """Device of a rank as its worker is told, which sees exactly the GPUs of its placement: `cpu` or `cuda:INDEX`."""
@@ -93,7 +94,9 @@ def plan_target(settings: LaunchConfig) -> tuple[Target, tuple[KogError, ...]]:
         ), ()
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
-    target = Target(folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, prefill=choice.prefill)
+    target = Target(
+        folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, prefill=choice.prefill, note=choice.note
+    )
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
 

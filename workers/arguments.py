@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kog_dist.config import PREFILL
 from kog_dist.errors import ConfigError
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.topology import RankInfo
@@ -24,7 +25,7 @@ class WorkerArgs:
     step_timeout_s: float
     num_kv_caches: int = 1
     placement: Placement = ANYWHERE
-    prefill: bool = False  # a GPU takes prompts in blocks of many tokens
+    prefill: str = "off"  # whether a GPU takes prompts in blocks of many tokens: on, off, or auto: one GPU does if it can
 
     def to_json(self) -> str:
         """One line for the command line."""
@@ -43,10 +44,12 @@ class WorkerArgs:
             raise ConfigError(f"the worker's argument must be an object with {', '.join(sorted(names))}; got {found}")
         kinds: dict[str, tuple[type, ...]] = {
             "model": (str,), "device": (str,), "kv_dtype": (str,), "verify": (bool,), "startup_timeout_s": (float, int),
-            "step_timeout_s": (float, int), "num_kv_caches": (int,), "prefill": (bool,),
+            "step_timeout_s": (float, int), "num_kv_caches": (int,), "prefill": (str,),
         }  # fmt: skip
         for name, accepted in kinds.items():
             if not isinstance(values[name], accepted):
                 raise ConfigError(f"the worker's argument {name} must be {accepted[0].__name__}, got {values[name]!r}")
+        if values["prefill"] not in PREFILL:
+            raise ConfigError(f"the worker's argument prefill must be one of {', '.join(PREFILL)}, got {values['prefill']!r}")
         info = RankInfo.from_json(json.dumps(values["info"]))
         return cls(**{**values, "info": info, "placement": Placement.from_dict(values["placement"])})

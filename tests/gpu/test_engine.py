@@ -36,7 +36,7 @@ def control() -> Iterator[ControlPage]:
 @pytest.fixture
 def engine(control: ControlPage) -> Iterator[CudaEngine]:
     info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
-    made = CudaEngine(WorkerArgs(info, str(DEMO), "cuda:0", "bfloat16", True, 60.0, 10.0, prefill=True), control)
+    made = CudaEngine(WorkerArgs(info, str(DEMO), "cuda:0", "bfloat16", True, 60.0, 10.0, prefill="on"), control)
     made.startup()
     yield made
     made.close()

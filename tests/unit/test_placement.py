@@ -30,6 +30,7 @@ from kog_dist.rpc.transport import Access
 from kog_dist.topology import RankInfo
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.prefill import memory
 from tests.unit.fake_nvml import FakeGpu, node
 
 NODE_0, NODE_1 = frozenset(range(4)) | frozenset(range(8, 12)), frozenset(range(4, 8)) | frozenset(range(12, 16))
@@ -98,6 +99,15 @@ def choose(demo: Checkpoint, inventory: Inventory, **settings: object) -> GpuCho
     return choose_gpus(LaunchConfig(**settings), demo, {}, inventory)  # type: ignore[arg-type]
 
 
+def inventory_with(change: str, value: object) -> Inventory:
+    """Eight GPUs that differ from the usual ones in this."""
+
+    def apply(_index: int, gpu: FakeGpu) -> None:
+        setattr(gpu, change, value)
+
+    return inventory_from(node(8, apply))
+
+
 def test_a_gpu_has_the_same_cpus_whoever_uses_it(demo: Checkpoint) -> None:
     everything = {cpu: frozenset({cpu}) for cpu in range(96)}
     machine = cpu_map(everything, {0: frozenset(range(48)), 1: frozenset(range(48, 96))})
@@ -118,24 +128,56 @@ def test_a_gpu_has_the_same_cpus_whoever_uses_it(demo: Checkpoint) -> None:
 
 def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> None:
     def obstacle(change: str, value: object, gpus: str = "1", prefill: str = "auto") -> str:
-        def apply(_index: int, gpu: FakeGpu) -> None:
-            setattr(gpu, change, value)
-
-        choice = choose(demo, inventory_from(node(8, apply)), gpus=gpus, prefill=prefill)
+        choice = choose(demo, inventory_with(change, value), gpus=gpus, prefill=prefill)
         assert choice is not None
         return " / ".join(map(str, choice.obstacles))
 
     assert obstacle("name", "NVIDIA H200") == ""
     assert "has compute capability 8.0, and the kernel is for 9.0" in obstacle("compute", (8, 0))
     assert "has 0.0 GiB of free memory and a rank needs 1.1 GiB; stop what uses it" in obstacle("free", 2**20, prefill="off")
-    assert re.search(r"a rank needs 1\.[0-9] GiB \(0\.[3-7] GiB of that for prefill\); stop", obstacle("free", 2**20))
+    assert re.search(
+        r"a rank needs 1\.[0-9] GiB \(0\.[3-7] GiB of that for prefill, which --prefill off does without\); stop",
+        obstacle("free", 2**20, prefill="on"),
+    )
+    assert "for prefill" not in obstacle("free", 2**20), "which is not what stands in the way"
     assert "for prefill" not in obstacle("free", 2**20, "2"), "several GPUs take prompts token by token"
     assert "for prefill" in obstacle("free", 2**20, "2", prefill="on")
     one, two = (choose(demo, inventory_from(node()), gpus=count) for count in ("1", "2"))
     assert one is not None
     assert two is not None
-    assert (one.prefill, two.prefill) == (True, False)
+    assert (one.prefill, two.prefill) == ("auto", "off")
     assert obstacle("name", "NVIDIA H200", "8") == ""
+
+
+@pytest.mark.parametrize("asked", [{"gpus": "1"}, {"device": "cuda"}, {"ranks": 1}])
+def test_a_gpu_without_room_for_prefill_runs_without_it(demo: Checkpoint, with_cupy: None, asked: dict[str, object]) -> None:
+    narrow = inventory_with("free", round(1.3 * 2**30))
+    found = choose(demo, narrow, **asked)
+    assert found is not None
+    assert found.obstacles == ()
+    assert (len(found.gpus), found.prefill) == (1, "off")
+    assert re.fullmatch(r"prompts go token by token: prefill takes 0\.[3-7] GiB, which do not fit", found.note)
+    roomy = choose(demo, inventory_from(node()), **asked)
+    assert roomy is not None
+    assert (roomy.prefill, roomy.note) == ("auto", "")
+    names_the_way_out = "for prefill, which --prefill off does without"
+    if "ranks" in asked:  # nobody asked for GPUs, but for prefill, which CPU ranks have not
+        with pytest.raises(LaunchError, match=names_the_way_out):
+            choose(demo, narrow, prefill="on", **asked)
+    else:
+        refused = choose(demo, narrow, prefill="on", **asked)
+        assert refused is not None
+        assert names_the_way_out in str(refused.obstacles[0])
+
+
+def test_prefill_without_torch(demo: Checkpoint, with_cupy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)
+    found, asked = (choose(demo, inventory_from(node()), gpus="1", prefill=prefill) for prefill in ("auto", "on"))
+    assert found is not None
+    assert asked is not None
+    assert (found.prefill, found.obstacles) == ("off", ())
+    assert found.note == "prompts go token by token: the package torch is not installed"
+    assert "--prefill on cannot be had: the package torch is not installed; use --prefill off" in str(asked.obstacles[0])
 
 
 def test_a_missing_package_is_said(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from numpy.typing import NDArray
 
@@ -22,14 +22,16 @@ from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check
-from kog_dist.errors import AbortedError, ConfigError, LaunchError, RequestFailed
+from kog_dist.errors import AbortedError, ConfigError, KogError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda_peers import CudaPeers
+from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import Kernel, Launches, Token
+from kog_dist.workers.notes import note
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
@@ -44,24 +46,6 @@ FIRST_MASK_TIMEOUT_S = 5.0
 AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
 
 
-class Prefiller(Protocol):
-    """What this engine needs of `prefill.Prefill`."""
-
-    def run(
-        self,
-        token_ids: Sequence[int],
-        start: int,
-        *,
-        should_stop: Callable[[], bool],
-        aborted: Callable[[], bool],
-        on_progress: Callable[[int], None],
-    ) -> int:
-        """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then."""
-
-    def forget(self, position: int) -> None:
-        """The kernel writes its KV cache from `position` on, without prefill."""
-
-
 class CudaEngine:
     """See `Engine`. Hosts its rank's lanes of the model on one GPU."""
 
@@ -70,6 +54,7 @@ class CudaEngine:
         self._peers: CudaPeers | None = None  # None: one rank
         self._kernel: Kernel | None = None
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
+        self._has_overflown = False  # prefill, in any request so far
         self._max_context = 0
 
     # ---- startup ----
@@ -99,29 +84,17 @@ class CudaEngine:
             self._try_kernel(self._kernel)
 
     def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> Kernel:
-        from kog_dist.workers.cuda.load import load_weights
-        from kog_dist.workers.cuda.monokernel import Monokernel
-        from kog_dist.workers.prefill.blocks import BLOCK_SIZES
-        from kog_dist.workers.prefill.buffers import misfit
-        from kog_dist.workers.prefill.gpu import is_available, matrices_for, prefill_for
-
-        spec = shape.spec
+        spec, peers = shape.spec, self._peers
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
-        shaped: Any = {"shaped": True, "masks": self._control.masks}
-        limit_us = ALONE_WAIT_US if self._peers is None else AMONG_PEERS_WAIT_US
-        if not self._args.prefill or misfit(spec) or not is_available():
-            weights = load_weights(shape, checkpoint)
-            return Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=self._link(), **shaped)
-        matrices, observe = matrices_for(shape)
-        weights = load_weights(shape, checkpoint, observe)
-        heap = self._link(prefill_tokens=max(BLOCK_SIZES))
-        made = Monokernel(shape, weights, rank=self._rank, wait_limit_us=limit_us, heap=heap, **shaped)
-        exchange = None if self._peers is None else self._peers.prefill_sums(limit_us / 1e6)
-        self._prefill = prefill_for(made, matrices, exchange=exchange)
-        return made
+        kernel, self._prefill = Start(
+            self._args, shape, checkpoint, self._control.masks,
+            limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
+            link=self._link, sums=None if peers is None else peers.prefill_sums,
+        ).load()  # fmt: skip
+        return kernel
 
-    def _link(self, prefill_tokens: int = 0) -> CudaHeap | None:
+    def _link(self, prefill_tokens: int) -> CudaHeap | None:
         """The memory that all ranks have mapped, with room for prefill in blocks of so many tokens; None for one rank."""
         if self._peers is None:
             return None
@@ -134,8 +107,9 @@ class CudaEngine:
         if self._peers is not None:
             self._peers.meet()  # all have loaded all, so nobody's first wait is for somebody's weights
         if self._prefill is not None:
-            self._prefill.run((0,) * 2, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None)
-            self._prefill.forget(0)
+            self._prefill = self._tried(self._prefill)
+            if self._prefill is None:
+                free_memory()
         kernel.launch(1)
         self._await_launches("left its trial")
         kernel.finish()
@@ -144,6 +118,22 @@ class CudaEngine:
             raise LaunchError(f"rank {self._rank}: the kernel ended its trial without a token; start the engine again")
         if self._peers is not None:
             self._peers.compare_trials(entry.token_id)
+
+    def _tried(self, prefill: Prefiller) -> Prefiller | None:
+        """Prefill if it runs; with `auto` None if not, and the kernel's own trial shows whether the GPU is still usable."""
+        try:
+            prefill.run((0,) * 2, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None)
+        except KogError:
+            raise
+        except Exception as error:
+            if self._args.prefill != "auto":
+                raise refusal(cause_of(error)) from error
+            note(f"prompts go token by token, since prefill failed on trial: {cause_of(error)}")
+            return None
+        prefill.forget(0)
+        if self._rank == 0:
+            note("prompts go through prefill, in blocks of many tokens")
+        return prefill
 
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:
@@ -165,7 +155,7 @@ class CudaEngine:
         if num_wanted - start < MIN_PREFILL_TOKENS:
             self._prefill.forget(start)
             return start
-        num_asked = 0
+        num_asked, is_stopped = 0, False
 
         def progress(position: int) -> None:
             heartbeat.progress()
@@ -173,18 +163,21 @@ class CudaEngine:
 
         def should_stop() -> bool:
             """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
-            nonlocal num_asked
+            nonlocal num_asked, is_stopped
             num_asked += 1
-            cancelled = self._control.cancelled(seq)
-            if self._peers is None:
-                return cancelled
-            return num_asked > 1 and bool(self._peers.share_choice(int(cancelled), Finish.NONE)[0])
+            is_stopped = self._control.cancelled(seq)
+            if self._peers is not None:
+                is_stopped = num_asked > 1 and bool(self._peers.share_choice(int(is_stopped), Finish.NONE)[0])
+            return is_stopped
 
         held = self._prefill.run(
             request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress
         )
         if self._control.aborted():
             self._leave(f"left request {seq}")
+        if held == start and not is_stopped and not self._has_overflown:
+            self._has_overflown = True  # said once
+            note(f"a value of request {seq} left the range of prefill's binary16; such prompts go token by token")
         self._prefill.forget(held)
         progress(held)
         return held
@@ -315,11 +308,12 @@ class CudaEngine:
             self._kernel.abort()
             with suppress(Exception):  # a context that has failed has nothing running
                 self._kernel.stream.synchronize()
+        self._prefill = None  # its graphs use the kernel's memory and the peers'
         if self._peers is not None:
             self._peers.close()
         if self._kernel is not None:
             self._kernel.close()
-        self._kernel = self._prefill = self._peers = None
+        self._kernel = self._peers = None
 
 
 def kernel_shapes(checkpoint: Checkpoint, kv_dtype: str, world_size: int) -> list[KernelShape]:
@@ -348,11 +342,15 @@ def device_index(device: str) -> int:
 
 @contextmanager
 def translated_errors(device: str) -> Iterator[None]:
-    """Errors of cupy and torch as one sentence of ours; neither is imported here, so that tests run the engine without them."""
+    """Errors of cupy and torch as one sentence of ours; neither is imported here, so that tests run the engine without them.
+
+    Those of cuBLAS come from torch as plain RuntimeErrors.
+    """
     try:
         yield
     except Exception as error:
-        if not type(error).__module__.startswith(("cupy", "torch")):
+        is_torch_s = type(error) is RuntimeError and any(name in str(error) for name in ("CUDA", "CUBLAS"))
+        if not is_torch_s and not type(error).__module__.startswith(("cupy", "torch")):
             raise
         name = type(error).__name__
         if name == "OutOfMemoryError":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNIT = 8  # neighbouring values that a thread of the fused kernels takes at once
+MAX_HEAD_DIM = 256  # of flash attention
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,9 @@ def staged(count: int, dtype: torch.dtype, *, is_cuda: bool) -> Tensor:
 
 
 def misfit(spec: ModelSpec) -> str:
-    """What of a model the fused kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
+    """What of a model prefill's kernels cannot take; empty if there is nothing. The monokernel has its own limits."""
     sizes = ((spec.hidden_size, "values in a stream"), (spec.lane_ffn, "FFN columns in a lane"))
-    return "; ".join(f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT)
+    findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
+    if spec.head_dim > MAX_HEAD_DIM:
+        findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM}, of flash attention)")
+    return "; ".join(findings)

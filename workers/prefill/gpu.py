@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,13 +35,22 @@ class Tuning:
 DEFAULT = Tuning()
 
 
-def is_available() -> bool:
-    """Whether there is a torch that can use a GPU; a rank without it takes prompts token by token."""
+def obstacle_in_torch() -> str:
+    """Why there is no torch that can use a GPU; empty if there is one."""
     try:
         import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        return f"torch cannot be loaded ({error})"
+    if torch.version.cuda is None:
+        return "torch was built without CUDA"
+    return "" if torch.cuda.is_available() else "torch finds no GPU"
+
+
+def release_unused() -> None:
+    """Give back what torch's allocator keeps; nothing happens without a torch that has used a GPU."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def matrices_for(shape: KernelShape) -> tuple[Matrices, Callable[[str, Any], None]]:

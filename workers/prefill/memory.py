@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
 
 
-def can_prefill(spec: ModelSpec) -> bool:
-    """Whether a rank of this machine would go through prompts in blocks, if its torch can use a GPU."""
-    return not misfit(spec) and find_spec("torch") is not None
+def obstacle_to_prefill(spec: ModelSpec) -> str:
+    """Why ranks of this machine cannot go through prompts in blocks; empty if they can (with a torch that uses GPUs)."""
+    if finding := misfit(spec):
+        return f"the model has {finding}"
+    return "" if find_spec("torch") is not None else "the package torch is not installed"
 
 
 def prefill_bytes(shape: KernelShape) -> dict[str, int]:

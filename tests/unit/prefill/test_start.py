@@ -1,0 +1,192 @@
+"""Whether an engine starts with prefill, without it, or not at all. What it is made of is played by Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kog_dist.control import ControlPage
+from kog_dist.errors import CheckpointError, CompileError, LaunchError
+from kog_dist.model.spec import laneformer_2b
+from kog_dist.topology import RankInfo
+from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda import load, monokernel
+from kog_dist.workers.engines import cuda, cuda_start
+from kog_dist.workers.engines.cuda import CudaEngine, translated_errors
+from kog_dist.workers.engines.cuda_start import Start
+from kog_dist.workers.notes import NOTE
+from kog_dist.workers.prefill import gpu
+from kog_dist.workers.prefill.buffers import misfit
+from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel
+
+
+class OutOfMemoryError(Exception):
+    """As cupy and torch call theirs."""
+
+
+class Parts:
+    """What a start calls, in order; `failing` names what raises `error`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.failing = ""
+        self.error: Exception = RuntimeError("CUDA error: no kernel image is available")
+        self.torch_says = ""
+        self.kernels: list[ScriptedKernel] = []
+        monkeypatch.setattr(load, "load_weights", self.load_weights)
+        monkeypatch.setattr(monokernel, "Monokernel", self.monokernel)
+        monkeypatch.setattr(gpu, "matrices_for", lambda shape: (self.called("matrices"), lambda name, words: self.called("take")))
+        monkeypatch.setattr(gpu, "prefill_for", lambda kernel, matrices, exchange: self.called("prefill"))
+        monkeypatch.setattr(gpu, "release_unused", lambda: None)
+        monkeypatch.setattr(gpu, "obstacle_in_torch", lambda: self.torch_says)
+        for module in (cuda, cuda_start):
+            monkeypatch.setattr(module, "free_memory", lambda: self.called("free"))
+
+    def called(self, name: str) -> str:
+        self.calls.append(name)
+        if name == "free":
+            self.failing = ""  # there is more room now
+        if name == self.failing:
+            raise self.error
+        return name
+
+    def load_weights(self, shape: Any, checkpoint: Any, observe: Any = None) -> str:
+        if observe is not None:
+            observe("a tensor", None)
+        return self.called("weights")
+
+    def monokernel(self, shape: Any, weights: str, **options: Any) -> ScriptedKernel:
+        self.called("kernel")
+        self.kernels.append(ScriptedKernel())
+        return self.kernels[-1]
+
+    def start(self, prefill: str, world_size: int = 1) -> tuple[Any, Any]:
+        args = WorkerArgs(RankInfo(0, world_size, 0, "test"), "model", "cuda:0", "bfloat16", True, 1.0, 1.0, prefill=prefill)
+        shape: Any = type("Shape", (), {"spec": laneformer_2b()})
+        nothing: Any = None
+        return Start(args, shape, nothing, None, 1000, link=lambda tokens: None, sums=None).load()
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    return Parts(monkeypatch)
+
+
+WITH = ["matrices", "take", "weights", "kernel", "prefill"]
+WITHOUT = ["weights", "kernel"]
+
+
+@pytest.mark.parametrize(("prefill", "world_size", "calls"), [
+    ("on", 1, WITH), ("on", 2, WITH), ("auto", 1, WITH), ("auto", 2, WITHOUT), ("off", 1, WITHOUT),
+])  # fmt: skip
+def test_who_has_prefill(parts: Parts, prefill: str, world_size: int, calls: list[str]) -> None:
+    kernel, made = parts.start(prefill, world_size)
+    assert parts.calls == calls
+    assert kernel is parts.kernels[0]
+    assert made == ("prefill" if calls == WITH else None)
+
+
+FAILURES = [
+    ("matrices", RuntimeError("CUDA error: no kernel image"), "RuntimeError: CUDA error: no kernel image"),
+    ("take", OutOfMemoryError("2 GiB"), "OutOfMemoryError: 2 GiB"),
+    ("kernel", OutOfMemoryError("1 GiB"), "OutOfMemoryError: 1 GiB"),
+    ("prefill", CompileError("prefill.cu did not compile", "line 1"), "CompileError: prefill.cu did not compile line 1"),
+]
+
+
+@pytest.mark.parametrize(("failing", "error", "cause"), FAILURES)
+def test_auto_goes_on_without_prefill(
+    parts: Parts, capfd: pytest.CaptureFixture[str], failing: str, error: Exception, cause: str
+) -> None:
+    parts.failing, parts.error = failing, error
+    kernel, made = parts.start("auto")
+    assert made is None
+    assert parts.calls == [*WITH[: WITH.index(failing) + 1], "free", *WITHOUT]
+    assert kernel is parts.kernels[-1]
+    assert all(other.closed for other in parts.kernels[:-1])
+    assert capfd.readouterr().err == f"{NOTE}prompts go token by token, since prefill cannot start: {cause}\n"
+
+
+@pytest.mark.parametrize(("failing", "error", "cause"), FAILURES)
+def test_on_is_refused_with_the_way_out(parts: Parts, failing: str, error: Exception, cause: str) -> None:
+    parts.failing, parts.error = failing, error
+    with pytest.raises(LaunchError) as caught:
+        parts.start("on")
+    assert str(caught.value) == f"prefill cannot start: {cause}; with --prefill off prompts go token by token"
+
+
+def test_no_torch_is_no_prefill(parts: Parts, capfd: pytest.CaptureFixture[str]) -> None:
+    parts.torch_says = "torch was built without CUDA"
+    assert parts.start("auto")[1] is None
+    assert parts.calls == WITHOUT
+    assert "since prefill cannot start: torch was built without CUDA" in capfd.readouterr().err
+    with pytest.raises(LaunchError, match="torch was built without CUDA; with --prefill off"):
+        parts.start("on")
+
+
+@pytest.mark.parametrize("prefill", ["auto", "on"])
+def test_what_is_not_prefills_fault_is_raised(parts: Parts, prefill: str) -> None:
+    parts.failing, parts.error = "weights", CheckpointError("model.safetensors is damaged")
+    with pytest.raises(CheckpointError):
+        parts.start(prefill)
+    assert parts.calls == ["matrices", "take", "weights"]
+
+
+def test_torch_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str, *rest: Any) -> Any:
+        if name == "torch":
+            raise OSError("libcudart.so.13: cannot open shared object file")
+        return real(name, *rest)
+
+    real: Any = __builtins__["__import__"]  # type: ignore[index]
+    monkeypatch.setattr("builtins.__import__", broken)
+    assert gpu.obstacle_in_torch() == "torch cannot be loaded (libcudart.so.13: cannot open shared object file)"
+
+
+def test_heads_that_flash_attention_cannot_take() -> None:
+    spec = laneformer_2b()
+    assert misfit(spec) == ""
+    wide = replace(spec, num_heads=8, num_kv_heads=8)
+    assert misfit(wide) == f"{spec.hidden_size // 8} values in a head (at most 256, of flash attention)"
+
+
+def test_an_error_of_cublas_is_a_sentence() -> None:
+    with pytest.raises(LaunchError, match="cuda:0 failed: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"):  # noqa: SIM117
+        with translated_errors("cuda:0"):
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)")
+    with pytest.raises(RuntimeError, match="ours"), translated_errors("cuda:0"):
+        raise RuntimeError("ours")
+
+
+# ---- the trial ----
+class Failing:
+    """Prefill whose first run raises."""
+
+    def run(self, *_: Any, **__: Any) -> int:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    def forget(self, position: int) -> None:
+        pass
+
+
+@pytest.fixture
+def engine() -> Iterator[CudaEngine]:
+    page = ControlPage.create(1, MAX_CONTEXT)
+    info = RankInfo(0, 1, 0, "test", 1, page.fd, page.fd)
+    yield CudaEngine(WorkerArgs(info, "model", "cuda:0", "bfloat16", True, 10.0, 10.0, prefill="auto"), page)
+    page.close()
+
+
+def test_a_trial_that_fails(parts: Parts, engine: CudaEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    engine._kernel, engine._prefill = ScriptedKernel(), Failing()
+    engine._try_kernel(engine._kernel)
+    left: Any = engine._prefill
+    assert left is None
+    assert parts.calls == ["free"]
+    assert "since prefill failed on trial: RuntimeError: CUDA error: invalid argument" in capfd.readouterr().err
+    engine._args, engine._prefill = replace(engine._args, prefill="on"), Failing()
+    with pytest.raises(LaunchError, match="invalid argument; with --prefill off"):
+        engine._try_kernel(engine._kernel)
