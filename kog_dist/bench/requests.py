@@ -19,8 +19,7 @@ from kog_dist.bench.random_model import random_model
 from kog_dist.bench.report import finish, machine
 from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import Measures, Workload
-from kog_dist.bench.session import EngineSession, TimedOut, engine_session
-from kog_dist.errors import KogError
+from kog_dist.bench.session import EngineSession, engine_session
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.transport import Access
 
@@ -111,19 +110,26 @@ def _engine(
             "aborts": (lambda: [_abort(measures, session, launcher, client, aborts[0])], lambda found: _show_aborts(name, found)),
         }
         for step, (measure, show) in steps.items():
-            try:
+            with _noting_errors(figures, name, step):
                 figures[step] = measure()
                 show(figures[step])
-            except (KogError, TimedOut) as error:  # the other figures are worth having
-                figures.setdefault("errors", []).append(f"{step}: {error}")
-                print(f"{name}: {step}: {error}", flush=True)
     for during in aborts[1:]:
-        with engine_session() as session:
+        with _noting_errors(figures, name, f"abort during {during}"), engine_session() as session:
             launcher, client, _ = _start(session, flags)
             figure = _abort(Measures(client, spec, workload), session, launcher, client, during)
             figures.setdefault("aborts", []).append(figure)
             _show_aborts(name, [figure])
     return figures
+
+
+@contextmanager
+def _noting_errors(figures: dict[str, Any], name: str, step: str) -> Iterator[None]:
+    """Whatever goes wrong in the block is printed and kept: the other figures are worth having."""
+    try:
+        yield
+    except Exception as error:
+        figures.setdefault("errors", []).append(f"{step}: {type(error).__name__}: {error}")
+        print(f"{name}: {step}: {type(error).__name__}: {error}", flush=True)
 
 
 def _start(session: EngineSession, flags: Sequence[str]) -> tuple[subprocess.Popen[bytes], RequestClient, float]:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kog_dist.bench.cli import app
-from kog_dist.bench.request_measures import KINDS, SCHEMAS, Workload
+from kog_dist.bench.request_measures import KINDS, SCHEMAS, Measures, Workload
 from kog_dist.bench.requests import run
 from kog_dist.errors import ConfigError
 
@@ -41,6 +41,21 @@ def test_what_does_not_fit_is_named(wrong: dict[str, object]) -> None:
     workload = Workload(**{"prompts": (8,), "kept": 40, "new": 6, "context": 16, "tokens": 24, "repeats": 2, **wrong})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--" + next(iter(wrong))):
         run(None, "tiny", (1,), workload, on_gpus=False)
+
+
+def test_a_step_that_fails_leaves_the_other_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(_self: Measures) -> list[dict[str, object]]:
+        raise IndexError("no answer has a rate")
+
+    for step in ("first_tokens", "constrained", "cancels"):
+        monkeypatch.setattr(Measures, step, fails)
+    assert not run(None, "tiny", (1,), SMALL, on_gpus=False, aborts=("decode",))
+    (figures,) = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert figures["errors"] == [
+        f"{step}: IndexError: no answer has a rate" for step in ("first_tokens", "constrained", "cancels")
+    ]
+    assert [figure["kind"] for figure in figures["kinds"]] == list(KINDS)
+    assert len(figures["aborts"]) == 1
 
 
 def test_a_request_that_went_wrong_gives_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
