@@ -160,7 +160,10 @@ class Measures:
         return [(1e3 * (answer.end_s - begin_s), 1e3 * (following.arrivals[0][0] - begin_s))]
 
     def abort(self, session: EngineSession, launcher: subprocess.Popen[bytes], *, in_prefill: bool) -> dict[str, Any]:
-        """The engine's end: milliseconds from a second SIGTERM to the client's error, and until nothing of it is left."""
+        """The engine's end: milliseconds from a second SIGTERM to the client's error, and until nothing of it is left.
+
+        `counts` false: the request ended by itself before, so these milliseconds say nothing of aborts.
+        """
         longest, room = max(self._workload.prompts), self._spec.max_context - _SHORT_PROMPT
         if in_prefill:
             answer = self._client.send(self._ids(longest), max_tokens=1, reuse_kv=False)
@@ -181,7 +184,7 @@ class Measures:
         until(lambda: not session.leftovers(), _ENDED_S, lambda: f"left behind: {session.leftovers()}")
         end = answer.end.code.value if isinstance(answer.end, Error) else "done" if isinstance(answer.end, Done) else "lost"
         return {
-            "during": "prefill" if in_prefill and not tokens else "decode", "was_over": was_over, "end": end,
+            "during": "prefill" if in_prefill and not tokens else "decode", "counts": not was_over and end != "done", "end": end,
             "told_ms": told_ms, "clean_ms": 1e3 * (time.monotonic() - begin_s),
         }  # fmt: skip
 

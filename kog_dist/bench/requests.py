@@ -65,6 +65,7 @@ def run(
                 _engine(
                     [str(folder), *flags], spec, workload, count,
                     on_gpus=on_gpus, bare=bare[count], wanted=wanted.get(count, {}), aborts=aborts,
+                    must_abort=model is not None or spec_name != "tiny",
                 )
             )  # fmt: skip
     finish("requests", configuration, before, figures)
@@ -93,9 +94,12 @@ def _bare_kernel(spec_name: str, count: int, workload: Workload) -> dict[str, An
 
 def _engine(
     flags: Sequence[str], spec: ModelSpec, workload: Workload, count: int, *, on_gpus: bool, bare: dict[str, Any] | None,
-    wanted: dict[int | None, float], aborts: Sequence[str],
+    wanted: dict[int | None, float], aborts: Sequence[str], must_abort: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The figures of one number of ranks: an engine that answers and ends with the first abort, others for further aborts."""
+    """The figures of one number of ranks: an engine that answers and ends with the first abort, others for further aborts.
+
+    `must_abort`: a request that was over before its abort is an error. Those of a tiny model may be.
+    """
     figures: dict[str, Any] = {"gpus" if on_gpus else "ranks": count, "bare": bare}
     name = f"{count} {'GPU' if on_gpus else 'rank'}{'s' if count > 1 else ''}"
     with engine_session() as session:
@@ -113,12 +117,16 @@ def _engine(
             with _noting_errors(figures, name, step):
                 figures[step] = measure()
                 show(figures[step])
+    figures.setdefault("aborts", [])
     for during in aborts[1:]:
         with _noting_errors(figures, name, f"abort during {during}"), engine_session() as session:
             launcher, client, _ = _start(session, flags)
             figure = _abort(Measures(client, spec, workload), session, launcher, client, during)
-            figures.setdefault("aborts", []).append(figure)
+            figures["aborts"].append(figure)
             _show_aborts(name, [figure])
+    for figure in figures["aborts"]:
+        if must_abort and not figure["counts"]:
+            figures.setdefault("errors", []).append(f"abort during {figure['during']}: the request was over before")
     return figures
 
 
@@ -200,6 +208,7 @@ def _show_aborts(name: str, figures: list[dict[str, Any]]) -> None:
     for figure in figures:
         print(
             f"{name}: aborted during {figure['during']}: client has its end ({figure['end']}) after {figure['told_ms']:.1f} ms "
-            f"(wanted {OBEYED_MS:g}), nothing left after {figure['clean_ms']:.0f} ms",
+            f"(wanted {OBEYED_MS:g}), nothing left after {figure['clean_ms']:.0f} ms"
+            + ("" if figure["counts"] else "; does not count, the request was over before"),
             flush=True,
         )

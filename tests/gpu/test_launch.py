@@ -47,7 +47,7 @@ def token_ids(client: Client, max_tokens: int) -> list[int]:
 
 def test_prompt_has_the_tokens_of_cpu_ranks(session: EngineSession) -> None:
     flags = ("--max-tokens=200", "--ignore-eos", "--kv-dtype=bfloat16")
-    on_gpu = answer(session, "--gpus=1", *flags)
+    on_gpu = answer(session, "--gpus=1", "--prefill=off", *flags)  # prefill rounds otherwise
     on_cpu = answer(session, "--device=cpu", "--ranks=4", *flags)
     assert len(on_gpu["token_ids"]) == 200
     assert on_gpu["token_ids"] == on_cpu["token_ids"]
@@ -57,7 +57,8 @@ def test_prompt_has_the_tokens_of_cpu_ranks(session: EngineSession) -> None:
 
 def test_sampled_prompt_has_the_tokens_of_cpu_ranks(session: EngineSession) -> None:
     flags = ("--max-tokens=64", "--temperature=0.8", "--seed=7", "--kv-dtype=bfloat16")
-    assert answer(session, "--gpus=1", *flags)["token_ids"] == answer(session, "--device=cpu", "--ranks=1", *flags)["token_ids"]
+    on_gpu = answer(session, "--gpus=1", "--prefill=off", *flags)
+    assert on_gpu["token_ids"] == answer(session, "--device=cpu", "--ranks=1", *flags)["token_ids"]
 
 
 def test_engine_serves_cancels_and_drains(session: EngineSession) -> None:
@@ -117,3 +118,4 @@ def test_cancels_and_aborts_are_obeyed(capsys: pytest.CaptureFixture[str]) -> No
     assert [figure["cached_tokens"] for figure in figures["first_tokens"]] == [[0], [0], [300]]
     assert all(figure.get("most_free_ms", 0.0) < OBEYED_MS for figure in figures["cancels"])
     assert all(abort["told_ms"] < OBEYED_MS for abort in figures["aborts"])
+    assert figures["aborts"][-1]["counts"], "an answer of this length is not over before its abort"

@@ -286,6 +286,7 @@ def test_engine_with_prefill(tmp_path: Path) -> None:
     for number in range(2):  # a process may open an engine again: nothing that torch keeps may belong to the one before
         engine = CudaEngine(WorkerArgs(info, str(tmp_path), "cuda:0", "bfloat16", False, 60.0, 10.0, prefill="on"), control)
         engine.startup()
+        assert isinstance(engine._prefill, Prefill)
         seq = 10 * number
         first = first or digests(engine, seq + 1)
         assert len(set(first)) == 8

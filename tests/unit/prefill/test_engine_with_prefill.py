@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import ControlPage
+from kog_dist.control import AbortCause, ControlPage
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
+from kog_dist.errors import AbortedError
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
+from kog_dist.workers.notes import NOTE
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
 
 BLOCK = 16
@@ -130,3 +132,41 @@ def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Par
     assert engine.run(1, request(num_prompt=100, max_tokens=5, kv=KvUse(num_cached=7))) is Finish.LENGTH
     assert kernel.begun == [(100, 7)]
     assert len(answer(control)) == 5
+
+
+def test_an_abort_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    blocks: list[int] = []
+
+    def abort_in_the_second() -> None:
+        blocks.append(1)
+        if len(blocks) == 2:
+            control.set_abort(AbortCause.SHUTDOWN)
+
+    prefill.before_block = abort_in_the_second
+    with pytest.raises(AbortedError, match="left request 1"):
+        engine.run(1, request(num_prompt=100, max_tokens=5))
+    assert len(blocks) == 2
+    assert kernel.begun == []
+    assert kernel.aborted
+    assert answer(control) == []
+
+
+def test_what_prefill_gives_up_is_said_once(parts: Parts, capfd: pytest.CaptureFixture[str]) -> None:
+    engine, _, prefill = parts
+    prefill.gives_up = True
+    for seq in (1, 2):
+        engine.run(seq, request(num_prompt=100, max_tokens=5))
+    assert capfd.readouterr().err == (
+        f"{NOTE}a value of request 1 left the range of prefill's binary16; such prompts go token by token\n"
+    )
+
+
+def test_a_cancel_before_the_first_block_is_no_overflow(
+    control: ControlPage, parts: Parts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine, kernel, _ = parts
+    kernel.cancelled = True
+    control.cancel(1)
+    assert engine.run(1, request(num_prompt=100, max_tokens=5)) is Finish.CANCELLED
+    assert capfd.readouterr().err == ""
