@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -59,6 +60,11 @@ def mailboxes(spec: ModelSpec, max_size: int) -> list[MailboxSpec]:
     return [MailboxSpec(SUMS, 2 * _num_slots(spec), words), MailboxSpec(ENDS, 2, 1)]
 
 
+def totals_bytes(spec: ModelSpec, max_size: int) -> int:
+    """Memory of a rank beside its heap: the totals that layers still want, in float32."""
+    return 4 * prod(_totals_shape(spec, max_size))
+
+
 def summed_layers(spec: ModelSpec, block: Block) -> list[int]:
     """Layers whose sums prefill publishes: those that are added at once, or feed a layer before the last one."""
     layers = range(spec.num_layers - 1)
@@ -100,8 +106,8 @@ class PeerExchange:
         self._seen, self._one = (staged(count, torch.uint8, is_cuda=is_cuda) for count in (_STATE_BYTES, 4))
         self._one.fill_(1)
         self._stop_stream = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
-        self._kept_layers = spec.delay + 1
-        self._totals = torch.zeros(2, self._kept_layers, max_size, spec.hidden_size, device=device)
+        self._totals = torch.zeros(_totals_shape(spec, max_size), device=device)
+        self._kept_layers = self._totals.shape[1]
         self._arrived: dict[tuple[Block, int], tuple[int, Callable[[], None]]] = {}  # layer, and how to wait, by place
         self._layers = {block: summed_layers(spec, block) for block in Block}
         self._params = np.zeros((), SUM_PARAMS.dtype)
@@ -229,6 +235,11 @@ def _launch(kernels: dict[str, Kernel], name: str, num_ctas: int, num_threads: i
 
     stream = torch.cuda.current_stream().cuda_stream
     kernels[name].launch_grid(num_ctas, num_threads, params, stream, priority=_FIRST_OF_PRODUCTS)
+
+
+def _totals_shape(spec: ModelSpec, max_size: int) -> tuple[int, int, int, int]:
+    """Attention or FFN, layer in turn, row, column."""
+    return 2, spec.delay + 1, max_size, spec.hidden_size
 
 
 def _num_slots(spec: ModelSpec) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kog_dist.collectives.mailbox import place
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.buffers import Buffers
 from kog_dist.workers.prefill.memory import buffer_bytes, matrix_bytes, prefill_bytes
+from kog_dist.workers.prefill.peer_exchange import PeerExchange, mailboxes, totals_bytes
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, layout_of
 
 
@@ -36,3 +40,16 @@ def test_ranks_share_it() -> None:
     assert 4.0e9 < alone["prefill weights"] < 4.5e9
     assert 1.0e9 < alone["prefill"] < 6e9
     assert first["prefill weights"] < 0.6 * alone["prefill weights"]
+
+
+def test_sums_of_several_ranks_are_counted() -> None:
+    spec = ModelSpec(**{**SMALL, **VARIANTS["delayed"]})
+    boxes = place(mailboxes(spec, 16), 2)
+    queues: Any = None
+    made = PeerExchange(spec, 16, (boxes[0], boxes[1]), b"", lambda *_: None, queues, device="cpu", limit_s=1.0)
+    assert totals_bytes(spec, 16) == made._totals.nbytes
+    two = KernelShape(laneformer_2b(), range(4), num_ranks=2)
+    alone = prefill_bytes(KernelShape(laneformer_2b(), range(4)))["prefill"]
+    heap = 8 * sum(box.num_words for box in place(mailboxes(two.spec, max(BLOCK_SIZES)), 2))
+    assert prefill_bytes(two)["prefill"] == alone + heap + totals_bytes(two.spec, max(BLOCK_SIZES))
+    assert 150e6 < totals_bytes(two.spec, max(BLOCK_SIZES)) < 152e6

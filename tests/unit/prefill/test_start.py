@@ -40,7 +40,7 @@ class Parts:
         monkeypatch.setattr(monokernel, "Monokernel", self.monokernel)
         monkeypatch.setattr(gpu, "matrices_for", lambda shape: (self.called("matrices"), lambda name, words: self.called("take")))
         monkeypatch.setattr(gpu, "prefill_for", lambda kernel, matrices, exchange: self.called("prefill"))
-        monkeypatch.setattr(gpu, "release_unused", lambda: None)
+        monkeypatch.setattr(gpu, "release_unused", lambda: self.called("release"))
         monkeypatch.setattr(gpu, "obstacle_in_torch", lambda: self.torch_says)
         for module in (cuda, cuda_start):
             monkeypatch.setattr(module, "free_memory", lambda: self.called("free"))
@@ -75,7 +75,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     return Parts(monkeypatch)
 
 
-WITH = ["matrices", "take", "weights", "kernel", "prefill"]
+WITH = ["matrices", "take", "weights", "release", "kernel", "prefill"]  # what products of norms took is free for the kernel
 WITHOUT = ["weights", "kernel"]
 
 
