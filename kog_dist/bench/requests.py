@@ -60,7 +60,10 @@ def run(
         wanted = WANTED_MS if has_bare and spec_name == "2b" else {}
         figures = []
         for count in counts:
-            flags = [f"--gpus={count}", f"--prefill={prefill}"] if on_gpus else ["--device=cpu", f"--ranks={count}"]
+            use = (
+                "on" if prefill == "auto" and count == 1 else prefill
+            )  # an engine that went on without would be measured as one with
+            flags = [f"--gpus={count}", f"--prefill={use}"] if on_gpus else ["--device=cpu", f"--ranks={count}"]
             figures.append(
                 _engine(
                     [str(folder), *flags], spec, workload, count,
