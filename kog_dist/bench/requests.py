@@ -60,9 +60,8 @@ def run(
         wanted = WANTED_MS if has_bare and spec_name == "2b" else {}
         figures = []
         for count in counts:
-            use = (
-                "on" if prefill == "auto" and count == 1 else prefill
-            )  # an engine that went on without would be measured as one with
+            # With auto an engine that went on without prefill would be measured as one with it.
+            use = "on" if prefill == "auto" and count == 1 else prefill
             flags = [f"--gpus={count}", f"--prefill={use}"] if on_gpus else ["--device=cpu", f"--ranks={count}"]
             figures.append(
                 _engine(

@@ -12,7 +12,7 @@ import pytest
 
 from kog_dist.launch import gpu_choice, inspection
 from kog_dist.launch.flags import run
-from tests.unit.fake_nvml import FakeNvml, node
+from tests.unit.fake_nvml import FakeGpu, FakeNvml, node
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHAPES = {  # launcher, ranks, device
@@ -68,6 +68,21 @@ def test_a_dry_run_shows_the_gpus_that_are_here(monkeypatch: pytest.MonkeyPatch,
     assert "refused" not in dry_run(capsys, "--gpus", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
     assert "on GPU 6 (" in dry_run(capsys, "--gpus", "all")
+
+
+def test_a_dry_run_says_why_prompts_go_token_by_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(_index: int, gpu: FakeGpu) -> None:
+        gpu.free = round(1.3 * 2**30)
+
+    monkeypatch.setitem(sys.modules, "pynvml", node(8, fill))
+    monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
+    text = dry_run(capsys, "--gpus", "1")
+    assert re.search(r"^note       prompts go token by token: prefill takes 0\.\d GiB, which do not fit$", text, re.M)
+    assert "weights of prefill" not in text
+    assert "refused" not in text
+    assert "for prefill, which --prefill off does without" in dry_run(capsys, "--gpus", "1", "--prefill", "on")
 
 
 def test_a_wrong_configuration_is_refused_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
