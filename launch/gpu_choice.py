@@ -44,6 +44,8 @@ def choose_gpus(
     """
     asked = settings.device == "cuda" or settings.gpus is not None
     if settings.device == "cpu":
+        if settings.prefill == "on":
+            raise ConfigError("--prefill on is for GPUs: ranks on CPUs take prompts token by token; leave one of them out")
         return None
     inventory = read_inventory() if inventory is None else inventory
     visible = visible_gpus(inventory.gpus, environ)
