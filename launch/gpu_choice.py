@@ -51,7 +51,10 @@ def choose_gpus(
     visible = visible_gpus(inventory.gpus, environ)
     kv_dtype = checkpoint.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
     if not asked:
-        return _choose_unasked(settings, checkpoint, visible, inventory, kv_dtype)
+        found = _choose_unasked(settings, checkpoint, visible, inventory, kv_dtype)
+        if found is None and settings.prefill == "on":
+            raise ConfigError("--prefill on is for GPUs, and the model would run on CPU ranks here; leave it out, or use --gpus")
+        return found
     request = GpuRequest("--device cuda", settings.ranks or 1) if settings.gpus is None else GpuRequest.parse(settings.gpus)
     gpus, obstacles = _try_select(request, visible, inventory)
     count = len(gpus) or request.num_gpus

@@ -215,6 +215,8 @@ def test_auto_takes_as_many_gpus_as_can_run_the_model(demo: Checkpoint, with_cup
     assert choose(demo, inventory_from(node()), device="cpu") is None
     with pytest.raises(ConfigError, match="--prefill on is for GPUs"):
         choose(demo, inventory_from(node()), device="cpu", prefill="on")
+    with pytest.raises(ConfigError, match="--prefill on is for GPUs, and the model would run on CPU ranks"):
+        choose(demo, inventory_from(node(0)), prefill="on")
     assert choose(demo, inventory_from(node()), ranks=3) is None, "lanes that cannot be spread"
     assert choose(demo, inventory_from(node(0))) is None
     assert choose(demo, inventory_from(node()), kv_dtype="float32") is None, "the kernel cannot run it"
