@@ -42,19 +42,21 @@ def choose_gpus(
 
     Raises ConfigError or LaunchError for a request that makes no sense, or no number of ranks, wherever it is started.
     """
+    found = None if settings.device == "cpu" else _choose(settings, checkpoint, environ, inventory)
+    if found is None and settings.prefill == "on":
+        raise ConfigError("--prefill on is for GPUs, and the model would run on CPU ranks here; leave it out, or use --gpus")
+    return found
+
+
+def _choose(
+    settings: LaunchConfig, checkpoint: Checkpoint, environ: Mapping[str, str], inventory: Inventory | None
+) -> GpuChoice | None:
     asked = settings.device == "cuda" or settings.gpus is not None
-    if settings.device == "cpu":
-        if settings.prefill == "on":
-            raise ConfigError("--prefill on is for GPUs: ranks on CPUs take prompts token by token; leave one of them out")
-        return None
     inventory = read_inventory() if inventory is None else inventory
     visible = visible_gpus(inventory.gpus, environ)
     kv_dtype = checkpoint.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
     if not asked:
-        found = _choose_unasked(settings, checkpoint, visible, inventory, kv_dtype)
-        if found is None and settings.prefill == "on":
-            raise ConfigError("--prefill on is for GPUs, and the model would run on CPU ranks here; leave it out, or use --gpus")
-        return found
+        return _choose_unasked(settings, checkpoint, visible, inventory, kv_dtype)
     request = GpuRequest("--device cuda", settings.ranks or 1) if settings.gpus is None else GpuRequest.parse(settings.gpus)
     gpus, obstacles = _try_select(request, visible, inventory)
     count = len(gpus) or request.num_gpus

@@ -15,10 +15,10 @@ from typing import Any
 from kog_dist.errors import ConfigError
 from kog_dist.train.ablation_grid import AblationConfig, Job
 from kog_dist.train.curves import data_digest
-from kog_dist.train.display import duration
+from kog_dist.train.display import duration, nothing
 from kog_dist.train.distributed import Ranks
 from kog_dist.train.run import Run
-from kog_dist.train.settings import RunSettings, with_defaults
+from kog_dist.train.settings import with_defaults
 from kog_dist.train.state import write_json
 from kog_dist.train.tokens import TokenSet
 
@@ -108,7 +108,7 @@ class Ablation:
         )  # fmt: skip
         unfinished = self.out / "unfinished" / job.key
         run.resume(unfinished)
-        finished = run.train(call_seconds=left_s, report=_ignore, report_every=_report_every(settings), stop=stop)
+        finished = run.train(call_seconds=left_s, report=nothing, report_every=settings.steps_between(_REPORTS), stop=stop)
         run.close()
         if not finished:
             run.save(unfinished)
@@ -146,12 +146,3 @@ class Ablation:
         for key, value in self.described.items():
             if before.get(key) != value:
                 raise ConfigError(f"{self.out} holds an ablation with {key} {before.get(key)}, now {value}; use another folder")
-
-
-def _report_every(settings: RunSettings) -> int:
-    assert settings.num_steps is not None
-    return max(1, settings.num_steps // _REPORTS)
-
-
-def _ignore(line: str) -> None:
-    pass

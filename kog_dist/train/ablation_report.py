@@ -99,10 +99,10 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         rate = "" if row.learning_rate_factor == 1 else f" (rate x {row.learning_rate_factor:g})"
-        difference = "" if row.difference is None else _with_interval(row.difference, "+.4f")
+        difference = "" if row.difference is None else row.difference.text("+.4f")
         lines.append(
-            f"| {row.lanes} | {row.form}{rate} | {row.loss.count} | {_with_interval(row.loss, '.4f')} | "
-            f"{_with_interval(row.bits_per_byte, '.4f')} | {difference} | {row.tokens_per_s / 1e6:.2f} |"
+            f"| {row.lanes} | {row.form}{rate} | {row.loss.count} | {row.loss.text('.4f')} | "
+            f"{row.bits_per_byte.text('.4f')} | {difference} | {row.tokens_per_s / 1e6:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -112,10 +112,5 @@ def table_over_lanes(means: dict[tuple[float, str], Mean]) -> str:
     lines = ["| form | runs | difference to delay 0, all lanes |", "|---|---:|---:|"]
     for (factor, form), mean in means.items():
         rate = "" if factor == 1 else f" (rate x {factor:g})"
-        lines.append(f"| {form}{rate} | {mean.count} | {_with_interval(mean, '+.4f')} |")
+        lines.append(f"| {form}{rate} | {mean.count} | {mean.text('+.4f')} |")
     return "\n".join(lines) + "\n"
-
-
-def _with_interval(mean: Mean, digits: str) -> str:
-    value = format(mean.value, digits)
-    return value if mean.half is None else f"{value} ± {mean.half:.4f}"

@@ -51,3 +51,7 @@ def duration(seconds: float) -> str:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def nothing(line: str) -> None:
+    """A `report` that shows nothing."""

@@ -20,6 +20,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.train.affinity import Regrouping, regrouped_for_delay
 from kog_dist.train.config import read_tables, settings_of, spec_of
 from kog_dist.train.curves import data_digest
+from kog_dist.train.display import nothing
 from kog_dist.train.distributed import Ranks
 from kog_dist.train.intervals import Mean, mean_of, paired
 from kog_dist.train.run import Run
@@ -112,7 +113,7 @@ class Healing:
             settings = self.config.heal_settings(seed)
             run = Run(spec, settings, self._tokens, ranks=self.device, execution=self.config.execution, start=weights)
             before = run.held_out_loss(self.config.heal.final_batches)
-            run.train(report=_ignore, report_every=max(1, settings.num_steps // 8 if settings.num_steps else 1))
+            run.train(report=nothing, report_every=settings.steps_between(8))
             run.close()
             result = {
                 "start": start, "seed": seed, "loss_before": before, "loss": run.held_out_loss(self.config.heal.final_batches),
@@ -169,8 +170,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Markdown."""
     lines = ["| start | seeds | held-out loss before | after | more than with delay 0 |", "|---|---:|---:|---:|---:|"]
     for start, (before, after, difference) in means(results).items():
-        cells = [f"{after.count}", f"{before.value:.4f}", _with_interval(after, ".4f")]
-        cells.append("" if difference is None else _with_interval(difference, "+.4f"))
+        cells = [f"{after.count}", f"{before.value:.4f}", after.text(".4f")]
+        cells.append("" if difference is None else difference.text("+.4f"))
         lines.append(f"| {start} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -181,12 +182,3 @@ def write_report(out: Path, described: Mapping[str, Any], results: Sequence[Mapp
     coupling = json.loads(shares.read_text(encoding="utf-8")) if shares.exists() else None
     write_json(out / "results.json", {"config": described, "coupling_inside_lanes": coupling, "runs": list(results)})
     (out / "table.md").write_text(table(results), encoding="utf-8")
-
-
-def _with_interval(mean: Mean, digits: str) -> str:
-    value = format(mean.value, digits)
-    return value if mean.half is None else f"{value} ± {mean.half:.4f}"
-
-
-def _ignore(line: str) -> None:
-    pass

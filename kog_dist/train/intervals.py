@@ -19,6 +19,11 @@ class Mean:
     half: float | None
     count: int
 
+    def text(self, digits: str) -> str:
+        """For tables: the value in this format, with its interval."""
+        value = format(self.value, digits)
+        return value if self.half is None else f"{value} ± {self.half:.4f}"
+
 
 def mean_of(values: Sequence[float]) -> Mean:
     """Mean and interval of independent, roughly normal values (one per seed). Needs one value at least."""

@@ -60,6 +60,11 @@ class RunSettings:
         if self.function_share + self.repetition_share > 1:
             raise ConfigError("function_share and repetition_share are together more than 1: they are shares of the same rows")
 
+    def steps_between(self, entries: int) -> int:
+        """Steps between two of about so many entries of the loss curves. Needs `num_steps`."""
+        assert self.num_steps is not None
+        return max(1, self.num_steps // entries)
+
 
 @dataclass(frozen=True)
 class Execution:

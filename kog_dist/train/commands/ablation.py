@@ -8,16 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kog_dist.train.commands.options import DataOption
+from kog_dist.train.commands.options import CallSecondsOption, DataOption, ResultsOption
 
 
 def ablation(
     data: DataOption,
-    out: Annotated[Path, typer.Option(help="Folder of the results; what is done there is not done again.")],
+    out: ResultsOption,
     config: Annotated[Path, typer.Option(help="TOML file with [model], [run], [execution] and [grid].")] = Path(
         "configs/train/ablation.toml"
     ),
-    call_seconds: Annotated[float, typer.Option(help="Stop after this long; the next call resumes.")] = math.inf,
+    call_seconds: CallSecondsOption = math.inf,
     lanes: Annotated[list[int] | None, typer.Option(help="Train only these lanes of the grid.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Train only these seeds of the grid.")] = None,
     processes: Annotated[

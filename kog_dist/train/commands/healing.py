@@ -8,16 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kog_dist.train.commands.options import DataOption
+from kog_dist.train.commands.options import CallSecondsOption, DataOption, ResultsOption
 
 
 def healing(
     data: DataOption,
-    out: Annotated[Path, typer.Option(help="Folder of the results; what is done there is not done again.")],
+    out: ResultsOption,
     config: Annotated[Path, typer.Option(help="TOML file with [model], [run], [execution] and [heal].")] = Path(
         "configs/train/healing.toml"
     ),
-    call_seconds: Annotated[float, typer.Option(help="Stop after this long; the next call resumes.")] = math.inf,
+    call_seconds: CallSecondsOption = math.inf,
     device: str = "cuda",
 ) -> dict[str, Any]:
     """Train a model of delay 0, give it a delay with and without regrouping, and train on: losses before and after."""

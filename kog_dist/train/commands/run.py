@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kog_dist.train.commands.options import DataOption, StateOption
+from kog_dist.train.commands.options import CallSecondsOption, DataOption, StateOption
 
 if TYPE_CHECKING:
     from kog_dist.train.config import RunConfig
@@ -25,7 +25,7 @@ def run(
     start: Annotated[Path | None, typer.Option(help="Model folder whose shape and weights the run begins with.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all; default: what fits into --train-seconds.")] = None,
     train_seconds: Annotated[float | None, typer.Option(help="[default: 1200]")] = None,
-    call_seconds: Annotated[float, typer.Option(help="Stop and save after this long; the next call resumes.")] = math.inf,
+    call_seconds: CallSecondsOption = math.inf,
     batch: Annotated[int | None, typer.Option(help="Rows per step, over all GPUs. [default: 128]")] = None,
     time: Annotated[int | None, typer.Option(help="Tokens per row. [default: 2048]")] = None,
     optimizer: Annotated[str | None, typer.Option(help="muon (matrices; AdamW for the rest, default) or adamw.")] = None,
