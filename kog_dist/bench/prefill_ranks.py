@@ -95,9 +95,11 @@ def measure(context: RankContext) -> dict[str, Any]:
 def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float]:
     prefill.forget(max(0, cached - DECODED))
     begin_s = time.perf_counter()
-    reached = prefill.run(ids[:-1], cached, should_stop=lambda: False)
+    reached = prefill.run(ids, cached, should_stop=lambda: False)
     filled_s = time.perf_counter()
-    kernel.begin(ids, 1, Sampling(), first_position=reached)
+    if reached != len(ids):
+        raise LaunchError(f"prefill gave up at position {reached}: a value left the range of binary16")
+    kernel.begin(ids, 1, Sampling(), first_position=reached - 1, streams=prefill.streams)
     kernel.launch(1)
     kernel.finish()
     return 1e3 * (filled_s - begin_s), 1e3 * (time.perf_counter() - begin_s)

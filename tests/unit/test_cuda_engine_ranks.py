@@ -62,10 +62,11 @@ class RankKernel(ScriptedKernel):
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
+        streams: int = 0,
     ) -> None:
         assert self.is_idle(), "a launch is under way"
         with self.all_ranks.lock:
-            super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position, shaped=shaped)
+            super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position, shaped=shaped, streams=streams)
             self.cancelled, self.chunks = False, []
             self.all_ranks.happened.append("begin")
             self.num_begun += 1
@@ -253,7 +254,7 @@ def test_gpus_of_two_kinds_are_refused(ranks: Ranks, runtime: PlayedRuntime) -> 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_kernels_from_other_sources_are_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter(f"decode-{number}.cubin" for number in range(8))
+    names = iter(f"decode-{number}.cubin" for number in range(12))
     monkeypatch.setattr(build, "cubin_name", lambda headers, source: next(names))
     errors = ranks.on_all(lambda engine: engine.startup())
     assert any("the ranks do not agree on the kernel" in str(error) for error in errors)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kog_dist.decode.sampling import Sampling
-from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, LAYERS_DONE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.monokernel import Monokernel
 
 CONTEXT, STREAM = 16, 7
@@ -28,6 +28,16 @@ class Memory:
         return self.array.copy()
 
 
+class Launched:
+    """A kernel that is never run."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, int, bytes, int]] = []
+
+    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
+        self.grids.append((num_ctas, num_threads, params, stream))
+
+
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     def copy(to: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
@@ -39,6 +49,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
     made = Monokernel.__new__(Monokernel)
     made._tag, made.stream = 0, SimpleNamespace(ptr=STREAM)
+    made._epoch, made._num_heads_alone, made._whole_epoch = 0, 0, -1
+    made.shape = SimpleNamespace(num_lanes=2, spec=SimpleNamespace(num_layers=12, hidden_size=768))  # type: ignore[assignment]
+    made.words, made._peers = Memory(4, np.uint64), b"peers"
+    made._streams_kernel = Launched()  # type: ignore[assignment]
     made._prompt, made._state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
     made._staged_prompt, made._staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
     return made
@@ -55,3 +69,35 @@ def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel
     assert [int(state[name]) for name in ("token", "position", "num_prompt", "max_tokens", "epoch")] == [4, 3, 5, 6, 99]
     assert int(state["abort_mirror"]) == 0, "nothing else of the request before is left"
     assert kernel._tag == 2
+
+
+def test_a_step_that_begins_with_its_head_gets_the_streams(kernel: Monokernel) -> None:
+    kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=0x123400)
+    assert int(kernel.state()["token"]) == 7 | LAYERS_DONE
+    (launch,) = kernel._streams_kernel.grids  # type: ignore[attr-defined]
+    assert launch[:2] == (3, STREAM_THREADS), "a thread for each pair of values"
+    assert launch[3] == STREAM
+    params = np.frombuffer(launch[2], STREAM_PARAMS.dtype, count=1)[0]
+    assert int(params["streams_ptr"]) == 0x123400
+    assert [int(params[name]) for name in ("words_ptr", "state_ptr")] == [kernel.words.data.ptr, kernel._state.data.ptr]
+    assert launch[2][STREAM_PARAMS.size_bytes :] == b"peers"
+
+
+def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(kernel: Monokernel) -> None:
+    """Thousands of requests of one token, whose only step is an LM head; then one whose layers read words again."""
+    num_tags, num_layers = 1 << 16, 12
+    state = kernel._state.array.view(DECODE_STATE.dtype)
+    state["epoch"] = 100  # the last one, 99, ran its layers
+    bumps = []
+    for request in range(num_tags):
+        epoch = int(state["epoch"][0])
+        kernel._choose_epoch(epoch, begins_at_head=True)
+        bumps += [request] * (kernel._epoch != epoch)
+        next_whole, left = kernel._epoch + 1, 99  # the second step, if there were one
+        assert (next_whole * (num_layers + 1) + 1 - left * (num_layers + 1) - num_layers) % num_tags, "tags of layers 0 and 11"
+        assert (kernel._epoch - epoch) % 2 == 0
+        state["epoch"] = kernel._epoch + 1
+    assert len(bumps) == 1, "in 65,536 requests"
+    kernel._choose_epoch(int(state["epoch"][0]), begins_at_head=False)
+    kernel._choose_epoch(kernel._epoch + 3, begins_at_head=True)
+    assert kernel._whole_epoch == kernel._epoch - 1

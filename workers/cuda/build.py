@@ -7,7 +7,8 @@ from pathlib import Path
 
 from kog_dist.cuda import build as compiler
 
-KERNEL_SOURCES = PLAIN_SOURCE, SHAPED_SOURCE = "decode.cu", "decode_shaped.cu"  # the monokernel's two builds
+PLAIN_SOURCE, SHAPED_SOURCE, STREAMS_SOURCE = "decode.cu", "decode_shaped.cu", "last_streams.cu"
+KERNEL_SOURCES = PLAIN_SOURCE, STREAMS_SOURCE, SHAPED_SOURCE  # the monokernel, what may come before a launch, its other build
 _SOURCE_FOLDERS = (("kog_dist.workers", "kernels"), ("kog_dist.workers", "phases"), ("kog_dist.collectives", "device"))
 
 

@@ -42,7 +42,7 @@ DECODE_STATE = Struct(
     "DecodeState",
     "What one launch leaves to the next, in device memory.",
     (
-        Field("token", "u32", "token to feed in next"),
+        Field("token", "u32", "token to feed in next; the highest bit: its layers have been run (kernels/last_streams.cu)"),
         Field("position", "u32", "its position"),
         Field("num_prompt", "u32", "tokens of the prompt"),
         Field("max_tokens", "u32", "most tokens to generate"),
@@ -53,6 +53,17 @@ DECODE_STATE = Struct(
         Field("hash", "u32", "running hash of all tokens and scores, low and high half; in a build with hashes", count=2),
     ),
     size_multiple=128,
+)
+LAYERS_DONE = 1 << 31  # in DecodeState.token
+STREAM_THREADS = 256  # of a thread block of kog_publish_streams
+STREAM_PARAMS = Struct(
+    "StreamParams",
+    "Parameters of kog_publish_streams, which a `KogPeers` follows; passed by value. Pointers are device addresses.",
+    (
+        Field("streams_ptr", "u64", "float32 (lanes, hidden): the streams behind the last layer"),
+        Field("words_ptr", "u64", "as in DecodeParams"),
+        Field("state_ptr", "u64", "DecodeState, whose epoch is that of the next step"),
+    ),
 )
 SHAPING_PARAMS = Struct(
     "ShapingParams",
@@ -102,7 +113,7 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, SHAPING_PARAMS)
+KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, SHAPING_PARAMS, STREAM_PARAMS)
 
 
 def abi_header() -> str:

@@ -17,9 +17,9 @@ from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.errors import DeviceError, LaunchError
-from kog_dist.workers.cuda.build import build
+from kog_dist.workers.cuda.build import STREAMS_SOURCE, build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
-from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, LAYERS_DONE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import NUM_HASHES, SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.shaped import ShapedBuild, ShapedRequest
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
 
 STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "scored", "mixed", "merged", "attended")  # of a traced build
-KERNEL_NAME = "kog_decode"
+KERNEL_NAME, STREAMS_KERNEL_NAME = "kog_decode", "kog_publish_streams"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF
 _NOT_READY = 600  # cudaErrorNotReady
@@ -72,6 +72,7 @@ class Monokernel:
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
+        self._streams_kernel = Kernel(build(shape.headers(), STREAMS_SOURCE).path, STREAMS_KERNEL_NAME, 0)
         self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
         self._shaped_request: ShapedRequest | None = None
         context = shape.spec.max_context
@@ -92,7 +93,8 @@ class Monokernel:
         kinds, vectors = len(STAMP_KINDS), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
-        self._epoch = 0
+        self._epoch = self._num_heads_alone = 0  # at the beginning of the request; its steps without layers
+        self._whole_epoch = -1  # of the last step that ran its layers
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
 
@@ -106,23 +108,30 @@ class Monokernel:
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
+        streams: int = 0,
     ) -> None:
         """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way.
 
-        `shaped`: what it asks for besides; its launches are of the shaped build.
+        `shaped`: what it asks for besides; its launches are of the shaped build. `streams`: the GPU address of the streams behind
+        the last layer, float32 (lanes, hidden), of the prompt's last token. That is at `first_position`, and the cache holds it,
+        too: its step begins with the LM head.
         """
         from cupy.cuda import runtime
 
         self._tag = self._tag % 0xFFFFFFFE + 1
         self._sampling, self._stop_ids = sampling, tuple(stop_ids)
         before = self.state()  # has waited for the stream: nothing reads the staged memory any more
-        self._epoch, self._shaped_request = int(before["epoch"]), shaped
+        self._choose_epoch(int(before["epoch"]), begins_at_head=streams != 0)
+        self._shaped_request = shaped
         if shaped is not None:
             assert self._shaped is not None, "made without the shaped build"
             self._shaped.begin(shaped, sampling, prompt, self.stream)
         state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position:]), np.uint32)
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
+        if streams:
+            assert first_position == len(prompt) - 1
+            state["token"] |= np.uint32(LAYERS_DONE)
         state["max_tokens"], state["epoch"], state["num_exchanges"] = max_tokens, self._epoch, before["num_exchanges"]
         state["hash"] = before["hash"]
         self._staged_prompt[: len(rest)] = rest
@@ -131,6 +140,30 @@ class Monokernel:
             (place, self._staged_prompt, rest.nbytes), (self._state.data.ptr, state, DECODE_STATE.size_bytes),
         ):  # fmt: skip
             runtime.memcpyAsync(to, source.ctypes.data, num_bytes, runtime.memcpyHostToDevice, self.stream.ptr)
+        if streams:
+            self._publish(streams)
+
+    def _publish(self, streams: int) -> None:
+        """Queue that these become the words from which a step's LM head is computed, here and on the peers."""
+        params = np.zeros((), STREAM_PARAMS.dtype)
+        params["streams_ptr"], params["words_ptr"], params["state_ptr"] = streams, self.words.data.ptr, self._state.data.ptr
+        num_ctas = -(-self.shape.num_lanes * self.shape.spec.hidden_size // (2 * STREAM_THREADS))
+        self._streams_kernel.launch_grid(num_ctas, STREAM_THREADS, params.tobytes() + self._peers, self.stream.ptr)
+
+    def _choose_epoch(self, epoch: int, *, begins_at_head: bool) -> None:
+        """The first epoch of a request: `epoch`, where the one before ended, or 2 more.
+
+        The layers' words carry 16 bits of their epoch. After thousands of requests of one token each, whose only step was an LM
+        head, the words of the last layers that ran might have the tags that the next ones wait for. Epochs left out are never
+        waited for by anybody; their number is even, since candidates have two slots in turn.
+        """
+        if epoch - self._epoch > self._num_heads_alone:
+            self._whole_epoch = epoch - 1
+        self._epoch, self._num_heads_alone = epoch, int(begins_at_head)
+        num_layers = self.shape.spec.num_layers
+        since = self._epoch + self._num_heads_alone - self._whole_epoch
+        if (since * (num_layers + 1) - (num_layers - 1)) % 0x10000 == 0:
+            self._epoch += 2
 
     def launch(self, num_steps: int, stamps: Any = None) -> None:
         """Queue at most `num_steps` more tokens (prompt tokens count); does nothing once the request has ended.

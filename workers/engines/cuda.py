@@ -144,22 +144,22 @@ class CudaEngine:
             return self._decode(seq, request, heartbeat, self._prefilled(seq, request, heartbeat))
 
     def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> int:
-        """Positions that the KV cache holds once the prompt has gone through prefill: all but the last one, which the kernel
-        decodes, so that answers begin with the same bits on any number of ranks.
+        """Positions that the KV cache holds once the prompt has gone through prefill: all of them, and then the kernel begins
+        with the LM head.
 
         Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
         """
-        start, num_wanted = request.kv.num_cached, len(request.prompt) - 1
+        start, num_prompt = request.kv.num_cached, len(request.prompt)
         if self._prefill is None:
             return start
-        if num_wanted - start < MIN_PREFILL_TOKENS:
+        if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
             self._prefill.forget(start)
             return start
         num_asked, is_stopped = 0, False
 
         def progress(position: int) -> None:
             heartbeat.progress()
-            self._control.set_progress(self._rank, seq, position)
+            self._control.set_progress(self._rank, seq, min(position, num_prompt - 1))  # the last one is done with a token
 
         def should_stop() -> bool:
             """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
@@ -171,7 +171,7 @@ class CudaEngine:
             return is_stopped
 
         held = self._prefill.run(
-            request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress
+            request.prompt, start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress
         )
         if self._control.aborted():
             self._leave(f"left request {seq}")
@@ -186,11 +186,16 @@ class CudaEngine:
         """The kernel decodes many tokens in a launch and chooses them itself."""
         kernel, num_prompt = self._loaded, len(request.prompt)
         max_tokens = min(request.max_tokens, self._max_context - num_prompt)
+        streams = 0
+        if num_cached == num_prompt and self._prefill is not None:  # its layers are done
+            num_cached, streams = num_prompt - 1, self._prefill.streams
         sampling = Sampling(request.temperature, request.seed)
         shaped = ShapedRequest(request.shaping, request.logprobs, request.mask_epoch) if request.is_shaped else None
         if request.mask_epoch:
             self._await_first_mask(seq, request, heartbeat)
-        kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
+        kernel.begin(
+            request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped, streams=streams
+        )
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)

@@ -38,6 +38,10 @@ class Prefiller(Protocol):
     ) -> int:
         """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then."""
 
+    @property
+    def streams(self) -> int:
+        """Address of the streams behind the last layer of the last token given to `run`, if it returned that it holds all."""
+
     def forget(self, position: int) -> None:
         """The kernel writes its KV cache from `position` on, without prefill."""
 

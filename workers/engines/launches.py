@@ -41,8 +41,12 @@ class Kernel(Protocol):
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
+        streams: int = 0,
     ) -> None:
-        """Set up a request whose first tokens are in the KV cache already."""
+        """Set up a request whose first tokens are in the KV cache already.
+
+        `streams`: address of the last streams of its last token, if prefill has run that one's layers, too.
+        """
 
     def launch(self, num_steps: int) -> None:
         """Queue steps; they do nothing once the request has ended."""

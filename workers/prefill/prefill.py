@@ -34,6 +34,13 @@ class Runner(Protocol):
     def queue(self, block: Block) -> Callable[[], bool]:
         """Queue the next block; what comes back says whether it has ended."""
 
+    @property
+    def streams(self) -> int:
+        """Address of the streams that `queue_end` makes, float32 (lanes, hidden)."""
+
+    def queue_end(self, block: Block) -> None:
+        """Queue behind the block of the prompt's last token: that one's streams behind the last layer."""
+
     def store(self, first: int, last: int) -> None:
         """Queue behind all blocks: these positions go to the monokernel's cache if all values are finite."""
 
@@ -65,6 +72,13 @@ class Prefill:
         self._runner, self._max_context, self._sizes = runner, max_context, tuple(sizes)
         self._exact_size = exact_size
         self._held = 0  # positions whose plain keys and values are those of the cache
+
+    @property
+    def streams(self) -> int:
+        """Address of float32 (lanes, hidden) on the device: the streams behind the last layer of the last token that `run` was
+        given, if it returned that it holds all of them.
+        """
+        return self._runner.streams
 
     def forget(self, position: int) -> None:
         """The cache was written from `position` on while no prefill of what it held until then came between."""
@@ -99,7 +113,7 @@ class Prefill:
         self._runner.begin(token_ids, start, min(self._held, start))
         self._held = 0
         try:
-            reached = self._queue(waiting, start, should_stop, aborted, on_progress)
+            reached = self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress)
         except BaseException:
             self._runner.stop()
             raise
@@ -112,6 +126,7 @@ class Prefill:
         self,
         waiting: deque[Block],
         start: int,
+        num_tokens: int,
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
@@ -132,6 +147,8 @@ class Prefill:
                 block = waiting.popleft()
                 end = block.end
                 queued.append((end, self._runner.queue(block)))
+                if end == num_tokens:
+                    self._runner.queue_end(block)
             elif not waiting and not is_stored:
                 self._runner.store(start, end)
                 is_stored = True
@@ -150,6 +167,7 @@ class HostRunner:
         self._rows: dict[int, Rows] = {size: buffers.rows(size) for size in sizes}
         if exact_size:
             self._rows[exact_size] = buffers.rows(exact_size, is_exact=True)
+        self._last = buffers.rows(1, is_exact=True)
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
@@ -159,6 +177,15 @@ class HostRunner:
         """See `Runner`."""
         self._layers.run(self._rows[block.size])
         return lambda: True
+
+    @property
+    def streams(self) -> int:
+        """See `Runner`."""
+        return self._buffers.last_streams.data_ptr()
+
+    def queue_end(self, block: Block) -> None:
+        """See `Runner`."""
+        self._layers.finish(self._rows[block.size], self._last)
 
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""
@@ -188,7 +215,7 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     staged = buffers.staged_prompt.numpy()
     staged[start : len(token_ids)] = np.frombuffer(array("i", token_ids[start:]), np.int32)  # a third of np.array's time
     staged[len(token_ids) : end] = 0  # padding: any token will do
-    buffers.staged_flags.numpy()[:] = (start, 0)
+    buffers.staged_flags.numpy()[:] = (start, 0, len(token_ids) - 1)
     buffers.flags.copy_(buffers.staged_flags, non_blocking=True)
     buffers.prompt[start:end].copy_(buffers.staged_prompt[start:end], non_blocking=True)
     if held < start:

@@ -1,4 +1,4 @@
-"""The CUDA engine hands prompts to prefill and the last token to the kernel; both are played by Python."""
+"""The CUDA engine hands prompts to prefill and the last token's streams to the kernel; both are played by Python."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ BLOCK = 16
 
 class ScriptedPrefill:
     """Blocks of 16 tokens. `gives_up`: it stores nothing."""
+
+    streams = 0x5000
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []  # tokens, start
@@ -70,14 +72,16 @@ Parts = tuple[CudaEngine, ScriptedKernel, ScriptedPrefill]
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_the_kernel_begins_with_the_last_token(control: ControlPage, parts: Parts, logprobs: int | None) -> None:
+def test_the_kernel_begins_with_the_head_of_the_last_token(control: ControlPage, parts: Parts, logprobs: int | None) -> None:
     engine, kernel, prefill = parts
     assert engine.run(1, request(num_prompt=100, max_tokens=5, logprobs=logprobs)) is Finish.LENGTH
-    assert prefill.calls == [(99, 0)]
+    assert prefill.calls == [(100, 0)]
     assert kernel.begun[0] == (100, 99)
+    assert kernel.streams == prefill.streams
     assert [entry.token_id for entry in answer(control)] == [199, 200, 201, 202, 203]
     engine.run(2, request(num_prompt=150, max_tokens=5, kv=KvUse(num_cached=104), logprobs=logprobs))
-    assert prefill.calls[1] == (149, 104)
+    assert prefill.calls[1] == (150, 104)
+    assert prefill.forgotten == [100, 150], "the kernel's own tokens come behind the prompt"
     assert control.progress(2) == 154
 
 
@@ -88,6 +92,7 @@ def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
     assert prefill.calls == []
     assert prefill.forgotten == [0, 99], "what stands in the cache from there on is the kernel's"
     assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
+    assert kernel.streams == 0
 
 
 def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:
@@ -103,6 +108,7 @@ def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: P
     prefill.before_block = cancel_in_the_second
     assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
     assert kernel.begun == [(100, 2 * BLOCK)]
+    assert kernel.streams == 0
 
 
 class Rank0:
@@ -131,6 +137,7 @@ def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Par
     prefill.gives_up = True
     assert engine.run(1, request(num_prompt=100, max_tokens=5, kv=KvUse(num_cached=7))) is Finish.LENGTH
     assert kernel.begun == [(100, 7)]
+    assert kernel.streams == 0
     assert len(answer(control)) == 5
 
 

@@ -165,6 +165,8 @@ def test_an_error_of_cublas_is_a_sentence() -> None:
 class Failing:
     """Prefill whose first run raises."""
 
+    streams = 0
+
     def run(self, *_: Any, **__: Any) -> int:
         raise RuntimeError("CUDA error: invalid argument")
 
