@@ -45,6 +45,10 @@ class DecodeSlot:
         """Number of the current request."""
         return self._seq
 
+    def stages_ns(self) -> list[int]:
+        """When rank 0 came to each RankStage, of this request or of one before."""
+        return self._control.stages_ns(0)
+
     def may_submit(self) -> bool:
         """Whether the next request may be handed over: request blocks are two, used in turn."""
         newest = self._control.doorbell()

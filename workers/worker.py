@@ -13,6 +13,7 @@ from enum import IntEnum
 
 from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, KogError
+from kog_dist.stages import RankStage
 from kog_dist.wait import WaitResult
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.base import Engine
@@ -96,8 +97,10 @@ def serve(engine: Engine, control: ControlPage, rank: int) -> None:
     while True:
         if control.wait_doorbell(rank, seq) is WaitResult.ABORT:
             raise AbortedError(f"rank {rank} was idle when the engine was stopped")
+        control.stamp(rank, RankStage.SEEN)
         seq += 1
         request = control.read_request(seq)
+        control.stamp(rank, RankStage.READ)
         control.set_state(rank, RankState.RUNNING)
         engine.run(seq, request)
         control.set_done(rank, seq)

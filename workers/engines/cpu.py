@@ -23,6 +23,7 @@ from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.stages import RankStage
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
@@ -89,6 +90,7 @@ class CpuEngine:
             if not self._prefill(seq, request):
                 self._put(seq, 0, NO_TOKEN, None, None, Finish.CANCELLED)
                 return Finish.CANCELLED
+            self._control.stamp(self._rank, RankStage.PREFILLED)
             return self._decode(seq, request)
 
     def _prefill(self, seq: int, request: DecodeRequest) -> bool:
@@ -109,6 +111,8 @@ class CpuEngine:
                 choose=root.choose_at(position) if root is not None else None,
             )  # fmt: skip
             token_id = output.token_id
+            if index == 0:
+                self._control.stamp(self._rank, RankStage.CHOSEN)
             finish = Finish.NONE
             if output.stopped:  # why rank 0 found nothing to choose, it alone knows
                 finish = root.failure if root is not None and root.failure is not Finish.NONE else Finish.CANCELLED

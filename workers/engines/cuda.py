@@ -24,6 +24,7 @@ from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, KogError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
@@ -165,6 +166,8 @@ class CudaEngine:
             """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
             nonlocal num_asked, is_stopped
             num_asked += 1
+            if num_asked == 1:
+                self._control.stamp(self._rank, RankStage.UPLOADED)
             is_stopped = self._control.cancelled(seq)
             if self._peers is not None:
                 is_stopped = num_asked > 1 and bool(self._peers.share_choice(int(is_stopped), Finish.NONE)[0])
@@ -180,6 +183,7 @@ class CudaEngine:
             note(f"a value of request {seq} left the range of prefill's binary16; such prompts go token by token")
         self._prefill.forget(held)
         progress(held)
+        self._control.stamp(self._rank, RankStage.PREFILLED)
         return held
 
     def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int) -> Finish:
@@ -192,8 +196,11 @@ class CudaEngine:
             self._await_first_mask(seq, request, heartbeat)
         kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
+        self._control.stamp(self._rank, RankStage.LAUNCHED)
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
+            if index == 0:
+                self._control.stamp(self._rank, RankStage.CHOSEN)
             logits = self._logits(seq) if request.logit_digests else None
             wants_logprobs = self._rank == 0 and request.logprobs is not None and token.token_id != NO_TOKEN
             logprobs = self._logprobs(seq, index) if wants_logprobs else None
