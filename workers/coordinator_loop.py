@@ -155,6 +155,7 @@ class Coordinator:
     def _accept(self, stream: RequestStream) -> None:
         stream.told_position = self.requests.enqueue(stream)
         stream.timings.stage("admitted", self._clock())
+        self._start_next()  # ranks that have nothing to do need not wait until the client is told
         self._send(
             stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
         )

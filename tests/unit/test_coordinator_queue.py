@@ -9,7 +9,20 @@ import pytest
 
 from kog_dist.control import AbortCause
 from kog_dist.decode.request import KvUse
-from kog_dist.rpc.messages import Accepted, Alive, Done, Drain, Error, ErrorCode, FinishReason, Prefill, StatusReport, Tokens
+from kog_dist.rpc.listener import Delivery
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    Done,
+    Drain,
+    Error,
+    ErrorCode,
+    Event,
+    FinishReason,
+    Prefill,
+    StatusReport,
+    Tokens,
+)
 from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
 
 A, B, C = PEERS
@@ -149,6 +162,19 @@ def test_tokens_that_came_in_time_are_not_lost_to_the_deadline(engine: HandTurne
     engine.pass_ms(600)
     engine.coordinator.turn()
     assert last(engine, "a1").finish_reason is FinishReason.LENGTH
+
+
+def test_idle_ranks_have_a_request_before_its_client_is_told(engine: HandTurned, monkeypatch: pytest.MonkeyPatch) -> None:
+    doorbells: list[int] = []
+    send = engine.wire.send
+
+    def noting(peer: bytes, event: Event) -> Delivery:
+        doorbells.append(engine.ranks.control.doorbell())
+        return send(peer, event)
+
+    monkeypatch.setattr(engine.wire, "send", noting)
+    engine.ask(A, "a1")
+    assert doorbells == [1]
 
 
 # ---- progress and timings ----

@@ -43,7 +43,7 @@ class CpuEngine:
         self._rendezvous: LocalRendezvous | None = None
         self._comm: CpuCommunicator | None = None
         self._interpreter: Interpreter | None = None
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
 
     # ---- startup ----
     def startup(self) -> None:
@@ -82,7 +82,7 @@ class CpuEngine:
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """See `Engine.run`."""
-        with Heartbeat(self._control, self._rank, self._args.step_timeout_s + HEARTBEAT_MARGIN_S) as self._heartbeat:
+        with self._heartbeat:
             assert self._interpreter is not None
             use = request.kv
             self._interpreter.use_cache(use.cache, use.source, use.num_cached)
@@ -144,7 +144,6 @@ class CpuEngine:
         """One token. Rank 0 alone looks for a cancel; its decision reaches the others with the candidates of this step."""
         assert self._interpreter is not None
         assert self._comm is not None
-        assert self._heartbeat is not None
         if self._control.aborted():
             raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
         self._heartbeat.progress()
@@ -172,6 +171,7 @@ class CpuEngine:
 
     def close(self) -> None:
         """See `Engine.close`."""
+        self._heartbeat.close()
         self._interpreter = None
         if self._comm is not None:
             self._comm.close()

@@ -8,6 +8,7 @@ kernels. How far ranks are apart in time does not matter.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
+FIRST_TOKEN_SPIN_S = 0.004  # behind prefill it comes within about a millisecond, and whoever asked waits for it
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
@@ -57,6 +59,7 @@ class CudaEngine:
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._has_overflown = False  # prefill, in any request so far
         self._max_context = 0
+        self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
 
     # ---- startup ----
     def startup(self) -> None:
@@ -140,8 +143,7 @@ class CudaEngine:
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """See `Engine.run`."""
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
-        limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
-        with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
+        with translated_errors(self._args.device), self._heartbeat as heartbeat:
             return self._decode(seq, request, heartbeat, self._prefilled(seq, request, heartbeat))
 
     def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> int:
@@ -237,6 +239,7 @@ class CudaEngine:
         `num_cached`: positions that the KV cache held before the launches, while they are prefilling; None afterwards.
         """
         kernel, asked_to_cancel = self._loaded, False
+        spin_until_s = time.monotonic() + FIRST_TOKEN_SPIN_S if index == 0 else 0.0
         while (token := kernel.token(index)) is None:
             if self._control.aborted():
                 self._leave(f"left request {seq}")
@@ -250,7 +253,10 @@ class CudaEngine:
             elif kernel.is_idle() and launches.all_ended and kernel.token(index) is None:
                 kernel.finish()
                 raise RequestFailed("rank_failed", f"the kernel ended without token {index} of request {seq}")
-            time.sleep(POLL_S)
+            if time.monotonic() < spin_until_s:
+                os.sched_yield()
+            else:
+                time.sleep(POLL_S)
         heartbeat.progress()
         return token
 
@@ -311,6 +317,7 @@ class CudaEngine:
 
     def close(self) -> None:
         """See `Engine.close`. The kernel leaves before memory that it uses is unmapped; bounded also when peers are gone."""
+        self._heartbeat.close()
         if self._kernel is not None:
             self._kernel.abort()
             with suppress(Exception):  # a context that has failed has nothing running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections import deque
@@ -137,8 +138,10 @@ class Prefill:
                 is_stored = True
             elif queued and queued[0][1]():
                 on_progress(queued.popleft()[0])
-            else:
-                time.sleep(POLL_S if waiting else 0)  # the GPU has more to do, or the first token waits for this thread
+            elif waiting:  # the GPU has more to do
+                time.sleep(POLL_S)
+            else:  # the first token waits for this thread; even `sleep(0)` takes what timers may be late by, 50 us
+                os.sched_yield()
         return end
 
 
