@@ -62,7 +62,7 @@ def test_positions_are_told_when_they_change(engine: HandTurned) -> None:
     assert [positions(engine, name) for name in ("a2", "a3", "b1")] == [[1, 2, 1], [2, 3, 2], [1, 0]]
     engine.decode(3)
     assert [type(last(engine, name)) for name in ("a1", "a2", "a3", "b1")] == [Done] * 4
-    assert [request.prompt for request in engine.ranks.uses] == [(1, 2)] * 4
+    assert [tuple(request.prompt) for request in engine.ranks.uses] == [(1, 2)] * 4
 
 
 def test_a_client_that_says_nothing_hears_that_it_is_not_forgotten(engine: HandTurned) -> None:

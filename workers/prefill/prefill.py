@@ -189,7 +189,7 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     """
     end = min(len(token_ids) + buffers.max_size, len(buffers.prompt))
     staged = buffers.staged_prompt.numpy()
-    staged[start : len(token_ids)] = np.frombuffer(array("i", token_ids[start:]), np.int32)  # a third of np.array's time
+    staged[start : len(token_ids)] = np.frombuffer(array("I", token_ids[start:]), np.int32)  # an engine gives such an array
     staged[len(token_ids) : end] = 0  # padding: any token will do
     buffers.staged_flags.numpy()[:] = (start, 0)
     buffers.flags.copy_(buffers.staged_flags, non_blocking=True)
