@@ -22,9 +22,11 @@ class Memory:
 
     def __init__(self, count: int, dtype: Any) -> None:
         self.array = np.zeros(count, dtype)
+        self.num_reads = 0  # by the host
         self.data = SimpleNamespace(ptr=self.array.ctypes.data)
 
     def get(self, stream: Any) -> Any:
+        self.num_reads += 1
         return self.array.copy()
 
 
@@ -38,7 +40,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
     made = Monokernel.__new__(Monokernel)
-    made._tag, made.stream = 0, SimpleNamespace(ptr=STREAM)
+    made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
     made._prompt, made._state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
     made._staged_prompt, made._staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
     return made
@@ -55,3 +57,17 @@ def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel
     assert [int(state[name]) for name in ("token", "position", "num_prompt", "max_tokens", "epoch")] == [4, 3, 5, 6, 99]
     assert int(state["abort_mirror"]) == 0, "nothing else of the request before is left"
     assert kernel._tag == 2
+
+
+def test_what_the_last_request_left_is_read_once(kernel: Monokernel) -> None:
+    kernel.begin([1, 2, 3], 4, Sampling())
+    state: Any = kernel._state
+    state.array.view(DECODE_STATE.dtype)["epoch"] = 7  # the kernel
+    for _ in range(2):
+        assert int(kernel.state()["epoch"]) == 7
+    num_reads = state.num_reads
+    kernel.begin([4, 5], 4, Sampling())
+    assert state.num_reads == num_reads, "nothing ran since"
+    assert int(kernel.state()["epoch"]) == 7
+    assert int(kernel.state()["token"]) == 4, "what was read before the request is not taken for its own"
+    assert state.num_reads == num_reads + 1
