@@ -31,6 +31,7 @@ from kog_dist.decode.request_blocks import NUM_BLOCKS, RequestBlocks, block_byte
 from kog_dist.decode.ring import TokenRing, ring_bytes
 from kog_dist.errors import LaunchError
 from kog_dist.memfd import Segment, round_up
+from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline, FutexWord, WaitResult
 
 COORDINATOR: Final = 0xFFFE  # in place of a rank in `set_abort` and `beat`
@@ -44,7 +45,7 @@ _BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"),
 _PROGRESS = RANK_CONTROL.word("progress")
 _KV_CACHES, _KV_RING = RANK_CONTROL.word("num_kv_caches"), RANK_CONTROL.word("kv_ring_positions")
 _EPOCHS_WAITED, _WAITED_NS = RANK_CONTROL.word("epochs_waited"), RANK_CONTROL.word("waited_ns")
-_ABORT_REQ = RANK_CONTROL.word("abort_req")
+_ABORT_REQ, _STAGES = RANK_CONTROL.word("abort_req"), RANK_CONTROL.word("stages_ns")
 
 
 class AbortCause(enum.IntEnum):
@@ -100,6 +101,7 @@ class ControlPage:
         if int(header["total_bytes"]) != segment.size_bytes:
             raise LaunchError(f"the control page has {segment.size_bytes} bytes and says {int(header['total_bytes'])}")
         self.world_size = int(header["world_size"])
+        self.submitted_ns = 0  # when this process last rang the doorbell
         self.max_context = int(header["max_context"])
         self.generation = int(header["generation"])
         self._segment = segment
@@ -186,6 +188,7 @@ class ControlPage:
         """
         seq = self._words[_DOORBELL] + 1
         self._requests.write(seq, request)
+        self.submitted_ns = time.monotonic_ns()
         self._words[_DOORBELL] = seq
         self._doorbell_futex.wake()
         return seq
@@ -264,6 +267,15 @@ class ControlPage:
         """Positions of request `seq` that rank 0 holds; None before it has begun, and after a later one has."""
         word = self._words[self._rank_word(0, _PROGRESS)]
         return word & 0xFFFFFFFF if word >> 32 == seq & 0xFFFFFFFF else None
+
+    def stamp(self, rank: int, stage: RankStage) -> None:
+        """Say that the running request has come to `stage` now. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _STAGES) + stage] = time.monotonic_ns()
+
+    def stages_ns(self, rank: int) -> list[int]:
+        """When the newest request that came to each RankStage did so; 0: none did."""
+        first = self._rank_word(rank, _STAGES)
+        return self._words[first : first + len(RankStage)].tolist()
 
     def set_epoch_waits(self, rank: int, waits: EpochWaits) -> None:
         """Say how often and how long `rank` has waited for peers; both only grow. Writer: the rank itself."""

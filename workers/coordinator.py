@@ -6,6 +6,7 @@ The socket is bound before anything slow, so clients can ask for the state while
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -49,6 +50,7 @@ def run_coordinator(args: CoordinatorArgs) -> int:
         coordinator.num_stop_signals += 1
 
     signal.signal(signal.SIGTERM, stop)
+    gc.freeze()  # what was made by now stays, and need not be looked through while somebody waits for a token
     exit_code = coordinator.run(wakeup_fd)
     if instance is not None and select.select([supervisor_fd], [], [], 0)[0]:
         instance.remove()  # the launcher is dead and cannot do it

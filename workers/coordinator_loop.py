@@ -91,8 +91,9 @@ class Coordinator:
     def turn(self) -> None:
         """One round: messages, tokens, the engine's state, the next request, clients that are slow."""
         self._control.beat(COORDINATOR)
+        received_ns = self._clock()
         for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
-            self._answer(peer, message)
+            self._answer(peer, message, received_ns)
         self._read_verdicts()
         self._read_tokens()
         self._end_expired()
@@ -121,10 +122,10 @@ class Coordinator:
         return farewell.exit_code
 
     # ---- messages ----
-    def _answer(self, peer: bytes, message: Request) -> None:
+    def _answer(self, peer: bytes, message: Request, received_ns: int) -> None:
         match message:
             case Generate():
-                self._take_request(peer, message)
+                self._take_request(peer, message, received_ns)
             case Cancel():
                 self._cancel(peer, message.request_id)
             case Hello():
@@ -135,8 +136,7 @@ class Coordinator:
                 self._begin_drain()
                 self._send_to(peer, self._report())
 
-    def _take_request(self, peer: bytes, message: Generate) -> None:
-        received_ns = self._clock()
+    def _take_request(self, peer: bytes, message: Generate, received_ns: int) -> None:
         try:
             self._check_room(peer, message.request_id)
             request = self._model.admit(message)
@@ -154,6 +154,8 @@ class Coordinator:
 
     def _accept(self, stream: RequestStream) -> None:
         stream.told_position = self.requests.enqueue(stream)
+        stream.timings.stage("admitted", self._clock())
+        self._start_next()  # ranks that have nothing to do need not wait until the client is told
         self._send(
             stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
         )
@@ -216,6 +218,7 @@ class Coordinator:
             if constraint is not None:
                 request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
             stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv)
+            stream.timings.stage("submitted", self._control.submitted_ns)
             if constraint is not None and self._slot.seq is not None:
                 self._grammars.run(self._slot.seq, request.mask_epoch, constraint)
 
@@ -224,12 +227,18 @@ class Coordinator:
         stream = self.requests.running
         if stream is None or not entries:
             return
+        is_first = not stream.num_tokens
+        if is_first:
+            stream.timings.stage("taken", self._clock())
+            stream.timings.rank_stages(self._slot.stages_ns())
         faulty = entries[-1].finish in (Finish.NUMERICAL_FAULT, Finish.NO_MASK)
         event, reason = stream.take(entries[:-1] if faulty else entries)
         if event is not None:
             self.counters.num_tokens += len(event.token_ids)
             if not self._send(stream, event):
                 return
+            if is_first:
+                stream.timings.stage("sent", self._clock())
         if reason is not None:
             self._finish(stream, reason)
         elif entries[-1].finish is Finish.NO_MASK:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 from kog_dist.control import ControlPage
@@ -25,7 +26,7 @@ class DecodeSlot:
         self._seq: int | None = None
         self._next_index = 0
         self._num_cached = 0
-        self._sequence: list[int] = []  # prompt and answer of the current request
+        self._sequence = array("I")  # prompt and answer of the current request
 
     @property
     def busy(self) -> bool:
@@ -45,6 +46,10 @@ class DecodeSlot:
         """Number of the current request."""
         return self._seq
 
+    def stages_ns(self) -> list[int]:
+        """When rank 0 came to each RankStage, of this request or of one before."""
+        return self._control.stages_ns(0)
+
     def may_submit(self) -> bool:
         """Whether the next request may be handed over: request blocks are two, used in turn."""
         newest = self._control.doorbell()
@@ -60,7 +65,7 @@ class DecodeSlot:
             self._caches = KeptCaches(self._control.kv_layout(), self._window)
         request = replace(request, kv=self._caches.take(request.prompt, reuse=reuse_kv))
         self._seq = self._control.submit(request)
-        self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, list(request.prompt)
+        self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, array("I", request.prompt)
         return request
 
     def cancel(self) -> None:
@@ -95,4 +100,4 @@ class DecodeSlot:
         else:
             self._caches.give_back(self._sequence, self.position, num_written=self.position)
         self._seq = None
-        self._sequence = []
+        self._sequence = array("I")

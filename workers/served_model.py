@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.sampling import Sampling, Shaping
@@ -63,7 +66,7 @@ class ServedModel:
                 f"ask for at most {room}"
             )
         return DecodeRequest(
-            prompt=tuple(prompt_ids), max_tokens=max_tokens, temperature=message.temperature, seed=message.seed,
+            prompt=prompt_ids, max_tokens=max_tokens, temperature=message.temperature, seed=message.seed,
             stop_ids=self.eos_ids, ignore_eos=message.ignore_eos, logit_digests=message.logit_digests,
             shaping=self._shaping(message, max_tokens), logprobs=message.logprobs,
         )  # fmt: skip
@@ -103,13 +106,13 @@ class ServedModel:
 
     def _prompt_ids(self, message: Generate) -> Sequence[int]:
         if (ids := message.prompt_ids) is not None:
-            if ids and (min(ids) < 0 or max(ids) >= self.spec.vocab_size):
-                idx = next(idx for idx, token_id in enumerate(ids) if not 0 <= token_id < self.spec.vocab_size)
-                raise RequestError(
-                    ErrorCode.TOKEN_ID_OUT_OF_RANGE,
-                    f"prompt_ids[{idx}] is {ids[idx]}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
-                )
-            return ids
+            if (words := _words_below(self.spec.vocab_size, ids)) is not None:
+                return words
+            idx = next(idx for idx, token_id in enumerate(ids) if not 0 <= token_id < self.spec.vocab_size)
+            raise RequestError(
+                ErrorCode.TOKEN_ID_OUT_OF_RANGE,
+                f"prompt_ids[{idx}] is {ids[idx]}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
+            )
         assert message.prompt is not None, "a Generate message has one of the two"
         if self.tokenizer is None:
             raise text_unavailable(self.folder)
@@ -124,6 +127,15 @@ class ServedModel:
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise RequestError(ErrorCode.INVALID_REQUEST, f"the tokenizer cannot read the prompt: {error!s:.200}") from None
+
+
+def _words_below(limit: int, ids: Sequence[int]) -> array[int] | None:
+    """The ids as 32-bit words if 0 <= id < `limit` for all of them. To look at each of thousands takes three times as long."""
+    try:
+        words = array("I", ids)
+    except OverflowError:
+        return None
+    return None if words and int(np.frombuffer(words, np.uint32).max()) >= limit else words
 
 
 def _too_long(message: str) -> RequestError:

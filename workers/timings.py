@@ -11,6 +11,9 @@ seconds, None where there was no such moment.
 | `total_s` | reception | end of the request |
 | `itl_p50_s` `itl_p99_s` | a token | the next one: median and 99th percentile (nearest rank) of these gaps |
 | `tokens_per_s` | first token | last token: tokens after the first, divided by that time |
+| `stages_s` | reception | each of `kog_dist.stages.STAGES`; empty without a token |
+
+`received_s` is the moment of the reception itself, on that clock.
 
 The moment of a token is when rank 0 knew it; tokens that came after a stop string do not count.
 """
@@ -21,6 +24,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kog_dist.stages import RANK_STAGES, STAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class Figures:
     itl_p50_s: float | None
     itl_p99_s: float | None
     tokens_per_s: float | None
+    received_s: float
+    stages_s: tuple[float | None, ...]
 
 
 class RequestTimings:
@@ -43,10 +50,20 @@ class RequestTimings:
         self.received_ns = received_ns
         self.submitted_ns: int | None = None
         self._stamps_ns: list[int] = []
+        self._stages_ns: dict[str, int] = {}
 
     def submitted(self, now_ns: int) -> None:
         """The ranks have it from now on."""
         self.submitted_ns = now_ns
+
+    def stage(self, name: str, moment_ns: int) -> None:
+        """The request has come to one of STAGES."""
+        self._stages_ns[name] = moment_ns
+
+    def rank_stages(self, moments_ns: Sequence[int]) -> None:
+        """What rank 0 has stamped; what it stamped before it had this request belongs to another one."""
+        begin_ns = self.submitted_ns or self.received_ns
+        self._stages_ns |= {name: ns for name, ns in zip(RANK_STAGES, moments_ns, strict=True) if ns >= begin_ns}
 
     def add_token(self, stamp_ns: int) -> float:
         """Note a token; returns its moment in seconds after the reception."""
@@ -76,7 +93,13 @@ class RequestTimings:
             itl_p50_s=percentile(gaps_s, 0.50),
             itl_p99_s=percentile(gaps_s, 0.99),
             tokens_per_s=len(gaps_s) / span_s if span_s > 0 else None,
+            received_s=self.received_ns / 1e9,
+            stages_s=self._stages_s() if stamps_ns else (),
         )
+
+    def _stages_s(self) -> tuple[float | None, ...]:
+        moments_ns = {"started": self.submitted_ns, "put": self._stamps_ns[0], **self._stages_ns}
+        return tuple(None if (ns := moments_ns.get(name)) is None else self.since_reception_s(ns) for name in STAGES)
 
 
 def percentile(ascending: Sequence[float], fraction: float) -> float | None:

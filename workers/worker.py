@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -13,7 +14,8 @@ from enum import IntEnum
 
 from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, KogError
-from kog_dist.wait import WaitResult
+from kog_dist.stages import RankStage
+from kog_dist.wait import WaitResult, sleep_precisely
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.base import Engine
 
@@ -48,6 +50,7 @@ def run(arguments: str) -> int:
         engine = make_engine(args, control)
         try:
             engine.startup()
+            gc.freeze()  # what it has made by now stays, and need not be looked through while somebody waits for a token
             serve(engine, control, rank)
         finally:
             engine.close()
@@ -84,6 +87,7 @@ def make_engine(args: WorkerArgs, control: ControlPage) -> Engine:
         if args.info.world_size > 1:
             # CUDA reads it when it starts. A module that is loaded late waits for kernels that run, and they may wait for a peer.
             os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+        sleep_precisely()  # it waits for its kernel that way, 20 us at a time
         return CudaEngine(args, control)
     raise ConfigError(f"rank {args.info.rank}: there is no engine for device {args.device!r}")
 
@@ -96,8 +100,10 @@ def serve(engine: Engine, control: ControlPage, rank: int) -> None:
     while True:
         if control.wait_doorbell(rank, seq) is WaitResult.ABORT:
             raise AbortedError(f"rank {rank} was idle when the engine was stopped")
+        control.stamp(rank, RankStage.SEEN)
         seq += 1
         request = control.read_request(seq)
+        control.stamp(rank, RankStage.READ)
         control.set_state(rank, RankState.RUNNING)
         engine.run(seq, request)
         control.set_done(rank, seq)

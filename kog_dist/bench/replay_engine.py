@@ -8,7 +8,6 @@ comes by goes out in one event, as from a coordinator that was late.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import time
@@ -41,6 +40,7 @@ from kog_dist.rpc.messages import (
     Welcome,
     build_hash,
 )
+from kog_dist.wait import sleep_precisely
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
 
@@ -50,7 +50,6 @@ _TOKENS_PER_EVENT = 256
 _MESSAGES_PER_TURN = 16
 _IDLE_WAIT_S = 0.05
 _FAREWELL_S = 0.25
-_PR_SET_TIMERSLACK = 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class ReplayEngine:
     # ---- the loop ----
     def run(self, wakeup_fd: int = -1) -> None:
         """Serve until drained, or stopped by a second signal. `wakeup_fd` becomes readable on a signal."""
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # sleeps end within microseconds of what was asked for
+        sleep_precisely()
         wake_fds = [fd for fd in (*self._listener.fds, wakeup_fd) if fd >= 0]
         while not self._is_over():
             self.turn()

@@ -14,6 +14,7 @@ from typing import Any
 
 from kog_dist.bench.report import percentile
 from kog_dist.bench.request_client import Answer, RequestClient
+from kog_dist.bench.request_stages import steps_ms
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import ConfigError, RequestFailed
 from kog_dist.model.spec import ModelSpec
@@ -196,7 +197,7 @@ def _ttft(answers: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
     cached = sorted({answer.done.num_cached_tokens for answer in answers})
     return {
         **about, "ms": statistics.median(times), "most_ms": max(times), "engine_ms": statistics.median(engine_ms),
-        "cached_tokens": cached, "repeats": len(times),
+        "cached_tokens": cached, "repeats": len(times), "steps_ms": steps_ms(answers),
     }  # fmt: skip
 
 

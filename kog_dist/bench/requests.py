@@ -19,6 +19,7 @@ from kog_dist.bench.random_model import random_model
 from kog_dist.bench.report import finish, machine
 from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import Measures, Workload
+from kog_dist.bench.request_stages import show_steps
 from kog_dist.bench.session import EngineSession, engine_session
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.transport import Access
@@ -171,6 +172,7 @@ def _show_first_tokens(name: str, figures: list[dict[str, Any]], wanted: dict[in
             + (f", wanted {limit:g}" if limit else ""),
             flush=True,
         )
+    show_steps(name, figures)
 
 
 def _show_speeds(name: str, figures: list[dict[str, Any]], bare: dict[str, Any] | None) -> None:

@@ -60,7 +60,7 @@ class RequestBlocks:
         block["num_logit_bias"] = len(shaping.logit_bias)
         block["mask_epoch"] = request.mask_epoch
         block["logprobs"] = 0 if request.logprobs is None else request.logprobs + 1
-        prompt = array("I", request.prompt).tobytes()  # in a third of NumPy's time
+        prompt = array("I", request.prompt).tobytes()
         biases = np.array(list(shaping.logit_bias), LOGIT_BIAS.dtype).tobytes()
         block["check"] = zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw)))
         start = self._offset + seq % NUM_BLOCKS * self._stride
@@ -87,7 +87,7 @@ class RequestBlocks:
         shaping = {name: row[name].item() for name in _SHAPING_FIELDS}
         logit_bias = tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist())
         return DecodeRequest(
-            prompt=tuple(np.frombuffer(prompt, "<u4").tolist()),
+            prompt=array("I", prompt),
             max_tokens=int(row["max_tokens"]),
             temperature=float(row["temperature"]),
             seed=int(row["seed"]),
@@ -112,8 +112,8 @@ def _check_fits(request: DecodeRequest, max_context: int) -> None:
         finding = f"seed is {request.seed}, expected 0 to 2^64 - 1"
     elif len(request.stop_ids) > MAX_STOP_IDS:
         finding = f"there are {len(request.stop_ids)} stop ids, expected at most {MAX_STOP_IDS}"
-    elif min(ids := (*request.prompt, *request.stop_ids)) < 0 or max(ids) >= _U32:
-        finding = "a token id does not fit into 32 bits"
+    elif not all(0 <= token_id < _U32 for token_id in request.stop_ids):
+        finding = "a stop id does not fit into 32 bits"
     elif not 0.0 <= request.temperature < float("inf"):
         finding = f"temperature is {request.temperature}, expected a finite number that is not negative"
     elif not 0 <= request.kv.num_cached < len(request.prompt):

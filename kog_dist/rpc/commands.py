@@ -20,6 +20,7 @@ from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.shaping_options import ShapingOptions
 from kog_dist.rpc.transport import Access
+from kog_dist.stages import STAGES
 
 READY_TIMEOUT_S = 3600.0  # the launcher's own start-up limit comes first
 EXIT_INTERRUPTED = 130
@@ -253,7 +254,8 @@ def _print_failure(
 
 
 def _as_object(answer: _Answer, done: Done, flags: PromptFlags) -> dict[str, Any]:
-    timings = {name: getattr(done, name) for name in _TIMINGS}
+    timings: dict[str, Any] = {name: getattr(done, name) for name in _TIMINGS}
+    timings["stages_s"] = dict(zip(STAGES, done.stages_s, strict=False))
     whole: dict[str, Any] = {
         "request_id": done.request_id,
         "text": "".join(answer.text),

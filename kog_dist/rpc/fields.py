@@ -7,7 +7,8 @@ with the field's name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from array import array as words
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Final
 
@@ -173,17 +174,29 @@ def array(inner: Check, high_items: int) -> Check:
 
 
 def integers(low: int, high: int, high_items: int) -> Check:
-    """`array` of `integer`. A prompt has thousands: they are looked at one by one only where one of them is wrong."""
+    """`array` of `integer`. A prompt has thousands: they are looked at one by one only where one of them is wrong.
+
+    Numbers of 32 bits must be allowed.
+    """
+    assert low <= 0 <= 2**32 - 1 <= high
     one_by_one = array(integer(low, high), high_items)
 
     def check(value: Any) -> tuple[int, ...]:
         is_array = type(value) in (list, tuple) and 0 < len(value) <= high_items
-        if is_array and set(map(type, value)) == {int} and low <= min(value) and max(value) <= high:
+        if is_array and list(map(type, value)).count(int) == len(value) and _fit_into_32_bits(value):
             return tuple(value)
         kept: tuple[int, ...] = one_by_one(value)
         return kept
 
     return check
+
+
+def _fit_into_32_bits(values: Sequence[int]) -> bool:
+    try:
+        words("I", values)  # takes a quarter of the time of `min` and `max`
+    except OverflowError:
+        return False
+    return True
 
 
 def _shown(value: Any) -> str:

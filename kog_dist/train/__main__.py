@@ -20,7 +20,7 @@ from kog_dist.train.commands.healing import healing
 from kog_dist.train.commands.prepare import prepare
 from kog_dist.train.commands.run import run
 
-COMMANDS: tuple[Callable[..., dict[str, Any]], ...] = (
+COMMANDS: tuple[Callable[..., dict[str, Any] | None], ...] = (
     prepare,
     run,
     ablation,
@@ -34,10 +34,12 @@ COMMANDS: tuple[Callable[..., dict[str, Any]], ...] = (
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
-def _printing(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+def _printing(command: Callable[..., dict[str, Any] | None]) -> Callable[..., None]:
     @functools.wraps(command)
     def call(*args: Any, **kwargs: Any) -> None:
-        typer.echo(json.dumps(command(*args, **kwargs)))
+        outcome = command(*args, **kwargs)
+        if outcome is not None:  # torchrun's processes but the first have nothing to say
+            typer.echo(json.dumps(outcome))
 
     return call
 

@@ -59,6 +59,7 @@ class Ranks:
     def close(self) -> None:
         """Leave the group. Collective."""
         if self.world_size > 1:
+            dist.barrier()  # nobody takes its connections away while another still ends a collective
             dist.destroy_process_group()
 
 

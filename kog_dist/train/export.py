@@ -42,6 +42,8 @@ def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, 
 def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any], evaluation: dict[str, Any] | None) -> str:
     """Markdown: what the model is, how it was trained, on what, under which licences, and how well it does."""
     loss = progress["held_out_losses"][-1][1] if progress["held_out_losses"] else None
+    num_processes = progress.get("num_processes", 1)
+    processes = "one process" if num_processes == 1 else f"{num_processes} processes"
     lines = [
         "---",
         "license: apache-2.0",
@@ -61,7 +63,7 @@ def model_card(spec: ModelSpec, progress: dict[str, Any], sources: dict[str, Any
         "## Training",
         "",
         f"{progress['step']:,} steps, {progress['trained_tokens']:,} tokens ({progress['num_unique_tokens']:,} different ones), "
-        f"{progress['trained_seconds']:.0f} s on one GPU, seed {progress['settings']['seed']}.",
+        f"{progress['trained_seconds']:.0f} s in {processes}, seed {progress['settings']['seed']}.",
         "Muon for the lanes' matrices, AdamW for the rest, bfloat16 autocast, flat learning rate with linear decay.",
     ]
     if loss is not None:

@@ -267,6 +267,7 @@ class Run:
             "trained_tokens": self.step_idx * self.settings.batch * self.settings.time,
             "num_unique_tokens": len(self.tokens.train),
             "trained_seconds": round(self.trained_s, 1),
+            "num_processes": self.ranks.world_size,
             "losses": self.losses,
             "held_out_losses": self.held_out_losses,
             "num_summed": self._num_summed,

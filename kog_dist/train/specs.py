@@ -7,9 +7,9 @@ from kog_dist.model.spec import ModelSpec
 
 
 def demo_spec() -> ModelSpec:
-    """The bundled demo model: 8.4 M parameters, 7.3 M of them read per token, small enough for 150 tokens/s on one CPU core."""
+    """The bundled demo model: 16.4 M parameters, 32.8 MB in bfloat16, 14.8 M parameters read per token."""
     return ModelSpec(
-        hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=8, intermediate_size=1024, vocab_size=4096,
+        hidden_size=384, num_layers=6, num_heads=8, num_kv_heads=8, intermediate_size=1408, vocab_size=4096,
         max_context=2048, num_lanes=8, delay=2, sliding_window=256, window_layers=(0, 1, 2, 3),
     )  # fmt: skip
 

@@ -9,7 +9,20 @@ import pytest
 
 from kog_dist.control import AbortCause
 from kog_dist.decode.request import KvUse
-from kog_dist.rpc.messages import Accepted, Alive, Done, Drain, Error, ErrorCode, FinishReason, Prefill, StatusReport, Tokens
+from kog_dist.rpc.listener import Delivery
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    Done,
+    Drain,
+    Error,
+    ErrorCode,
+    Event,
+    FinishReason,
+    Prefill,
+    StatusReport,
+    Tokens,
+)
 from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
 
 A, B, C = PEERS
@@ -49,7 +62,7 @@ def test_positions_are_told_when_they_change(engine: HandTurned) -> None:
     assert [positions(engine, name) for name in ("a2", "a3", "b1")] == [[1, 2, 1], [2, 3, 2], [1, 0]]
     engine.decode(3)
     assert [type(last(engine, name)) for name in ("a1", "a2", "a3", "b1")] == [Done] * 4
-    assert [request.prompt for request in engine.ranks.uses] == [(1, 2)] * 4
+    assert [tuple(request.prompt) for request in engine.ranks.uses] == [(1, 2)] * 4
 
 
 def test_a_client_that_says_nothing_hears_that_it_is_not_forgotten(engine: HandTurned) -> None:
@@ -149,6 +162,19 @@ def test_tokens_that_came_in_time_are_not_lost_to_the_deadline(engine: HandTurne
     engine.pass_ms(600)
     engine.coordinator.turn()
     assert last(engine, "a1").finish_reason is FinishReason.LENGTH
+
+
+def test_idle_ranks_have_a_request_before_its_client_is_told(engine: HandTurned, monkeypatch: pytest.MonkeyPatch) -> None:
+    doorbells: list[int] = []
+    send = engine.wire.send
+
+    def noting(peer: bytes, event: Event) -> Delivery:
+        doorbells.append(engine.ranks.control.doorbell())
+        return send(peer, event)
+
+    monkeypatch.setattr(engine.wire, "send", noting)
+    engine.ask(A, "a1")
+    assert doorbells == [1]
 
 
 # ---- progress and timings ----

@@ -22,9 +22,11 @@ class Memory:
 
     def __init__(self, count: int, dtype: Any) -> None:
         self.array = np.zeros(count, dtype)
+        self.num_reads = 0  # by the host
         self.data = SimpleNamespace(ptr=self.array.ctypes.data)
 
     def get(self, stream: Any) -> Any:
+        self.num_reads += 1
         return self.array.copy()
 
 
@@ -48,7 +50,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
     made = Monokernel.__new__(Monokernel)
-    made._tag, made.stream = 0, SimpleNamespace(ptr=STREAM)
+    made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
     made._epoch, made._num_heads_alone, made._whole_epoch = 0, 0, -1
     made.shape = SimpleNamespace(num_lanes=2, spec=SimpleNamespace(num_layers=12, hidden_size=768))  # type: ignore[assignment]
     made.words, made._peers = Memory(4, np.uint64), b"peers"
@@ -101,3 +103,17 @@ def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(kernel: Monokern
     kernel._choose_epoch(int(state["epoch"][0]), begins_at_head=False)
     kernel._choose_epoch(kernel._epoch + 3, begins_at_head=True)
     assert kernel._whole_epoch == kernel._epoch - 1
+
+
+def test_what_the_last_request_left_is_read_once(kernel: Monokernel) -> None:
+    kernel.begin([1, 2, 3], 4, Sampling())
+    state: Any = kernel._state
+    state.array.view(DECODE_STATE.dtype)["epoch"] = 7  # the kernel
+    for _ in range(2):
+        assert int(kernel.state()["epoch"]) == 7
+    num_reads = state.num_reads
+    kernel.begin([4, 5], 4, Sampling())
+    assert state.num_reads == num_reads, "nothing ran since"
+    assert int(kernel.state()["epoch"]) == 7
+    assert int(kernel.state()["token"]) == 4, "what was read before the request is not taken for its own"
+    assert state.num_reads == num_reads + 1

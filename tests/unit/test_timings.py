@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kog_dist.stages import STAGES, RankStage
 from kog_dist.workers.timings import RequestTimings, percentile
 
 S = 1_000_000_000
@@ -20,6 +21,30 @@ def test_each_figure_is_the_time_between_its_moments() -> None:
     assert (figures.queue_s, figures.prefill_s, figures.ttft_s, figures.total_s) == (2.0, 1.0, 3.0, 4.0)
     assert (figures.itl_p50_s, figures.itl_p99_s) == (0.01, 0.04)
     assert figures.tokens_per_s == pytest.approx(4 / 0.07)
+
+
+def test_stages_are_told_from_the_reception_on_and_those_of_another_request_are_not() -> None:
+    timings = RequestTimings(RECEIVED)
+    timings.stage("admitted", RECEIVED + MS)
+    timings.submitted(RECEIVED + 2 * MS)
+    timings.stage("submitted", RECEIVED + 3 * MS)
+    stamped = {RankStage.SEEN: 4, RankStage.READ: 5, RankStage.UPLOADED: -1, RankStage.PREFILLED: -5, RankStage.CHOSEN: 6}
+    timings.rank_stages([RECEIVED + stamped[stage] * MS if stage in stamped else 0 for stage in RankStage])
+    timings.add_token(RECEIVED + 7 * MS)
+    timings.stage("taken", RECEIVED + 8 * MS)
+    figures = timings.figures(RECEIVED + 9 * MS)
+    found = dict(zip(STAGES, figures.stages_s, strict=True))
+    assert figures.received_s == RECEIVED / S
+    assert {name: moment_s for name, moment_s in found.items() if moment_s is not None} == {
+        "admitted": 0.001, "started": 0.002, "submitted": 0.003, "seen": 0.004, "read": 0.005, "chosen": 0.006, "put": 0.007,
+        "taken": 0.008,
+    }  # fmt: skip
+
+
+def test_without_a_token_there_are_no_stages() -> None:
+    timings = RequestTimings(RECEIVED)
+    timings.stage("admitted", RECEIVED + MS)
+    assert timings.figures(RECEIVED + S).stages_s == ()
 
 
 def test_a_request_that_never_ran_only_waited() -> None:

@@ -90,6 +90,7 @@ class Monokernel:
         self._ring = pinned(context * 16).view(np.uint64).reshape(context, 2)
         self._tag = 0
         self._sampling, self._stop_ids = Sampling(), tuple[int, ...]()
+        self._left: Any = None  # what the last launch left in `_state`, once that was read
         kinds, vectors = len(STAMP_KINDS), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
@@ -120,7 +121,8 @@ class Monokernel:
 
         self._tag = self._tag % 0xFFFFFFFE + 1
         self._sampling, self._stop_ids = sampling, tuple(stop_ids)
-        before = self.state()  # has waited for the stream: nothing reads the staged memory any more
+        before = self.state()  # has waited for the launches: nothing reads the staged memory any more
+        self._left = None
         self._choose_epoch(int(before["epoch"]), begins_at_head=streams != 0)
         self._shaped_request = shaped
         if shaped is not None:
@@ -170,6 +172,7 @@ class Monokernel:
 
         `stamps`: uint64 array on the GPU for the time in ns at the end of each step.
         """
+        self._left = None
         params = self._params(num_steps)
         params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
         kernel, raw = self._kernel, params.tobytes() + self._peers
@@ -266,6 +269,7 @@ class Monokernel:
         import cupy
 
         self.stream.synchronize()
+        self._left = None
         if self.shape.num_ranks > 1:
             if self._host["abort"] or int(self.state()["abort_mirror"]):
                 raise LaunchError("a rank among others cannot go on after an abort; start all ranks anew")
@@ -278,8 +282,10 @@ class Monokernel:
         cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's
 
     def state(self) -> Any:
-        """What the last launch left, as a `DECODE_STATE` record."""
-        return np.frombuffer(self._state.get(stream=self.stream).tobytes(), DECODE_STATE.dtype)[0]
+        """What the last launch left, as a `DECODE_STATE` record. Waits for it; a second look costs nothing."""
+        if self._left is None:
+            self._left = np.frombuffer(self._state.get(stream=self.stream).tobytes(), DECODE_STATE.dtype)[0]
+        return self._left
 
     def close(self) -> None:
         """Let go of memory that is not this kernel's; it must have left."""

@@ -23,6 +23,7 @@ from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.stages import RankStage
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
@@ -42,7 +43,7 @@ class CpuEngine:
         self._rendezvous: LocalRendezvous | None = None
         self._comm: CpuCommunicator | None = None
         self._interpreter: Interpreter | None = None
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
 
     # ---- startup ----
     def startup(self) -> None:
@@ -81,7 +82,7 @@ class CpuEngine:
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """See `Engine.run`."""
-        with Heartbeat(self._control, self._rank, self._args.step_timeout_s + HEARTBEAT_MARGIN_S) as self._heartbeat:
+        with self._heartbeat:
             assert self._interpreter is not None
             use = request.kv
             self._interpreter.use_cache(use.cache, use.source, use.num_cached)
@@ -89,6 +90,7 @@ class CpuEngine:
             if not self._prefill(seq, request):
                 self._put(seq, 0, NO_TOKEN, None, None, Finish.CANCELLED)
                 return Finish.CANCELLED
+            self._control.stamp(self._rank, RankStage.PREFILLED)
             return self._decode(seq, request)
 
     def _prefill(self, seq: int, request: DecodeRequest) -> bool:
@@ -109,6 +111,8 @@ class CpuEngine:
                 choose=root.choose_at(position) if root is not None else None,
             )  # fmt: skip
             token_id = output.token_id
+            if index == 0:
+                self._control.stamp(self._rank, RankStage.CHOSEN)
             finish = Finish.NONE
             if output.stopped:  # why rank 0 found nothing to choose, it alone knows
                 finish = root.failure if root is not None and root.failure is not Finish.NONE else Finish.CANCELLED
@@ -140,7 +144,6 @@ class CpuEngine:
         """One token. Rank 0 alone looks for a cancel; its decision reaches the others with the candidates of this step."""
         assert self._interpreter is not None
         assert self._comm is not None
-        assert self._heartbeat is not None
         if self._control.aborted():
             raise AbortedError(f"rank {self._rank} left request {seq} because the engine is being stopped")
         self._heartbeat.progress()
@@ -168,6 +171,7 @@ class CpuEngine:
 
     def close(self) -> None:
         """See `Engine.close`."""
+        self._heartbeat.close()
         self._interpreter = None
         if self._comm is not None:
             self._comm.close()

@@ -8,6 +8,7 @@ kernels. How far ranks are apart in time does not matter.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, KogError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
+FIRST_TOKEN_SPIN_S = 0.004  # behind prefill it comes within about a millisecond, and whoever asked waits for it
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
@@ -56,6 +59,7 @@ class CudaEngine:
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._has_overflown = False  # prefill, in any request so far
         self._max_context = 0
+        self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
 
     # ---- startup ----
     def startup(self) -> None:
@@ -139,8 +143,7 @@ class CudaEngine:
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """See `Engine.run`."""
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
-        limit_s = self._args.step_timeout_s + HEARTBEAT_MARGIN_S
-        with translated_errors(self._args.device), Heartbeat(self._control, self._rank, limit_s) as heartbeat:
+        with translated_errors(self._args.device), self._heartbeat as heartbeat:
             return self._decode(seq, request, heartbeat, self._prefilled(seq, request, heartbeat))
 
     def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> int:
@@ -165,6 +168,8 @@ class CudaEngine:
             """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
             nonlocal num_asked, is_stopped
             num_asked += 1
+            if num_asked == 1:
+                self._control.stamp(self._rank, RankStage.UPLOADED)
             is_stopped = self._control.cancelled(seq)
             if self._peers is not None:
                 is_stopped = num_asked > 1 and bool(self._peers.share_choice(int(is_stopped), Finish.NONE)[0])
@@ -180,6 +185,7 @@ class CudaEngine:
             note(f"a value of request {seq} left the range of prefill's binary16; such prompts go token by token")
         self._prefill.forget(held)
         progress(held)
+        self._control.stamp(self._rank, RankStage.PREFILLED)
         return held
 
     def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int) -> Finish:
@@ -197,8 +203,11 @@ class CudaEngine:
             request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped, streams=streams
         )
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
+        self._control.stamp(self._rank, RankStage.LAUNCHED)
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
+            if index == 0:
+                self._control.stamp(self._rank, RankStage.CHOSEN)
             logits = self._logits(seq) if request.logit_digests else None
             wants_logprobs = self._rank == 0 and request.logprobs is not None and token.token_id != NO_TOKEN
             logprobs = self._logprobs(seq, index) if wants_logprobs else None
@@ -235,6 +244,7 @@ class CudaEngine:
         `num_cached`: positions that the KV cache held before the launches, while they are prefilling; None afterwards.
         """
         kernel, asked_to_cancel = self._loaded, False
+        spin_until_s = time.monotonic() + FIRST_TOKEN_SPIN_S if index == 0 else 0.0
         while (token := kernel.token(index)) is None:
             if self._control.aborted():
                 self._leave(f"left request {seq}")
@@ -248,7 +258,10 @@ class CudaEngine:
             elif kernel.is_idle() and launches.all_ended and kernel.token(index) is None:
                 kernel.finish()
                 raise RequestFailed("rank_failed", f"the kernel ended without token {index} of request {seq}")
-            time.sleep(POLL_S)
+            if time.monotonic() < spin_until_s:
+                os.sched_yield()
+            else:
+                time.sleep(POLL_S)
         heartbeat.progress()
         return token
 
@@ -309,6 +322,7 @@ class CudaEngine:
 
     def close(self) -> None:
         """See `Engine.close`. The kernel leaves before memory that it uses is unmapped; bounded also when peers are gone."""
+        self._heartbeat.close()
         if self._kernel is not None:
             self._kernel.abort()
             with suppress(Exception):  # a context that has failed has nothing running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections import deque
@@ -154,8 +155,10 @@ class Prefill:
                 is_stored = True
             elif queued and queued[0][1]():
                 on_progress(queued.popleft()[0])
-            else:
-                time.sleep(POLL_S if waiting else 0)  # the GPU has more to do, or the first token waits for this thread
+            elif waiting:  # the GPU has more to do
+                time.sleep(POLL_S)
+            else:  # the first token waits for this thread; even `sleep(0)` takes what timers may be late by, 50 us
+                os.sched_yield()
         return end
 
 
@@ -213,7 +216,7 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     """
     end = min(len(token_ids) + buffers.max_size, len(buffers.prompt))
     staged = buffers.staged_prompt.numpy()
-    staged[start : len(token_ids)] = np.frombuffer(array("i", token_ids[start:]), np.int32)  # a third of np.array's time
+    staged[start : len(token_ids)] = np.frombuffer(array("I", token_ids[start:]), np.int32)  # an engine gives such an array
     staged[len(token_ids) : end] = 0  # padding: any token will do
     buffers.staged_flags.numpy()[:] = (start, 0, len(token_ids) - 1)
     buffers.flags.copy_(buffers.staged_flags, non_blocking=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from kog_dist.rpc.fields import array, checked, choice, flag, integer, number, optional, text
 from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, TEXT, Checked, tagged
 from kog_dist.rpc.messages.codes import EngineState, ErrorCode, FinishReason
-from kog_dist.rpc.messages.limits import MAX_ARRAY, MAX_FLOAT32
+from kog_dist.rpc.messages.limits import MAX_ARRAY, MAX_FIELDS, MAX_FLOAT32
 from kog_dist.rpc.messages.status import StatusReport
 
 _LOGPROB = number(-MAX_FLOAT32, 0.0)
@@ -113,6 +113,8 @@ class Done(Checked):
     itl_p99_s: float | None = checked(optional(SECONDS), default=None)
     tokens_per_s: float | None = checked(optional(number(0.0, 1e12)), default=None)
     num_cached_tokens: int = checked(COUNT, default=0)  # of the prompt, which were not prefilled again
+    received_s: float | None = checked(optional(SECONDS), default=None)  # on the monotonic clock of the engine's machine
+    stages_s: tuple[float | None, ...] = checked(array(optional(SECONDS), MAX_FIELDS), default=())  # of kog_dist.stages.STAGES
 
 
 @dataclass(frozen=True, slots=True)

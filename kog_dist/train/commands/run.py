@@ -43,7 +43,7 @@ def run(
     windows: Annotated[str | None, typer.Option(help="Windowed layers: sdpa (default), flex (CUDA), auto: the faster.")] = None,
     deterministic: Annotated[bool | None, typer.Option(help="On CUDA, only kernels that repeat bits (default).")] = None,
     report_every: int = 200,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Train, or continue the run that is saved in the state folder. `torchrun -m kog_dist.train run` uses several GPUs."""
     from kog_dist.train.curves import write_curves
     from kog_dist.train.display import RunDisplay
@@ -74,6 +74,8 @@ def run(
     if ranks.is_first:
         write_curves(state, progress, data)
     ranks.close()
+    if not ranks.is_first:
+        return None
     return {"finished": finished, **{key: progress[key] for key in ("step", "num_steps", "trained_tokens", "trained_seconds")},
             "loss": progress["losses"][-1:], "held_out_loss": progress["held_out_losses"][-1:]}  # fmt: skip
 

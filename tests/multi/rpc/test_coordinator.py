@@ -57,7 +57,7 @@ def test_a_request_from_prompt_to_done(start_engine: StartEngine) -> None:
     assert done.total_s >= stamps_s[-1] >= done.queue_s
     assert done.tokens_per_s == pytest.approx(10 / (stamps_s[-1] - stamps_s[0]))
     request = engine.requests[0]
-    assert (request.prompt, request.temperature, request.seed, request.stop_ids) == (tuple(b"hi"), 0.5, 7, (EOS_ID,))
+    assert (bytes(list(request.prompt)), request.temperature, request.seed, request.stop_ids) == (b"hi", 0.5, 7, (EOS_ID,))
     assert (report.state, report.num_completed, report.num_tokens, report.running) == (EngineState.READY, 1, 11, None)
 
 
@@ -157,7 +157,7 @@ def test_the_queue_is_first_come_first_served_and_bounded(start_engine: StartEng
     assert refused.value.code == "queue_full"
     engine.allow(3)
     assert [text_of(list(stream)) for stream in streams] == ["a", "b", "c"]
-    assert [bytes(request.prompt) for request in engine.requests] == [b"a", b"b", b"c"]
+    assert [bytes(list(request.prompt)) for request in engine.requests] == [b"a", b"b", b"c"]
     assert clients[0].status().num_refused == 1
     for client in clients:
         client.close()

@@ -17,6 +17,7 @@ import pytest
 
 from kog_dist.control import AbortCause
 from kog_dist.rpc.output import progress_line
+from kog_dist.stages import RANK_STAGES, STAGES
 
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
 PATIENCE_S = 30.0
@@ -50,6 +51,11 @@ def test_generate_json_is_one_object(start_engine: StartEngine) -> None:
     assert [len(digest) for digest in answer["logit_digests"]] == [64] * 4
     assert len(answer["timings"]["stamps_s"]) == 4
     assert answer["timings"]["ttft_s"] == answer["timings"]["stamps_s"][0]
+    stages_s = answer["timings"]["stages_s"]
+    assert tuple(stages_s) == STAGES
+    own_s = [stages_s[name] for name in ("admitted", "started", "submitted", "put", "taken", "sent")]
+    assert own_s == sorted(own_s)
+    assert [stages_s[name] for name in RANK_STAGES] == [None] * len(RANK_STAGES), "these ranks are played"
 
 
 def test_without_a_tokenizer_ids_are_printed(start_engine: StartEngine) -> None:

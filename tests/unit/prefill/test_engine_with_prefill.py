@@ -11,6 +11,7 @@ from kog_dist.control import AbortCause, ControlPage
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError
+from kog_dist.stages import RankStage
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
@@ -83,6 +84,19 @@ def test_the_kernel_begins_with_the_head_of_the_last_token(control: ControlPage,
     assert prefill.calls[1] == (150, 104)
     assert prefill.forgotten == [100, 150], "the kernel's own tokens come behind the prompt"
     assert control.progress(2) == 154
+
+
+def test_every_stage_on_the_way_to_the_first_token_is_stamped(control: ControlPage, parts: Parts) -> None:
+    engine, _, _ = parts
+    engine.run(1, request(num_prompt=100, max_tokens=5))
+    first, second = control.stages_ns(0), answer(control)[1]
+    assert first[: RankStage.UPLOADED] == [0, 0], "the worker's"
+    assert 0 < first[RankStage.UPLOADED] <= first[RankStage.PREFILLED] <= first[RankStage.LAUNCHED] <= first[RankStage.CHOSEN]
+    assert first[RankStage.CHOSEN] < second.stamp_ns
+    engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
+    later = control.stages_ns(0)
+    assert later[: RankStage.LAUNCHED] == first[: RankStage.LAUNCHED], "no prefill"
+    assert later[RankStage.CHOSEN] > first[RankStage.CHOSEN]
 
 
 def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:

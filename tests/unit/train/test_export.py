@@ -165,7 +165,7 @@ def test_the_bundled_demo_model_is_what_its_card_says() -> None:
     checkpoint = open_checkpoint(DEMO)
     checkpoint.verify_all()
     assert checkpoint.spec == demo_spec()
-    assert checkpoint.spec.num_parameters == 8_391_936
+    assert checkpoint.spec.num_parameters == 16_421_760
     assert sum(file.stat().st_size for file in DEMO.iterdir()) <= 32 * 2**20
     assert all(file.stat().st_size <= 16 * 2**20 for file in DEMO.iterdir())
     tokenizer = Tokenizer.from_folder(DEMO)

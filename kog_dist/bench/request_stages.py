@@ -1,0 +1,46 @@
+"""What the time to a first token consists of, stage by stage, for `kog-bench requests`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from kog_dist.bench.request_client import Answer
+from kog_dist.stages import STAGES
+
+STEPS = ("received", *STAGES, "in the client")
+
+
+def steps_ms(answers: Sequence[Answer]) -> dict[str, float]:
+    """Medians of the milliseconds that led to each of STEPS, from the stage before; without those that no answer had.
+
+    Needs a client on the engine's machine: both clocks must be one.
+    """
+    each = [_steps_ms(answer) for answer in answers]
+    return {name: statistics.median(found) for name in STEPS if (found := [steps[name] for steps in each if name in steps])}
+
+
+def _steps_ms(answer: Answer) -> dict[str, float]:
+    done = answer.done
+    if done.received_s is None or not done.stages_s:
+        return {}
+    stages = zip(STAGES, done.stages_s, strict=True)
+    moments = {"received": done.received_s} | {name: done.received_s + since_s for name, since_s in stages if since_s is not None}
+    before_s, found = answer.sent_s, {}
+    for name, moment_s in (moments | {"in the client": answer.arrivals[0][0]}).items():
+        found[name] = 1e3 * (moment_s - before_s)
+        before_s = moment_s
+    return found
+
+
+def show_steps(name: str, figures: Sequence[dict[str, Any]]) -> None:
+    """A table of the stages in `steps_ms` of the figures of first tokens: a line for each stage, a column for each prompt."""
+    columns = [figure for figure in figures if figure["steps_ms"]]
+    if not columns:
+        return
+    heads = [f"{figure['kept']:,}+{figure['new']}" if figure.get("kept") else f"{figure['prompt']:,}" for figure in columns]
+    print(f"{name}: {'ms until, by prompt':>20}" + "".join(f"{head:>10}" for head in heads), flush=True)
+    for step in (step for step in STEPS if any(step in figure["steps_ms"] for figure in columns)):
+        values = [figure["steps_ms"].get(step) for figure in columns]
+        print(f"{name}: {step:>20}" + "".join(f"{'-':>10}" if ms is None else f"{ms:10.3f}" for ms in values), flush=True)
