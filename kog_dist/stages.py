@@ -11,8 +11,8 @@ was no such moment, as of prefill in an engine without it.
 | `seen` | rank 0 has left its wait for the doorbell |
 | `read` | rank 0 has read the block |
 | `uploaded` | the prompt is on its way to the GPU, and cached keys and values are where prefill reads them |
-| `prefilled` | all of the prompt but its last token is in the KV cache |
-| `launched` | the request is set up in the kernel, and its first launches are queued |
+| `prefilled` | all of the prompt is in the KV cache, or what prefill does of it |
+| `launched` | rank 0 knows that the request's first launches are queued; they may be since before `prefilled` |
 | `chosen` | rank 0 has the first token |
 | `put` | it goes into the token ring; `ttft_s` ends here |
 | `taken` | the coordinator has read it |

@@ -162,12 +162,15 @@ def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: i
     """Seconds from the prompt to a full cache, and to the first token in host memory."""
     prefill.forget(max(0, cached - DECODED))
     begin_s = time.perf_counter()
-    reached = prefill.run(ids, cached, should_stop=lambda: False)
+
+    def launch() -> None:
+        kernel.begin(ids, 1, Sampling(), first_position=len(ids) - 1, streams=prefill.streams)
+        kernel.launch(1)
+
+    reached = prefill.run(ids, cached, should_stop=lambda: False, on_queued=launch)
     filled_s = time.perf_counter()
     if reached != len(ids):
         raise ConfigError(f"prefill gave up at position {reached}: a value left the range of binary16")
-    kernel.begin(ids, 1, Sampling(), first_position=reached - 1, streams=prefill.streams)
-    kernel.launch(1)
     while kernel.token(0) is None and time.perf_counter() < filled_s + _LONGEST_TOKEN_S:
         pass
     first_s = time.perf_counter()

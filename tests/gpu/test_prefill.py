@@ -235,11 +235,26 @@ def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
     kept = matrix.clone()
     matrix.fill_(60000)
     torch.cuda.synchronize()  # the kernel's stream does not wait for this one
-    assert prefill.run(demo.ids[:300], 100, should_stop=lambda: False) == 100
-    assert bool((demo.kernel.kv == before).all())
+    kernel, ids = demo.kernel, demo.ids[:300]
+
+    def launch() -> None:  # behind prefill, before anybody knows
+        kernel.begin(ids, 3, Sampling(), first_position=299, streams=prefill.streams)
+        kernel.launch(3)
+
+    assert prefill.run(ids, 100, should_stop=lambda: False, on_queued=launch) == 100
+    kernel.finish()
+    assert kernel.token(0) is None, "the launch did nothing"
+    assert bool((kernel.kv == before).all())
     matrix.copy_(kept)
     torch.cuda.synchronize()
-    fill(prefill, demo.ids[:300], 100)
+    fill(prefill, ids, 100)
+    kept_logits = begin_at_head(kernel, prefill, ids)
+    prefill.forget(100)
+    assert prefill.run(ids, 100, should_stop=lambda: False, on_queued=launch) == 300
+    kernel.finish()
+    assert kernel.token(2) is not None
+    fill(prefill, ids, 100)
+    assert np.array_equal(begin_at_head(kernel, prefill, ids).view(np.uint32), kept_logits.view(np.uint32))
 
 
 # ---- the 2B shape ----

@@ -86,7 +86,7 @@ class ScriptedKernel:
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
-        streams: int = 0,
+        streams: Any = None,
     ) -> None:
         self.shaped, self.streams = shaped, streams
         self.prompt, self.max_tokens, self.stop_ids, self.position = tuple(prompt), max_tokens, stop_ids, first_position

@@ -62,7 +62,7 @@ class RankKernel(ScriptedKernel):
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
-        streams: int = 0,
+        streams: Any = None,
     ) -> None:
         assert self.is_idle(), "a launch is under way"
         with self.all_ranks.lock:

@@ -12,6 +12,7 @@ import pytest
 
 from kog_dist.decode.sampling import Sampling
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, LAYERS_DONE, STREAM_PARAMS, STREAM_THREADS
+from kog_dist.workers.cuda.last_streams import LastStreams, StreamPublisher
 from kog_dist.workers.cuda.monokernel import Monokernel
 
 CONTEXT, STREAM = 16, 7
@@ -53,8 +54,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
     made._epoch, made._num_heads_alone, made._whole_epoch = 0, 0, -1
     made.shape = SimpleNamespace(num_lanes=2, spec=SimpleNamespace(num_layers=12, hidden_size=768))  # type: ignore[assignment]
-    made.words, made._peers = Memory(4, np.uint64), b"peers"
-    made._streams_kernel = Launched()  # type: ignore[assignment]
+    made.words, made._publisher = Memory(4, np.uint64), StreamPublisher.__new__(StreamPublisher)
+    made._publisher._peers, made._publisher._num_pairs = b"peers", 2 * 768 // 2
+    made._publisher._kernel = Launched()  # type: ignore[assignment]
     made._prompt, made._state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
     made._staged_prompt, made._staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
     return made
@@ -74,13 +76,13 @@ def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel
 
 
 def test_a_step_that_begins_with_its_head_gets_the_streams(kernel: Monokernel) -> None:
-    kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=0x123400)
+    kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=LastStreams(0x123400, 0x567800))
     assert int(kernel.state()["token"]) == 7 | LAYERS_DONE
-    (launch,) = kernel._streams_kernel.grids  # type: ignore[attr-defined]
+    (launch,) = kernel._publisher._kernel.grids  # type: ignore[attr-defined]
     assert launch[:2] == (3, STREAM_THREADS), "a thread for each pair of values"
     assert launch[3] == STREAM
     params = np.frombuffer(launch[2], STREAM_PARAMS.dtype, count=1)[0]
-    assert int(params["streams_ptr"]) == 0x123400
+    assert [int(params[name]) for name in ("streams_ptr", "invalid_ptr")] == [0x123400, 0x567800]
     assert [int(params[name]) for name in ("words_ptr", "state_ptr")] == [kernel.words.data.ptr, kernel._state.data.ptr]
     assert launch[2][STREAM_PARAMS.size_bytes :] == b"peers"
 

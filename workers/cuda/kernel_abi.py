@@ -61,6 +61,7 @@ STREAM_PARAMS = Struct(
     "Parameters of kog_publish_streams, which a `KogPeers` follows; passed by value. Pointers are device addresses.",
     (
         Field("streams_ptr", "u64", "float32 (lanes, hidden): the streams behind the last layer"),
+        Field("invalid_ptr", "u64", "int32: not 0 = there are none; the launches that follow do nothing"),
         Field("words_ptr", "u64", "as in DecodeParams"),
         Field("state_ptr", "u64", "DecodeState, whose epoch is that of the next step"),
     ),

@@ -17,10 +17,11 @@ from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.errors import DeviceError, LaunchError
-from kog_dist.workers.cuda.build import STREAMS_SOURCE, build
+from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
-from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, LAYERS_DONE, STREAM_PARAMS, STREAM_THREADS
+from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE, LAYERS_DONE
 from kog_dist.workers.cuda.kernel_shape import NUM_HASHES, SHARED_BYTES, KernelShape
+from kog_dist.workers.cuda.last_streams import LastStreams, StreamPublisher
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.cuda.shaped import ShapedBuild, ShapedRequest
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
 
 STAMP_KINDS = ("fetched", "multiplied", "published", "query_seen", "scored", "mixed", "merged", "attended")  # of a traced build
-KERNEL_NAME, STREAMS_KERNEL_NAME = "kog_decode", "kog_publish_streams"
+KERNEL_NAME = "kog_decode"
 LONGEST_WAIT_US = 2_000_000
 _NO_TOKEN_WORD = 0xFFFFFFFF
 _NOT_READY = 600  # cudaErrorNotReady
@@ -72,7 +73,7 @@ class Monokernel:
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
-        self._streams_kernel = Kernel(build(shape.headers(), STREAMS_SOURCE).path, STREAMS_KERNEL_NAME, 0)
+        self._publisher = StreamPublisher(shape, self._peers)
         self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
         self._shaped_request: ShapedRequest | None = None
         context = shape.spec.max_context
@@ -109,13 +110,13 @@ class Monokernel:
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
-        streams: int = 0,
+        streams: LastStreams | None = None,
     ) -> None:
         """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way.
 
-        `shaped`: what it asks for besides; its launches are of the shaped build. `streams`: the GPU address of the streams behind
-        the last layer, float32 (lanes, hidden), of the prompt's last token. That is at `first_position`, and the cache holds it,
-        too: its step begins with the LM head.
+        `shaped`: what it asks for besides; its launches are of the shaped build. `streams`: those of the prompt's last token,
+        which is at `first_position`, and which the cache holds, too: its step begins with the LM head. What makes them and fills
+        the cache need only be queued; if they turn out to be invalid, launches do nothing, and the request is to begin anew.
         """
         from cupy.cuda import runtime
 
@@ -123,7 +124,7 @@ class Monokernel:
         self._sampling, self._stop_ids = sampling, tuple(stop_ids)
         before = self.state()  # has waited for the launches: nothing reads the staged memory any more
         self._left = None
-        self._choose_epoch(int(before["epoch"]), begins_at_head=streams != 0)
+        self._choose_epoch(int(before["epoch"]), begins_at_head=streams is not None)
         self._shaped_request = shaped
         if shaped is not None:
             assert self._shaped is not None, "made without the shaped build"
@@ -131,7 +132,7 @@ class Monokernel:
         state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position:]), np.uint32)
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
-        if streams:
+        if streams is not None:
             assert first_position == len(prompt) - 1
             state["token"] |= np.uint32(LAYERS_DONE)
         state["max_tokens"], state["epoch"], state["num_exchanges"] = max_tokens, self._epoch, before["num_exchanges"]
@@ -142,15 +143,8 @@ class Monokernel:
             (place, self._staged_prompt, rest.nbytes), (self._state.data.ptr, state, DECODE_STATE.size_bytes),
         ):  # fmt: skip
             runtime.memcpyAsync(to, source.ctypes.data, num_bytes, runtime.memcpyHostToDevice, self.stream.ptr)
-        if streams:
-            self._publish(streams)
-
-    def _publish(self, streams: int) -> None:
-        """Queue that these become the words from which a step's LM head is computed, here and on the peers."""
-        params = np.zeros((), STREAM_PARAMS.dtype)
-        params["streams_ptr"], params["words_ptr"], params["state_ptr"] = streams, self.words.data.ptr, self._state.data.ptr
-        num_ctas = -(-self.shape.num_lanes * self.shape.spec.hidden_size // (2 * STREAM_THREADS))
-        self._streams_kernel.launch_grid(num_ctas, STREAM_THREADS, params.tobytes() + self._peers, self.stream.ptr)
+        if streams is not None:
+            self._publisher.publish(streams, self.words.data.ptr, self._state.data.ptr, self.stream.ptr)
 
     def _choose_epoch(self, epoch: int, *, begins_at_head: bool) -> None:
         """The first epoch of a request: `epoch`, where the one before ended, or 2 more.

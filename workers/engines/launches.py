@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
+from kog_dist.workers.cuda.last_streams import LastStreams
 from kog_dist.workers.cuda.shaped import ShapedRequest
 
 CHUNK_STEPS = 64
@@ -41,11 +42,12 @@ class Kernel(Protocol):
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
-        streams: int = 0,
+        streams: LastStreams | None = None,
     ) -> None:
         """Set up a request whose first tokens are in the KV cache already.
 
-        `streams`: address of the last streams of its last token, if prefill has run that one's layers, too.
+        `streams`: of its last token, if prefill runs that one's layers, too; if they turn out to be invalid, launches do
+        nothing.
         """
 
     def launch(self, num_steps: int) -> None:

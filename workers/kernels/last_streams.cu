@@ -1,7 +1,7 @@
 // What the layers of a token would have left to its LM head, from streams that prefill has computed: the words of all copies, for the token
 // with which the launch behind this one begins (kLayersDone). Nobody reads such words any more when this is queued: this rank's last
 // launch has ended, for which it needed the candidates of all thread blocks of all ranks, which had read them.
-#include "layout.cuh"
+#include "sample.cuh"
 
 namespace kog {
 
@@ -21,8 +21,13 @@ extern "C" __global__ void __launch_bounds__(kog::kStreamThreads) kog_publish_st
     const KogStreamParams& params = launch.params;
     const u32 i = blockIdx.x * kStreamThreads + threadIdx.x, lane = i / (kHidden / 2), pair = i % (kHidden / 2);
     if (i >= kStreamPairs) return;
+    KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
+    if (*reinterpret_cast<const int*>(params.invalid_ptr) != 0) {
+        if (i == 0) state->finish = kNumericalFault;  // the launch leaves at once; its host knows, and begins anew
+        return;
+    }
     const float2 values = reinterpret_cast<const float2*>(params.streams_ptr)[i];
-    const u32 tag = layer_tag(reinterpret_cast<const KogDecodeState*>(params.state_ptr)->epoch, kLayers - 1);
+    const u32 tag = layer_tag(state->epoch, kLayers - 1);
     const u64 word = make_pair_word(values.x, values.y, tag);
     if constexpr (kStreamsToAll) {
         const u64 at = stream_box().row(kRanks, 0, launch.peers.rank) + lane * kReplicas * kStreamCopyWords + pair;

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.last_streams import LastStreams
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 
@@ -77,6 +78,11 @@ class Buffers:
         self.last_position = self.flags[2:]  # of the prompt
         self.staged_flags = staged(3, torch.int32, is_cuda=is_cuda)
         self.last_streams = torch.zeros(layout.num_lanes, spec.hidden_size, device=device)  # of it, behind the last layer
+
+    @property
+    def streams(self) -> LastStreams:
+        """The address of `last_streams`; they are invalid if a value was not finite."""
+        return LastStreams(self.last_streams.data_ptr(), self.overflow.data_ptr())
 
     @property
     def num_bytes(self) -> int:

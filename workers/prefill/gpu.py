@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kog_dist.workers.cuda.last_streams import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, Block
 from kog_dist.workers.prefill.buffers import Buffers, Rows
@@ -167,9 +168,9 @@ class GraphRunner:
         return ended.query
 
     @property
-    def streams(self) -> int:
+    def streams(self) -> LastStreams:
         """See `Runner`."""
-        return self.buffers.last_streams.data_ptr()
+        return self.buffers.streams
 
     def queue_end(self, block: Block) -> None:
         """See `Runner`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kog_dist.errors import ConfigError
+from kog_dist.workers.cuda.last_streams import LastStreams
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.layers import Layers
@@ -36,8 +37,8 @@ class Runner(Protocol):
         """Queue the next block; what comes back says whether it has ended."""
 
     @property
-    def streams(self) -> int:
-        """Address of the streams that `queue_end` makes, float32 (lanes, hidden)."""
+    def streams(self) -> LastStreams:
+        """What `queue_end` makes; invalid if `store` stores nothing."""
 
     def queue_end(self, block: Block) -> None:
         """Queue behind the block of the prompt's last token: that one's streams behind the last layer."""
@@ -75,10 +76,8 @@ class Prefill:
         self._held = 0  # positions whose plain keys and values are those of the cache
 
     @property
-    def streams(self) -> int:
-        """Address of float32 (lanes, hidden) on the device: the streams behind the last layer of the last token that `run` was
-        given, if it returned that it holds all of them.
-        """
+    def streams(self) -> LastStreams:
+        """Those of the last token that `run` was given; they are valid if it returned that it holds all of them."""
         return self._runner.streams
 
     def forget(self, position: int) -> None:
@@ -93,13 +92,15 @@ class Prefill:
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool] = lambda: False,
         on_progress: Callable[[int], None] = lambda position: None,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
         That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block, and what is queued by
         then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
         `start` comes back; the monokernel can go on from there. `on_progress` is called with the number of positions after every
-        block. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
+        block, and `on_queued` once, when all is queued, unless it was stopped before: a launch that begins with `streams` may be
+        queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
@@ -114,7 +115,7 @@ class Prefill:
         self._runner.begin(token_ids, start, min(self._held, start))
         self._held = 0
         try:
-            reached = self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress)
+            reached = self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress, on_queued)
         except BaseException:
             self._runner.stop()
             raise
@@ -131,6 +132,7 @@ class Prefill:
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
+        on_queued: Callable[[], None],
     ) -> int:
         """Queue what is waiting, and return when it has ended: one past the last position."""
         queued: deque[tuple[int, Callable[[], bool]]] = deque()  # where it ends, whether it has
@@ -153,6 +155,8 @@ class Prefill:
             elif not waiting and not is_stored:
                 self._runner.store(start, end)
                 is_stored = True
+                if end == num_tokens:
+                    on_queued()
             elif queued and queued[0][1]():
                 on_progress(queued.popleft()[0])
             elif waiting:  # the GPU has more to do
@@ -182,9 +186,9 @@ class HostRunner:
         return lambda: True
 
     @property
-    def streams(self) -> int:
+    def streams(self) -> LastStreams:
         """See `Runner`."""
-        return self._buffers.last_streams.data_ptr()
+        return self._buffers.streams
 
     def queue_end(self, block: Block) -> None:
         """See `Runner`."""

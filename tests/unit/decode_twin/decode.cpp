@@ -1,7 +1,7 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch begins with the LM head. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
-// Ends with 4 when that takes too long, with 5 when a rank does not end well.
+// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
 #include "decode.cu"
 #include "last_streams.cu"
 
@@ -42,8 +42,8 @@ struct Rank {
 };
 constexpr u32 kCopyWords = kStreamsToAll ? kStreamCopyWords : kStreamStride;
 
-// Hand streams that were published to the next launch, as float32 and in no other way.
-void publish_again(const std::vector<Rank>& ranks) {
+// The streams that all ranks' layers have published, in float32; their words are cleared.
+std::vector<Memory> take_streams(const std::vector<Rank>& ranks) {
     std::vector<Memory> streams;
     for (u32 rank = 0; rank < kRanks; ++rank) {
         streams.emplace_back(4 * kLanes * kHidden);
@@ -54,8 +54,14 @@ void publish_again(const std::vector<Rank>& ranks) {
         }
     }
     for (const Rank& r : ranks) memset(r.read_streams(), 0, 8 * (kStreamsToAll ? kRanks : 1) * kLanes * kReplicas * kCopyWords);
+    return streams;
+}
+// Hand them to the next launch.
+void publish(const std::vector<Rank>& ranks, const std::vector<Memory>& streams, bool are_invalid) {
+    const Memory invalid(4);
+    *reinterpret_cast<int*>(invalid.at) = are_invalid;
     for (u32 rank = 0; rank < kRanks; ++rank) {
-        KogStreamLaunch launch{{streams[rank].ptr(), ranks[rank].words.ptr(), ranks[rank].state.ptr()}, {}};
+        KogStreamLaunch launch{{streams[rank].ptr(), invalid.ptr(), ranks[rank].words.ptr(), ranks[rank].state.ptr()}, {}};
         for (u32 i = 0; i < kRanks; ++i) launch.peers.heap_ptr[i] = ranks[i].heap.ptr();
         launch.peers.rank = rank, launch.peers.num_ranks = kRanks;
         twin::start((kStreamPairs + kStreamThreads - 1) / kStreamThreads, kStreamThreads, sizeof(Shared), [launch] { kog_publish_streams(launch); });
@@ -82,18 +88,23 @@ int main(int num_arguments, char** argv) {
         state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
     std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
-    if (begins_at_head) launches = {num_prompt - 1, 1, 2, max_tokens};
+    if (begins_at_head) launches = {num_prompt - 1, 1, 2, 2, max_tokens};
     std::vector<KogDecodeState> before_last;
+    std::vector<Memory> streams;
     for (u32 launch = 0; launch < launches.size(); ++launch) {
         if (begins_at_head && launch == 1)
             for (const Rank& r : ranks) before_last.push_back(r.decode_state());
         if (begins_at_head && launch == 2) {
+            streams = take_streams(ranks);
+            for (const Rank& r : ranks) memset(r.ring.at, 0, 16 * kMaxContext), memset(r.logits.at, 0, 4 * kVocabRows);
+        }
+        if (begins_at_head && (launch == 2 || launch == 3)) {
             for (u32 rank = 0; rank < kRanks; ++rank) {
-                before_last[rank].epoch = ranks[rank].decode_state().epoch, before_last[rank].token |= kLayersDone;
+                if (launch == 2) before_last[rank].epoch = ranks[rank].decode_state().epoch, before_last[rank].token |= kLayersDone;
+                else if (*reinterpret_cast<u64*>(ranks[rank].ring.at) || ranks[rank].decode_state().epoch != before_last[rank].epoch) return 6;
                 ranks[rank].decode_state() = before_last[rank];
-                memset(ranks[rank].ring.at, 0, 16 * kMaxContext), memset(ranks[rank].logits.at, 0, 4 * kVocabRows);
             }
-            publish_again(ranks);
+            publish(ranks, streams, launch == 2);
         }
         for (u32 rank = 0; rank < kRanks; ++rank) {
             const Rank& r = ranks[rank];

@@ -14,6 +14,7 @@ from kog_dist.errors import AbortedError
 from kog_dist.stages import RankStage
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.last_streams import LastStreams
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.notes import NOTE
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
@@ -24,7 +25,7 @@ BLOCK = 16
 class ScriptedPrefill:
     """Blocks of 16 tokens. `gives_up`: it stores nothing."""
 
-    streams = 0x5000
+    streams = LastStreams(0x5000, 0x6000)
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []  # tokens, start
@@ -40,6 +41,7 @@ class ScriptedPrefill:
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
+        on_queued: Callable[[], None],
     ) -> int:
         self.calls.append((len(token_ids), start))
         position = start
@@ -47,6 +49,8 @@ class ScriptedPrefill:
             self.before_block()
             position = min(position + BLOCK, len(token_ids))
             on_progress(position)
+        if position == len(token_ids):
+            on_queued()
         return start if self.gives_up else position
 
     def forget(self, position: int) -> None:
@@ -106,7 +110,7 @@ def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
     assert prefill.calls == []
     assert prefill.forgotten == [0, 99], "what stands in the cache from there on is the kernel's"
     assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
-    assert kernel.streams == 0
+    assert kernel.streams is None
 
 
 def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:
@@ -122,7 +126,7 @@ def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: P
     prefill.before_block = cancel_in_the_second
     assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
     assert kernel.begun == [(100, 2 * BLOCK)]
-    assert kernel.streams == 0
+    assert kernel.streams is None
 
 
 class Rank0:
@@ -150,8 +154,8 @@ def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Par
     engine, kernel, prefill = parts
     prefill.gives_up = True
     assert engine.run(1, request(num_prompt=100, max_tokens=5, kv=KvUse(num_cached=7))) is Finish.LENGTH
-    assert kernel.begun == [(100, 7)]
-    assert kernel.streams == 0
+    assert kernel.begun == [(100, 99), (100, 7)], "what was queued behind prefill does nothing"
+    assert kernel.streams is None
     assert len(answer(control)) == 5
 
 
