@@ -18,7 +18,7 @@ import torch
 from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
@@ -27,9 +27,11 @@ from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.last_streams import LastStreams
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.published import Published
+from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
 from kog_dist.workers.prefill.exchange import OneRank
@@ -200,21 +202,47 @@ def test_answers_that_begin_with_the_head_have_the_same_bits_however_prefill_was
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_that_begins_has_the_bits_of_a_whole_step(tmp_path: Path, head: str) -> None:
-    import cupy
-
     model = Prepared(tmp_path, HEADS[head], "bfloat16")
     kernel, ids = model.kernel, model.ids[:40]
-    logits = decode(kernel, ids, 0)
-    published = Published(model.shape, kernel.words.get(), int(kernel.state()["epoch"]) - 1)
-    streams = cupy.asarray(np.stack([published.stream(lane).values for lane in range(model.spec.num_lanes)]))
-    cupy.cuda.Device().synchronize()
+    logits, memory = decode(kernel, ids, 0), published_streams(kernel)
     whole = decode(kernel, [*ids, 5], 40)
-    for _ in range(2):  # each first token is another launch's
-        kernel.begin(ids, 2, Sampling(), first_position=39, streams=streams.data.ptr)
+    for _ in range(2):
+        kernel.begin(ids, 2, Sampling(), first_position=39, streams=streams_in(memory))
         kernel.launch(1)
         kernel.finish()
         assert np.array_equal(np.asarray(kernel.logits.get()).view(np.uint32), logits.view(np.uint32))
     assert np.array_equal(decode(kernel, [*ids, 5], 40).view(np.uint32), whole.view(np.uint32))
+
+
+def published_streams(kernel: Monokernel) -> torch.Tensor:
+    """What the layers of the last step left to the LM head, (lanes, hidden), and a row of zeros."""
+    published = Published(kernel.shape, kernel.words.get(), int(kernel.state()["epoch"]) - 1)
+    vectors = [published.stream(lane) for lane in range(kernel.shape.num_lanes)]
+    assert all(vector.num_wrong_tags == 0 for vector in vectors)
+    values = np.stack([*(vector.values for vector in vectors), np.zeros_like(vectors[0].values)])
+    memory = torch.from_numpy(values).cuda()
+    torch.cuda.synchronize()
+    return memory
+
+
+def streams_in(memory: torch.Tensor) -> LastStreams:
+    return LastStreams(memory.data_ptr(), memory[-1].data_ptr())
+
+
+def test_shaped_answers_begin_with_the_head(demo: Prepared) -> None:
+    kernel, ids, sampling = Monokernel(demo.shape, demo.kernel.weights, shaped=True), demo.ids[:40], Sampling(0.8, 5)
+    shaped = ShapedRequest(Shaping(repetition_penalty=1.3, frequency_penalty=0.2, top_k=20, top_p=0.9), logprobs=3)
+    answer = kernel.generate(ids, 6, sampling, shaped=shaped)
+    reports = [kernel.logprobs(index) for index in range(6)]
+    assert None not in reports
+    decode(kernel, ids, 0)
+    memory = published_streams(kernel)
+    kernel.begin(ids, 6, sampling, first_position=39, shaped=shaped, streams=streams_in(memory))
+    kernel.launch(6)
+    kernel.finish()
+    assert [entry.token_id for index in range(6) if (entry := kernel.token(index)) is not None] == answer
+    assert [kernel.logprobs(index) for index in range(6)] == reports
+    kernel.close()
 
 
 def test_a_stop_ends_it_and_what_is_there_counts(demo: Prepared) -> None:
