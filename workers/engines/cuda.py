@@ -199,6 +199,8 @@ class CudaEngine:
         kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
         launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
         self._control.stamp(self._rank, RankStage.LAUNCHED)
+        if self._rank == 0:
+            self._control.ring.announce()
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
             if index == 0:
