@@ -160,7 +160,8 @@ RANK_CONTROL = Struct(
         Field("kv_ring_positions", "u64", "positions that windowed layers keep before they overwrite the oldest; 0: all"),
         Field("epochs_waited", "u64", "1 + epochs of peers not there at the first look, as in EpochWaits; 0: not counted"),
         Field("waited_ns", "u64", "how long it waited for them, all together"),
-        Field("stages_ns", "u64", "CLOCK_MONOTONIC of each RankStage, of the newest request with it", count=6, align=LINE_BYTES),
+        Field("heeds_rousing", "u64", "1: when idle it watches the doorbell for a moment once roused", align=LINE_BYTES),
+        Field("stages_ns", "u64", "CLOCK_MONOTONIC of each RankStage, of the newest request with it", count=6),
         Field("device_beat", "u64", "steps begun by the device program; 0 on CPU ranks", align=LINE_BYTES),
         Field("abort_req", "u64", "0, or generation << 32 | 2 * has_record | 1; written after the record", align=LINE_BYTES),
         Field("record", "u8", "WaitRecord", count=WAIT_RECORD.size_bytes, align=LINE_BYTES),
@@ -209,7 +210,7 @@ MASK_WORD = Struct(
 RING_HEADER = Struct(
     "RingHeader",
     "Written by rank 0.",
-    (Field("num_put", "u64", "entries written since the start; only a hint that wakes the reader"),),
+    (Field("num_put", "u64", "entries put or announced since the start; only a hint that wakes the reader"),),
     size_multiple=4096,
 )
 TOKEN_ENTRY = Struct(

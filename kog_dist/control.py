@@ -11,6 +11,7 @@ that matters more checks itself: the request block carries a checksum, each word
 from __future__ import annotations
 
 import enum
+import sys
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +33,7 @@ from kog_dist.decode.ring import TokenRing, ring_bytes
 from kog_dist.errors import LaunchError
 from kog_dist.memfd import Segment, round_up
 from kog_dist.stages import RankStage
-from kog_dist.wait import Deadline, FutexWord, WaitResult
+from kog_dist.wait import Deadline, FutexWord, WaitResult, wait
 
 COORDINATOR: Final = 0xFFFE  # in place of a rank in `set_abort` and `beat`
 NO_RANK: Final = 0xFFFF
@@ -44,6 +45,7 @@ _COORDINATOR_BEAT = CONTROL_HEADER.word("coordinator_beat_ns")
 _BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"), RANK_CONTROL.word("done_seq")
 _PROGRESS = RANK_CONTROL.word("progress")
 _KV_CACHES, _KV_RING = RANK_CONTROL.word("num_kv_caches"), RANK_CONTROL.word("kv_ring_positions")
+_HEEDS_ROUSING = RANK_CONTROL.word("heeds_rousing")
 _EPOCHS_WAITED, _WAITED_NS = RANK_CONTROL.word("epochs_waited"), RANK_CONTROL.word("waited_ns")
 _ABORT_REQ, _STAGES = RANK_CONTROL.word("abort_req"), RANK_CONTROL.word("stages_ns")
 
@@ -193,6 +195,14 @@ class ControlPage:
         self._doorbell_futex.wake()
         return seq
 
+    def rouse(self) -> None:
+        """A request is likely to come within a millisecond: ranks that heed it wake now, beside what the coordinator still does.
+
+        For others it would take the coordinator's core away. Writer: nobody.
+        """
+        if self._words[self._rank_word(0, _HEEDS_ROUSING)]:
+            self._doorbell_futex.wake()
+
     def cancel(self, seq: int) -> None:
         """Cancel request `seq` and all before it. Writer: coordinator."""
         self._words[_CANCEL] = max(seq, self._words[_CANCEL])
@@ -207,8 +217,17 @@ class ControlPage:
         """Seq of the newest request, 0 before the first."""
         return int(self._words[_DOORBELL])
 
-    def wait_doorbell(self, rank: int, seen: int, deadline: Deadline | None = None) -> WaitResult:
-        """Block in the kernel until a request newer than `seen` is there (OK), or ABORT, or TIMEOUT; beats meanwhile."""
+    def heed_rousing(self, rank: int) -> None:
+        """Say that this rank waits with a `spin_s`. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _HEEDS_ROUSING)] = 1
+
+    def wait_doorbell(
+        self, rank: int, seen: int, deadline: Deadline | None = None, *, spin_s: float = 0.0
+    ) -> WaitResult:  # fmt: skip
+        """Block in the kernel until a request newer than `seen` is there (OK), or ABORT, or TIMEOUT; beats meanwhile.
+
+        `spin_s`: when roused, look for so long before blocking again.
+        """
         deadline = deadline or Deadline.never()
         while True:
             self.beat(rank)
@@ -219,7 +238,8 @@ class ControlPage:
                 return WaitResult.OK
             if deadline.expired():
                 return WaitResult.TIMEOUT
-            self._doorbell_futex.wait(doorbell, min(IDLE_POLL_S, deadline.remaining_s()))
+            if self._doorbell_futex.wait(doorbell, min(IDLE_POLL_S, deadline.remaining_s())) and spin_s:
+                wait(lambda: self.doorbell() > seen, aborted=self.aborted, deadline=Deadline.after(spin_s), yields=sys.maxsize)
 
     def read_request(self, seq: int) -> DecodeRequest:
         """Request `seq`, complete or not at all: ProtocolError when the block is damaged or already holds another request."""

@@ -121,21 +121,26 @@ class FutexWord:
         self._word: ctypes.c_uint32 | None = ctypes.c_uint32.from_buffer(buffer, offset)
         self._pointer = ctypes.c_void_p(ctypes.addressof(self._word))
 
-    def wait(self, expected: int, timeout_s: float) -> None:
-        """Return when the word is not the low half of `expected`, after a wake, a signal or `timeout_s`; check again then."""
+    def wait(self, expected: int, timeout_s: float) -> bool:
+        """Return when the word is not the low half of `expected`, after a wake, a signal or `timeout_s`; check again then.
+
+        True if it was a wake, as far as this machine's system tells.
+        """
         word = self._word
         if word is None or word.value != expected & 0xFFFFFFFF or timeout_s <= 0:
-            return
+            return False
         if _FUTEX_SYSCALL is None:
             time.sleep(min(timeout_s, _POLL_S))
-            return
+            return False
         seconds = min(timeout_s, 3600.0)
         timeout = _Timespec(int(seconds), int((seconds % 1.0) * 1e9))
         arguments = (self._pointer, _FUTEX_WAIT, ctypes.c_uint32(expected & 0xFFFFFFFF), ctypes.byref(timeout), None, 0)
-        if _syscall(ctypes.c_long(_FUTEX_SYSCALL), *arguments) != 0:
-            code = ctypes.get_errno()
-            if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
-                raise OSError(code, f"futex wait failed: {os.strerror(code)}")
+        if _syscall(ctypes.c_long(_FUTEX_SYSCALL), *arguments) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(code, f"futex wait failed: {os.strerror(code)}")
+        return False
 
     def wake(self) -> None:
         """Wake everyone who waits on this word. Call after the word was changed."""

@@ -50,7 +50,7 @@ from kog_dist.workers.streams import RequestStream
 ALIVE_EVERY_NS = 250_000_000
 PREFILL_EVERY_NS = 100_000_000
 FAREWELL_S = 0.25  # for the last events, once the loop has ended
-_TOKEN_WAIT_S = 0.01  # longest sleep while ranks decode (a token ends it at once): bounds the delay of a cancel or an abort
+_TOKEN_WAIT_S = 0.01  # longest wait while ranks decode (a token ends it at once, a message within 1 ms): bounds an abort's delay
 _QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
 _IDLE_WAIT_S = 0.05
 _MESSAGES_PER_TURN = 16  # so that a flood of messages does not hold up tokens
@@ -107,7 +107,7 @@ class Coordinator:
         if self._farewell is not None or self._listener.has_input():
             return
         if self._slot.busy:
-            self._slot.wait(_TOKEN_WAIT_S)
+            self._slot.wait(_TOKEN_WAIT_S, self._listener.has_input)
             return
         timeout_s = _QUEUE_WAIT_S if len(self.requests.queue) or self._listener.has_backlog else _IDLE_WAIT_S
         if wakeup_fd in select.select([*wake_fds, *self._grammars.fds], [], [], timeout_s)[0]:
@@ -125,6 +125,8 @@ class Coordinator:
     def _answer(self, peer: bytes, message: Request, received_ns: int) -> None:
         match message:
             case Generate():
+                if not self._slot.busy:
+                    self._control.rouse()
                 self._take_request(peer, message, received_ns)
             case Cancel():
                 self._cancel(peer, message.request_id)

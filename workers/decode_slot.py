@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 
 from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
-from kog_dist.wait import Deadline
+from kog_dist.stages import RankStage
+from kog_dist.wait import Deadline, wait
 from kog_dist.workers.kept_caches import KeptCaches
 
+FIRST_TOKEN_SPIN_S = 0.003  # from the launch, once for each request
+_POLL_S = 0.001
 MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
 
 
@@ -73,10 +79,26 @@ class DecodeSlot:
         if self._seq is not None:
             self._control.cancel(self._seq)
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until the next entry is there, at most `timeout_s`."""
-        if self._seq is not None:
-            self._control.ring.wait(self._seq, self._next_index, Deadline.after(timeout_s))
+    def wait(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
+        """Block until the next entry is there, at most `timeout_s`; `interrupted` is asked every millisecond.
+
+        The first token is waited for without sleeping once rank 0 has launched its kernel: to wake takes longer than to look.
+        """
+        seq, index, ring = self._seq, self._next_index, self._control.ring
+        if seq is None:
+            return
+        ring.wait(
+            seq, index, Deadline.after(timeout_s), poll_s=_POLL_S, interrupted=lambda: interrupted() or self._first_comes_soon()
+        )
+        if self._first_comes_soon():
+            deadline = Deadline.after(FIRST_TOKEN_SPIN_S)
+            wait(lambda: ring.get(seq, index) is not None, aborted=interrupted, deadline=deadline, yields=sys.maxsize)
+
+    def _first_comes_soon(self) -> bool:
+        launched_ns = self._control.stages_ns(0)[RankStage.LAUNCHED] if self._next_index == 0 else 0
+        if launched_ns < self._control.submitted_ns:
+            return False
+        return time.monotonic_ns() - launched_ns < 1e9 * FIRST_TOKEN_SPIN_S
 
     def read(self) -> list[TokenEntry]:
         """The next entries that have come, in order, at most MAX_ENTRIES. The last entry of a request frees the slot."""

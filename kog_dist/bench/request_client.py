@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kog_dist.errors import KogError
+from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.messages import Accepted, Cancel, Done, Error, Generate, Tokens
-from kog_dist.rpc.transport import Access, Connection
+from kog_dist.rpc.transport import Access
 
 SILENCE_S = 30.0  # the engine speaks about every 250 ms
 _CONNECT_S = 20.0

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from kog_dist.bench.soak_requests import Fate, Planned
 from kog_dist.errors import RequestFailed
+from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.messages import Accepted, Alive, Cancel, Done, Error, ErrorCode, FinishReason, Prefill, StatusReport, Tokens
-from kog_dist.rpc.transport import Access, Connection
+from kog_dist.rpc.transport import Access
 
 SILENCE_S = 30.0  # the engine speaks about every 250 ms; more is a stuck queue
 _CONNECT_S = 20.0

@@ -24,6 +24,7 @@ _U32, _U64 = 2**32, 2**64
 _SHAPING_FIELDS = (  # of the request block, with the names that `Shaping` gives them
     "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
 )  # fmt: skip
+_NAMES = tuple(field.name for field in REQUEST_BLOCK.fields)
 _CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
 
 
@@ -75,29 +76,29 @@ class RequestBlocks:
             return self._segment.buffer[start + offset : start + offset + size_bytes]
 
         raw = bytearray(copy(0, REQUEST_BLOCK.size_bytes))
-        row = np.frombuffer(raw, REQUEST_BLOCK.dtype)[0]
-        num_prompt, num_biases, check = int(row["num_prompt"]), int(row["num_logit_bias"]), int(row["check"])
+        row = dict(zip(_NAMES, np.frombuffer(raw, REQUEST_BLOCK.dtype)[0].item(), strict=True))  # as Python's numbers
+        num_prompt, num_biases, check = row["num_prompt"], row["num_logit_bias"], row["check"]
         prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(num_prompt, self._max_context))
         biases = copy(_bias_offset(self._max_context), LOGIT_BIAS.size_bytes * min(num_biases, MAX_LOGIT_BIAS))
         raw[_CHECK] = bytes(8)
         is_whole = len(prompt) == 4 * num_prompt and len(biases) == LOGIT_BIAS.size_bytes * num_biases
-        if int(row["seq"]) != seq or check != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
-            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {int(row['seq'])}")
-        flags = int(row["flags"])
-        shaping = {name: row[name].item() for name in _SHAPING_FIELDS}
+        if row["seq"] != seq or check != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
+            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {row['seq']}")
+        flags = row["flags"]
+        shaping = {name: row[name] for name in _SHAPING_FIELDS}
         logit_bias = tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist())
         return DecodeRequest(
             prompt=array("I", prompt),
-            max_tokens=int(row["max_tokens"]),
-            temperature=float(row["temperature"]),
-            seed=int(row["seed"]),
-            stop_ids=tuple(row["stop_ids"][: int(row["num_stop_ids"])].tolist()),
+            max_tokens=row["max_tokens"],
+            temperature=row["temperature"],
+            seed=row["seed"],
+            stop_ids=tuple(row["stop_ids"][: row["num_stop_ids"]].tolist()),
             ignore_eos=bool(flags & _IGNORE_EOS),
             logit_digests=bool(flags & _LOGIT_DIGESTS),
-            kv=KvUse(int(row["kv_cache"]), int(row["kv_source"]), int(row["num_cached"])),
+            kv=KvUse(row["kv_cache"], row["kv_source"], row["num_cached"]),
             shaping=Shaping(**shaping, logit_bias=logit_bias),
-            logprobs=int(row["logprobs"]) - 1 if int(row["logprobs"]) else None,
-            mask_epoch=int(row["mask_epoch"]),
+            logprobs=row["logprobs"] - 1 if row["logprobs"] else None,
+            mask_epoch=row["mask_epoch"],
         )
 
 

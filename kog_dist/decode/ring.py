@@ -10,6 +10,7 @@ What this relies on: an aligned 8-byte word is written and read as one.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -103,6 +104,12 @@ class TokenRing:
         self._header[0] = self._num_put  # after the entry: x86 keeps stores in order; elsewhere a late wake costs a poll
         self._futex.wake()
 
+    def announce(self) -> None:
+        """Wake the reader though nothing was put: the next entry comes soon. Only rank 0 calls this."""
+        self._num_put += 1
+        self._header[0] = self._num_put
+        self._futex.wake()
+
     def _put_logprobs(self, seq: int, index: int, logprobs: TokenLogprobs) -> None:
         num_top = len(logprobs.top_ids)
         if not num_top == len(logprobs.top_logprobs) <= MAX_TOP_LOGPROBS:
@@ -148,16 +155,19 @@ class TokenRing:
             logprobs=logprobs,
         )
 
-    def wait(self, seq: int, index: int, deadline: Deadline, *, poll_s: float = 0.05) -> TokenEntry | None:
-        """Block in the kernel until the entry is there; None when the deadline came first.
+    def wait(
+        self, seq: int, index: int, deadline: Deadline, *, poll_s: float = 0.05, interrupted: Callable[[], bool] = lambda: False
+    ) -> TokenEntry | None:
+        """Block in the kernel until the entry is there; None when the deadline came first, or when `interrupted` was true.
 
-        Looks again every `poll_s`: writers that cannot wake anybody (a GPU) need a small one. The coordinator checks for aborts
+        Looks again every `poll_s`, and after each `announce`: writers that cannot wake anybody (a GPU) need a small one. The
+        coordinator checks for aborts
         between calls, so give it short deadlines.
         """
         while True:
             num_put = int(self._header[0])  # read before the entry: a put in between changes the word, and the wait returns
             entry = self.get(seq, index)
-            if entry is not None or deadline.expired():
+            if entry is not None or deadline.expired() or interrupted():
                 return entry
             self._futex.wait(num_put, min(poll_s, deadline.remaining_s()))
 

@@ -6,21 +6,15 @@ zmq's own descriptors are watched, without its asyncio layer, which takes longer
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kog_dist.errors import LaunchError, ProtocolError
-from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
+from kog_dist.rpc.file_end import FILE_SCHEME, EndLost, FileEnd
 from kog_dist.rpc.transport import Access, open_dealer
-from kog_dist.rpc.zmtp import DEALER, Message, Wire, framed, only_message, opening
-
-_RECEIVE_BYTES: Final = 1 << 12  # a token has 150; room for more costs time, though it is not used
-_UNSENT_BYTES: Final = 8 * MAX_MESSAGE_BYTES  # of requests that the engine has not read
-_FILE_SCHEME: Final = "ipc://"
 
 
 class LinkLost(Exception):
@@ -56,7 +50,7 @@ def open_link(context: zmq.Context[zmq.Socket[bytes]], access: Access, on_readab
     """Begin to connect. Raises LaunchError for a wrong address or key, where no engine listens at a socket file, and where it
     has too many connections.
     """
-    if access.address.startswith(_FILE_SCHEME):
+    if access.address.startswith(FILE_SCHEME):
         return FileLink(access.address, on_readable)
     return ZmqLink(context, access, on_readable)
 
@@ -67,17 +61,14 @@ class FileLink:
     def __init__(self, address: str, on_readable: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._address = address
-        self._wire = Wire(DEALER, MAX_MESSAGE_BYTES)
-        self._unsent = bytearray()
-        self._is_drained = False  # the last `recv` has taken all there was
-        self._socket = _connected(address)
-        self._loop.add_reader(self._socket.fileno(), on_readable)
-        self._write(opening(DEALER))
+        self._end = FileEnd(address)
+        self._loop.add_reader(self._end.fileno(), on_readable)
+        self._watch_unsent()
 
     @property
     def is_connected(self) -> bool:
         """See Link."""
-        return self._wire.is_ready
+        return self._end.is_ready
 
     @property
     def absence(self) -> str:
@@ -87,95 +78,43 @@ class FileLink:
     @property
     def closed(self) -> bool:
         """See Link."""
-        return self._socket.fileno() < 0
+        return self._end.closed
 
     def send(self, frame: bytes) -> None:
         """See Link."""
         if self.closed:
             raise LaunchError("the connection to the engine is closed")
-        if len(self._unsent) + len(frame) > _UNSENT_BYTES:
+        if not self._end.send(frame):
             raise LaunchError(f"the engine at {self._address} takes no more messages")
-        self._write(framed(frame))
+        self._watch_unsent()
 
-    def _write(self, wire: bytes) -> None:
-        if self._unsent:
-            self._unsent += wire
-            return
-        try:
-            num_sent = self._socket.send(wire)
-        except BlockingIOError:
-            num_sent = 0
-        except OSError:
-            return  # what it has sent is still to be read; then `receive` finds out
-        if num_sent < len(wire):
-            self._unsent += wire[num_sent:]
-            self._loop.add_writer(self._socket.fileno(), self._write_rest)
+    def _watch_unsent(self) -> None:
+        if self._end.has_unsent:
+            self._loop.add_writer(self._end.fileno(), self._write_rest)
 
     def _write_rest(self) -> None:
-        try:
-            del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            return
-        except OSError:
-            self._unsent.clear()
-        if not self._unsent:
-            self._loop.remove_writer(self._socket.fileno())
+        self._end.flush()
+        if not self._end.has_unsent:
+            self._loop.remove_writer(self._end.fileno())
 
     def receive(self) -> bytes | None:
         """See Link."""
-        wire = self._wire
-        message: Message | None = None
         try:
-            while (is_between := wire.is_between) or (message := wire.next()) is None:
-                if wire.replies:
-                    self._write(wire.replies)
-                    wire.replies = b""
-                if wire.is_paused:
-                    continue
-                if self._is_drained:
-                    self._is_drained = False
-                    return None
-                try:
-                    data = self._socket.recv(_RECEIVE_BYTES)
-                except BlockingIOError:
-                    return None
-                self._is_drained = 0 < len(data) < _RECEIVE_BYTES
-                if not data:
-                    raise LinkLost("is gone")
-                if is_between and (frame := only_message(data)) is not None:
-                    return frame
-                wire.feed(data)
-        except OSError:
+            frame = self._end.receive()
+        except EndLost:
             raise LinkLost("is gone") from None
         except ProtocolError as error:
             raise LinkLost(f"does not follow the protocol: {error}") from None
-        if message.num_frames != 1:
-            raise LinkLost(f"does not follow the protocol: it sent a message of {message.num_frames} frames")
-        return message.frame
+        if frame is None:
+            self._watch_unsent()  # it may have answered a PING
+        return frame
 
     def close(self) -> None:
         """See Link."""
         if not self.closed:
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.remove_writer(self._socket.fileno())
-            self._socket.close()
-
-
-def _connected(address: str) -> socket.socket:
-    """A socket connected to a Unix socket. Raises LaunchError."""
-    try:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as error:  # no descriptor is free
-        raise LaunchError(f"cannot connect to the engine at {address} ({error.strerror})") from None
-    made.setblocking(False)
-    try:
-        made.connect(address.removeprefix(_FILE_SCHEME))
-    except OSError as error:
-        made.close()
-        if isinstance(error, BlockingIOError):
-            raise LaunchError(f"the engine at {address} is busy: too many connections wait for it") from None
-        raise LaunchError(f"no engine listens at {address} ({error.strerror})") from None
-    return made
+            self._loop.remove_reader(self._end.fileno())
+            self._loop.remove_writer(self._end.fileno())
+            self._end.close()
 
 
 class ZmqLink:

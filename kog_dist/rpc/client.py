@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from kog_dist.errors import ProtocolError, RequestError, RequestFailed
+from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.messages import (
     Accepted,
     Alive,
@@ -35,7 +36,7 @@ from kog_dist.rpc.messages import (
     Welcome,
     build_hash,
 )
-from kog_dist.rpc.transport import Access, Connection
+from kog_dist.rpc.transport import Access
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0  # the engine says something about four times a second while a request is not finished

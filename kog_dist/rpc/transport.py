@@ -1,4 +1,4 @@
-"""Where an engine is found, and the client's socket. The other end is rpc/listener.py.
+"""Where an engine is found, and a client's socket for its TCP port. The other end is rpc/listener.py; clients use connection.py.
 
 By default an engine listens on a Unix socket in its instance folder, which only its user may enter. A TCP port is opened on
 request only, and then every connection must be encrypted (CURVE) with the one client key that the engine wrote into its folder.
@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
-from kog_dist.errors import ConfigError, LaunchError, ProtocolError, RequestFailed
-from kog_dist.rpc.messages import MAX_MESSAGE_BYTES, ErrorCode, Event, Request, decode_event, encode
+from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path that the kernel takes
@@ -122,109 +120,3 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], access: Access) -> zmq.
     dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return dealer
-
-
-class Connection:
-    """A client's DEALER and the monitor that tells when the engine is gone. One engine: it never reconnects to another."""
-
-    def __init__(self, access: Access) -> None:
-        self.access = access
-        self._context = zmq.Context()
-        self._connected = False
-        self._lost = False
-        try:
-            self._dealer = open_dealer(self._context, access)
-        except LaunchError:
-            self._context.destroy(linger=0)
-            raise
-        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket()
-        try:
-            self._dealer.connect(access.address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from error
-        self._poller = zmq.Poller()
-        self._poller.register(self._dealer, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-
-    def wait_connected(self, deadline_s: float, *, patient: bool) -> None:
-        """Return once the engine has taken the connection. `patient`: keep trying until the deadline (time.monotonic()).
-
-        Raises LaunchError when nobody listens, when the keys are refused, or at the deadline.
-        """
-        was_taken = False
-        while not self._connected:
-            remaining_ms = max(0, round((deadline_s - time.monotonic()) * 1000))
-            if not self._monitor.poll(remaining_ms):
-                raise LaunchError(f"no engine took the connection at {self.access.address} in time; is one running?")
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected = True
-            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                raise LaunchError(f"the engine at {self.access.address} refuses this client's key")
-            elif event == zmq.EVENT_CONNECTED:
-                was_taken = True
-            elif event == zmq.EVENT_CONNECT_RETRIED and was_taken and not patient:
-                raise LaunchError(self._closed_in_handshake())
-            elif event == zmq.EVENT_CONNECT_RETRIED and not patient:
-                raise LaunchError(f"no engine listens at {self.access.address}; start one with kog-launch")
-
-    def _closed_in_handshake(self) -> str:
-        if self.access.server_public is None:
-            return f"the engine at {self.access.address} closed the connection during the handshake; it may be stopping"
-        return (
-            f"{self.access.address} closed the connection during the handshake; the keys may be those of another engine: "
-            f"use the {ACCESS_NAME} that the engine wrote when it started"
-        )
-
-    def send(self, message: Request) -> None:
-        """Hand a request to zmq. Raises RequestFailed if the engine does not read any more."""
-        try:
-            self._dealer.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise RequestFailed(ErrorCode.ENGINE_LOST, f"the engine at {self.access.address} takes no more requests") from None
-
-    def receive(self, deadline_s: float) -> Event | None:
-        """The next event; None at the deadline (time.monotonic()).
-
-        Raises RequestFailed (`engine_lost`) once the engine is gone and everything it had sent is read; ProtocolError if what
-        came is not the protocol.
-        """
-        while True:
-            frame = self._next_frame()
-            if frame is not None:
-                return decode_event(frame)
-            if self._lost:
-                raise RequestFailed(
-                    ErrorCode.ENGINE_LOST, f"the engine at {self.access.address} is gone; start it again and repeat the request"
-                )
-            remaining_ms = (deadline_s - time.monotonic()) * 1000
-            if remaining_ms <= 0:
-                return None
-            ready = dict(self._poller.poll(max(1, round(remaining_ms))))
-            if self._monitor in ready:
-                event = recv_monitor_message(self._monitor)["event"]
-                self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
-
-    def _next_frame(self) -> bytes | None:
-        try:
-            parts = self._dealer.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        if len(parts) != 1:
-            raise ProtocolError(f"the engine sent a message of {len(parts)} frames, expected one; use the same kog_dist release")
-        return parts[0]
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return bool(self._dealer.closed)
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close the sockets; requests that were handed over get at most `linger_s`. A second call does nothing."""
-        if self._dealer.closed:
-            return
-        self._dealer.disable_monitor()
-        self._monitor.close(0)
-        self._dealer.close(round(linger_s * 1000))
-        self._context.term()

@@ -1,8 +1,8 @@
-"""The demo model on the GPU says what CPU ranks say: 512 greedy tokens after each of 20 prompts.
+"""The demo model on the GPU says what CPU ranks and the training code say: 512 greedy tokens after each of 20 prompts.
 
-The two add in another order, so where two logits are almost equal either may be the larger one. On CPU ranks no two best logits
-of these answers are closer than 0.027 with a bfloat16 cache and 0.013 with float16. An emulation of the kernel's rounding (to 16
-bits in all that thread blocks exchange, on top of the cache's) changes such differences by 0.003 and 0.0006 in the median.
+They add in another order, so keys and values that lie between two of the cache's values are rounded up here and down there;
+where two logits are almost equal, either may be the larger one. Rounding all keys and values to bfloat16 instead of float16
+changes the difference of the two best logits by 0.006 in the median, 0.036 at most in 99 of 100 places (one answer, on a CPU).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
@@ -29,6 +31,7 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
 DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"
 NUM_TOKENS = 512
+TIE = {"bfloat16": 0.02, "float16": 0.003}  # two best logits closer than that may change places, by the cache's type
 PROMPTS = (
     "def add(a, b):\n    return",
     "for i in range(10):\n",
@@ -86,7 +89,7 @@ def collect(processes: list[subprocess.Popen[str]], num_prompts: int) -> list[di
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
-def test_greedy_tokens_are_those_of_cpu_ranks(kv_dtype: str) -> None:
+def test_greedy_tokens_are_those_of_cpu_ranks_and_of_the_training_code(kv_dtype: str) -> None:
     tokenizer = Tokenizer.from_folder(DEMO)
     assert tokenizer is not None
     prompts = [tokenizer.encode(text) for text in PROMPTS]
@@ -95,12 +98,26 @@ def test_greedy_tokens_are_those_of_cpu_ranks(kv_dtype: str) -> None:
         shape = KernelShape(checkpoint.spec, range(checkpoint.spec.num_lanes), kv_dtype=kv_dtype)
         kernel = Monokernel(shape, load_weights(shape, checkpoint))
         found = [kernel.generate(prompt, NUM_TOKENS) for prompt in prompts]
+        trained = [trained_choices(prompt, ids) for prompt, ids in zip(prompts, found, strict=True)]
         wanted = collect(processes, len(prompts))
-    differing = []
-    for number, (ids, answer) in enumerate(zip(found, wanted, strict=True)):
+    differing, num_trained_others = [], 0
+    for number, (ids, answer, (choices, gaps)) in enumerate(zip(found, wanted, trained, strict=True)):
         if ids != answer["token_ids"]:
             at = next(i for i, (a, b) in enumerate(zip(ids, answer["token_ids"], strict=True)) if a != b)
-            differing.append(f"prompt {number}: token {at}, where the two best logits were {answer['gaps'][at]:.2g} apart")
-    smallest = sorted(gap for answer in wanted for gap in answer["gaps"])[:5]
-    print(f"{kv_dtype} cache: {len(differing)} of {len(prompts)} answers differ; smallest gaps {smallest}")
-    assert not differing, "; ".join(differing)
+            differing.append((f"prompt {number}, token {at} of CPU ranks", answer["gaps"][at]))
+        others = [(f"prompt {number}, token {at} of training", gaps[at]) for at in range(NUM_TOKENS) if ids[at] != choices[at]]
+        num_trained_others += len(others)
+        assert all(gap < TIE[kv_dtype] for _, gap in others), others
+    print(f"{kv_dtype} cache: {len(prompts) - len(differing)} of {len(prompts)} answers are those of CPU ranks; training code "
+          f"would choose another token in {num_trained_others} of {len(prompts) * NUM_TOKENS} places; {differing}")  # fmt: skip
+    assert all(gap < TIE[kv_dtype] for _, gap in differing), differing
+    assert len(differing) <= {"bfloat16": 5, "float16": 1}[kv_dtype]
+
+
+@torch.no_grad()
+def trained_choices(prompt: list[int], answer: list[int]) -> tuple[list[int], list[float]]:
+    """The training code's best token in each place of an answer, in float32, and how much better than the next one it is."""
+    module = Laneformer.from_checkpoint(DEMO).cuda()
+    logits = module(torch.tensor([prompt + answer[:-1]], device="cuda"))[0, len(prompt) - 1 :]
+    best, tokens = logits.topk(2, dim=-1)
+    return tokens[:, 0].tolist(), (best[:, 0] - best[:, 1]).tolist()

@@ -242,6 +242,33 @@ def test_an_idle_rank_wakes_up(
     assert results == [expected]
 
 
+def test_only_ranks_that_heed_it_are_roused(page: ControlPage, other: ControlPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes: list[int] = []
+    monkeypatch.setattr(page._doorbell_futex, "wake", lambda: wakes.append(1))
+    page.rouse()
+    assert not wakes
+    other.heed_rousing(0)
+    page.rouse()
+    assert len(wakes) == 1
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 0.001])
+def test_a_roused_rank_without_a_request_sleeps_again(
+    page: ControlPage, other: ControlPage, monkeypatch: pytest.MonkeyPatch, spin_s: float
+) -> None:
+    sleeps: list[int] = []
+
+    def woken(expected: int, timeout_s: float) -> bool:
+        sleeps.append(expected)
+        if len(sleeps) == 3:
+            page.submit(REQUEST)
+        return True
+
+    monkeypatch.setattr(other._doorbell_futex, "wait", woken)
+    assert other.wait_doorbell(1, 0, Deadline.after(60), spin_s=spin_s) is WaitResult.OK
+    assert sleeps == [0, 0, 0]
+
+
 def test_doorbell_wait_ends_at_its_deadline_and_beats(page: ControlPage) -> None:
     before = page.beat_age_s(1)
     assert page.wait_doorbell(1, 0, Deadline.after(0.01)) is WaitResult.TIMEOUT

@@ -177,6 +177,15 @@ def test_idle_ranks_have_a_request_before_its_client_is_told(engine: HandTurned,
     assert doorbells == [1]
 
 
+def test_idle_ranks_are_roused_while_a_request_is_checked(engine: HandTurned, monkeypatch: pytest.MonkeyPatch) -> None:
+    doorbells: list[int] = []
+    monkeypatch.setattr(engine.control, "rouse", lambda: doorbells.append(engine.control.doorbell()))
+    engine.ask(A, "a1")
+    assert doorbells == [0]
+    engine.ask(B, "b1")
+    assert doorbells == [0], "ranks that work see the next request by themselves"
+
+
 # ---- progress and timings ----
 def test_prefill_is_visible_at_most_every_100_ms(engine: HandTurned) -> None:
     engine.ask(A, "a1", "ab" * 8, ignore_eos=True)

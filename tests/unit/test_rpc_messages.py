@@ -259,6 +259,13 @@ def test_fields_with_a_default_may_be_left_out() -> None:
         decode_request(HEAD + msgpack.packb(["cancel", {}]))
 
 
+def test_defaults_are_left_out_of_requests_and_are_in_events() -> None:
+    _, body = msgpack.unpackb(encode(Generate("id", prompt="x", max_tokens=4))[len(HEAD) :])
+    assert body == {"request_id": "id", "prompt": "x", "max_tokens": 4}
+    _, body = msgpack.unpackb(encode(Done("id", FinishReason.LENGTH, 1, 1, 0.0, 0.0))[len(HEAD) :])
+    assert list(body) == [item.name for item in dataclasses.fields(Done)]
+
+
 def test_another_version_names_both() -> None:
     frame = MAGIC + bytes((PROTOCOL_VERSION + 1,)) + encode(Cancel("a"))[4:]
     for decode in (decode_request, decode_event):

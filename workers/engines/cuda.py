@@ -222,6 +222,8 @@ class CudaEngine:
         """The kernel decodes many tokens in a launch and chooses them itself."""
         num_prompt, max_tokens = len(request.prompt), self._max_tokens(request)
         self._control.stamp(self._rank, RankStage.LAUNCHED)
+        if self._rank == 0:
+            self._control.ring.announce()
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, min(num_cached, num_prompt - 1) if index == 0 else None)
             if index == 0:

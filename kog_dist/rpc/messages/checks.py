@@ -19,7 +19,8 @@ TEXT = text(0, MAX_MESSAGE_BYTES)
 
 TAG_OF: dict[type[Any], str] = {}
 # There is a message for each token, and to ask dataclasses for its fields takes longer than to check them.
-CHECKS: dict[type[Any], tuple[tuple[str, Check], ...]] = {}
+# Of each field its name, check and default (MISSING: none). A default passes its check, so it is not checked again.
+CHECKS: dict[type[Any], tuple[tuple[str, Check, Any], ...]] = {}
 
 
 class BadMessage(ProtocolError):
@@ -40,8 +41,10 @@ class Checked:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for name, check in CHECKS[type(self)]:
+        for name, check, default in CHECKS[type(self)]:
             value = getattr(self, name)
+            if value is default:
+                continue
             try:
                 kept = check(value)
             except ValueError as error:
@@ -54,5 +57,5 @@ def tagged(classes: Mapping[str, type[Any]]) -> Mapping[str, type[Any]]:
     """The same message classes by tag; makes them known to `Checked`, without which none of them can be made."""
     for tag, cls in classes.items():
         TAG_OF[cls] = tag
-        CHECKS[cls] = tuple((item.name, item.metadata["check"]) for item in fields(cls))
+        CHECKS[cls] = tuple((item.name, item.metadata["check"], item.default) for item in fields(cls))
     return classes

@@ -22,7 +22,8 @@ Message: TypeAlias = Request | Event
 
 _HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
 _PLAIN_TOKENS = PlainTokens(_HEAD, ID)
-_FIELD_NAMES = {cls: frozenset(name for name, _ in checks) for cls, checks in CHECKS.items()}
+_REQUEST_TYPES = frozenset(REQUESTS.values())  # they are sent without what has its default; events are whole
+_FIELD_NAMES = {cls: frozenset(name for name, *_ in checks) for cls, checks in CHECKS.items()}
 
 
 @functools.cache
@@ -43,7 +44,8 @@ def encode(message: Message) -> bytes:
         plain = _PLAIN_TOKENS.pack(message.request_id, message.index, message.token_ids[0], message.text)
         if plain is not None:
             return plain
-    body = {name: getattr(message, name) for name, _ in CHECKS[type(message)]}
+    checks, is_whole = CHECKS[type(message)], type(message) not in _REQUEST_TYPES
+    body = {name: value for name, _, default in checks if (value := getattr(message, name)) is not default or is_whole}
     frame: bytes = _HEAD + msgpack.packb([TAG_OF[type(message)], body])
     if len(frame) > MAX_MESSAGE_BYTES:
         raise BadMessage(
@@ -91,7 +93,7 @@ def _decode(frame: bytes, known: Mapping[str, type[Any]], sender: str, receiver:
         error.request_id = _readable_id(body)
         raise
     except TypeError:
-        missing = [name for name, _ in CHECKS[cls] if name not in body]
+        missing = [name for name, *_ in CHECKS[cls] if name not in body]
         raise BadMessage(f"{tag}: fields are missing, among {', '.join(missing)}", request_id=_readable_id(body)) from None
 
 

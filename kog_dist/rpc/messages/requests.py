@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kog_dist.rpc.fields import (
     MAX_LOGIT_BIAS,
+    SHAPING_LIMITS,
     any_number,
     array,
     check_shaping,
@@ -87,7 +88,7 @@ class Generate(Checked):
             raise BadMessage("generate: json_schema and regex exclude each other", ErrorCode.INVALID_REQUEST)
         try:
             check_temperature(self.temperature)
-            check_shaping({item.name: getattr(self, item.name) for item in fields(self)}, self.logit_bias)
+            check_shaping({name: getattr(self, name) for name in SHAPING_LIMITS if name != "logit_bias"}, self.logit_bias)
         except ValueError as error:
             raise BadMessage(f"generate: {error}", ErrorCode.INVALID_REQUEST) from None
 

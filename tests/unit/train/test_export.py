@@ -11,6 +11,9 @@ import torch
 from tokenizers import Tokenizer as LibraryTokenizer
 from typer.testing import CliRunner
 
+from kog_dist.decode.interpreter import Interpreter
+from kog_dist.decode.plan import make_plan
+from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import KvCache, Laneformer
@@ -184,3 +187,20 @@ def test_the_bundled_demo_model_knows_python() -> None:
     ids = torch.tensor([tokenizer.encode(text)])
     loss = torch.nn.functional.cross_entropy(module(ids)[0, :-1], ids[0, 1:])
     assert float(loss) < 3.0  # untrained: ln 4096 = 8.3
+
+
+@torch.no_grad()
+def test_the_engine_chooses_the_tokens_of_the_training_code() -> None:
+    """With keys and values rounded to float16; with bfloat16 two tokens that are almost equally likely may change places."""
+    module, tokenizer, checkpoint = Laneformer.from_checkpoint(DEMO), Tokenizer.from_folder(DEMO), open_checkpoint(DEMO)
+    assert tokenizer is not None
+    engine = Interpreter(make_plan(checkpoint.spec, 1), 0, checkpoint.rank_weights(range(8)), None, kv_dtype="float16")
+    for text in ("def gcd(a, b):\n    while b:\n", "class Stack:\n    def __init__(self):\n", "for i in range(10):\n"):
+        prompt = tokenizer.encode(text)
+        ids, num_known = list(prompt), len(prompt)
+        engine.use_cache(0, 0, 0)
+        for position in range(num_known + 31):
+            token_id = engine.step(ids[position], position, Sampling()).token_id
+            ids += [token_id] if position >= num_known - 1 else []
+        best = module(torch.tensor([ids[:-1]]))[0, num_known - 1 :].argmax(-1)
+        assert best.tolist() == ids[num_known:]

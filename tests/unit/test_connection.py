@@ -1,0 +1,164 @@
+"""A client's connection to the Unix socket of an engine: how it begins, what it carries, how it is lost."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kog_dist.errors import LaunchError, RequestFailed
+from kog_dist.rpc.connection import Connection
+from kog_dist.rpc.file_port import FilePort
+from kog_dist.rpc.messages import MAX_MESSAGE_BYTES, Alive, Cancel, Generate, decode_request, encode
+from kog_dist.rpc.paths import SOCKET_NAME
+from kog_dist.rpc.transport import Access
+
+PATIENCE_S = 20.0
+
+
+class EchoEngine:
+    """Answers each request with `Alive`, once it reads; leaves when told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = FilePort(folder / SOCKET_NAME, MAX_MESSAGE_BYTES)
+        self.reads, self.is_over = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        while not self.is_over.is_set():
+            if self.reads.wait(0.01):
+                for peer, message in self.port.receive(4):
+                    request = decode_request(message.frame)
+                    assert isinstance(request, Generate | Cancel)
+                    self.port.send(peer, encode(Alive(request.request_id, 7)))
+                self.port.flush()
+        self.port.close(1.0)
+
+    def leave(self) -> None:
+        self.is_over.set()
+        self.thread.join(PATIENCE_S)
+
+
+@contextmanager
+def engine(folder: Path) -> Iterator[EchoEngine]:
+    made = EchoEngine(folder)
+    made.reads.set()
+    made.thread.start()
+    try:
+        yield made
+    finally:
+        made.leave()
+
+
+def until_s() -> float:
+    return time.monotonic() + PATIENCE_S
+
+
+def connected(folder: Path, *, patient: bool = False) -> Connection:
+    connection = Connection(Access.from_folder(folder))
+    try:
+        connection.wait_connected(until_s(), patient=patient)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def test_requests_that_the_socket_does_not_take_arrive_while_the_client_waits(tmp_path: Path) -> None:
+    long = Generate("long", "x" * (MAX_MESSAGE_BYTES - 100))
+    with engine(tmp_path) as serving:
+        connection = connected(tmp_path)
+        serving.reads.clear()
+        for message in (long, long, long, Cancel("short")):
+            connection.send(message)
+        serving.reads.set()
+        assert [connection.receive(until_s()) for _ in range(4)] == [Alive(name, 7) for name in ("long", "long", "long", "short")]
+        connection.close(linger_s=1.0)
+        connection.close()
+        assert connection.closed
+
+
+def test_an_engine_that_never_reads_takes_no_more_at_some_point(tmp_path: Path) -> None:
+    long = Generate("long", "x" * (MAX_MESSAGE_BYTES - 100))
+    with engine(tmp_path) as serving:
+        connection = connected(tmp_path)
+        serving.reads.clear()
+        for _ in range(8):
+            connection.send(long)
+        with pytest.raises(RequestFailed, match="takes no more requests"):
+            connection.send(long)
+        connection.close()
+
+
+def test_what_was_sent_is_read_before_the_engine_is_lost(tmp_path: Path) -> None:
+    with engine(tmp_path) as serving:
+        connection = connected(tmp_path)
+        connection.send(Cancel("a"))
+        assert connection.receive(until_s()) == Alive("a", 7)
+        connection.send(Cancel("b"))
+        connection.send(Cancel("c"))
+        assert connection.receive(until_s()) == Alive("b", 7)
+        assert connection.receive(until_s()) == Alive("c", 7)
+        assert connection.receive(time.monotonic()) is None
+        serving.leave()
+        for _ in range(2):
+            with pytest.raises(RequestFailed, match="is gone") as lost:
+                connection.receive(until_s())
+            assert lost.value.code == "engine_lost"
+        connection.send(Cancel("d"))  # nobody hears it, which `receive` has said
+        connection.close()
+
+
+def test_a_patient_client_waits_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match=r"no engine listens at ipc://.*; start one with kog-launch"):
+        connected(tmp_path)
+    started: list[EchoEngine] = []
+
+    def sleep(_seconds: float) -> None:
+        if not started:
+            started.append(EchoEngine(tmp_path))
+            started[0].reads.set()
+            started[0].thread.start()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    connection = connected(tmp_path, patient=True)
+    connection.send(Cancel("a"))
+    assert connection.receive(until_s()) == Alive("a", 7)
+    connection.close()
+    started[0].leave()
+
+
+@pytest.mark.parametrize(
+    ("says", "words"), [(b"", "closed the connection during the handshake"), (b"HTTP/1.1 400", "is no engine")]
+)
+def test_what_is_no_engine_is_refused(tmp_path: Path, says: bytes, words: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / SOCKET_NAME))
+        listener.listen(1)
+
+        def hang_up() -> None:
+            made, _ = listener.accept()
+            with made:
+                made.recv(1024)
+                made.sendall(says)
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(LaunchError, match=words):
+            connected(tmp_path)
+        thread.join(PATIENCE_S)
+
+
+def test_an_engine_that_says_nothing_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / SOCKET_NAME))
+        listener.listen(1)
+        connection = Connection(Access.from_folder(tmp_path))
+        with pytest.raises(LaunchError, match="in time"):
+            connection.wait_connected(time.monotonic() + 0.01, patient=False)
+        connection.close()

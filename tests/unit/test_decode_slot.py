@@ -1,0 +1,104 @@
+"""How the coordinator waits for the ranks' tokens."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kog_dist.control import ControlPage, KvLayout
+from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.ring import Finish
+from kog_dist.stages import RankStage
+from kog_dist.wait import Deadline, FutexWord
+from kog_dist.workers.decode_slot import DecodeSlot
+
+LONG_S = 60.0
+Waits = list[float]
+
+
+@pytest.fixture
+def control() -> Iterator[ControlPage]:
+    page = ControlPage.create(1, 16)
+    page.set_kv_layout(0, KvLayout(1))
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def slot(control: ControlPage) -> DecodeSlot:
+    slot = DecodeSlot(control, None)
+    slot.submit(DecodeRequest((1, 2, 3), 4), reuse_kv=True)
+    return slot
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """Seconds of each wait in the kernel; none of them lasts."""
+    found: Waits = []
+
+    def wait(word: FutexWord, expected: int, timeout_s: float) -> bool:
+        found.append(timeout_s)
+        return False
+
+    monkeypatch.setattr(FutexWord, "wait", wait)
+    return found
+
+
+def after(count: int) -> Callable[[], bool]:
+    """True from the call `count` on."""
+    calls = iter(range(1, 10**9))
+    return lambda: next(calls) >= count
+
+
+def test_a_message_ends_the_wait_within_a_millisecond(slot: DecodeSlot, waits: Waits) -> None:
+    slot.wait(LONG_S, after(4))
+    assert waits == [0.001] * 3
+
+
+def test_the_first_token_is_not_slept_for_once_it_must_come(control: ControlPage, slot: DecodeSlot, waits: Waits) -> None:
+    control.stamp(0, RankStage.LAUNCHED)
+    slot.wait(LONG_S, lambda: False)  # the stamp is only so long a reason not to sleep
+    assert waits == []
+    assert slot.read() == []
+    slot.wait(LONG_S, after(2))
+    assert waits == [0.001], "the token did not come in time, and sleeping goes on"
+
+
+def test_later_tokens_and_launches_of_other_requests_are_slept_for(control: ControlPage, waits: Waits) -> None:
+    control.stamp(0, RankStage.LAUNCHED)
+    slot = DecodeSlot(control, None)
+    slot.submit(DecodeRequest((1, 2, 3), 4), reuse_kv=True)
+    slot.wait(LONG_S, after(2))
+    assert len(waits) == 1
+    control.stamp(0, RankStage.LAUNCHED)
+    control.ring.put(1, 0, 7, 1, None, Finish.NONE)
+    assert [entry.token_id for entry in slot.read()] == [7]
+    slot.wait(LONG_S, after(2))
+    assert len(waits) == 2
+
+
+def test_an_announcement_wakes_the_reader(control: ControlPage, slot: DecodeSlot) -> None:
+    other = ControlPage.from_fd(os.dup(control.fd))
+    begun, is_over = threading.Event(), threading.Event()
+
+    def interrupted() -> bool:
+        begun.set()
+        return is_over.is_set()
+
+    deadline = Deadline.after(LONG_S)
+    reader = threading.Thread(target=lambda: control.ring.wait(1, 0, deadline, poll_s=LONG_S, interrupted=interrupted))
+    reader.start()
+    assert begun.wait(LONG_S)
+    is_over.set()
+    other.ring.announce()
+    reader.join(LONG_S / 2)
+    assert not reader.is_alive()
+    other.close()
+
+
+def test_nothing_is_waited_for_when_ranks_are_idle(control: ControlPage, waits: Waits) -> None:
+    DecodeSlot(control, None).wait(LONG_S, lambda: False)
+    assert waits == []
