@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,6 +38,7 @@ from kog_dist.wait import Deadline, FutexWord, WaitResult, wait
 
 COORDINATOR: Final = 0xFFFE  # in place of a rank in `set_abort` and `beat`
 NO_RANK: Final = 0xFFFF
+ROUSED_SPIN_S = 0.001  # how long a roused rank looks for its request without sleeping
 IDLE_POLL_S = 0.05  # an idle rank wakes this often to beat and to see an abort or drain
 
 _ABORT, _DRAIN = CONTROL_HEADER.word("abort"), CONTROL_HEADER.word("drain")
@@ -218,15 +220,15 @@ class ControlPage:
         return int(self._words[_DOORBELL])
 
     def heed_rousing(self, rank: int) -> None:
-        """Say that this rank waits with a `spin_s`. Writer: the rank itself."""
+        """Say that this rank waits with something to do `when_roused`. Writer: the rank itself."""
         self._words[self._rank_word(rank, _HEEDS_ROUSING)] = 1
 
     def wait_doorbell(
-        self, rank: int, seen: int, deadline: Deadline | None = None, *, spin_s: float = 0.0
-    ) -> WaitResult:  # fmt: skip
+        self, rank: int, seen: int, deadline: Deadline | None = None, *, when_roused: Callable[[], None] | None = None
+    ) -> WaitResult:
         """Block in the kernel until a request newer than `seen` is there (OK), or ABORT, or TIMEOUT; beats meanwhile.
 
-        `spin_s`: when roused, look for so long before blocking again.
+        `when_roused`: to be called when a request is about to come; then looks for it for a moment before blocking again.
         """
         deadline = deadline or Deadline.never()
         while True:
@@ -238,8 +240,11 @@ class ControlPage:
                 return WaitResult.OK
             if deadline.expired():
                 return WaitResult.TIMEOUT
-            if self._doorbell_futex.wait(doorbell, min(IDLE_POLL_S, deadline.remaining_s())) and spin_s:
-                wait(lambda: self.doorbell() > seen, aborted=self.aborted, deadline=Deadline.after(spin_s), yields=sys.maxsize)
+            is_woken = self._doorbell_futex.wait(doorbell, min(IDLE_POLL_S, deadline.remaining_s()))
+            if is_woken and when_roused is not None and self.doorbell() == doorbell and not self.aborted():
+                when_roused()
+                spin = Deadline.after(ROUSED_SPIN_S)
+                wait(lambda: self.doorbell() > seen, aborted=self.aborted, deadline=spin, yields=sys.maxsize)
 
     def read_request(self, seq: int) -> DecodeRequest:
         """Request `seq`, complete or not at all: ProtocolError when the block is damaged or already holds another request."""

@@ -19,8 +19,6 @@ from kog_dist.wait import WaitResult, sleep_precisely
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.base import Engine
 
-ROUSED_SPIN_S = 0.001  # of a GPU's rank, which has a core of its own
-
 
 class WorkerExit(IntEnum):
     """Exit codes of a rank; 0 only when it was told to stop."""
@@ -53,7 +51,7 @@ def run(arguments: str) -> int:
         try:
             engine.startup()
             gc.freeze()  # what it has made by now stays, and need not be looked through while somebody waits for a token
-            serve(engine, control, rank, spin_s=ROUSED_SPIN_S if args.device != "cpu" else 0.0)
+            serve(engine, control, rank)
         finally:
             engine.close()
     except AbortedError:
@@ -94,18 +92,15 @@ def make_engine(args: WorkerArgs, control: ControlPage) -> Engine:
     raise ConfigError(f"rank {args.info.rank}: there is no engine for device {args.device!r}")
 
 
-def serve(engine: Engine, control: ControlPage, rank: int, *, spin_s: float = 0.0) -> None:
-    """Run requests in the order of their seq until the engine is aborted, which raises AbortedError.
-
-    `spin_s`: how long to look for the request that the coordinator announces; 0: sleep until it is there.
-    """
+def serve(engine: Engine, control: ControlPage, rank: int) -> None:
+    """Run requests in the order of their seq until the engine is aborted, which raises AbortedError."""
     seq = 0
-    if spin_s:
+    if engine.rouse is not None:
         control.heed_rousing(rank)
     control.beat(rank)
     control.set_state(rank, RankState.READY)
     while True:
-        if control.wait_doorbell(rank, seq, spin_s=spin_s) is WaitResult.ABORT:
+        if control.wait_doorbell(rank, seq, when_roused=engine.rouse) is WaitResult.ABORT:
             raise AbortedError(f"rank {rank} was idle when the engine was stopped")
         control.stamp(rank, RankStage.SEEN)
         seq += 1

@@ -8,7 +8,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {  # neither is at its end before many toke
 }
 _SHORT_PROMPT = 16
 FIRST_OF = 8  # tokens of answers whose first one is measured; the last token of an answer waits until ranks have left it
+PAUSE_S, RESTED_REPEATS = 0.15, 5
 _BETWEEN_S = 0.002  # from the first to the second SIGTERM: two at once may be seen as one
 _ENDED_S = 20.0
 
@@ -93,16 +94,32 @@ class Measures:
         return [*found, self._first_token_behind_kept()] if self._workload.kept else found
 
     def _first_token(self, length: int) -> dict[str, Any]:
-        answers = [self._client.ask(self._ids(length), max_tokens=FIRST_OF, reuse_kv=False) for _ in self._repeats()]
-        return _ttft(answers, {"prompt": length})
+        def ask() -> Answer:
+            return self._client.ask(self._ids(length), max_tokens=FIRST_OF, reuse_kv=False)
+
+        return _ttft([ask() for _ in self._repeats()], self._after_pauses(ask), {"prompt": length})
 
     def _first_token_behind_kept(self) -> dict[str, Any]:
         kept, new = self._workload.kept, self._workload.new
         beginning, answers = self._ids(kept), []
+
+        def ask() -> Answer:
+            return self._client.ask([*beginning, *self._ids(new)], max_tokens=FIRST_OF)
+
         for _ in self._repeats():
             self._client.ask(beginning, max_tokens=1)
-            answers.append(self._client.ask([*beginning, *self._ids(new)], max_tokens=FIRST_OF))
-        return _ttft(answers, {"prompt": kept + new, "kept": kept, "new": new})
+            answers.append(ask())
+        rested = self._after_pauses(ask, before=lambda: self._client.ask(beginning, max_tokens=1))
+        return _ttft(answers, rested, {"prompt": kept + new, "kept": kept, "new": new})
+
+    def _after_pauses(self, ask: Callable[[], Answer], before: Callable[[], object] = lambda: None) -> list[Answer]:
+        """Answers of an engine that had nothing to do for a while: then its cores and its GPU are not awake."""
+        answers = []
+        for _ in range(min(self._workload.repeats, RESTED_REPEATS)):
+            before()
+            time.sleep(PAUSE_S)
+            answers.append(ask())
+        return answers
 
     def _repeats(self) -> Iterator[int]:
         begin_s = time.monotonic()
@@ -190,14 +207,18 @@ class Measures:
         }  # fmt: skip
 
 
-def _ttft(answers: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
-    """`ms`: before the request is sent to the first token in the client. `engine_ms`: what the engine itself says."""
+def _ttft(answers: Sequence[Answer], rested: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
+    """`ms`: before the request is sent to the first token in the client. `engine_ms`: what the engine itself says.
+
+    `rested_ms`: of answers that came after a pause.
+    """
     times = [answer.ttft_ms for answer in answers]
     engine_ms = [1e3 * (answer.done.ttft_s or 0.0) for answer in answers]
     cached = sorted({answer.done.num_cached_tokens for answer in answers})
     return {
         **about, "ms": statistics.median(times), "most_ms": max(times), "engine_ms": statistics.median(engine_ms),
         "cached_tokens": cached, "repeats": len(times), "steps_ms": steps_ms(answers),
+        "rested_ms": statistics.median(answer.ttft_ms for answer in rested), "rested_steps_ms": steps_ms(rested),
     }  # fmt: skip
 
 

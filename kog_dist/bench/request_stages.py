@@ -34,13 +34,13 @@ def _steps_ms(answer: Answer) -> dict[str, float]:
     return found
 
 
-def show_steps(name: str, figures: Sequence[dict[str, Any]]) -> None:
-    """A table of the stages in `steps_ms` of the figures of first tokens: a line for each stage, a column for each prompt."""
-    columns = [figure for figure in figures if figure["steps_ms"]]
+def show_steps(name: str, figures: Sequence[dict[str, Any]], key: str) -> None:
+    """A table of what `steps_ms` gave, at `key` of figures of first tokens: a line for each stage, a column for each prompt."""
+    columns = [figure for figure in figures if figure[key]]
     if not columns:
         return
     heads = [f"{figure['kept']:,}+{figure['new']}" if figure.get("kept") else f"{figure['prompt']:,}" for figure in columns]
-    print(f"{name}: {'ms until, by prompt':>20}" + "".join(f"{head:>10}" for head in heads), flush=True)
-    for step in (step for step in STEPS if any(step in figure["steps_ms"] for figure in columns)):
-        values = [figure["steps_ms"].get(step) for figure in columns]
-        print(f"{name}: {step:>20}" + "".join(f"{'-':>10}" if ms is None else f"{ms:10.3f}" for ms in values), flush=True)
+    print(f"{name} {'by prompt':>14}" + "".join(f"{head:>10}" for head in heads), flush=True)
+    for step in (step for step in STEPS if any(step in figure[key] for figure in columns)):
+        values = [figure[key].get(step) for figure in columns]
+        print(f"{name} {step:>14}" + "".join(f"{'-':>10}" if ms is None else f"{ms:10.3f}" for ms in values), flush=True)

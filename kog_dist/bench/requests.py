@@ -168,11 +168,12 @@ def _show_first_tokens(name: str, figures: list[dict[str, Any]], wanted: dict[in
         limit = wanted.get(None if kept else figure["prompt"])
         print(
             f"{name}: prompt {prompt:>20}: first token after {figure['ms']:8.2f} ms (most {figure['most_ms']:.2f}, "
-            f"by the engine {figure['engine_ms']:.2f}, cached {figure['cached_tokens']})"
+            f"by the engine {figure['engine_ms']:.2f}, after a pause {figure['rested_ms']:.2f}, cached {figure['cached_tokens']})"
             + (f", wanted {limit:g}" if limit else ""),
             flush=True,
         )
-    show_steps(name, figures)
+    show_steps(f"{name}: ms until", figures, "steps_ms")
+    show_steps(f"{name}: ms after a pause until", figures, "rested_steps_ms")
 
 
 def _show_speeds(name: str, figures: list[dict[str, Any]], bare: dict[str, Any] | None) -> None:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from kog_dist.bench.cli import app
 from kog_dist.bench.request_measures import KINDS, SCHEMAS, Measures, Workload
+from kog_dist.bench.request_stages import STEPS
 from kog_dist.bench.requests import run
 from kog_dist.errors import ConfigError
 
@@ -33,7 +34,9 @@ def test_whole_requests_are_measured(capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < cancels["decode"]["told_ms"] <= cancels["decode"]["free_ms"]
     assert {abort["end"] for abort in figures["aborts"]} <= {"shutdown", "done"}  # the model is small: it may be done before
     assert all(abort["clean_ms"] > 0 for abort in figures["aborts"])
-    assert len(lines) == 3 + len(KINDS) + len(SCHEMAS) + 2 + 2
+    stages = [step for step in STEPS if step not in ("uploaded", "launched")]  # which CPU ranks do not have
+    assert [list(figure[key]) for figure in first_tokens for key in ("steps_ms", "rested_steps_ms")] == [stages] * 6
+    assert len(lines) == 3 + 2 * (1 + len(stages)) + len(KINDS) + len(SCHEMAS) + 2 + 2
 
 
 @pytest.mark.parametrize("wrong", [{"prompts": (249,)}, {"kept": 243}, {"tokens": 241}])

@@ -72,10 +72,13 @@ class ScriptedKernel:
         self.cancelled = self.aborted = self.closed = False
         self.shaped: ShapedRequest | None = None
         self.asked: set[int] = set()  # for log-probabilities
-        self.recovered = 0
+        self.recovered = self.num_roused = 0
         self.begun: list[tuple[int, int]] = []  # length of the prompt, first position
         self.fault_at = self.silent_from = 10**9
         self.failure: Exception | None = None  # of a launch
+
+    def rouse(self) -> None:
+        self.num_roused += 1
 
     def begin(
         self,
@@ -344,6 +347,11 @@ def test_errors_of_the_libraries_become_ours() -> None:
             raise CUDARuntimeError(text)
     with pytest.raises(ZeroDivisionError), cuda.translated_errors("cuda:1"):
         raise ZeroDivisionError
+
+
+def test_the_gpu_is_roused_before_a_request(kernel: ScriptedKernel, engine: CudaEngine) -> None:
+    engine.rouse()
+    assert kernel.num_roused == 1
 
 
 def test_device_names() -> None:

@@ -39,7 +39,7 @@ def test_steps_are_medians() -> None:
 def test_the_table_has_a_column_for_each_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     whole = {"prompt": 128, "steps_ms": steps_ms([answer()])}
     cached = {"prompt": 3950, "kept": 3900, "new": 50, "steps_ms": steps_ms([answer(with_prefill=False)])}
-    show_steps("1 GPU", [whole, cached, {"prompt": 7, "steps_ms": {}}])
+    show_steps("1 GPU:", [whole, cached, {"prompt": 7, "steps_ms": {}}], "steps_ms")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[-2:] == ["128", "3,900+50"]
     assert next(line for line in lines if " uploaded " in line).split()[-2:] == ["1.000", "-"]
@@ -48,5 +48,5 @@ def test_the_table_has_a_column_for_each_prompt(capsys: pytest.CaptureFixture[st
 
 def test_an_engine_that_tells_no_stages_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     done = Done("id", FinishReason.LENGTH, 3, 8, 0.0, 0.1)
-    show_steps("1 GPU", [{"prompt": 128, "steps_ms": steps_ms([Answer("id", 0.0, end=done)])}])
+    show_steps("1 GPU", [{"prompt": 128, "steps_ms": steps_ms([Answer("id", 0.0, end=done)])}], "steps_ms")
     assert capsys.readouterr().out == ""

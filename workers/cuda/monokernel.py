@@ -85,6 +85,7 @@ class Monokernel:
         self._prompt = cupy.zeros(context, cupy.uint32)
         self._state = cupy.zeros(DECODE_STATE.size_bytes, cupy.uint8)
         self._record = cupy.zeros(WAIT_RECORD.size_bytes, cupy.uint8)
+        self._spare = cupy.zeros(1, cupy.uint32)
         self._staged_prompt = pinned(context * 4).view(np.uint32)
         self._staged_state = pinned(DECODE_STATE.size_bytes).view(DECODE_STATE.dtype)
         self._host = pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
@@ -101,6 +102,12 @@ class Monokernel:
         cupy.cuda.Device().synchronize()
 
     # ---- a request ----
+    def rouse(self) -> None:
+        """Let the GPU do next to nothing, so that it wakes, and with it what the driver needs on the host."""
+        from cupy.cuda import runtime
+
+        runtime.memsetAsync(self._spare.data.ptr, 0, self._spare.nbytes, self.stream.ptr)
+
     def begin(
         self,
         prompt: Sequence[int],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kog_dist.decode.request import DecodeRequest
@@ -30,6 +31,12 @@ class Engine(Protocol):
         (`set_progress`), for the last time before the last entry.
         The entry with a Finish is the last one of `seq` in the ring. A cancel ends the request after the same token everywhere.
         Raises AbortedError when the engine is being stopped, DeviceError when a wait ran out of time; then nothing is published.
+        """
+
+    @property
+    def rouse(self) -> Callable[[], None] | None:
+        """Called when a request is about to come: the device and its driver wake while it is still being checked. None: a rank
+        that is better left asleep, since it shares its core. Not collective.
         """
 
     def close(self) -> None:

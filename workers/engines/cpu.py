@@ -169,6 +169,8 @@ class CpuEngine:
         assert self._interpreter is not None
         return self._interpreter.plan.spec
 
+    rouse = None
+
     def close(self) -> None:
         """See `Engine.close`."""
         self._heartbeat.close()

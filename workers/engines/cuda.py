@@ -335,6 +335,11 @@ class CudaEngine:
         self._loaded.stream.synchronize()  # bounded: the kernel leaves its waits within microseconds of the abort
         raise AbortedError(f"rank {self._rank} {doing} because the engine is being stopped")
 
+    def rouse(self) -> None:
+        """See `Engine.rouse`. The first call of the driver after a pause takes 0.2 ms longer."""
+        with translated_errors(self._args.device):
+            self._loaded.rouse()
+
     @property
     def _loaded(self) -> Kernel:
         assert self._kernel is not None, "startup comes first"

@@ -33,6 +33,9 @@ class Kernel(Protocol):
     stream: Any
     logits: Any
 
+    def rouse(self) -> None:
+        """Let the GPU do next to nothing, so that it wakes."""
+
     def begin(
         self,
         prompt: Sequence[int],
