@@ -45,7 +45,7 @@ def prepare(context: RankContext, shapes: Sequence[KernelShape], *, shaped: bool
     cupy.cuda.Device(context.info.local_rank).use()
     if context.info.rank == 0:
         for shape in shapes:
-            for source in KERNEL_SOURCES[: 2 + shaped]:
+            for source in KERNEL_SOURCES[: 1 + shaped]:
                 build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)  # the others find it in the cache
 

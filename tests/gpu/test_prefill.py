@@ -26,8 +26,8 @@ from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.last_streams import LastStreams
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.published import Published
@@ -204,6 +204,7 @@ def test_answers_that_begin_with_the_head_have_the_same_bits_however_prefill_was
 def test_a_head_that_begins_has_the_bits_of_a_whole_step(tmp_path: Path, head: str) -> None:
     model = Prepared(tmp_path, HEADS[head], "bfloat16")
     kernel, ids = model.kernel, model.ids[:40]
+    kernel.prepare_head_start()
     logits, memory = decode(kernel, ids, 0), published_streams(kernel)
     whole = decode(kernel, [*ids, 5], 40)
     for _ in range(2):
@@ -232,6 +233,7 @@ def streams_in(memory: torch.Tensor) -> LastStreams:
 def test_shaped_answers_begin_with_the_head(demo: Prepared) -> None:
     kernel, ids, sampling = Monokernel(demo.shape, demo.kernel.weights, shaped=True), demo.ids[:40], Sampling(0.8, 5)
     shaped = ShapedRequest(Shaping(repetition_penalty=1.3, frequency_penalty=0.2, top_k=20, top_p=0.9), logprobs=3)
+    kernel.prepare_head_start()
     answer = kernel.generate(ids, 6, sampling, shaped=shaped)
     reports = [kernel.logprobs(index) for index in range(6)]
     assert None not in reports

@@ -254,7 +254,7 @@ def test_gpus_of_two_kinds_are_refused(ranks: Ranks, runtime: PlayedRuntime) -> 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_kernels_from_other_sources_are_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter(f"decode-{number}.cubin" for number in range(12))
+    names = iter(f"decode-{number}.cubin" for number in range(8))
     monkeypatch.setattr(build, "cubin_name", lambda headers, source: next(names))
     errors = ranks.on_all(lambda engine: engine.startup())
     assert any("the ranks do not agree on the kernel" in str(error) for error in errors)

@@ -48,6 +48,7 @@ RUNS_ALL = os.environ.get("DECODE_TWIN") == "all"
 DTYPES = ("bfloat16", "float16") if RUNS_ALL else ("bfloat16",)
 PROMPT = [3, 70, 11]
 MAX_TOKENS = 3
+HEAD_ONLY = "constexpr bool kHeadOnly = KOG_HEAD_ONLY;"  # here both builds are one
 SHARED = "extern __shared__ __align__(128) unsigned char memory[];"
 
 
@@ -97,7 +98,11 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
     ]
     sources = {**device_sources(), **shapes[0].headers()}
     assert SHARED in sources["decode.cu"]
+    assert HEAD_ONLY in sources["layout.cuh"]
     sources["decode.cu"] = sources["decode.cu"].replace(SHARED, "char* memory = twin::current->block->memory;")
+    sources["layout.cuh"] = (
+        sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
+    )
     folder.mkdir()
     for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
         (folder / name).write_text(text)

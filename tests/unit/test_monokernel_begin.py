@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kog_dist.decode.sampling import Sampling
-from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, LAYERS_DONE, STREAM_PARAMS, STREAM_THREADS
-from kog_dist.workers.cuda.last_streams import LastStreams, StreamPublisher
+from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.monokernel import Monokernel
 
 CONTEXT, STREAM = 16, 7
@@ -36,6 +36,10 @@ class Launched:
 
     def __init__(self) -> None:
         self.grids: list[tuple[int, int, bytes, int]] = []
+        self.steps: list[list[int]] = []  # of the monokernel's launches, and where they stamp
+
+    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream: int, *, cluster: int) -> None:
+        self.steps.append(np.frombuffer(params[:16], int).tolist())
 
     def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
         self.grids.append((num_ctas, num_threads, params, stream))
@@ -53,10 +57,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made = Monokernel.__new__(Monokernel)
     made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
     made._epoch, made._num_heads_alone, made._whole_epoch = 0, 0, -1
-    made.shape = SimpleNamespace(num_lanes=2, spec=SimpleNamespace(num_layers=12, hidden_size=768))  # type: ignore[assignment]
-    made.words, made._publisher = Memory(4, np.uint64), StreamPublisher.__new__(StreamPublisher)
-    made._publisher._peers, made._publisher._num_pairs = b"peers", 2 * 768 // 2
-    made._publisher._kernel = Launched()  # type: ignore[assignment]
+    spec = SimpleNamespace(num_layers=12)
+    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, cluster=1, spec=spec)  # type: ignore[assignment]
+    made.words, made._begins_at_head, made._shaped, made._peers = Memory(4, np.uint64), False, None, b"peers"
+    made._kernel, start = Launched(), HeadStart.__new__(HeadStart)  # type: ignore[assignment]
+    start._peers, start._num_pairs, start._publisher, start.plain = b"peers", 768, Launched(), Launched()  # type: ignore[assignment]
+    made._head_start = start
+    fields = [("num_steps", int), ("stamps_ptr", int)]
+    monkeypatch.setattr(made, "_params", lambda num_steps: np.array([(num_steps, 0)], fields))
     made._prompt, made._state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
     made._staged_prompt, made._staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
     return made
@@ -75,16 +83,25 @@ def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel
     assert kernel._tag == 2
 
 
-def test_a_step_that_begins_with_its_head_gets_the_streams(kernel: Monokernel) -> None:
+def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> None:
     kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=LastStreams(0x123400, 0x567800))
-    assert int(kernel.state()["token"]) == 7 | LAYERS_DONE
-    (launch,) = kernel._publisher._kernel.grids  # type: ignore[attr-defined]
+    assert int(kernel.state()["token"]) == 7
+    head, whole = kernel._head_start, kernel._kernel
+    assert head is not None
+    (launch,) = head._publisher.grids  # type: ignore[attr-defined]
     assert launch[:2] == (3, STREAM_THREADS), "a thread for each pair of values"
     assert launch[3] == STREAM
     params = np.frombuffer(launch[2], STREAM_PARAMS.dtype, count=1)[0]
     assert [int(params[name]) for name in ("streams_ptr", "invalid_ptr")] == [0x123400, 0x567800]
     assert [int(params[name]) for name in ("words_ptr", "state_ptr")] == [kernel.words.data.ptr, kernel._state.data.ptr]
     assert launch[2][STREAM_PARAMS.size_bytes :] == b"peers"
+    for _ in range(2):
+        kernel.launch(3, SimpleNamespace(data=SimpleNamespace(ptr=80)))
+    assert head.plain.steps == [[1, 80]]  # type: ignore[attr-defined]
+    assert whole.steps == [[2, 88], [3, 80]], "the layers come with the second token"  # type: ignore[attr-defined]
+    kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=LastStreams(1, 2))
+    kernel.launch(1)
+    assert (len(head.plain.steps), len(whole.steps)) == (2, 2)  # type: ignore[attr-defined]
 
 
 def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(kernel: Monokernel) -> None:

@@ -42,7 +42,7 @@ DECODE_STATE = Struct(
     "DecodeState",
     "What one launch leaves to the next, in device memory.",
     (
-        Field("token", "u32", "token to feed in next; the highest bit: its layers have been run (kernels/last_streams.cu)"),
+        Field("token", "u32", "token to feed in next"),
         Field("position", "u32", "its position"),
         Field("num_prompt", "u32", "tokens of the prompt"),
         Field("max_tokens", "u32", "most tokens to generate"),
@@ -54,7 +54,6 @@ DECODE_STATE = Struct(
     ),
     size_multiple=128,
 )
-LAYERS_DONE = 1 << 31  # in DecodeState.token
 STREAM_THREADS = 256  # of a thread block of kog_publish_streams
 STREAM_PARAMS = Struct(
     "StreamParams",

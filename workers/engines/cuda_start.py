@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.arguments import WorkerArgs
+    from kog_dist.workers.cuda.head_start import LastStreams
     from kog_dist.workers.cuda.kernel_shape import KernelShape
-    from kog_dist.workers.cuda.last_streams import LastStreams
     from kog_dist.workers.cuda.monokernel import Monokernel
     from kog_dist.workers.engines.launches import Kernel
     from kog_dist.workers.prefill.peer_exchange import PeerExchange

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
-from kog_dist.workers.cuda.last_streams import LastStreams
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.shaped import ShapedRequest
 
 CHUNK_STEPS = 64

@@ -1,5 +1,5 @@
-// What the layers of a token would have left to its LM head, from streams that prefill has computed: the words of all copies, for the token
-// with which the launch behind this one begins (kLayersDone). Nobody reads such words any more when this is queued: this rank's last
+// What the layers of a token would have left to its LM head, from streams that prefill has computed: the words of all copies, for the launch
+// behind this one (head.cu). Nobody reads such words any more when this is queued: this rank's last
 // launch has ended, for which it needed the candidates of all thread blocks of all ranks, which had read them.
 #include "sample.cuh"
 

@@ -295,7 +295,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
         const u32 position = role.first_position + step;
         attender.step = step;
 #pragma unroll 1
-        for (u32 i = token & kLayersDone ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
+        for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
             attender.product = kQkvProducts[i];
             const Place at(attender.product);
             const u32 first_cta = ((at.layer() * kLanes + at.lane()) * kItems) % kNumCtas;
@@ -304,7 +304,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             for (u32 item = first; item < kItems; item += kNumCtas)
                 if (!attender.item(at.layer(), at.lane(), item, position, layer_tag(role.first_epoch + step, at.layer()))) return;
         }
-        attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts) - first_product(token);
+        attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);
     }
 }
 

@@ -155,15 +155,18 @@ struct Place {
     __device__ __forceinline__ u32 index() const { return 4 * layer() + phase(); }  // among the lane's products of the token
 };
 constexpr u32 kNumProducts = 4 * kLayers * kLanes;
+
+// The builds for a first step whose layers prefill has run (kernels/head.cu): only the LM head, whose input is in the words where the last
+// layer would have left it (kernels/last_streams.cu). Launches of one step.
+#ifndef KOG_HEAD_ONLY
+#define KOG_HEAD_ONLY false
+#endif
+constexpr bool kHeadOnly = KOG_HEAD_ONLY;
+__device__ __forceinline__ constexpr u32 first_product() { return kHeadOnly ? kNumProducts : 0; }
 template <class O>
 constexpr u64 kOpBytes = static_cast<u64>(O::kBlocks) * O::kTiles * O::kTileBytes;
-constexpr u64 kHeadBytes = kHeadProducts * kOpBytes<HeadOp>;  // of the tape: its end
-static_assert(kTapeBytes == u64{kLayers} * kLanes * (kOpBytes<QkvOp> + kOpBytes<OutOp> + kOpBytes<GateUpOp> + kOpBytes<DownOp>) + kHeadBytes, "tape");
-
-// Of a launch's first token, above the id: prefill has run its layers, and what the LM head reads of them is there already, in the words
-// where they leave it (kernels/last_streams.cu). Such a step begins with the LM head.
-constexpr u32 kLayersDone = 1u << 31;
-__device__ __forceinline__ u32 first_product(u32 token) { return token & kLayersDone ? kNumProducts : 0; }
+constexpr u64 kLayerBytes = u64{kLayers} * kLanes * (kOpBytes<QkvOp> + kOpBytes<OutOp> + kOpBytes<GateUpOp> + kOpBytes<DownOp>);  // of the tape
+static_assert(kTapeBytes == kLayerBytes + kHeadProducts * kOpBytes<HeadOp>, "the LM head stands at the end of the tape");
 
 // Vocabulary rows of this rank that a thread block owns, from the first to before the end. With `vocab_parallel` they are one lane's: each
 // lane has kHeadCtas thread blocks, and those left over have no rows.

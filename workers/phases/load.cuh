@@ -51,10 +51,10 @@ struct Loader {
         }
         return true;
     }
-    __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step, u32 first) {
-        source = first == 0 ? tape : tape + (kTapeBytes - kHeadBytes);
+    __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
+        source = tape + (kHeadOnly ? kLayerBytes : 0);
 #pragma unroll 1
-        for (u32 number = first; number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
+        for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
             u32 count = HeadOp::kBlocks * HeadOp::kTiles, bytes = HeadOp::kTileBytes;
             if (!at.is_last()) {
@@ -77,12 +77,11 @@ struct Loader {
     }
 };
 
-// `first`: product that the first token begins with.
-__device__ __forceinline__ void load_tape(const Role& role, const unsigned char* tape, u32 num_steps, u32 first = 0) {
+__device__ __forceinline__ void load_tape(const Role& role, const unsigned char* tape, u32 num_steps) {
     if (laneid() != 0) return;
     Loader loader{role, tape, evict_first_policy()};
-    for (u32 step = 0; step < num_steps; ++step, first = 0)
-        if (!loader.issue_token(tape, step, first)) break;
+    for (u32 step = 0; step < num_steps; ++step)
+        if (!loader.issue_token(tape, step)) break;
     loader.drain();
 }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.last_streams import LastStreams
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kog_dist.workers.cuda.last_streams import LastStreams
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, Block
 from kog_dist.workers.prefill.buffers import Buffers, Rows
@@ -101,6 +101,7 @@ def runner_for(
     import torch
 
     shape = kernel.shape
+    kernel.prepare_head_start()
     buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda")
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")

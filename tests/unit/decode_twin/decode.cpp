@@ -1,5 +1,5 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
-// prompt is decoded twice, the second time from what its layers gave the first time: that launch begins with the LM head. FOLDER holds prompt.bin (uint32), embedding.bin,
+// prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
 // Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
 #include "decode.cu"
@@ -88,7 +88,7 @@ int main(int num_arguments, char** argv) {
         state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
     std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
-    if (begins_at_head) launches = {num_prompt - 1, 1, 2, 2, max_tokens};
+    if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
     std::vector<KogDecodeState> before_last;
     std::vector<Memory> streams;
     for (u32 launch = 0; launch < launches.size(); ++launch) {
@@ -100,12 +100,13 @@ int main(int num_arguments, char** argv) {
         }
         if (begins_at_head && (launch == 2 || launch == 3)) {
             for (u32 rank = 0; rank < kRanks; ++rank) {
-                if (launch == 2) before_last[rank].epoch = ranks[rank].decode_state().epoch, before_last[rank].token |= kLayersDone;
+                if (launch == 2) before_last[rank].epoch = ranks[rank].decode_state().epoch;
                 else if (*reinterpret_cast<u64*>(ranks[rank].ring.at) || ranks[rank].decode_state().epoch != before_last[rank].epoch) return 6;
                 ranks[rank].decode_state() = before_last[rank];
             }
             publish(ranks, streams, launch == 2);
         }
+        kHeadOnly = begins_at_head && (launch == 2 || launch == 3);
         for (u32 rank = 0; rank < kRanks; ++rank) {
             const Rank& r = ranks[rank];
             KogLaunch packed{};

@@ -14,7 +14,7 @@ from kog_dist.errors import AbortedError
 from kog_dist.stages import RankStage
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.last_streams import LastStreams
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.notes import NOTE
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request

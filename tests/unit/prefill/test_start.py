@@ -14,7 +14,7 @@ from kog_dist.model.spec import laneformer_2b
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import load, monokernel
-from kog_dist.workers.cuda.last_streams import LastStreams
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.engines import cuda, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine, translated_errors
 from kog_dist.workers.engines.cuda_start import Start
