@@ -47,7 +47,7 @@ def prepared(
     import cupy
     import torch
 
-    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PLAIN_SOURCE, STREAMS_SOURCE, build
     from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
@@ -57,7 +57,8 @@ def prepared(
     cupy.cuda.Device(context.info.local_rank).use()
     torch.cuda.set_device(context.info.local_rank)
     if rank == 0:
-        build(shape.headers())
+        for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
+            build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)
     matrices, observe = matrices_for(shape)
     weights = random_weights(shape, seed, observe)
