@@ -91,14 +91,14 @@ class Coordinator:
         return self._say_farewell(self._farewell)
 
     def turn(self) -> None:
-        """One round: messages, tokens, the engine's state, the next request, clients that are slow."""
+        """One round: tokens, which somebody waits for, messages, the engine's state, the next request, clients that are slow."""
         self._control.beat(COORDINATOR)
+        self._read_tokens()
         received_ns = self._clock()
         self._rouse_ranks(received_ns)
         for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
             self._answer(peer, message, received_ns)
         self._read_verdicts()
-        self._read_tokens()
         self._end_expired()
         self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
         self._look_after_engine()
