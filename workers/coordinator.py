@@ -18,6 +18,7 @@ from kog_dist.errors import LaunchError
 from kog_dist.instance import Instance
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.process_main import serve_argument
+from kog_dist.wait import sleep_precisely
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
 from kog_dist.workers.served_model import ServedModel
@@ -50,6 +51,7 @@ def run_coordinator(args: CoordinatorArgs) -> int:
         coordinator.num_stop_signals += 1
 
     signal.signal(signal.SIGTERM, stop)
+    sleep_precisely()  # of a first token's 20 us
     gc.freeze()  # what was made by now stays, and need not be looked through while somebody waits for a token
     exit_code = coordinator.run(wakeup_fd)
     if instance is not None and select.select([supervisor_fd], [], [], 0)[0]:

@@ -49,6 +49,7 @@ from kog_dist.workers.streams import RequestStream
 
 ALIVE_EVERY_NS = 250_000_000
 PREFILL_EVERY_NS = 100_000_000
+ROUSE_EVERY_NS = 10_000_000
 FAREWELL_S = 0.25  # for the last events, once the loop has ended
 _TOKEN_WAIT_S = 0.01  # longest wait while ranks decode (a token ends it at once, a message within 1 ms): bounds an abort's delay
 _QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
@@ -76,6 +77,7 @@ class Coordinator:
         self._farewell: Farewell | None = None
         self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
+        self._roused_ns = 0
         self.num_stop_signals = 0
         self.counters = Counters()
 
@@ -89,19 +91,26 @@ class Coordinator:
         return self._say_farewell(self._farewell)
 
     def turn(self) -> None:
-        """One round: messages, tokens, the engine's state, the next request, clients that are slow."""
+        """One round: tokens, which somebody waits for, messages, the engine's state, the next request, clients that are slow."""
         self._control.beat(COORDINATOR)
+        self._read_tokens()
         received_ns = self._clock()
+        self._rouse_ranks(received_ns)
         for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
             self._answer(peer, message, received_ns)
         self._read_verdicts()
-        self._read_tokens()
         self._end_expired()
         self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
         self._look_after_engine()
         self._tell_where_requests_are()
         for gone in self._listener.flush():
             self._forget_client(gone)
+
+    def _rouse_ranks(self, now_ns: int) -> None:
+        """Idle ranks wake while a message is read that may be a request; seldom enough that other messages keep no core busy."""
+        if not self._slot.busy and now_ns - self._roused_ns >= ROUSE_EVERY_NS and self._listener.has_input():
+            self._roused_ns = now_ns
+            self._control.rouse()
 
     def _sleep(self, wake_fds: list[int], wakeup_fd: int) -> None:
         if self._farewell is not None or self._listener.has_input():
@@ -125,8 +134,6 @@ class Coordinator:
     def _answer(self, peer: bytes, message: Request, received_ns: int) -> None:
         match message:
             case Generate():
-                if not self._slot.busy:
-                    self._control.rouse()
                 self._take_request(peer, message, received_ns)
             case Cancel():
                 self._cancel(peer, message.request_id)
@@ -229,10 +236,7 @@ class Coordinator:
         stream = self.requests.running
         if stream is None or not entries:
             return
-        is_first = not stream.num_tokens
-        if is_first:
-            stream.timings.stage("taken", self._clock())
-            stream.timings.rank_stages(self._slot.stages_ns())
+        is_first, taken_ns = not stream.num_tokens, self._clock()
         faulty = entries[-1].finish in (Finish.NUMERICAL_FAULT, Finish.NO_MASK)
         event, reason = stream.take(entries[:-1] if faulty else entries)
         if event is not None:
@@ -240,7 +244,7 @@ class Coordinator:
             if not self._send(stream, event):
                 return
             if is_first:
-                stream.timings.stage("sent", self._clock())
+                stream.timings.first_token(taken_ns, self._clock(), self._slot.stages_ns())
         if reason is not None:
             self._finish(stream, reason)
         elif entries[-1].finish is Finish.NO_MASK:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -15,7 +15,9 @@ from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline, wait
 from kog_dist.workers.kept_caches import KeptCaches
 
-FIRST_TOKEN_SPIN_S = 0.003  # from the launch, once for each request
+FIRST_TOKEN_LOOK_S = 0.06  # from the launch, which may be queued behind 40 ms of prefill; once for each request
+_AWAKE_S, _LOOKS_AWAKE = 0.003, 500  # in the beginning without sleeping
+_LOOK_EVERY_S, _LOOK_S = 20e-6, 0.01  # then at the price of a fifth of a core
 _POLL_S = 0.001
 MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
 
@@ -82,23 +84,27 @@ class DecodeSlot:
     def wait(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
         """Block until the next entry is there, at most `timeout_s`; `interrupted` is asked every millisecond.
 
-        The first token is waited for without sleeping once rank 0 has launched its kernel: to wake takes longer than to look.
+        The first token is looked for once rank 0 has launched its kernel: a core that sleeps takes 0.1 to 0.3 ms to wake.
         """
         seq, index, ring = self._seq, self._next_index, self._control.ring
         if seq is None:
             return
         ring.wait(
-            seq, index, Deadline.after(timeout_s), poll_s=_POLL_S, interrupted=lambda: interrupted() or self._first_comes_soon()
+            seq, index, Deadline.after(timeout_s), poll_s=_POLL_S, interrupted=lambda: interrupted() or self._looks_for_first()
         )
-        if self._first_comes_soon():
-            deadline = Deadline.after(FIRST_TOKEN_SPIN_S)
-            wait(lambda: ring.get(seq, index) is not None, aborted=interrupted, deadline=deadline, yields=sys.maxsize)
+        if self._looks_for_first():
+            wait(
+                lambda: ring.get(seq, index) is not None, aborted=interrupted, deadline=Deadline.after(min(timeout_s, _LOOK_S)),
+                yields=_LOOKS_AWAKE if self._since_launch_s() < _AWAKE_S else 0, sleep_s=_LOOK_EVERY_S,
+            )  # fmt: skip
 
-    def _first_comes_soon(self) -> bool:
-        launched_ns = self._control.stages_ns(0)[RankStage.LAUNCHED] if self._next_index == 0 else 0
-        if launched_ns < self._control.submitted_ns:
-            return False
-        return time.monotonic_ns() - launched_ns < 1e9 * FIRST_TOKEN_SPIN_S
+    def _looks_for_first(self) -> bool:
+        return self._next_index == 0 and self._since_launch_s() < FIRST_TOKEN_LOOK_S
+
+    def _since_launch_s(self) -> float:
+        """Seconds since rank 0 has launched its kernel for the current request; `math.inf` before."""
+        launched_ns = self._control.stages_ns(0)[RankStage.LAUNCHED]
+        return (time.monotonic_ns() - launched_ns) / 1e9 if launched_ns >= self._control.submitted_ns else math.inf
 
     def read(self) -> list[TokenEntry]:
         """The next entries that have come, in order, at most MAX_ENTRIES. The last entry of a request frees the slot."""

@@ -60,10 +60,11 @@ class RequestTimings:
         """The request has come to one of STAGES."""
         self._stages_ns[name] = moment_ns
 
-    def rank_stages(self, moments_ns: Sequence[int]) -> None:
-        """What rank 0 has stamped; what it stamped before it had this request belongs to another one."""
+    def first_token(self, taken_ns: int, sent_ns: int, rank_stages_ns: Sequence[int]) -> None:
+        """It has been sent. Of what rank 0 stamped, what is older than the request's turn belongs to another one."""
         begin_ns = self.submitted_ns or self.received_ns
-        self._stages_ns |= {name: ns for name, ns in zip(RANK_STAGES, moments_ns, strict=True) if ns >= begin_ns}
+        self._stages_ns |= {"taken": taken_ns, "sent": sent_ns}
+        self._stages_ns |= {name: ns for name, ns in zip(RANK_STAGES, rank_stages_ns, strict=True) if ns >= begin_ns}
 
     def add_token(self, stamp_ns: int) -> float:
         """Note a token; returns its moment in seconds after the reception."""

@@ -10,6 +10,8 @@ What this relies on: an aligned 8-byte word is written and read as one.
 from __future__ import annotations
 
 import enum
+import struct
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -29,6 +31,7 @@ _TAG_SHIFT = np.uint64(32)
 _LOW = 0xFFFFFFFF
 _WORDS = TOKEN_ENTRY.size_bytes // 8
 _SPARE, _DIGEST = TOKEN_ENTRY.word("spare"), TOKEN_ENTRY.word("digest")
+_DIGEST_WORDS, _NO_DIGEST = struct.Struct("<8I"), (0,) * 8
 _HAS_DIGEST, _HAS_LOGPROBS = 1, 2
 _LOGPROB_WORDS = LOGPROB_ENTRY.size_bytes // 8
 _CHOSEN, _TOP_IDS, _TOP_LOGPROBS = (LOGPROB_ENTRY.word(name) for name in ("chosen", "top_ids", "top_logprobs"))
@@ -70,8 +73,8 @@ class TokenRing:
         self.num_entries = num_entries
         self._header = segment.array(np.uint64, 1, offset)
         tokens_offset = offset + RING_HEADER.size_bytes
-        words = segment.array(np.uint64, num_entries * _WORDS, tokens_offset)
-        self._entries = words.reshape(num_entries, _WORDS)
+        with segment.words() as every_word:  # a token's entry is read and written without NumPy, which takes three times as long
+            self._entries = every_word[tokens_offset // 8 : tokens_offset // 8 + num_entries * _WORDS]
         words = segment.array(np.uint64, num_entries * _LOGPROB_WORDS, tokens_offset + num_entries * TOKEN_ENTRY.size_bytes)
         self._logprobs = words.reshape(num_entries, _LOGPROB_WORDS)
         self._futex = FutexWord(segment.buffer, offset)
@@ -89,17 +92,14 @@ class TokenRing:
         if not 0 <= index < self.num_entries:
             raise IndexError(f"entry {index} of request {seq} is outside the token ring of {self.num_entries} entries")
         flags = _HAS_DIGEST * (digest is not None) | _HAS_LOGPROBS * (logprobs is not None)
-        payloads = [token_id & _LOW, index, int(finish), flags, stamp_ns & _LOW, stamp_ns >> 32, 0, 0]
-        entry = np.zeros(_WORDS, np.uint64)
-        entry[:_DIGEST] = payloads
-        if digest is not None:
-            if len(digest) != DIGEST_BYTES:
-                raise ValueError(f"a digest of the logits has {DIGEST_BYTES} bytes, got {len(digest)}")
-            entry[_DIGEST:] = np.frombuffer(digest, "<u4")
+        if digest is not None and len(digest) != DIGEST_BYTES:
+            raise ValueError(f"a digest of the logits has {DIGEST_BYTES} bytes, got {len(digest)}")
+        digest_words = _NO_DIGEST if digest is None else _DIGEST_WORDS.unpack(digest)
         if logprobs is not None:
             self._put_logprobs(seq, index, logprobs)
-        entry |= np.uint64(seq & _LOW) << _TAG_SHIFT
-        self._entries[index] = entry
+        tag = (seq & _LOW) << 32
+        payloads = (token_id & _LOW, index, int(finish), flags, stamp_ns & _LOW, stamp_ns >> 32, 0, 0, *digest_words)
+        self._entries[index * _WORDS : (index + 1) * _WORDS] = array("Q", [tag | payload for payload in payloads])
         self._num_put += 1
         self._header[0] = self._num_put  # after the entry: x86 keeps stores in order; elsewhere a late wake costs a poll
         self._futex.wake()
@@ -137,11 +137,14 @@ class TokenRing:
         """Entry `index` of request `seq` (from 1), or None when it is not completely there. Never waits."""
         if not 0 <= index < self.num_entries:
             raise IndexError(f"entry {index} of request {seq} is outside the token ring of {self.num_entries} entries")
-        entry = self._entries[index].copy()
-        if (entry >> _TAG_SHIFT != np.uint64(seq & _LOW)).any():
-            return None
-        payload = entry.astype(np.uint32)  # keeps the lower halves
-        token_id, _, finish, flags, low, high = payload[:_SPARE].tolist()
+        tag, first = seq & _LOW, index * _WORDS
+        if self._entries[first] >> 32 != tag:
+            return None  # so it is almost each time
+        entry = self._entries[first : first + _WORDS].tolist()  # what is checked is what is used
+        for word in entry:
+            if word >> 32 != tag:
+                return None
+        token_id, _, finish, flags, low, high = (word & _LOW for word in entry[:_SPARE])
         logprobs = self._get_logprobs(seq, index) if flags & _HAS_LOGPROBS else None
         if flags & _HAS_LOGPROBS and logprobs is None:
             return None
@@ -150,7 +153,7 @@ class TokenRing:
             index=index,
             token_id=NO_TOKEN if token_id == _LOW else token_id,
             stamp_ns=low | high << 32,
-            digest=payload[_DIGEST:].tobytes() if flags & _HAS_DIGEST else None,
+            digest=_DIGEST_WORDS.pack(*(word & _LOW for word in entry[_DIGEST:])) if flags & _HAS_DIGEST else None,
             finish=Finish(finish),
             logprobs=logprobs,
         )
@@ -175,5 +178,5 @@ class TokenRing:
         """Let go of the segment."""
         self._futex.close()
         self._header = np.zeros(1, np.uint64)
-        self._entries = np.zeros((0, _WORDS), np.uint64)
+        self._entries.release()
         self._logprobs = np.zeros((0, _LOGPROB_WORDS), np.uint64)

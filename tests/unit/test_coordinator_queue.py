@@ -20,6 +20,7 @@ from kog_dist.rpc.messages import (
     Event,
     FinishReason,
     Prefill,
+    Status,
     StatusReport,
     Tokens,
 )
@@ -177,13 +178,24 @@ def test_idle_ranks_have_a_request_before_its_client_is_told(engine: HandTurned,
     assert doorbells == [1]
 
 
-def test_idle_ranks_are_roused_while_a_request_is_checked(engine: HandTurned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_ranks_are_roused_when_a_message_comes_but_not_by_each_of_many(
+    engine: HandTurned, monkeypatch: pytest.MonkeyPatch
+) -> None:
     doorbells: list[int] = []
     monkeypatch.setattr(engine.control, "rouse", lambda: doorbells.append(engine.control.doorbell()))
-    engine.ask(A, "a1")
-    assert doorbells == [0]
-    engine.ask(B, "b1")
+    engine.coordinator.turn()
+    assert doorbells == [], "nobody has said anything"
+    engine.ask(A, "a1", max_tokens=1)
+    assert doorbells == [0], "before its request is there"
+    engine.pass_ms(20)
+    engine.ask(B, "b1", max_tokens=1)
     assert doorbells == [0], "ranks that work see the next request by themselves"
+    engine.decode(2)
+    for _ in range(3):
+        engine.wire.inbox.append((A, Status()))
+        engine.coordinator.turn()
+        engine.pass_ms(4)
+    assert doorbells == [0, 2], "once in 10 ms"
 
 
 # ---- progress and timings ----

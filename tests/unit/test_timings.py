@@ -29,15 +29,15 @@ def test_stages_are_told_from_the_reception_on_and_those_of_another_request_are_
     timings.submitted(RECEIVED + 2 * MS)
     timings.stage("submitted", RECEIVED + 3 * MS)
     stamped = {RankStage.SEEN: 4, RankStage.READ: 5, RankStage.UPLOADED: -1, RankStage.PREFILLED: -5, RankStage.CHOSEN: 6}
-    timings.rank_stages([RECEIVED + stamped[stage] * MS if stage in stamped else 0 for stage in RankStage])
     timings.add_token(RECEIVED + 7 * MS)
-    timings.stage("taken", RECEIVED + 8 * MS)
-    figures = timings.figures(RECEIVED + 9 * MS)
+    stamps_ns = [RECEIVED + stamped[stage] * MS if stage in stamped else 0 for stage in RankStage]
+    timings.first_token(RECEIVED + 8 * MS, RECEIVED + 9 * MS, stamps_ns)
+    figures = timings.figures(RECEIVED + 10 * MS)
     found = dict(zip(STAGES, figures.stages_s, strict=True))
     assert figures.received_s == RECEIVED / S
     assert {name: moment_s for name, moment_s in found.items() if moment_s is not None} == {
         "admitted": 0.001, "started": 0.002, "submitted": 0.003, "seen": 0.004, "read": 0.005, "chosen": 0.006, "put": 0.007,
-        "taken": 0.008,
+        "taken": 0.008, "sent": 0.009,
     }  # fmt: skip
 
 
