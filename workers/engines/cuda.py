@@ -152,6 +152,8 @@ class CudaEngine:
                 if request.mask_epoch:
                     self._await_first_mask(seq, request, heartbeat)
                 launches = self._begin(request, num_cached)
+            if num_cached > request.kv.num_cached:
+                self._control.stamp(self._rank, RankStage.PREFILLED)
             return self._decode(seq, request, heartbeat, num_cached, launches)
 
     def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, Launches | None]:
@@ -198,7 +200,6 @@ class CudaEngine:
             note(f"a value of request {seq} left the range of prefill's binary16; such prompts go token by token")
         prefill.forget(held)
         progress(held)
-        self._control.stamp(self._rank, RankStage.PREFILLED)
         return held, launches[0] if launches and held == num_prompt else None
 
     def _begin(self, request: DecodeRequest, num_cached: int) -> Launches:
@@ -213,7 +214,9 @@ class CudaEngine:
         kernel.begin(
             request.prompt, max_tokens, sampling, request.end_ids, first_position=first, shaped=shaped, streams=streams
         )  # fmt: skip
-        return Launches(kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests)
+        launches = Launches(kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests)
+        self._control.stamp(self._rank, RankStage.LAUNCHED)
+        return launches
 
     def _max_tokens(self, request: DecodeRequest) -> int:
         return min(request.max_tokens, self._max_context - len(request.prompt))
@@ -221,7 +224,6 @@ class CudaEngine:
     def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, launches: Launches) -> Finish:
         """The kernel decodes many tokens in a launch and chooses them itself."""
         num_prompt, max_tokens = len(request.prompt), self._max_tokens(request)
-        self._control.stamp(self._rank, RankStage.LAUNCHED)
         if self._rank == 0:
             self._control.ring.announce()
         for index in range(max_tokens):
