@@ -11,8 +11,8 @@ was no such moment, as of prefill in an engine without it.
 | `seen` | rank 0 has left its wait for the doorbell |
 | `read` | rank 0 has read the block |
 | `uploaded` | the prompt is on its way to the GPU, and cached keys and values are where prefill reads them |
-| `prefilled` | all of the prompt but its last token is in the KV cache |
-| `launched` | the request is set up in the kernel, and its first launches are queued |
+| `launched` | the request is set up in the kernel, and its first launches are queued: on a GPU behind prefill |
+| `prefilled` | what prefill does of the prompt is in the KV cache, and rank 0 knows it |
 | `chosen` | rank 0 has the first token |
 | `put` | it goes into the token ring; `ttft_s` ends here |
 | `taken` | the coordinator has read it |
@@ -31,8 +31,8 @@ class RankStage(enum.IntEnum):
     SEEN = 0
     READ = 1
     UPLOADED = 2
-    PREFILLED = 3
-    LAUNCHED = 4
+    LAUNCHED = 3
+    PREFILLED = 4
     CHOSEN = 5
 
 

@@ -47,7 +47,7 @@ def prepared(
     import cupy
     import torch
 
-    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PLAIN_SOURCE, STREAMS_SOURCE, build
     from kog_dist.workers.cuda.device_weights import random_weights
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
@@ -57,7 +57,8 @@ def prepared(
     cupy.cuda.Device(context.info.local_rank).use()
     torch.cuda.set_device(context.info.local_rank)
     if rank == 0:
-        build(shape.headers())
+        for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
+            build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)
     matrices, observe = matrices_for(shape)
     weights = random_weights(shape, seed, observe)
@@ -95,9 +96,11 @@ def measure(context: RankContext) -> dict[str, Any]:
 def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float]:
     prefill.forget(max(0, cached - DECODED))
     begin_s = time.perf_counter()
-    reached = prefill.run(ids[:-1], cached, should_stop=lambda: False)
+    reached = prefill.run(ids, cached, should_stop=lambda: False)
     filled_s = time.perf_counter()
-    kernel.begin(ids, 1, Sampling(), first_position=reached)
+    if reached != len(ids):
+        raise LaunchError(f"prefill gave up at position {reached}: a value left the range of binary16")
+    kernel.begin(ids, 1, Sampling(), first_position=reached - 1, streams=prefill.streams)
     kernel.launch(1)
     kernel.finish()
     return 1e3 * (filled_s - begin_s), 1e3 * (time.perf_counter() - begin_s)

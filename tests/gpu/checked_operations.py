@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,12 @@ class CheckedOperations:
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
+
+    def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.device.take_last(rows, last, pasts)  # the twin's own code
+
+    def give_streams(self, last: Rows) -> None:
+        self.device.give_streams(last)
 
     def load_cache(self, first: int, last: int) -> None:
         outputs = {"keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow}

@@ -23,7 +23,9 @@ SEED = 5
 
 
 def fill(context: RankContext) -> dict[str, Any]:
-    """Prompts through prefill: digests of every head's keys and values by layer, and the logits after each prompt."""
+    """Prompts through prefill: digests of every head's keys and values by layer; the logits of each prompt's last token, and of
+    one that the kernel decodes behind it.
+    """
     variant = str(context.arguments["variant"])
     spec = laneformer_2b() if variant == "2b" else VARIANTS[variant]
     comm, kernel, prefill = prepared(context, spec, SEED, Tuning() if variant == "2b" else TUNING)
@@ -35,6 +37,11 @@ def fill(context: RankContext) -> dict[str, Any]:
         context.rendezvous.barrier(context.deadline)
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
         torch.cuda.synchronize()
+        context.rendezvous.barrier(context.deadline)
+        kernel.begin(ids[:end], 1, Sampling(), first_position=end - 1, streams=prefill.streams)
+        kernel.launch(1)
+        kernel.finish()
+        logits.append(kernel.logits.get().tolist())
         heads.append([[_digest(cache, layout, layer, head) for head in range(layout.heads)] for layer in range(spec.num_layers)])
         context.rendezvous.barrier(context.deadline)
         kernel.begin(ids[: end + 1], 1, Sampling(), first_position=end)

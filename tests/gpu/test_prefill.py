@@ -18,7 +18,7 @@ import torch
 from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
@@ -26,9 +26,12 @@ from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.cuda.published import Published
+from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
 from kog_dist.workers.prefill.exchange import OneRank
@@ -38,7 +41,7 @@ from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedOperations
-from tests.gpu.test_monokernel import DEMO
+from tests.gpu.test_monokernel import DEMO, HEADS
 from tests.gpu.test_monokernel import VARIANTS as KERNEL_VARIANTS
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
@@ -104,6 +107,14 @@ def decode(kernel: Monokernel, ids: list[int], first_position: int) -> np.ndarra
     return np.asarray(kernel.logits.get())
 
 
+def begin_at_head(kernel: Monokernel, prefill: Prefill, ids: list[int], num_steps: int = 1) -> np.ndarray[Any, Any]:
+    """Logits of the last of `ids`, all of which have just gone through prefill; or of `num_steps` - 1 tokens later."""
+    kernel.begin(ids, num_steps, Sampling(), first_position=len(ids) - 1, streams=prefill.streams)
+    kernel.launch(num_steps)
+    kernel.finish()
+    return np.asarray(kernel.logits.get())
+
+
 def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:
     return float(np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted))
 
@@ -131,16 +142,21 @@ def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str
 @pytest.mark.parametrize(("variant", "kv_dtype"), CASES + IN_BINARY16)
 def test_logits_after_prefill_match_the_oracle(tmp_path: Path, variant: str, kv_dtype: str) -> None:
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
-    prefill, wanted, errors = model.prefill(), model.oracle_logits(700), {}
+    prefill, wanted = model.prefill(), model.oracle_logits(700)
+    errors, of_heads = dict[int, float](), dict[int, float]()
     for length in (2, 17, 65, 130, 300, 700):
         fill(prefill, model.ids[: length - 1])
         errors[length] = relative_error(decode(model.kernel, model.ids[:length], length - 1), wanted[length - 1])
+        fill(prefill, model.ids[:length])
+        of_heads[length] = relative_error(begin_at_head(model.kernel, prefill, model.ids[:length]), wanted[length - 1])
     fill(prefill, model.ids[:299])
     decode(model.kernel, model.ids[:310], 299)  # some tokens by the kernel, then prefill goes on behind them
     fill(prefill, model.ids[:699], 310)
     errors[0] = relative_error(decode(model.kernel, model.ids[:700], 699), wanted[699])
-    print(variant, kv_dtype, {length: f"{error:.1e}" for length, error in errors.items()})
-    assert max(errors.values()) < LIMIT
+    fill(prefill, model.ids[:700], 310)
+    of_heads[0] = relative_error(begin_at_head(model.kernel, prefill, model.ids[:700]), wanted[699])
+    print(variant, kv_dtype, *({length: f"{error:.1e}" for length, error in some.items()} for some in (errors, of_heads)))
+    assert max(*errors.values(), *of_heads.values()) < LIMIT
 
 
 def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepared) -> None:
@@ -161,6 +177,76 @@ def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepa
     assert demo.kernel.generate(ids[:3], 5) == answer
 
 
+def test_answers_that_begin_with_the_head_have_the_same_bits_however_prefill_was_cut(demo: Prepared) -> None:
+    ids, kernel, prefill = demo.ids[:501], demo.kernel, demo.prefill()
+    clear(kernel)
+    fill(prefill, ids)
+    logits = begin_at_head(kernel, prefill, ids)
+    first = kernel.token(0)
+    assert first is not None
+    fifth = begin_at_head(kernel, prefill, ids, 5)
+    answer = [entry.token_id for index in range(5) if (entry := kernel.token(index)) is not None]
+    assert answer[0] == first.token_id
+    assert len(answer) == 5
+    second = decode(kernel, [*ids, answer[0]], 501)
+    for attempt in range(3):
+        clear(kernel)
+        position = 0
+        while position < 501:
+            left = iter([False] * (1 + attempt))
+            position = prefill.run(ids, position, should_stop=lambda left=left: next(left, True))  # type: ignore[misc]
+        assert np.array_equal(begin_at_head(kernel, prefill, ids).view(np.uint32), logits.view(np.uint32))
+        assert np.array_equal(decode(kernel, [*ids, answer[0]], 501).view(np.uint32), second.view(np.uint32))
+    assert np.array_equal(decode(kernel, [*ids, *answer[:4]], 501).view(np.uint32), fifth.view(np.uint32)), "token by token"
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_that_begins_has_the_bits_of_a_whole_step(tmp_path: Path, head: str) -> None:
+    model = Prepared(tmp_path, HEADS[head], "bfloat16")
+    kernel, ids = model.kernel, model.ids[:40]
+    kernel.prepare_head_start()
+    logits, memory = decode(kernel, ids, 0), published_streams(kernel)
+    whole = decode(kernel, [*ids, 5], 40)
+    for _ in range(2):
+        kernel.begin(ids, 2, Sampling(), first_position=39, streams=streams_in(memory))
+        kernel.launch(1)
+        kernel.finish()
+        assert np.array_equal(np.asarray(kernel.logits.get()).view(np.uint32), logits.view(np.uint32))
+    assert np.array_equal(decode(kernel, [*ids, 5], 40).view(np.uint32), whole.view(np.uint32))
+
+
+def published_streams(kernel: Monokernel) -> torch.Tensor:
+    """What the layers of the last step left to the LM head, (lanes, hidden), and a row of zeros."""
+    published = Published(kernel.shape, kernel.words.get(), int(kernel.state()["epoch"]) - 1)
+    vectors = [published.stream(lane) for lane in range(kernel.shape.num_lanes)]
+    assert all(vector.num_wrong_tags == 0 for vector in vectors)
+    values = np.stack([*(vector.values for vector in vectors), np.zeros_like(vectors[0].values)])
+    memory = torch.from_numpy(values).cuda()
+    torch.cuda.synchronize()
+    return memory
+
+
+def streams_in(memory: torch.Tensor) -> LastStreams:
+    return LastStreams(memory.data_ptr(), memory[-1].data_ptr())
+
+
+def test_shaped_answers_begin_with_the_head(demo: Prepared) -> None:
+    kernel, ids, sampling = Monokernel(demo.shape, demo.kernel.weights, shaped=True), demo.ids[:40], Sampling(0.8, 5)
+    shaped = ShapedRequest(Shaping(repetition_penalty=1.3, frequency_penalty=0.2, top_k=20, top_p=0.9), logprobs=3)
+    kernel.prepare_head_start()
+    answer = kernel.generate(ids, 6, sampling, shaped=shaped)
+    reports = [kernel.logprobs(index) for index in range(6)]
+    assert None not in reports
+    decode(kernel, ids, 0)
+    memory = published_streams(kernel)
+    kernel.begin(ids, 6, sampling, first_position=39, shaped=shaped, streams=streams_in(memory))
+    kernel.launch(6)
+    kernel.finish()
+    assert [entry.token_id for index in range(6) if (entry := kernel.token(index)) is not None] == answer
+    assert [kernel.logprobs(index) for index in range(6)] == reports
+    kernel.close()
+
+
 def test_a_stop_ends_it_and_what_is_there_counts(demo: Prepared) -> None:
     prefill, seen = demo.prefill(), list[int]()
     reached = prefill.run(demo.ids[:900], 0, should_stop=lambda: bool(seen), on_progress=seen.append)
@@ -179,11 +265,26 @@ def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
     kept = matrix.clone()
     matrix.fill_(60000)
     torch.cuda.synchronize()  # the kernel's stream does not wait for this one
-    assert prefill.run(demo.ids[:300], 100, should_stop=lambda: False) == 100
-    assert bool((demo.kernel.kv == before).all())
+    kernel, ids = demo.kernel, demo.ids[:300]
+
+    def launch() -> None:  # behind prefill, before anybody knows
+        kernel.begin(ids, 3, Sampling(), first_position=299, streams=prefill.streams)
+        kernel.launch(3)
+
+    assert prefill.run(ids, 100, should_stop=lambda: False, on_queued=launch) == 100
+    kernel.finish()
+    assert kernel.token(0) is None, "the launch did nothing"
+    assert bool((kernel.kv == before).all())
     matrix.copy_(kept)
     torch.cuda.synchronize()
-    fill(prefill, demo.ids[:300], 100)
+    fill(prefill, ids, 100)
+    kept_logits = begin_at_head(kernel, prefill, ids)
+    prefill.forget(100)
+    assert prefill.run(ids, 100, should_stop=lambda: False, on_queued=launch) == 300
+    kernel.finish()
+    assert kernel.token(2) is not None
+    fill(prefill, ids, 100)
+    assert np.array_equal(begin_at_head(kernel, prefill, ids).view(np.uint32), kept_logits.view(np.uint32))
 
 
 # ---- the 2B shape ----
@@ -198,27 +299,37 @@ def big() -> Iterator[tuple[Monokernel, Matrices]]:
     torch.cuda.empty_cache()
 
 
-LENGTHS_2B = (MIN_PREFILL_TOKENS + 1, 17, 128, 512, 513, 2048, 3951, 4000)
+LENGTHS_2B = (2, MIN_PREFILL_TOKENS + 1, 17, 65, 128, 512, 513, 2048, 3951, 4000)
 
 
 def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices]) -> None:
     (kernel, matrices), wanted = big, _oracle_logits(LENGTHS_2B)
     prefill = prefill_for(kernel, matrices)
-    errors = {}
+    errors, of_heads = dict[int, float](), dict[int, float]()
     for length in LENGTHS_2B:
         fill(prefill, IDS_2B[: length - 1])
         cache = kernel.kv.copy()
         fill(prefill, IDS_2B[: length - 1])
         assert bool((kernel.kv == cache).all()), f"{length} tokens again have other bits"
         errors[length] = relative_error(decode(kernel, IDS_2B[:length], length - 1), wanted[length])
+        bits = []
+        for _ in range(2):
+            fill(prefill, IDS_2B[:length])
+            bits.append(begin_at_head(kernel, prefill, IDS_2B[:length]))
+        of_heads[length] = relative_error(bits[0], wanted[length])
+        assert np.array_equal(bits[0].view(np.uint32), bits[1].view(np.uint32)), f"{length} tokens again have other logits"
     fill(prefill, IDS_2B[:3900])
+    fill(prefill, IDS_2B[:3951], 3900)
+    of_heads[0] = relative_error(begin_at_head(kernel, prefill, IDS_2B[:3951]), wanted[3951])
+    prefill.forget(3900)
     begin_s = time.perf_counter()
     fill(prefill, IDS_2B[:3950], 3900)
     print(f"50 tokens behind 3900: {1e3 * (time.perf_counter() - begin_s):.2f} ms")
     errors[0] = relative_error(decode(kernel, IDS_2B[:3951], 3950), wanted[3951])
     _check_stop(prefill)
-    print("2B, relative errors after prefill:", {length: f"{error:.1e}" for length, error in errors.items()})
-    assert max(errors.values()) < LIMIT
+    for name, some in (("after prefill", errors), ("of heads that begin", of_heads)):
+        print(f"2B, relative errors {name}:", {length: f"{error:.1e}" for length, error in some.items()})
+    assert max(*errors.values(), *of_heads.values()) < LIMIT
 
 
 @pytest.mark.parametrize("num_lanes", [4, 2])

@@ -89,8 +89,9 @@ class ScriptedKernel:
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
+        streams: Any = None,
     ) -> None:
-        self.shaped = shaped
+        self.shaped, self.streams = shaped, streams
         self.prompt, self.max_tokens, self.stop_ids, self.position = tuple(prompt), max_tokens, stop_ids, first_position
         self.begun.append((len(prompt), first_position))
         self.entries, self.launches, self.ended = [], [], False

@@ -62,10 +62,11 @@ class RankKernel(ScriptedKernel):
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
+        streams: Any = None,
     ) -> None:
         assert self.is_idle(), "a launch is under way"
         with self.all_ranks.lock:
-            super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position, shaped=shaped)
+            super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position, shaped=shaped, streams=streams)
             self.cancelled, self.chunks = False, []
             self.all_ranks.happened.append("begin")
             self.num_begun += 1

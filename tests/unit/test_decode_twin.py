@@ -48,6 +48,7 @@ RUNS_ALL = os.environ.get("DECODE_TWIN") == "all"
 DTYPES = ("bfloat16", "float16") if RUNS_ALL else ("bfloat16",)
 PROMPT = [3, 70, 11]
 MAX_TOKENS = 3
+HEAD_ONLY = "constexpr bool kHeadOnly = KOG_HEAD_ONLY;"  # here both builds are one
 SHARED = "extern __shared__ __align__(128) unsigned char memory[];"
 
 
@@ -75,7 +76,10 @@ class Model:
 
 
 def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tuple[list[int], Any]:
-    """Tokens of a greedy answer, and all logits (vocab,) before the last one."""
+    """Tokens of a greedy answer, and all logits (vocab,) before the last one.
+
+    The same bits when the first token comes of streams that were handed to a launch that begins with the LM head.
+    """
     spec = model.spec
     shapes = [
         KernelShape(
@@ -94,7 +98,11 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
     ]
     sources = {**device_sources(), **shapes[0].headers()}
     assert SHARED in sources["decode.cu"]
+    assert HEAD_ONLY in sources["layout.cuh"]
     sources["decode.cu"] = sources["decode.cu"].replace(SHARED, "char* memory = twin::current->block->memory;")
+    sources["layout.cuh"] = (
+        sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
+    )
     folder.mkdir()
     for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
         (folder / name).write_text(text)
@@ -110,9 +118,22 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
         np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
     heap_words = sum(box.num_words for box in place(shapes[0].boxes.specs(), num_ranks))
     numbers = (MAX_TOKENS, shapes[0].kv_bytes, shapes[0].num_words, heap_words)
-    command = ["./decode", ".", *map(str, numbers)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, f"ended with {done.returncode} (4: too slow, 5: a wait ran out)"
+    answers = []
+    for options in ([], ["head"]):
+        command = ["./decode", ".", *map(str, numbers), *options]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, f"{options} ended with {done.returncode} (4: too slow, 5: a wait ran out, 6: see decode.cpp)"
+        answers.append(_read_answer(shapes, folder))
+    (tokens, logits, digest), of_head = answers
+    assert of_head[0] == tokens
+    assert of_head[1].tobytes() == logits.tobytes()
+    assert of_head[2] == digest
+    return tokens, logits
+
+
+def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], Any, bytes]:
+    """Tokens, logits, and the kernel's hash of all tokens and scores."""
+    num_ranks = len(shapes)
     rings = [np.fromfile(folder / f"ring.{rank}.bin", np.uint64).reshape(-1, 2) for rank in range(num_ranks)]
     assert all(np.array_equal(ring, rings[0]) for ring in rings)
     states = [np.fromfile(folder / f"state.{rank}.bin", DECODE_STATE.dtype, count=1)[0] for rank in range(num_ranks)]
@@ -122,7 +143,8 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
         np.fromfile(folder / f"logits.{rank}.bin", np.float32)[: shape.vocab_rows[1] - shape.vocab_rows[0]]
         for rank, shape in enumerate(shapes)
     ]
-    return [int(word) & 0xFFFFFFFF for word in rings[0][:MAX_TOKENS, 0]], np.concatenate(logits)
+    tokens = [int(word) & 0xFFFFFFFF for word in rings[0][:MAX_TOKENS, 0]]
+    return tokens, np.concatenate(logits), states[0]["hash"].tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kog_dist.decode.sampling import Sampling
-from kog_dist.workers.cuda.kernel_abi import DECODE_STATE
+from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
+from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.monokernel import Monokernel
 
 CONTEXT, STREAM = 16, 7
@@ -30,6 +31,20 @@ class Memory:
         return self.array.copy()
 
 
+class Launched:
+    """A kernel that is never run."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, int, bytes, int]] = []
+        self.steps: list[list[int]] = []  # of the monokernel's launches, and where they stamp
+
+    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream: int, *, cluster: int) -> None:
+        self.steps.append(np.frombuffer(params[:16], int).tolist())
+
+    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
+        self.grids.append((num_ctas, num_threads, params, stream))
+
+
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     def copy(to: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
@@ -41,6 +56,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
     made = Monokernel.__new__(Monokernel)
     made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
+    made._epoch, made._num_heads_alone, made._whole_epoch = 0, 0, -1
+    spec = SimpleNamespace(num_layers=12)
+    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, cluster=1, spec=spec)  # type: ignore[assignment]
+    made.words, made._begins_at_head, made._shaped, made._peers = Memory(4, np.uint64), False, None, b"peers"
+    made._kernel, start = Launched(), HeadStart.__new__(HeadStart)  # type: ignore[assignment]
+    start._peers, start._num_pairs, start._publisher, start.plain = b"peers", 768, Launched(), Launched()  # type: ignore[assignment]
+    made._head_start = start
+    fields = [("num_steps", int), ("stamps_ptr", int)]
+    monkeypatch.setattr(made, "_params", lambda num_steps: np.array([(num_steps, 0)], fields))
     made._prompt, made._state = Memory(CONTEXT, np.uint32), Memory(DECODE_STATE.size_bytes, np.uint8)
     made._staged_prompt, made._staged_state = np.zeros(CONTEXT, np.uint32), np.zeros(1, DECODE_STATE.dtype)
     return made
@@ -57,6 +81,47 @@ def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel
     assert [int(state[name]) for name in ("token", "position", "num_prompt", "max_tokens", "epoch")] == [4, 3, 5, 6, 99]
     assert int(state["abort_mirror"]) == 0, "nothing else of the request before is left"
     assert kernel._tag == 2
+
+
+def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> None:
+    kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=LastStreams(0x123400, 0x567800))
+    assert int(kernel.state()["token"]) == 7
+    head, whole = kernel._head_start, kernel._kernel
+    assert head is not None
+    (launch,) = head._publisher.grids  # type: ignore[attr-defined]
+    assert launch[:2] == (3, STREAM_THREADS), "a thread for each pair of values"
+    assert launch[3] == STREAM
+    params = np.frombuffer(launch[2], STREAM_PARAMS.dtype, count=1)[0]
+    assert [int(params[name]) for name in ("streams_ptr", "invalid_ptr")] == [0x123400, 0x567800]
+    assert [int(params[name]) for name in ("words_ptr", "state_ptr")] == [kernel.words.data.ptr, kernel._state.data.ptr]
+    assert launch[2][STREAM_PARAMS.size_bytes :] == b"peers"
+    for _ in range(2):
+        kernel.launch(3, SimpleNamespace(data=SimpleNamespace(ptr=80)))
+    assert head.plain.steps == [[1, 80]]  # type: ignore[attr-defined]
+    assert whole.steps == [[2, 88], [3, 80]], "the layers come with the second token"  # type: ignore[attr-defined]
+    kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=LastStreams(1, 2))
+    kernel.launch(1)
+    assert (len(head.plain.steps), len(whole.steps)) == (2, 2)  # type: ignore[attr-defined]
+
+
+def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(kernel: Monokernel) -> None:
+    """Thousands of requests of one token, whose only step is an LM head; then one whose layers read words again."""
+    num_tags, num_layers = 1 << 16, 12
+    state = kernel._state.array.view(DECODE_STATE.dtype)
+    state["epoch"] = 100  # the last one, 99, ran its layers
+    bumps = []
+    for request in range(num_tags):
+        epoch = int(state["epoch"][0])
+        kernel._choose_epoch(epoch, begins_at_head=True)
+        bumps += [request] * (kernel._epoch != epoch)
+        next_whole, left = kernel._epoch + 1, 99  # the second step, if there were one
+        assert (next_whole * (num_layers + 1) + 1 - left * (num_layers + 1) - num_layers) % num_tags, "tags of layers 0 and 11"
+        assert (kernel._epoch - epoch) % 2 == 0
+        state["epoch"] = kernel._epoch + 1
+    assert len(bumps) == 1, "in 65,536 requests"
+    kernel._choose_epoch(int(state["epoch"][0]), begins_at_head=False)
+    kernel._choose_epoch(kernel._epoch + 3, begins_at_head=True)
+    assert kernel._whole_epoch == kernel._epoch - 1
 
 
 def test_what_the_last_request_left_is_read_once(kernel: Monokernel) -> None:

@@ -28,7 +28,7 @@ def test_steps_add_up_to_the_time_to_the_first_token() -> None:
 def test_a_stage_that_was_not_there_counts_for_the_next_one() -> None:
     steps = steps_ms([answer(with_prefill=False)])
     assert "uploaded" not in steps
-    assert steps["prefilled"] == pytest.approx(2.0)
+    assert steps["launched"] == pytest.approx(2.0)
 
 
 def test_steps_are_medians() -> None:

@@ -54,6 +54,17 @@ DECODE_STATE = Struct(
     ),
     size_multiple=128,
 )
+STREAM_THREADS = 256  # of a thread block of kog_publish_streams
+STREAM_PARAMS = Struct(
+    "StreamParams",
+    "Parameters of kog_publish_streams, which a `KogPeers` follows; passed by value. Pointers are device addresses.",
+    (
+        Field("streams_ptr", "u64", "float32 (lanes, hidden): the streams behind the last layer"),
+        Field("invalid_ptr", "u64", "int32: not 0 = there are none; the launches that follow do nothing"),
+        Field("words_ptr", "u64", "as in DecodeParams"),
+        Field("state_ptr", "u64", "DecodeState, whose epoch is that of the next step"),
+    ),
+)
 SHAPING_PARAMS = Struct(
     "ShapingParams",
     "What the shaped build takes besides DecodeParams and Peers. Rows are those of this rank's slice of the vocabulary.",
@@ -102,7 +113,7 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, SHAPING_PARAMS)
+KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, SHAPING_PARAMS, STREAM_PARAMS)
 
 
 def abi_header() -> str:

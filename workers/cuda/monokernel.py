@@ -19,6 +19,7 @@ from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
+from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
 from kog_dist.workers.cuda.kernel_shape import NUM_HASHES, SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
@@ -72,6 +73,8 @@ class Monokernel:
         self.build_log = cubin.log
         cupy.zeros(1)  # makes the context, which the module is loaded into
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
+        self._head_start: HeadStart | None = None
+        self._begins_at_head = False  # the next launch
         self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
         self._shaped_request: ShapedRequest | None = None
         context = shape.spec.max_context
@@ -94,9 +97,15 @@ class Monokernel:
         kinds, vectors = len(STAMP_KINDS), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
-        self._epoch = 0
+        self._epoch = self._num_heads_alone = 0  # at the beginning of the request; its steps without layers
+        self._whole_epoch = -1  # of the last step that ran its layers
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
+
+    def prepare_head_start(self) -> None:
+        """Have what requests need that `begin` with streams. Raises CompileError or LaunchError."""
+        if self._head_start is None:
+            self._head_start = HeadStart(self.shape, self._peers, KERNEL_NAME, shaped=self._shaped is not None)
 
     # ---- a request ----
     def rouse(self) -> None:
@@ -114,10 +123,13 @@ class Monokernel:
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
+        streams: LastStreams | None = None,
     ) -> None:
         """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way.
 
-        `shaped`: what it asks for besides; its launches are of the shaped build.
+        `shaped`: what it asks for besides; its launches are of the shaped build. `streams`: those of the prompt's last token,
+        which is at `first_position`, and which the cache holds, too: its step is an LM head alone. What makes them and fills the
+        cache need only be queued; if they turn out to be invalid, launches do nothing, and the request is to begin anew.
         """
         from cupy.cuda import runtime
 
@@ -125,7 +137,9 @@ class Monokernel:
         self._sampling, self._stop_ids = sampling, tuple(stop_ids)
         before = self.state()  # has waited for the launches: nothing reads the staged memory any more
         self._left = None
-        self._epoch, self._shaped_request = int(before["epoch"]), shaped
+        self._begins_at_head = streams is not None
+        self._choose_epoch(int(before["epoch"]), begins_at_head=self._begins_at_head)
+        self._shaped_request = shaped
         if shaped is not None:
             assert self._shaped is not None, "made without the shaped build"
             self._shaped.begin(shaped, sampling, prompt, self.stream)
@@ -140,6 +154,25 @@ class Monokernel:
             (place, self._staged_prompt, rest.nbytes), (self._state.data.ptr, state, DECODE_STATE.size_bytes),
         ):  # fmt: skip
             runtime.memcpyAsync(to, source.ctypes.data, num_bytes, runtime.memcpyHostToDevice, self.stream.ptr)
+        if streams is not None:
+            assert self._head_start is not None, "made without head starts"
+            assert first_position == len(prompt) - 1
+            self._head_start.publish(streams, self.words.data.ptr, self._state.data.ptr, self.stream.ptr)
+
+    def _choose_epoch(self, epoch: int, *, begins_at_head: bool) -> None:
+        """The first epoch of a request: `epoch`, where the one before ended, or 2 more.
+
+        The layers' words carry 16 bits of their epoch. After thousands of requests of one token each, whose only step was an LM
+        head, the words of the last layers that ran might have the tags that the next ones wait for. Epochs left out are never
+        waited for by anybody; their number is even, since candidates have two slots in turn.
+        """
+        if epoch - self._epoch > self._num_heads_alone:
+            self._whole_epoch = epoch - 1
+        self._epoch, self._num_heads_alone = epoch, int(begins_at_head)
+        num_layers = self.shape.spec.num_layers
+        since = self._epoch + self._num_heads_alone - self._whole_epoch
+        if (since * (num_layers + 1) - (num_layers - 1)) % 0x10000 == 0:
+            self._epoch += 2
 
     def launch(self, num_steps: int, stamps: Any = None) -> None:
         """Queue at most `num_steps` more tokens (prompt tokens count); does nothing once the request has ended.
@@ -147,11 +180,22 @@ class Monokernel:
         `stamps`: uint64 array on the GPU for the time in ns at the end of each step.
         """
         self._left = None
+        stamps_ptr, is_shaped = 0 if stamps is None else stamps.data.ptr, self._shaped_request is not None
+        if self._begins_at_head:
+            assert self._head_start is not None
+            self._begins_at_head = False
+            self._launch(self._head_start.shaped if is_shaped else self._head_start.plain, 1, stamps_ptr)
+            num_steps, stamps_ptr = num_steps - 1, stamps_ptr and stamps_ptr + 8
+        if num_steps:
+            self._launch(self._shaped.kernel if is_shaped and self._shaped else self._kernel, num_steps, stamps_ptr)
+
+    def _launch(self, kernel: Kernel | None, num_steps: int, stamps_ptr: int) -> None:
+        assert kernel is not None, "made without the shaped build"
         params = self._params(num_steps)
-        params["stamps_ptr"] = 0 if stamps is None else stamps.data.ptr
-        kernel, raw = self._kernel, params.tobytes() + self._peers
+        params["stamps_ptr"] = stamps_ptr
+        raw = params.tobytes() + self._peers
         if self._shaped is not None and self._shaped_request is not None:
-            kernel, raw = self._shaped.kernel, raw + self._shaped.params()
+            raw += self._shaped.params()
         kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr, cluster=self.shape.cluster)
 
     def stream_us(self, num_steps: int) -> float:

@@ -126,7 +126,10 @@ class CudaEngine:
     def _tried(self, prefill: Prefiller) -> Prefiller | None:
         """Prefill if it runs; with `auto` None if not, and the kernel's own trial shows whether the GPU is still usable."""
         try:
-            prefill.run((0,) * 2, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None)
+            prefill.run(
+                (0,) * 2, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None,
+                on_queued=lambda: None,
+            )  # fmt: skip
         except KogError:
             raise
         except Exception as error:
@@ -144,25 +147,32 @@ class CudaEngine:
         """See `Engine.run`."""
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
         with translated_errors(self._args.device), self._heartbeat as heartbeat:
-            return self._decode(seq, request, heartbeat, self._prefilled(seq, request, heartbeat))
+            num_cached, launches = self._prefilled(seq, request, heartbeat)
+            if launches is None:
+                if request.mask_epoch:
+                    self._await_first_mask(seq, request, heartbeat)
+                launches = self._begin(request, num_cached)
+            if num_cached > request.kv.num_cached:
+                self._control.stamp(self._rank, RankStage.PREFILLED)
+            return self._decode(seq, request, heartbeat, num_cached, launches)
 
-    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> int:
-        """Positions that the KV cache holds once the prompt has gone through prefill: all but the last one, which the kernel
-        decodes, so that answers begin with the same bits on any number of ranks.
+    def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, Launches | None]:
+        """Positions that the KV cache holds once the prompt has gone through prefill: all of them, and then the kernel begins
+        with the LM head; the request's launches, if they could be queued right behind prefill.
 
         Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
         """
-        start, num_wanted = request.kv.num_cached, len(request.prompt) - 1
-        if self._prefill is None:
-            return start
-        if num_wanted - start < MIN_PREFILL_TOKENS:
-            self._prefill.forget(start)
-            return start
-        num_asked, is_stopped = 0, False
+        start, num_prompt, prefill = request.kv.num_cached, len(request.prompt), self._prefill
+        if prefill is None:
+            return start, None
+        if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
+            prefill.forget(start)
+            return start, None
+        num_asked, is_stopped, launches = 0, False, list[Launches]()
 
         def progress(position: int) -> None:
             heartbeat.progress()
-            self._control.set_progress(self._rank, seq, position)
+            self._control.set_progress(self._rank, seq, min(position, num_prompt - 1))  # the last one is done with a token
 
         def should_stop() -> bool:
             """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
@@ -175,34 +185,49 @@ class CudaEngine:
                 is_stopped = num_asked > 1 and bool(self._peers.share_choice(int(is_stopped), Finish.NONE)[0])
             return is_stopped
 
-        held = self._prefill.run(
-            request.prompt[:num_wanted], start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress
+        def queued() -> None:
+            """Behind prefill; if that overflows, the launches do nothing. The mask of a grammar may not be there yet."""
+            if not request.mask_epoch:
+                launches.append(self._begin(request, num_prompt))
+
+        held = prefill.run(
+            request.prompt, start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress, on_queued=queued
         )
         if self._control.aborted():
             self._leave(f"left request {seq}")
         if held == start and not is_stopped and not self._has_overflown:
             self._has_overflown = True  # said once
             note(f"a value of request {seq} left the range of prefill's binary16; such prompts go token by token")
-        self._prefill.forget(held)
+        prefill.forget(held)
         progress(held)
-        self._control.stamp(self._rank, RankStage.PREFILLED)
-        return held
+        return held, launches[0] if launches and held == num_prompt else None
 
-    def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int) -> Finish:
-        """The kernel decodes many tokens in a launch and chooses them itself."""
-        kernel, num_prompt = self._loaded, len(request.prompt)
-        max_tokens = min(request.max_tokens, self._max_context - num_prompt)
-        sampling = Sampling(request.temperature, request.seed)
+    def _begin(self, request: DecodeRequest, num_cached: int) -> Launches:
+        """Set up a request in the kernel and queue its first launches. The KV cache holds `num_cached` positions, or will when
+        the launches begin: if it holds all, prefill leaves the last token's streams.
+        """
+        kernel, first, streams = self._loaded, num_cached, None
+        if num_cached == len(request.prompt) and self._prefill is not None:
+            first, streams = num_cached - 1, self._prefill.streams
+        max_tokens, sampling = self._max_tokens(request), Sampling(request.temperature, request.seed)
         shaped = ShapedRequest(request.shaping, request.logprobs, request.mask_epoch) if request.is_shaped else None
-        if request.mask_epoch:
-            self._await_first_mask(seq, request, heartbeat)
-        kernel.begin(request.prompt, max_tokens, sampling, request.end_ids, first_position=num_cached, shaped=shaped)
-        launches = Launches(kernel, num_prompt - 1 - num_cached, max_tokens, one_by_one=request.logit_digests)
+        kernel.begin(
+            request.prompt, max_tokens, sampling, request.end_ids, first_position=first, shaped=shaped, streams=streams
+        )  # fmt: skip
+        launches = Launches(kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests)
         self._control.stamp(self._rank, RankStage.LAUNCHED)
+        return launches
+
+    def _max_tokens(self, request: DecodeRequest) -> int:
+        return min(request.max_tokens, self._max_context - len(request.prompt))
+
+    def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, launches: Launches) -> Finish:
+        """The kernel decodes many tokens in a launch and chooses them itself."""
+        num_prompt, max_tokens = len(request.prompt), self._max_tokens(request)
         if self._rank == 0:
             self._control.ring.announce()
         for index in range(max_tokens):
-            token = self._next_token(seq, index, launches, heartbeat, num_cached if index == 0 else None)
+            token = self._next_token(seq, index, launches, heartbeat, min(num_cached, num_prompt - 1) if index == 0 else None)
             if index == 0:
                 self._control.stamp(self._rank, RankStage.CHOSEN)
             logits = self._logits(seq) if request.logit_digests else None

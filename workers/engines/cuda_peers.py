@@ -20,7 +20,7 @@ from kog_dist.errors import KogError, LaunchError
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.build import KERNEL_SOURCES
+from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES
 from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.prefill import peer_exchange
 
@@ -42,6 +42,7 @@ class CudaPeers:
         """`shapes`: what every rank's kernel is compiled for, in the order of ranks."""
         self._args, self._control, self._deadline = args, control, deadline
         self._rank, self._shapes = args.info.rank, shapes
+        self._sources = (*KERNEL_SOURCES, *(HEAD_SOURCES if args.prefill == "on" else ()))  # `auto` has none on several ranks
         self._slices = [last - first for first, last in (shape.vocab_rows for shape in shapes)]
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=control.aborted)
         self._comm: CudaCommunicator | None = None
@@ -61,7 +62,7 @@ class CudaPeers:
 
         runtime: Any = cupy.cuda.runtime
         name = runtime.getDeviceProperties(device)["name"]
-        kernels = sorted({cubin_name(shape.headers(), source) for shape in self._shapes for source in KERNEL_SOURCES})
+        kernels = sorted({cubin_name(shape.headers(), source) for shape in self._shapes for source in self._sources})
         terms = common_terms(self._args, checkpoint, plan_digest) | {
             "kernel": hashlib.sha256("\n".join(kernels).encode()).hexdigest(),
             "version of the CUDA driver": str(runtime.driverGetVersion()),
@@ -75,7 +76,7 @@ class CudaPeers:
 
         if self._rank == 0:
             for shape in self._shapes:
-                for source in KERNEL_SOURCES:
+                for source in self._sources:
                     build(shape.headers(), source)
         self.meet()
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.arguments import WorkerArgs
+    from kog_dist.workers.cuda.head_start import LastStreams
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
     from kog_dist.workers.engines.launches import Kernel
@@ -35,8 +36,15 @@ class Prefiller(Protocol):
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
+        on_queued: Callable[[], None],
     ) -> int:
-        """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then."""
+        """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then. `on_queued` is called when
+        `streams` are queued; they are valid if all tokens are held in the end.
+        """
+
+    @property
+    def streams(self) -> LastStreams:
+        """Those of the last token given to `run`."""
 
     def forget(self, position: int) -> None:
         """The kernel writes its KV cache from `position` on, without prefill."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.shaped import ShapedRequest
 
 CHUNK_STEPS = 64
@@ -44,8 +45,13 @@ class Kernel(Protocol):
         *,
         first_position: int = 0,
         shaped: ShapedRequest | None = None,
+        streams: LastStreams | None = None,
     ) -> None:
-        """Set up a request whose first tokens are in the KV cache already."""
+        """Set up a request whose first tokens are in the KV cache already.
+
+        `streams`: of its last token, if prefill runs that one's layers, too; if they turn out to be invalid, launches do
+        nothing.
+        """
 
     def launch(self, num_steps: int) -> None:
         """Queue steps; they do nothing once the request has ended."""

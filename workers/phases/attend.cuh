@@ -295,7 +295,7 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
         const u32 position = role.first_position + step;
         attender.step = step;
 #pragma unroll 1
-        for (u32 i = 0; i < kLayers * kLanes; ++i) {
+        for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
             attender.product = kQkvProducts[i];
             const Place at(attender.product);
             const u32 first_cta = ((at.layer() * kLanes + at.lane()) * kItems) % kNumCtas;

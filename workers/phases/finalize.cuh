@@ -333,9 +333,9 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         const u32 position = role.first_position + step, epoch = role.first_epoch + step;
         finalizer.step = step, finalizer.first_vector = finalizer.num_vectors;
-        finalizer.begin(token);
+        if (!kHeadOnly) finalizer.begin(token);
 #pragma unroll 1
-        for (u32 number = 0; number < kNumProducts; ++number) {
+        for (u32 number = first_product(); number < kNumProducts; ++number) {
             const Place at(number);
             const u32 tag = layer_tag(epoch, at.layer());
             if (kRanks > 1) finalizer.lane = opaque(laneid());  // addresses are computed anew instead of being kept

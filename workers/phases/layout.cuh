@@ -156,6 +156,18 @@ struct Place {
 };
 constexpr u32 kNumProducts = 4 * kLayers * kLanes;
 
+// The builds for a first step whose layers prefill has run (kernels/head.cu): only the LM head, whose input is in the words where the last
+// layer would have left it (kernels/last_streams.cu). Launches of one step.
+#ifndef KOG_HEAD_ONLY
+#define KOG_HEAD_ONLY false
+#endif
+constexpr bool kHeadOnly = KOG_HEAD_ONLY;
+__device__ __forceinline__ constexpr u32 first_product() { return kHeadOnly ? kNumProducts : 0; }
+template <class O>
+constexpr u64 kOpBytes = static_cast<u64>(O::kBlocks) * O::kTiles * O::kTileBytes;
+constexpr u64 kLayerBytes = u64{kLayers} * kLanes * (kOpBytes<QkvOp> + kOpBytes<OutOp> + kOpBytes<GateUpOp> + kOpBytes<DownOp>);  // of the tape
+static_assert(kTapeBytes == kLayerBytes + kHeadProducts * kOpBytes<HeadOp>, "the LM head stands at the end of the tape");
+
 // Vocabulary rows of this rank that a thread block owns, from the first to before the end. With `vocab_parallel` they are one lane's: each
 // lane has kHeadCtas thread blocks, and those left over have no rows.
 __device__ __forceinline__ u32 first_vocab_row(u32 cta) {

@@ -52,9 +52,9 @@ struct Loader {
         return true;
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
-        source = tape;
+        source = tape + (kHeadOnly ? kLayerBytes : 0);
 #pragma unroll 1
-        for (u32 number = 0; number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
+        for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
             u32 count = HeadOp::kBlocks * HeadOp::kTiles, bytes = HeadOp::kTileBytes;
             if (!at.is_last()) {

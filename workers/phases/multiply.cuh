@@ -142,9 +142,9 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         gatherer.begin(step, token);
         const u32 num_vectors = kNumProducts + (has_head(role, step) ? kHeadProducts : 0);
-        Place at(0);
+        Place at(first_product());
 #pragma unroll 1
-        for (u32 i = 0; i < num_vectors; ++i) {
+        for (u32 i = first_product(); i < num_vectors; ++i) {
             const u32 phase = at.is_last() ? kHeadPlace : at.phase();
             const Place next(i + 1);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in

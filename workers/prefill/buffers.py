@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 
@@ -72,18 +73,25 @@ class Buffers:
         shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.flags = torch.zeros(2, dtype=torch.int32, device=device)
-        self.next_start, self.overflow = self.flags[:1], self.flags[1:]  # where the next block begins; 1: a value was not finite
-        self.staged_flags = staged(2, torch.int32, is_cuda=is_cuda)
+        self.flags = torch.zeros(3, dtype=torch.int32, device=device)
+        self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next block begins; 1: a value was not finite
+        self.last_position = self.flags[2:]  # of the prompt
+        self.staged_flags = staged(3, torch.int32, is_cuda=is_cuda)
+        self.last_streams = torch.zeros(layout.num_lanes, spec.hidden_size, device=device)  # of it, behind the last layer
+
+    @property
+    def streams(self) -> LastStreams:
+        """The address of `last_streams`; they are invalid if a value was not finite."""
+        return LastStreams(self.last_streams.data_ptr(), self.overflow.data_ptr())
 
     @property
     def num_bytes(self) -> int:
         """Memory of all of it on the device."""
-        held = (self.rope, self.prompt, self.keys, self.values, self.flags)
+        held = (self.rope, self.prompt, self.keys, self.values, self.flags, self.last_streams)
         return sum(array.nbytes for array in (*held, *self._memory.values()))
 
     def rows(self, size: int, *, is_exact: bool = False) -> Rows:
-        """The views of a block of `size` tokens. All exact blocks must have the same size; they share nothing with others."""
+        """The views of a block of `size` tokens. Exact blocks share nothing with blocks of other sizes."""
         import torch
 
         assert size <= self.max_size
@@ -96,7 +104,7 @@ class Buffers:
 
         def view(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             """The front of the memory `name`, which is made for the largest block."""
-            key = name + " exact" * is_exact
+            key = f"{name} exact {size}" if is_exact else name
             if key not in self._memory:
                 largest = prod(shape) // size * max_size
                 self._memory[key] = torch.zeros(largest, dtype=dtype, device=self.device)

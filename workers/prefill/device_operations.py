@@ -6,7 +6,7 @@ for any place in any prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
+from kog_dist.workers.prefill.operations import give_streams, take_last
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
 
 if TYPE_CHECKING:
@@ -151,6 +152,14 @@ class DeviceOperations:
             inverse_rms=rows.inverse_rms,
             gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
+
+    def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `Operations`."""
+        take_last(self.buffers, rows, last, pasts)
+
+    def give_streams(self, last: Rows) -> None:
+        """See `Operations`."""
+        give_streams(self.buffers, last)
 
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""

@@ -30,6 +30,9 @@ class SumExchange(Protocol):
     def begin_block(self) -> None:
         """A block of tokens begins."""
 
+    def begin_last(self) -> None:
+        """Until the next block begins, sums are of the prompt's last token alone, one row; one of each kind at most."""
+
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
         """Send this rank's `own_sum` (size, D) float32 of a layer; it stays unchanged for `delay` more layers."""
 
@@ -52,6 +55,9 @@ class OneRank:
     is_alone = True
 
     def begin_block(self) -> None:
+        """See `SumExchange`."""
+
+    def begin_last(self) -> None:
         """See `SumExchange`."""
 
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
@@ -95,6 +101,9 @@ class CommunicatorExchange:
         self._totals: dict[tuple[Block, int], tuple[int, Tensor]] = {}
 
     def begin_block(self) -> None:
+        """See `SumExchange`."""
+
+    def begin_last(self) -> None:
         """See `SumExchange`."""
 
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, Block
 from kog_dist.workers.prefill.buffers import Buffers, Rows
@@ -99,6 +101,7 @@ def runner_for(
     import torch
 
     shape = kernel.shape
+    kernel.prepare_head_start()
     buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda")
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
@@ -117,9 +120,11 @@ class GraphRunner:
         self.layers, self.buffers, self.stream = layers, buffers, stream
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size
+        self.ends: dict[int, torch.cuda.CUDAGraph] = {}  # what is left for the prompt's last token, by the size of its block
         self._rows = {size: buffers.rows(size) for size in tuning.sizes}  # the graphs have their addresses
         if tuning.exact_size:
             self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
+        self._last = buffers.rows(1, is_exact=True)
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
         with torch.no_grad(), exact_products(), torch.cuda.stream(stream):
@@ -127,9 +132,10 @@ class GraphRunner:
                 buffers.next_start.zero_()
                 self._warm_up(rows)
                 stream.synchronize()
-                self.graphs[size] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[size], pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    layers.run(rows)
+                for graphs, run in ((self.ends, partial(layers.finish, last=self._last)), (self.graphs, layers.run)):
+                    graphs[size] = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graphs[size], pool=pool, stream=stream, capture_error_mode="thread_local"):
+                        run(rows)
         stream.synchronize()
 
     def _warm_up(self, rows: Rows) -> None:
@@ -138,6 +144,7 @@ class GraphRunner:
         if not exchange.is_alone:
             self.layers.exchange = Rehearsal()
         self.layers.run(rows)
+        self.layers.finish(rows, self._last)
         self.layers.exchange = exchange
 
     def rows(self, size: int) -> Rows:
@@ -160,6 +167,18 @@ class GraphRunner:
             self.graphs[block.size].replay()
             ended.record()
         return ended.query
+
+    @property
+    def streams(self) -> LastStreams:
+        """See `Runner`."""
+        return self.buffers.streams
+
+    def queue_end(self, block: Block) -> None:
+        """See `Runner`."""
+        import torch
+
+        with torch.cuda.stream(self.stream):
+            self.ends[block.size].replay()
 
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class Layers:
-    """The layers of one rank's lanes. `run` leaves the keys and values of a block's tokens in `Buffers`, and nothing else."""
+    """The layers of one rank's lanes. `run` leaves the keys and values of a block's tokens in `Buffers`, `finish` the streams of
+    the prompt's last token behind the last layer.
+    """
 
     def __init__(self, spec: ModelSpec, matrices: Sequence[LayerMatrices], operations: Operations, exchange: SumExchange) -> None:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
@@ -30,11 +32,32 @@ class Layers:
         for layer, matrices in enumerate(self.matrices):
             do.product(rows.stream, matrices.wqkv, rows.qkv)
             do.append(rows, layer)
-            if matrices.wo is None or matrices.w13 is None or matrices.w2 is None:
-                return  # the last one: its keys and values are all that a later token sees of it
-            self._project(rows, Block.ATTENTION, layer, do.attend(rows, layer), matrices.wo)
-            do.gate(rows, matrices.w13)
-            self._project(rows, Block.MLP, layer, rows.activation, matrices.w2)
+            if layer < self.spec.num_layers - 1:  # keys and values are all that a later token sees of the last one
+                self._attend_and_feed(rows, layer)
+
+    def finish(self, rows: Rows, last: Rows) -> None:
+        """What is left of the last layer, for the prompt's last token, which is in the block that was run in `rows`. `last` has
+        room for one token. Collective when there are several ranks.
+        """
+        do, spec, exchange = self.operations, self.spec, self.exchange
+        layer = spec.num_layers - 1
+        past_layer = layer - spec.delay
+        delayed = [block for block in Block if spec.reduce_mode(layer, block) is ReduceMode.DELAYED]
+        pasts = [(self._partial(rows, block, past_layer), self._partial(last, block, past_layer)) for block in delayed]
+        do.take_last(rows, last, pasts)
+        exchange.begin_last()
+        for block in delayed if not exchange.is_alone else []:
+            own_sum = self._own_sum(last, block, past_layer)
+            do.lane_sum(last, self._partial(last, block, past_layer), own_sum)
+            exchange.publish(block, past_layer, own_sum)
+        self._attend_and_feed(last, layer)
+        do.give_streams(last)
+
+    def _attend_and_feed(self, rows: Rows, layer: int) -> None:
+        do, matrices = self.operations, self.matrices[layer]
+        self._project(rows, Block.ATTENTION, layer, do.attend(rows, layer), matrices.wo)
+        do.gate(rows, matrices.w13)
+        self._project(rows, Block.MLP, layer, rows.activation, matrices.w2)
 
     def _project(self, rows: Rows, block: Block, layer: int, x: Tensor, matrix: Tensor) -> None:
         """A block's partial sums, x (L, size, K) times its matrix, added to the streams as docs/plan.md says of RESIDUAL."""
@@ -42,7 +65,7 @@ class Layers:
         partial, own_sum = self._partial(rows, block, layer), self._own_sum(rows, block, layer)
         unscale, scale = self._scales(block, layer)
         feeds = spec.feeds_layer(layer, block)
-        is_fed_on = feeds is not None and feeds < spec.num_layers - 1  # nothing of the last layer is summed
+        is_fed_on = feeds is not None and feeds < spec.num_layers - 1  # `finish` sums for the last layer, one row
         is_published = is_fed_on and not exchange.is_alone
         mode = spec.reduce_mode(layer, block)
         do.product(x, matrix, partial[:, : x.shape[1]])

@@ -31,13 +31,12 @@ class LayerMatrices:
     FFN norm weights are multiplied into the columns of `w13`, in float32, before these are rounded. Roundings of `wqkv` would go
     straight into keys and values, so streams are multiplied by `scale` instead: the attention norm's weights but for a power of
     two, and for those so small that a stream would lose bits; what is missing is multiplied into the columns.
-    The last layer has `wqkv` alone: nothing else of it is computed.
     """
 
     wqkv: Tensor  # query rows, key rows, value rows
-    wo: Tensor | None
-    w13: Tensor | None  # gate rows, up rows
-    w2: Tensor | None
+    wo: Tensor
+    w13: Tensor  # gate rows, up rows
+    w2: Tensor
     scale: Tensor  # (lanes or 1, D) float32
     unscale: Tensor  # its inverse
 
@@ -51,6 +50,7 @@ class Matrices:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self._spec, self._dtype = spec, dtype
+        self._parts = [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Tensor]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices] = {}
@@ -68,7 +68,7 @@ class Matrices:
         waiting[name] = values
         names = self._tensor_names(layer)
         if len(waiting) == len(names):
-            self._made[layer] = self._make(layer, [waiting[name] for name in names])
+            self._made[layer] = self._make([waiting[name] for name in names])
             waiting.clear()
 
     def layers(self) -> list[LayerMatrices]:
@@ -77,22 +77,14 @@ class Matrices:
         assert not missing, f"tensors of layers {missing} did not pass"
         return [self._made[layer] for layer in range(self._spec.num_layers)]
 
-    def _parts(self, layer: int) -> list[str]:
-        """Names within a layer of the tensors that prefill multiplies with."""
-        if layer == self._spec.num_layers - 1:
-            return ["attention_norm", *_MATRICES["wqkv"]]
-        return [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
-
     def _tensor_names(self, layer: int) -> list[str]:
         prefix, spec = layer_prefix(layer), self._spec
-        return [norm_name(spec, prefix + part) if part in _NORMS else f"{prefix}{part}.weight" for part in self._parts(layer)]
+        return [norm_name(spec, prefix + part) if part in _NORMS else f"{prefix}{part}.weight" for part in self._parts]
 
-    def _make(self, layer: int, tensors: list[Tensor]) -> LayerMatrices:
-        by_part = dict(zip(self._parts(layer), tensors, strict=True))
+    def _make(self, tensors: list[Tensor]) -> LayerMatrices:
+        by_part = dict(zip(self._parts, tensors, strict=True))
 
-        def matrix(name: str) -> Tensor | None:
-            if not all(part in by_part for part in _MATRICES[name]):
-                return None
+        def matrix(name: str) -> Tensor:
             return self._matrix([by_part[part] for part in _MATRICES[name]], by_part.get(_NORM_OF.get(name, "")))
 
         norm = by_part["attention_norm"].float().reshape(-1, self._spec.hidden_size)

@@ -42,9 +42,9 @@ def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     """Of `Matrices` in 16 bit."""
     attention = spec.lane_heads * spec.head_dim
     qkv = attention + 2 * spec.lane_kv_heads * spec.head_dim
-    rest = (spec.num_layers - 1) * (attention + 3 * spec.lane_ffn)
+    rest = attention + 3 * spec.lane_ffn
     scales = 2 * 4 * spec.num_layers * (1 if spec.shared_norm_scale else num_lanes) * spec.hidden_size
-    return 2 * num_lanes * spec.hidden_size * (spec.num_layers * qkv + rest) + scales
+    return 2 * num_lanes * spec.hidden_size * spec.num_layers * (qkv + rest) + scales
 
 
 def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int) -> int:
@@ -52,9 +52,9 @@ def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int) -> 
     spec, largest = layout.spec, max(sizes)
     num_rows = spec.max_context + largest
     kept = 2 * 2 * spec.num_layers * num_rows * layout.heads * spec.head_dim
-    rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 2 * 4
-    work = largest * _row_bytes(layout, planes=1, result=2) + exact_size * _row_bytes(layout, planes=2, result=4)
-    return kept + rope + prompt + flags + work
+    rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 3 * 4
+    work = largest * _row_bytes(layout, planes=1, result=2) + (exact_size + 1) * _row_bytes(layout, planes=2, result=4)
+    return kept + rope + prompt + flags + work + 4 * layout.num_lanes * spec.hidden_size
 
 
 def _row_bytes(layout: CacheLayout, *, planes: int, result: int) -> int:

@@ -6,6 +6,7 @@ Values are stored in the products' type T and computed in float32. Nothing here 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kog_dist.errors import ConfigError
@@ -58,6 +59,14 @@ class Operations(Protocol):
         `total` (size, D) float32 is a sum over the lanes of the whole model; None (delayed): that of `past`, as `lane_sum` adds
         it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that is None.
         """
+
+    def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """`last`, of one token, gets what `rows` holds of the prompt's last one: place, stream, 1 / rms and query, and of each
+        pair (of `rows`, of `last`) the partial sums.
+        """
+
+    def give_streams(self, last: Rows) -> None:
+        """`Buffers.last_streams` = those of `last`, whose `stream` has no scale; `overflow` if one is not finite."""
 
     def load_cache(self, first: int, last: int) -> None:
         """Keys and values of these positions, as far as the layers still have them, from the monokernel's cache."""
@@ -185,6 +194,14 @@ class TorchOperations:
         gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[..., None]).chunk(2, dim=-1)
         _split(torch.nn.functional.silu(gate) * up, rows.activation)
 
+    def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `Operations`."""
+        take_last(self.buffers, rows, last, pasts)
+
+    def give_streams(self, last: Rows) -> None:
+        """See `Operations`."""
+        give_streams(self.buffers, last)
+
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
         for layer in range(self.spec.num_layers):
@@ -200,6 +217,25 @@ class TorchOperations:
         for layer in range(self.spec.num_layers):
             keys, values = (kept[layer, first:last].to(self.cache.dtype) for kept in (self.buffers.keys, self.buffers.values))
             self.layout.store(self.cache, layer, first, keys, values)
+
+
+def take_last(buffers: Buffers, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """See `Operations`. All on the buffers' device."""
+    last.place[:1].copy_(buffers.last_position)
+    last.place[2:].copy_(buffers.last_position + 1)
+    row = buffers.last_position - rows.place[:1]
+    for found, to in ((rows.stream, last.stream), *pasts):
+        planes = found.shape[1] // rows.size
+        to[:, :planes].copy_(found.view(len(found), planes, rows.size, -1).index_select(2, row)[:, :, 0])
+        to[:, planes:].zero_()
+    last.inverse_rms.copy_(rows.inverse_rms.index_select(1, row))
+    last.query.copy_(rows.query.index_select(0, row))
+
+
+def give_streams(buffers: Buffers, last: Rows) -> None:
+    """See `Operations`. All on the buffers' device."""
+    buffers.last_streams.copy_(_whole(last.stream, 1)[:, 0])
+    buffers.overflow.masked_fill_(~buffers.last_streams.sum().isfinite(), 1)
 
 
 def _whole(kept: Tensor, size: int) -> Tensor:

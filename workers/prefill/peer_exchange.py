@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from kog_dist.collectives.cuda import CudaCommunicator
 
-SUMS, ENDS = "prefill sums", "prefill ends"
+SUMS, LASTS, ENDS = "prefill sums", "prefill last token", "prefill ends"
 DEFAULT_CTAS = 16  # thread blocks that send or collect one sum, beside the products
 _KERNELS = {"begin_sums": 1, "send_sum": SUM_THREADS, "collect_sum": SUM_THREADS, "share_overflow": 32}  # threads
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
-_NUM_BLOCKS, _NUM_ENDS, _STOPPED, _RECORD = 0, 8, 64, 128  # bytes of the state
+_NUM_BLOCKS, _NUM_ENDS, _NUM_LASTS, _STOPPED, _RECORD = 0, 8, 16, 64, 128  # bytes of the state
 _STATE_BYTES = _RECORD + WAIT_RECORD.size_bytes
 _FIRST_OF_PRODUCTS = -1  # launch priority: among products a thread block would get no place until they end
 
@@ -57,7 +57,8 @@ class Queues(Protocol):
 def mailboxes(spec: ModelSpec, max_size: int) -> list[MailboxSpec]:
     """What the ranks' heaps need for blocks of up to `max_size` tokens. A row: float32 values, then a flag for each chunk."""
     words = _value_words(spec, max_size) + -(-max_size // CHUNK_ROWS)
-    return [MailboxSpec(SUMS, 2 * _num_slots(spec), words), MailboxSpec(ENDS, 2, 1)]
+    last = MailboxSpec(LASTS, 2, _value_words(spec, 1) + 1)
+    return [MailboxSpec(SUMS, 2 * _num_slots(spec), words), last, MailboxSpec(ENDS, 2, 1)]
 
 
 def totals_bytes(spec: ModelSpec, max_size: int) -> int:
@@ -66,7 +67,7 @@ def totals_bytes(spec: ModelSpec, max_size: int) -> int:
 
 
 def summed_layers(spec: ModelSpec, block: Block) -> list[int]:
-    """Layers whose sums prefill publishes: those that are added at once, or feed a layer before the last one."""
+    """Layers whose sums a block publishes: those that are added at once, or feed a layer before the last one."""
     layers = range(spec.num_layers - 1)
     feeds = {layer: spec.feeds_layer(layer, block) for layer in layers}
     return [
@@ -88,7 +89,7 @@ class PeerExchange:
         self,
         spec: ModelSpec,
         max_size: int,
-        boxes: tuple[Mailbox, Mailbox],
+        boxes: tuple[Mailbox, Mailbox, Mailbox],
         peers: bytes,
         launch: Launch,
         queues: Queues,
@@ -100,7 +101,8 @@ class PeerExchange:
         import torch
 
         self._launch, self._queues, self._peers, self._num_ctas = launch, queues, peers, num_ctas
-        self._sums, self._ends = boxes
+        self._sums, self._lasts, self._ends = boxes
+        self._is_last = False
         is_cuda = device.startswith("cuda")
         self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device)
         self._seen, self._one = (staged(count, torch.uint8, is_cuda=is_cuda) for count in (_STATE_BYTES, 4))
@@ -115,21 +117,30 @@ class PeerExchange:
         self._params["num_blocks_ptr"], self._params["stopped_ptr"] = start + _NUM_BLOCKS, start + _STOPPED
         self._params["record_ptr"], self._params["limit_ns"] = start + _RECORD, round(limit_s * 1e9)
         self._params["flag_word"], self._params["width"] = _value_words(spec, max_size), spec.hidden_size
-        self._num_slots = _num_slots(spec)
+        self._num_slots, self._last_flag_word = _num_slots(spec), _value_words(spec, 1)
 
     def begin_block(self) -> None:
         """See `SumExchange`."""
+        self._is_last = False
         self._launch("begin_sums", 1, 1, self._params.tobytes() + self._peers)
+
+    def begin_last(self) -> None:
+        """See `SumExchange`. Each kind of sums has one slot: all ranks share an overflow between one last token and the next."""
+        self._is_last = True
+        self._launch("begin_sums", 1, 1, self._of_last().tobytes() + self._peers)
 
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
         """See `SumExchange`. Collects, too, as soon as the peers' sums are there."""
-        params = self._params.copy()
+        if self._is_last:
+            params, box = self._of_last(), self._lasts
+            params["per_block"], params["index"], params["first_slot"], params["num_slots"] = 1, 0, block, 1
+        else:
+            params, box, layers = self._params.copy(), self._sums, self._layers[block]
+            params["per_block"], params["index"] = len(layers), layers.index(layer)
+            params["first_slot"], params["num_slots"] = block * self._num_slots, self._num_slots
         params["own_sum_ptr"], params["total_ptr"] = own_sum.data_ptr(), self._total(block, layer, own_sum).data_ptr()
         params["size"] = len(own_sum)
-        layers = self._layers[block]
-        params["per_block"], params["index"] = len(layers), layers.index(layer)
-        params["first_slot"], params["num_slots"] = block * self._num_slots, self._num_slots
-        whole = self._placed(params, self._sums)
+        whole = self._placed(params, box)
         num_ctas = min(self._num_ctas, -(-len(own_sum) // CHUNK_ROWS))
         with self._queues.sending():
             self._launch("send_sum", num_ctas, SUM_THREADS, whole)
@@ -168,6 +179,11 @@ class PeerExchange:
         record = WaitRecord.unpack(self._seen[_RECORD:].numpy().tobytes())
         if record.elapsed_ns:
             raise DeviceError(record)
+
+    def _of_last(self) -> Any:
+        params = self._params.copy()
+        params["num_blocks_ptr"], params["flag_word"] = self._state.data_ptr() + _NUM_LASTS, self._last_flag_word
+        return params
 
     def _total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
         return self._totals[block, layer % self._kept_layers, : len(own_sum)]
@@ -223,7 +239,7 @@ def peer_exchange(
     sources = compiler.read_sources(*_SOURCE_FOLDERS)
     cubin = compiler.build({**sources, "sums_shape.cuh": sums_header(comm.world_size)}, "sums.cu")
     kernels = {name: Kernel(cubin.path, name, 0) for name in _KERNELS}
-    boxes, peers = (comm.mailboxes[SUMS], comm.mailboxes[ENDS]), comm.heap.device_handle().tobytes()
+    boxes, peers = (comm.mailboxes[SUMS], comm.mailboxes[LASTS], comm.mailboxes[ENDS]), comm.heap.device_handle().tobytes()
     launch = partial(_launch, kernels)
     return PeerExchange(
         spec, max_size, boxes, peers, launch, SideStreams(), device="cuda", limit_s=limit_s, num_ctas=num_ctas

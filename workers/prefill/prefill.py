@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kog_dist.errors import ConfigError
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.layers import Layers
@@ -34,6 +35,13 @@ class Runner(Protocol):
 
     def queue(self, block: Block) -> Callable[[], bool]:
         """Queue the next block; what comes back says whether it has ended."""
+
+    @property
+    def streams(self) -> LastStreams:
+        """What `queue_end` makes; invalid if `store` stores nothing."""
+
+    def queue_end(self, block: Block) -> None:
+        """Queue behind the block of the prompt's last token: that one's streams behind the last layer."""
 
     def store(self, first: int, last: int) -> None:
         """Queue behind all blocks: these positions go to the monokernel's cache if all values are finite."""
@@ -67,6 +75,11 @@ class Prefill:
         self._exact_size = exact_size
         self._held = 0  # positions whose plain keys and values are those of the cache
 
+    @property
+    def streams(self) -> LastStreams:
+        """Those of the last token that `run` was given; they are valid if it returned that it holds all of them."""
+        return self._runner.streams
+
     def forget(self, position: int) -> None:
         """The cache was written from `position` on while no prefill of what it held until then came between."""
         self._held = min(self._held, position)
@@ -79,13 +92,15 @@ class Prefill:
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool] = lambda: False,
         on_progress: Callable[[int], None] = lambda position: None,
+        on_queued: Callable[[], None] = lambda: None,
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
         That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block, and what is queued by
         then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
         `start` comes back; the monokernel can go on from there. `on_progress` is called with the number of positions after every
-        block. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
+        block, and `on_queued` once, when all is queued, unless it was stopped before: a launch that begins with `streams` may be
+        queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
@@ -100,7 +115,7 @@ class Prefill:
         self._runner.begin(token_ids, start, min(self._held, start))
         self._held = 0
         try:
-            reached = self._queue(waiting, start, should_stop, aborted, on_progress)
+            reached = self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress, on_queued)
         except BaseException:
             self._runner.stop()
             raise
@@ -113,9 +128,11 @@ class Prefill:
         self,
         waiting: deque[Block],
         start: int,
+        num_tokens: int,
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
+        on_queued: Callable[[], None],
     ) -> int:
         """Queue what is waiting, and return when it has ended: one past the last position."""
         queued: deque[tuple[int, Callable[[], bool]]] = deque()  # where it ends, whether it has
@@ -133,9 +150,13 @@ class Prefill:
                 block = waiting.popleft()
                 end = block.end
                 queued.append((end, self._runner.queue(block)))
+                if end == num_tokens:
+                    self._runner.queue_end(block)
             elif not waiting and not is_stored:
                 self._runner.store(start, end)
                 is_stored = True
+                if end == num_tokens:
+                    on_queued()
             elif queued and queued[0][1]():
                 on_progress(queued.popleft()[0])
             elif waiting:  # the GPU has more to do
@@ -153,6 +174,7 @@ class HostRunner:
         self._rows: dict[int, Rows] = {size: buffers.rows(size) for size in sizes}
         if exact_size:
             self._rows[exact_size] = buffers.rows(exact_size, is_exact=True)
+        self._last = buffers.rows(1, is_exact=True)
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
@@ -162,6 +184,15 @@ class HostRunner:
         """See `Runner`."""
         self._layers.run(self._rows[block.size])
         return lambda: True
+
+    @property
+    def streams(self) -> LastStreams:
+        """See `Runner`."""
+        return self._buffers.streams
+
+    def queue_end(self, block: Block) -> None:
+        """See `Runner`."""
+        self._layers.finish(self._rows[block.size], self._last)
 
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""
@@ -191,7 +222,7 @@ def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[in
     staged = buffers.staged_prompt.numpy()
     staged[start : len(token_ids)] = np.frombuffer(array("I", token_ids[start:]), np.int32)  # an engine gives such an array
     staged[len(token_ids) : end] = 0  # padding: any token will do
-    buffers.staged_flags.numpy()[:] = (start, 0)
+    buffers.staged_flags.numpy()[:] = (start, 0, len(token_ids) - 1)
     buffers.flags.copy_(buffers.staged_flags, non_blocking=True)
     buffers.prompt[start:end].copy_(buffers.staged_prompt[start:end], non_blocking=True)
     if held < start:

@@ -1,7 +1,9 @@
-// decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS: a greedy answer of all ranks' monokernels. FOLDER holds prompt.bin (uint32), embedding.bin,
+// decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
+// prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
-// Ends with 4 when that takes too long, with 5 when a rank does not end well.
+// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
 #include "decode.cu"
+#include "last_streams.cu"
 
 using namespace kog;
 
@@ -28,7 +30,46 @@ void write(const std::string& name, const Memory& memory) {
     fclose(file);
 }
 
-int main(int, char** argv) {
+struct Rank {
+    Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, hashes;
+
+    KogDecodeState& decode_state() const { return *reinterpret_cast<KogDecodeState*>(state.at); }
+    // The first copy of the streams that this rank's layers left, and all copies that are read here, of all ranks.
+    u64* own_streams(u32 rank) const {
+        return kStreamsToAll ? reinterpret_cast<u64*>(heap.at) + stream_box().row(kRanks, 0, rank) : reinterpret_cast<u64*>(words.at) + kStreamOffset;
+    }
+    u64* read_streams() const { return own_streams(0); }
+};
+constexpr u32 kCopyWords = kStreamsToAll ? kStreamCopyWords : kStreamStride;
+
+// The streams that all ranks' layers have published, in float32; their words are cleared.
+std::vector<Memory> take_streams(const std::vector<Rank>& ranks) {
+    std::vector<Memory> streams;
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+        streams.emplace_back(4 * kLanes * kHidden);
+        float* to = reinterpret_cast<float*>(streams.back().at);
+        for (u32 i = 0; i < kLanes * kHidden / 2; ++i) {
+            const u64 word = ranks[rank].own_streams(rank)[i / (kHidden / 2) * kReplicas * kCopyWords + i % (kHidden / 2)];
+            to[2 * i] = first_of(word), to[2 * i + 1] = second_of(word);
+        }
+    }
+    for (const Rank& r : ranks) memset(r.read_streams(), 0, 8 * (kStreamsToAll ? kRanks : 1) * kLanes * kReplicas * kCopyWords);
+    return streams;
+}
+// Hand them to the next launch.
+void publish(const std::vector<Rank>& ranks, const std::vector<Memory>& streams, bool are_invalid) {
+    const Memory invalid(4);
+    *reinterpret_cast<int*>(invalid.at) = are_invalid;
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+        KogStreamLaunch launch{{streams[rank].ptr(), invalid.ptr(), ranks[rank].words.ptr(), ranks[rank].state.ptr()}, {}};
+        for (u32 i = 0; i < kRanks; ++i) launch.peers.heap_ptr[i] = ranks[i].heap.ptr();
+        launch.peers.rank = rank, launch.peers.num_ranks = kRanks;
+        twin::start((kStreamPairs + kStreamThreads - 1) / kStreamThreads, kStreamThreads, sizeof(Shared), [launch] { kog_publish_streams(launch); });
+    }
+    if (!twin::run(100000)) exit(4);
+}
+
+int main(int num_arguments, char** argv) {
     folder = argv[1];
     const u32 max_tokens = atoi(argv[2]);
     const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);
@@ -36,9 +77,7 @@ int main(int, char** argv) {
     twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
     const u32 num_prompt = (prompt.bytes.size() - 128) / 4;
-    struct Rank {
-        Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, hashes;
-    };
+    const bool begins_at_head = num_arguments > 6;
     std::vector<Rank> ranks;
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
@@ -48,7 +87,26 @@ int main(int, char** argv) {
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
-    for (u32 launch = 0; launch < 2; ++launch) {  // the second one goes on
+    std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
+    if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
+    std::vector<KogDecodeState> before_last;
+    std::vector<Memory> streams;
+    for (u32 launch = 0; launch < launches.size(); ++launch) {
+        if (begins_at_head && launch == 1)
+            for (const Rank& r : ranks) before_last.push_back(r.decode_state());
+        if (begins_at_head && launch == 2) {
+            streams = take_streams(ranks);
+            for (const Rank& r : ranks) memset(r.ring.at, 0, 16 * kMaxContext), memset(r.logits.at, 0, 4 * kVocabRows);
+        }
+        if (begins_at_head && (launch == 2 || launch == 3)) {
+            for (u32 rank = 0; rank < kRanks; ++rank) {
+                if (launch == 2) before_last[rank].epoch = ranks[rank].decode_state().epoch;
+                else if (*reinterpret_cast<u64*>(ranks[rank].ring.at) || ranks[rank].decode_state().epoch != before_last[rank].epoch) return 6;
+                ranks[rank].decode_state() = before_last[rank];
+            }
+            publish(ranks, streams, launch == 2);
+        }
+        kHeadOnly = begins_at_head && (launch == 2 || launch == 3);
         for (u32 rank = 0; rank < kRanks; ++rank) {
             const Rank& r = ranks[rank];
             KogLaunch packed{};
@@ -56,7 +114,7 @@ int main(int, char** argv) {
             p.tape_ptr = r.tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = r.norms.ptr(), p.final_norm_ptr = r.final_norm.ptr();
             p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
             p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
-            p.ring_ptr = r.ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = launch == 0 ? num_prompt + 1 : max_tokens;
+            p.ring_ptr = r.ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = launches[launch];
             p.trace_ptr = r.hashes.ptr(), p.request_tag = 7, p.vocab_first = rank * kVocabRows;
             for (u32 i = 0; i < kRanks; ++i) packed.peers.heap_ptr[i] = ranks[i].heap.ptr();
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;

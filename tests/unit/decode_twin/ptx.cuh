@@ -16,7 +16,7 @@
 #define __global__
 #define __constant__
 #define __grid_constant__
-#define __launch_bounds__(threads, blocks)
+#define __launch_bounds__(...)
 #define __forceinline__ inline
 
 struct float2 { float x, y; };

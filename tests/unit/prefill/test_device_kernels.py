@@ -60,6 +60,8 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert (wanted != 0).any()
         assert torch.equal(wanted != 0, got != 0), "other places of the cache were written"
         assert ((wanted - got).norm() / wanted.norm()) < 1e-3
+        streams = rank.buffers.last_streams
+        assert ((streams - buffers.last_streams).norm() / streams.norm()) < 1e-3
         assert (wanted != got).float().mean() < 0.01
     assert isinstance(rank.layers.operations, TorchOperations)
 

@@ -1,4 +1,4 @@
-"""The CUDA engine hands prompts to prefill and the last token to the kernel; both are played by Python."""
+"""The CUDA engine hands prompts to prefill and the last token's streams to the kernel; both are played by Python."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kog_dist.errors import AbortedError
 from kog_dist.stages import RankStage
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.notes import NOTE
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel, answer, request
@@ -23,6 +24,8 @@ BLOCK = 16
 
 class ScriptedPrefill:
     """Blocks of 16 tokens. `gives_up`: it stores nothing."""
+
+    streams = LastStreams(0x5000, 0x6000)
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []  # tokens, start
@@ -38,6 +41,7 @@ class ScriptedPrefill:
         should_stop: Callable[[], bool],
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
+        on_queued: Callable[[], None],
     ) -> int:
         self.calls.append((len(token_ids), start))
         position = start
@@ -45,6 +49,8 @@ class ScriptedPrefill:
             self.before_block()
             position = min(position + BLOCK, len(token_ids))
             on_progress(position)
+        if position == len(token_ids):
+            on_queued()
         return start if self.gives_up else position
 
     def forget(self, position: int) -> None:
@@ -71,14 +77,16 @@ Parts = tuple[CudaEngine, ScriptedKernel, ScriptedPrefill]
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_the_kernel_begins_with_the_last_token(control: ControlPage, parts: Parts, logprobs: int | None) -> None:
+def test_the_kernel_begins_with_the_head_of_the_last_token(control: ControlPage, parts: Parts, logprobs: int | None) -> None:
     engine, kernel, prefill = parts
     assert engine.run(1, request(num_prompt=100, max_tokens=5, logprobs=logprobs)) is Finish.LENGTH
-    assert prefill.calls == [(99, 0)]
+    assert prefill.calls == [(100, 0)]
     assert kernel.begun[0] == (100, 99)
+    assert kernel.streams == prefill.streams
     assert [entry.token_id for entry in answer(control)] == [199, 200, 201, 202, 203]
     engine.run(2, request(num_prompt=150, max_tokens=5, kv=KvUse(num_cached=104), logprobs=logprobs))
-    assert prefill.calls[1] == (149, 104)
+    assert prefill.calls[1] == (150, 104)
+    assert prefill.forgotten == [100, 150], "the kernel's own tokens come behind the prompt"
     assert control.progress(2) == 154
 
 
@@ -87,11 +95,11 @@ def test_every_stage_on_the_way_to_the_first_token_is_stamped(control: ControlPa
     engine.run(1, request(num_prompt=100, max_tokens=5))
     first, second = control.stages_ns(0), answer(control)[1]
     assert first[: RankStage.UPLOADED] == [0, 0], "the worker's"
-    assert 0 < first[RankStage.UPLOADED] <= first[RankStage.PREFILLED] <= first[RankStage.LAUNCHED] <= first[RankStage.CHOSEN]
+    assert 0 < first[RankStage.UPLOADED] <= first[RankStage.LAUNCHED] <= first[RankStage.PREFILLED] <= first[RankStage.CHOSEN]
     assert first[RankStage.CHOSEN] < second.stamp_ns
     engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
     later = control.stages_ns(0)
-    assert later[: RankStage.LAUNCHED] == first[: RankStage.LAUNCHED], "no prefill"
+    assert all(later[stage] == first[stage] for stage in (RankStage.UPLOADED, RankStage.PREFILLED)), "no prefill"
     assert later[RankStage.CHOSEN] > first[RankStage.CHOSEN]
 
 
@@ -102,6 +110,7 @@ def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
     assert prefill.calls == []
     assert prefill.forgotten == [0, 99], "what stands in the cache from there on is the kernel's"
     assert kernel.begun == [(MIN_PREFILL_TOKENS, 0), (101, 99)]
+    assert kernel.streams is None
 
 
 def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:
@@ -117,6 +126,7 @@ def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: P
     prefill.before_block = cancel_in_the_second
     assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
     assert kernel.begun == [(100, 2 * BLOCK)]
+    assert kernel.streams is None
 
 
 class Rank0:
@@ -144,7 +154,8 @@ def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Par
     engine, kernel, prefill = parts
     prefill.gives_up = True
     assert engine.run(1, request(num_prompt=100, max_tokens=5, kv=KvUse(num_cached=7))) is Finish.LENGTH
-    assert kernel.begun == [(100, 7)]
+    assert kernel.begun == [(100, 99), (100, 7)], "what was queued behind prefill does nothing"
+    assert kernel.streams is None
     assert len(answer(control)) == 5
 
 

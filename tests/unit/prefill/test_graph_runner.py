@@ -108,5 +108,6 @@ def test_graphs_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> Non
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
         assert expected.run(ids[:end], start) == end
         assert torch.equal(rank.cache, expected.cache)
+        assert torch.equal(rank.buffers.last_streams, expected.buffers.last_streams)
     graphs: Any = runner.graphs
     assert {size: graph.num_replays for size, graph in graphs.items()} == {16: 10, 8: 3, 12: 1}

@@ -25,19 +25,17 @@ def test_memory_is_counted_beforehand(tmp_path: Path, variant: str) -> None:
     write_checkpoint(tmp_path, spec, random_tensors(spec, 1), manifest=False)
     lanes = range(max(1, spec.num_lanes // 2))
     buffers = Buffers(layout_of(spec, len(lanes)), torch.float16, 16, "cpu")
-    for size, is_exact in ((8, False), (16, False), (12, True)):
+    for size, is_exact in ((8, False), (16, False), (12, True), (1, True)):
         buffers.rows(size, is_exact=is_exact)
     assert buffer_bytes(buffers.layout, (8, 16), 12) == buffers.num_bytes
     rank = Rank(open_checkpoint(tmp_path), lanes=lanes, dtype=torch.float16)
-    kept = [
-        tensor for layer in rank.matrices for tensor in (getattr(layer, name) for name in layer.__slots__) if tensor is not None
-    ]
+    kept = [getattr(layer, name) for layer in rank.matrices for name in layer.__slots__]
     assert matrix_bytes(spec, len(lanes)) == sum(tensor.nbytes for tensor in kept)
 
 
 def test_ranks_share_it() -> None:
     alone, first = (prefill_bytes(KernelShape(laneformer_2b(), range(8 // n), num_ranks=n)) for n in (1, 2))
-    assert 4.0e9 < alone["prefill weights"] < 4.5e9
+    assert 4.2e9 < alone["prefill weights"] < 4.5e9
     assert 1.0e9 < alone["prefill"] < 6e9
     assert first["prefill weights"] < 0.6 * alone["prefill weights"]
 
@@ -46,7 +44,7 @@ def test_sums_of_several_ranks_are_counted() -> None:
     spec = ModelSpec(**{**SMALL, **VARIANTS["delayed"]})
     boxes = place(mailboxes(spec, 16), 2)
     queues: Any = None
-    made = PeerExchange(spec, 16, (boxes[0], boxes[1]), b"", lambda *_: None, queues, device="cpu", limit_s=1.0)
+    made = PeerExchange(spec, 16, (boxes[0], boxes[1], boxes[2]), b"", lambda *_: None, queues, device="cpu", limit_s=1.0)
     assert totals_bytes(spec, 16) == made._totals.nbytes
     two = KernelShape(laneformer_2b(), range(4), num_ranks=2)
     alone = prefill_bytes(KernelShape(laneformer_2b(), range(4)))["prefill"]

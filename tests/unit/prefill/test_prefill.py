@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.control import ControlPage
@@ -67,6 +68,11 @@ def test_same_function_as_token_by_token(make: Make, variant: str) -> None:
             a, b = (part[layer][0][:, :, first : PROMPT - 1] for part in (found, wanted))
             assert (a != b).mean() < 0.02, f"layer {layer}: rounding falls on another side too often"
             assert relative_error(a, b) < 1e-3
+    of_last = slow.step(ids[-1], PROMPT - 1, Sampling(), gather_logits=True).logits
+    assert of_last is not None
+    assert rank.run(ids, PROMPT - 3) == PROMPT
+    assert relative_error(last_logits(rank), of_last) < 1e-3
+    assert rank.run(ids[:-1]) == PROMPT - 1
     token = ids[-1]
     for position in range(PROMPT - 1, PROMPT + 4):  # decoding goes on, through windows that end in the prompt
         outputs = [engine.step(token, position, Sampling(), gather_logits=True) for engine in (fast, slow)]
@@ -83,12 +89,21 @@ def test_products_in_binary16_stay_within_the_limit(make: Make, kv_dtype: torch.
     rank, ids = Rank(checkpoint, dtype=torch.float16, kv_dtype=kv_dtype), token_ids(checkpoint.spec, PROMPT)
     rank.run(ids[:-1])
     output = rank.interpreter(PROMPT - 1).step(ids[-1], PROMPT - 1, Sampling(), gather_logits=True)
+    rank.run(ids)
     oracle = Laneformer.from_checkpoint(checkpoint.folder, torch.float64).eval()
     oracle.round_keys_and_values(kv_dtype)
     with torch.no_grad():
         wanted = oracle(torch.tensor([ids]))[0, -1]
     assert output.logits is not None
     assert relative_error(output.logits, wanted) < 2e-3
+    assert relative_error(last_logits(rank), wanted) < 2e-3
+
+
+def last_logits(rank: Rank) -> Tensor:
+    """What the LM head makes of the streams that prefill leaves; the rank hosts all lanes."""
+    model = Laneformer.from_checkpoint(rank.checkpoint.folder, torch.float64).eval()
+    with torch.no_grad():
+        return model.logits(rank.buffers.last_streams[:, None, None].double())[0, 0]
 
 
 def test_the_same_bits_however_often_it_is_stopped(make: Make) -> None:
@@ -104,6 +119,7 @@ def test_the_same_bits_however_often_it_is_stopped(make: Make) -> None:
         num_runs += 1
     assert num_runs == 9
     assert torch.equal(whole.cache, cut.cache)
+    assert torch.equal(whole.buffers.last_streams, cut.buffers.last_streams)
     others = Rank(checkpoint, dtype=torch.float16)
     others.run([*ids[:64], *ids[30:60]])  # a conversation that leaves the first one at the end of a block
     others.run(ids, 64)
@@ -165,6 +181,10 @@ def test_values_out_of_range_store_nothing(make: Make) -> None:
     assert torch.equal(rank.cache, before)
     assert bool(rank.buffers.values.isfinite().all())
     wqkv.div_(60000)
+    rank.matrices[-1].w2.mul_(60000)  # which only the prompt's last token needs
+    assert rank.run(ids, 20) == 20
+    assert torch.equal(rank.cache, before)
+    rank.matrices[-1].w2.div_(60000)
     assert rank.run(ids, 20) == PROMPT, "the next request is unharmed"
 
 
@@ -188,6 +208,8 @@ def check_ranks(checkpoint: Checkpoint, world_size: int, run: Callable[[int, Cal
         for layer in range(spec.num_layers):
             for found, wanted in ((rank.buffers.keys, alone.buffers.keys), (rank.buffers.values, alone.buffers.values)):
                 assert relative_error(found[layer, :75], wanted[layer, :75, heads]) < 1e-3
+        streams = alone.buffers.last_streams[rank.lanes[0] : rank.lanes[-1] + 1]
+        assert relative_error(rank.buffers.last_streams, streams) < 1e-3
 
 
 @pytest.mark.parametrize(("variant", "world_size"), [("delayed", 4), ("no attention communication", 2), ("all blocking", 2)])

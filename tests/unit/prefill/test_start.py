@@ -14,6 +14,7 @@ from kog_dist.model.spec import laneformer_2b
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import load, monokernel
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.engines import cuda, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine, translated_errors
 from kog_dist.workers.engines.cuda_start import Start
@@ -164,6 +165,8 @@ def test_an_error_of_cublas_is_a_sentence() -> None:
 # ---- the trial ----
 class Failing:
     """Prefill whose first run raises."""
+
+    streams = LastStreams(0, 0)
 
     def run(self, *_: Any, **__: Any) -> int:
         raise RuntimeError("CUDA error: invalid argument")
