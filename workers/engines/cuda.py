@@ -216,6 +216,8 @@ class CudaEngine:
         )  # fmt: skip
         launches = Launches(kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests)
         self._control.stamp(self._rank, RankStage.LAUNCHED)
+        if self._rank == 0:
+            self._control.ring.announce()
         return launches
 
     def _max_tokens(self, request: DecodeRequest) -> int:
@@ -224,8 +226,6 @@ class CudaEngine:
     def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, launches: Launches) -> Finish:
         """The kernel decodes many tokens in a launch and chooses them itself."""
         num_prompt, max_tokens = len(request.prompt), self._max_tokens(request)
-        if self._rank == 0:
-            self._control.ring.announce()
         for index in range(max_tokens):
             token = self._next_token(seq, index, launches, heartbeat, min(num_cached, num_prompt - 1) if index == 0 else None)
             if index == 0:
@@ -341,6 +341,8 @@ class CudaEngine:
         """See `Engine.rouse`. The first call of the driver after a pause takes 0.2 ms longer."""
         with translated_errors(self._args.device):
             self._loaded.rouse()
+            if self._prefill is not None:
+                self._prefill.rehearse()
 
     @property
     def _loaded(self) -> Kernel:

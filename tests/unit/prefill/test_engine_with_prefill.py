@@ -31,7 +31,11 @@ class ScriptedPrefill:
         self.calls: list[tuple[int, int]] = []  # tokens, start
         self.forgotten: list[int] = []
         self.gives_up = False
+        self.num_rehearsals = 0
         self.before_block: Callable[[], None] = lambda: None
+
+    def rehearse(self) -> None:
+        self.num_rehearsals += 1
 
     def run(
         self,
@@ -101,6 +105,22 @@ def test_every_stage_on_the_way_to_the_first_token_is_stamped(control: ControlPa
     later = control.stages_ns(0)
     assert all(later[stage] == first[stage] for stage in (RankStage.UPLOADED, RankStage.PREFILLED)), "no prefill"
     assert later[RankStage.CHOSEN] > first[RankStage.CHOSEN]
+
+
+def test_the_coordinator_hears_of_the_launch_before_prefill_has_ended(
+    control: ControlPage, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = parts
+    at: list[int] = []
+    monkeypatch.setattr(control.ring, "announce", lambda: at.append(control.stages_ns(0)[RankStage.PREFILLED]))
+    engine.run(1, request(num_prompt=100, max_tokens=5))
+    assert at == [0]
+
+
+def test_prefill_rehearses_when_a_request_is_about_to_come(parts: Parts) -> None:
+    engine, kernel, prefill = parts
+    engine.rouse()
+    assert (kernel.num_roused, prefill.num_rehearsals) == (1, 1)
 
 
 def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
