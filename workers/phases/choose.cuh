@@ -114,7 +114,7 @@ struct Chooser {
         const u32 first = first_id / 32, count = num_rows() ? (first_id + num_rows() - 1) / 32 - first + 1 : 0;
         const u64* words = reinterpret_cast<const u64*>(shaping.mask_ptr) + (epoch & 1) * shaping.num_mask_words + first;
         // Reading over PCIe before it can be there only slows down those who make it.
-        const u32 most = step * kNumProducts + heads_before(step) * kHeadProducts + kNumProducts * 3 / 4;
+        const u32 most = kHeadOnly ? 0 : step * kNumProducts + heads_before(step) * kHeadProducts + kNumProducts * 3 / 4;
         if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_finalized), most))
             return false;
         const u64 since_ns = globaltimer_ns();
