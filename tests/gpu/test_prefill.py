@@ -26,11 +26,9 @@ from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
-from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.published import Published
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
@@ -41,6 +39,7 @@ from kog_dist.workers.prefill.matrices import Matrices
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedOperations
+from tests.gpu.last_streams import published_streams, streams_in
 from tests.gpu.test_monokernel import DEMO, HEADS
 from tests.gpu.test_monokernel import VARIANTS as KERNEL_VARIANTS
 
@@ -213,21 +212,6 @@ def test_a_head_that_begins_has_the_bits_of_a_whole_step(tmp_path: Path, head: s
         kernel.finish()
         assert np.array_equal(np.asarray(kernel.logits.get()).view(np.uint32), logits.view(np.uint32))
     assert np.array_equal(decode(kernel, [*ids, 5], 40).view(np.uint32), whole.view(np.uint32))
-
-
-def published_streams(kernel: Monokernel) -> torch.Tensor:
-    """What the layers of the last step left to the LM head, (lanes, hidden), and a row of zeros."""
-    published = Published(kernel.shape, kernel.words.get(), int(kernel.state()["epoch"]) - 1)
-    vectors = [published.stream(lane) for lane in range(kernel.shape.num_lanes)]
-    assert all(vector.num_wrong_tags == 0 for vector in vectors)
-    values = np.stack([*(vector.values for vector in vectors), np.zeros_like(vectors[0].values)])
-    memory = torch.from_numpy(values).cuda()
-    torch.cuda.synchronize()
-    return memory
-
-
-def streams_in(memory: torch.Tensor) -> LastStreams:
-    return LastStreams(memory.data_ptr(), memory[-1].data_ptr())
 
 
 def test_shaped_answers_begin_with_the_head(demo: Prepared) -> None:

@@ -16,9 +16,11 @@ from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.device_weights import random_weights
+from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.shaped import ShapedRequest
+from tests.gpu.last_streams import published_streams, streams_in
 from tests.gpu.shaped_reference import Case, check, logprobs_of
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(200)]
@@ -66,11 +68,17 @@ class Made:
         found = self.kernel.generate(PROMPT, count, case[0], shaped=case[1], **options)
         return found, logprobs_of(self.kernel, case[1], len(found))
 
-    def masked(self, case: Case, masks: list[MaskWords], stop_ids: tuple[int, ...] = ()) -> tuple[list[int], Finish]:
-        """An answer whose masks are written one after the other, each when the token before it is there."""
+    def masked(
+        self, case: Case, masks: list[MaskWords], stop_ids: tuple[int, ...] = (), streams: LastStreams | None = None
+    ) -> tuple[list[int], Finish]:
+        """An answer whose masks are written one after the other, each when the token before it is there. With `streams` the cache
+        holds the prompt.
+        """
         first, self.epoch = self.epoch, self.epoch + 2 * SPEC.max_context
         kernel, found = self.kernel, list[int]()
-        kernel.begin(PROMPT, len(masks), case[0], stop_ids, shaped=replace(case[1], mask_epoch=first))
+        start = 0 if streams is None else len(PROMPT) - 1
+        shaped = replace(case[1], mask_epoch=first)
+        kernel.begin(PROMPT, len(masks), case[0], stop_ids, first_position=start, shaped=shaped, streams=streams)
         kernel.launch(len(PROMPT) + len(masks))
         for index, mask in enumerate(masks):
             self.page.masks.put(first + index, mask)
@@ -154,6 +162,16 @@ def test_end_ids_come_late_unless_nothing_else_is_left(made: Made) -> None:
         assert len(found) == 2
         case = (sampling, ShapedRequest(Shaping(min_tokens=6, top_k=2, top_p=0.9)))
         check(made.kernel, PROMPT, found, [], case, stops, masks)
+
+
+def test_masked_answers_begin_with_the_head(made: Made) -> None:
+    made.kernel.prepare_head_start()
+    case, masks = CASES["top-p"], [mask_of((5, 6, 900)), mask_of(range(400)), mask_of((1, 3999))]
+    whole = made.masked(case, masks)
+    made.kernel.generate(PROMPT, 1)
+    memory = published_streams(made.kernel)
+    for _ in range(2):
+        assert made.masked(case, masks, streams=streams_in(memory)) == whole
 
 
 def test_a_mask_that_allows_nothing_ends_the_answer(made: Made) -> None:

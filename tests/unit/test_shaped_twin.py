@@ -37,6 +37,7 @@ SHAPES = {  # the second one's rows do not fit into attention's shared memory, a
     "1 rank": KernelShape(replace(SPEC, vocab_size=604, head_type=HeadType.VOCAB_PARALLEL), range(4), max_ctas=5),
 }
 PROMPT, TOKENS, TAG = (7, 3, 90), 4, 5
+HEAD_ONLY = "constexpr bool kHeadOnly = KOG_HEAD_ONLY;"  # here both builds are one
 WARM, HOT = Sampling(0.7, 5), Sampling(2.0, 2**63 + 11)
 BIAS = tuple((id_, 4.0 * ((id_ % 7) - 3)) for id_ in range(0, 96, 5))
 CASES = {
@@ -54,7 +55,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def program(name: str) -> Path:
         shape, folder = SHAPES[name], tmp_path_factory.mktemp("twin")
-        for file_name, text in {**device_sources(), **shape.headers()}.items():
+        sources = {**device_sources(), **shape.headers()}
+        assert HEAD_ONLY in sources["layout.cuh"]
+        sources["layout.cuh"] = (
+            sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
+        )
+        for file_name, text in sources.items():
             (folder / file_name).write_text(text)
         for source in ("kccl_twin", "shaped_twin"):
             shutil.copytree(Path(__file__).parent / source, folder, dirs_exist_ok=True)
@@ -88,7 +94,7 @@ class Answer:
             bias[token_id] = value
         history[list(PROMPT)] = IN_PROMPT
         request = replace(request, mask_epoch=9) if masks else request
-        counts = np.array([len(PROMPT), 3, len(PROMPT) + num_tokens - 4, num_tokens, num_words(vocab_size)], np.uint32)
+        counts = np.array([len(PROMPT), 2, 1, len(PROMPT) + num_tokens - 4, num_tokens, num_words(vocab_size)], np.uint32)
         masks = masks or (np.zeros(num_words(vocab_size), np.uint32),) * num_tokens
         parts = [
             params,

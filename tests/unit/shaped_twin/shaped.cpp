@@ -1,6 +1,6 @@
 // shaped SEED REQUEST LOGITS OUTPUT: an answer of the shaped build's sampling warps, with logits from a file. Another warp of each
-// thread block plays the finaliser. REQUEST: KogDecodeParams, KogShapingParams, then numbers: prompt tokens, steps of each of two
-// launches, most tokens, words of a mask; then bias float32 (vocab), history uint32 (vocab), masks uint32 (tokens, words), prompt.
+// thread block plays the finaliser. REQUEST: KogDecodeParams, KogShapingParams, then numbers: prompt tokens, steps of each of three
+// launches, the second of which is that of the LM head alone, most tokens, words of a mask; then bias float32 (vocab), history uint32 (vocab), masks uint32 (tokens, words), prompt.
 // LOGITS: float32 (tokens, vocab). OUTPUT: uint64 (ranks, tokens, 2), each rank's ring, and (tokens, kReportEntry), rank 0's reports.
 // Ends with 4 when it takes too long.
 #define KOG_SHAPED 1
@@ -14,7 +14,7 @@ using namespace kog;
 struct Request {
     KogDecodeParams decode;
     KogShapingParams shaping;
-    u32 num_prompt, steps[2], max_tokens, num_mask_words;
+    u32 num_prompt, steps[3], max_tokens, num_mask_words;
 };
 struct Rank {
     alignas(16) KogDecodeState state{};
@@ -30,7 +30,7 @@ void play_finaliser(const Role& role, u32 step_of_token, const float* rows, floa
     for (u32 step = 0;; ++step) {
         u32 token;
         if (!begin_token(role, step, token)) return;
-        const u32 num_vectors = kNumProducts;
+        const u32 num_vectors = kHeadOnly ? 0 : kNumProducts;
         if (laneid() == 0) role.shared->num_finalized = role.shared->num_finalized + num_vectors + (has_head(role, step) ? 1 : 0);
         __syncwarp();
         if (has_head(role, step)) {
@@ -60,7 +60,7 @@ int main(int, char** argv) {
     Request request;
     memcpy(&request.decode, take<char>(at, sizeof(KogDecodeParams)), sizeof(KogDecodeParams));
     memcpy(&request.shaping, take<char>(at, sizeof(KogShapingParams)), sizeof(KogShapingParams));
-    memcpy(&request.num_prompt, take<u32>(at, 5), 20);
+    memcpy(&request.num_prompt, take<u32>(at, 6), 24);
     const u32 vocab = kVocabRows * kRanks, max_tokens = request.max_tokens;
     const float* bias = take<float>(at, vocab);
     const u32* history = take<u32>(at, vocab);
@@ -102,8 +102,9 @@ int main(int, char** argv) {
         const u64* ring = reinterpret_cast<const u64*>(ranks[0].decode.ring_ptr);
         if (num_masks == 0 || value_has_tag(ring[2 * num_masks - 1], request.decode.request_tag)) put_mask(num_masks++);
     };
-    for (u32 launch = 0; launch < 2; ++launch) {
+    for (u32 launch = 0; launch < 3; ++launch) {
         const u32 num_steps = request.steps[launch];
+        kHeadOnly = launch == 1;
         for (u32 r = 0; r < kRanks; ++r) {
             const KogPeers peers = peers_of<KogPeers>(gpus, r);
             Rank& rank = ranks[r];
