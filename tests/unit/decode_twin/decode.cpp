@@ -87,6 +87,8 @@ int main(int num_arguments, char** argv) {
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
+    for (const Rank& r : ranks)
+        for (u32 cta = 0; cta < kNumCtas; ++cta) tapes.push_back({r.tape.at + cta * kTapeBytes, r.tape.at + (cta + 1) * kTapeBytes});
     std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
     if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
     std::vector<KogDecodeState> before_last;
@@ -127,4 +129,5 @@ int main(int num_arguments, char** argv) {
         if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
         write("logits" + number, ranks[rank].logits), write("state" + number, ranks[rank].state), write("ring" + number, ranks[rank].ring);
     }
+    if (kAheadTiles > 0 && num_prefetched == 0) return 7;
 }
