@@ -123,7 +123,7 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
     for options in ([], ["head"]):
         command = ["./decode", ".", *map(str, numbers), *options]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, f"{options} ended with {done.returncode} (4: too slow, 5: a wait ran out, 6, 7: see decode.cpp)"
+        assert done.returncode == 0, f"{options} ended with {done.returncode} (4: too slow, 5: a wait ran out; see decode.cpp)"
         answers.append(_read_answer(shapes, folder))
     (tokens, logits, digest), of_head = answers
     assert of_head[0] == tokens

@@ -1,7 +1,8 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
-// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
+// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone,
+// with 7 when the loader was to read ahead of the ring and did not.
 #include "decode.cu"
 #include "last_streams.cu"
 
