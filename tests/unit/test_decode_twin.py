@@ -92,6 +92,7 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
             cluster=cluster,
             copies=2,
             max_slots=6,
+            ahead_tiles=2 if cluster == 1 else 0,
             keeps_hashes=True,
         )
         for rank in range(num_ranks)
@@ -122,7 +123,7 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
     for options in ([], ["head"]):
         command = ["./decode", ".", *map(str, numbers), *options]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, f"{options} ended with {done.returncode} (4: too slow, 5: a wait ran out, 6: see decode.cpp)"
+        assert done.returncode == 0, f"{options} ended with {done.returncode} (4: too slow, 5: a wait ran out; see decode.cpp)"
         answers.append(_read_answer(shapes, folder))
     (tokens, logits, digest), of_head = answers
     assert of_head[0] == tokens

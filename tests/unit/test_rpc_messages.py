@@ -105,9 +105,20 @@ def test_every_message_survives_the_wire(cls: type[Any], data: st.DataObject) ->
     assert decode(encode(message)) == message
 
 
-def test_token_ids_survive_the_wire() -> None:
-    message = Generate("a", prompt_ids=(0, 5, 31_999))
-    assert decode_request(encode(message)) == message
+@pytest.mark.parametrize("ids", [(), (0, 5, 31_999), (2**32 - 1,), (2**32, 5), (-1, 5)])
+def test_token_ids_survive_the_wire(ids: tuple[int, ...]) -> None:
+    message = Generate("a", prompt_ids=ids)
+    found = decode_request(encode(message))
+    assert found == message
+    assert isinstance(found, Generate)
+    assert tuple(found.prompt_ids or ()) == ids
+
+
+def test_token_ids_may_come_as_integers_or_as_the_bytes_of_words() -> None:
+    wanted = Generate("a", prompt_ids=(1, 258))
+    for ids in ([1, 258], b"\1\0\0\0\2\1\0\0"):
+        assert decode_request(HEAD + msgpack.packb(["generate", {"request_id": "a", "prompt_ids": ids}])) == wanted
+    assert b"\1\0\0\0\2\1\0\0" in encode(wanted)
 
 
 def mutated(frame: bytes, position: int, value: int) -> bytes:
@@ -209,6 +220,11 @@ def test_any_values_are_a_message_or_a_protocol_error(tag: str, body: dict[str, 
         ("prompt_ids", [True]),
         ("prompt_ids", [[1]]),
         ("prompt_ids", 5),
+        ("prompt_ids", b"\0\0\0"),
+        ("prompt_ids", [b"\0\0\0\0"]),
+        ("prompt", b"text"),
+        ("seed", b"\0\0\0\0"),
+        ("stop", b"text"),
         ("max_tokens", 0),
         ("max_tokens", 2**31),
         ("max_tokens", 1.0),

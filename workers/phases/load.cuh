@@ -11,6 +11,28 @@ __device__ __forceinline__ void init_ring(const Role& role) {
     }
 }
 
+// Reading ahead of the ring into L2. Where lanes wait for each other, in layers that sum blocking, the ring is full and memory would stand
+// still; what it reads meanwhile comes from L2 later. A bounded number of tiles, one at a time: nothing tells when they have come.
+struct Ahead {
+    static constexpr u32 kMaxBytes = kAheadTiles * kSlotBytes, kCycles = 1000;  // for a tile: as long as memory takes for all thread blocks'
+    const unsigned char* end;         // of what the present token reads of the tape
+    bool is_on = false;               // in the present layer
+    u32 bytes = 0, asked_cycles = 0;  // behind the last copy, that L2 was asked for; when memory was last asked for anything
+
+    __device__ __forceinline__ void read(const unsigned char* source) {
+        const unsigned char* from = source + bytes;
+        if (bytes + kSlotBytes > kMaxBytes || from >= end || clock_cycles() - asked_cycles < kCycles) return;
+        const u32 size = min(kSlotBytes, static_cast<u32>(end - from));
+        bulk_prefetch(from, size);
+        bytes += size;
+        asked_cycles = clock_cycles();
+    }
+    __device__ __forceinline__ void copied(u32 size) {
+        if (bytes < size) bytes = 0, asked_cycles = clock_cycles();  // memory was asked for the rest
+        else bytes -= size;
+    }
+};
+
 // Copies are of pieces of tiles, so that how much is under way can be bounded finely: less leaves memory idle, and with more the polls
 // of those who wait for words queue behind it.
 struct Loader {
@@ -20,14 +42,26 @@ struct Loader {
     u32 num_issued = 0, num_landed = 0;
     u32 piece = 0, parity = 1;  // of the next copy: `empty` barriers start as if they had been passed
     u32 landed_piece = 0, landed_parity = 0;
+    Ahead ahead;
 
+    // Until the slot of the next copy is empty. False: leave.
+    __device__ __forceinline__ bool wait_for_room() {
+        const u32 bar = role.base + KOG_OFFSET(empty[piece]), finished = role.base + KOG_OFFSET(finished);
+        if constexpr (kAheadTiles > 0) {
+            while (ahead.is_on && !mbar_test(bar, parity)) {
+                if (load_shared_u32(role.stopped()) || load_shared_u32(finished)) return false;
+                ahead.read(source);
+            }
+        }
+        return mbar_wait_alone(role.stopped(), bar, parity, finished);
+    }
     __device__ __forceinline__ u32 next_to_land() const { return role.base + KOG_OFFSET(full[landed_piece]); }
     __device__ __forceinline__ void count_landed() {
         ++num_landed;
         if (++landed_piece == kRingPieces) landed_piece = 0, landed_parity ^= 1;
     }
     __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
-        if (!mbar_wait_alone(role.stopped(), role.base + KOG_OFFSET(empty[piece]), parity, role.base + KOG_OFFSET(finished))) return false;
+        if (!wait_for_room()) return false;
         const u32 full = role.base + KOG_OFFSET(full[piece]);
         mbar_arrive_expect(full, bytes);
         // All is prepared when the turn comes: between a landing and the next copy memory has less to do.
@@ -37,6 +71,7 @@ struct Loader {
         }
         bulk_load(to, source, bytes, full, policy);
         source += bytes;
+        if constexpr (kAheadTiles > 0) ahead.copied(bytes);
         ++num_issued;
         if (++piece == kRingPieces) piece = 0, parity ^= 1;
         return true;
@@ -53,6 +88,7 @@ struct Loader {
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
         source = tape + (kHeadOnly ? kLayerBytes : 0);
+        if constexpr (kAheadTiles > 0) ahead.end = tape + (has_head(role, step) ? kTapeBytes : kLayerBytes);
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
@@ -63,6 +99,7 @@ struct Loader {
                 if (at.phase() == 2) count = GateUpOp::kBlocks * GateUpOp::kTiles, bytes = GateUpOp::kTileBytes;
                 if (at.phase() == 3) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
             }
+            if constexpr (kAheadTiles > 0) ahead.is_on = !at.is_last() && in_mask(kAttentionBlocking | kMlpBlocking, at.layer());
             if (!issue_tiles(count, bytes)) return false;
         }
         return true;

@@ -1,8 +1,8 @@
 """The RPC protocol: one frozen dataclass per verb (requests) and per event (events, status); codec makes bytes of them and back.
 
 A message is one zmq frame: the three bytes `KOG`, one byte with the protocol version, then msgpack of
-`[tag, {field: value}]`. Values are null, booleans, integers, finite floats, text, or arrays of one of these; nothing nests
-deeper.
+`[tag, {field: value}]`. Values are null, booleans, integers, finite floats, text, or arrays of one of these; the ids of a
+prompt may be bytes. Nothing nests deeper.
 Everything unknown is refused: tags, fields, types, extension types. Fields with a default may be left out.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from array import array
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any, TypeAlias
@@ -46,7 +47,7 @@ def encode(message: Message) -> bytes:
             return plain
     checks, is_whole = CHECKS[type(message)], type(message) not in _REQUEST_TYPES
     body = {name: value for name, _, default in checks if (value := getattr(message, name)) is not default or is_whole}
-    frame: bytes = _HEAD + msgpack.packb([TAG_OF[type(message)], body])
+    frame: bytes = _HEAD + msgpack.packb([TAG_OF[type(message)], body], default=array.tobytes)  # of a prompt's ids
     if len(frame) > MAX_MESSAGE_BYTES:
         raise BadMessage(
             f"{TAG_OF[type(message)]}: the message has {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed",
@@ -119,8 +120,8 @@ def _unpack(packed: bytes) -> tuple[str, dict[str, Any]]:
 
     try:
         unpacked = msgpack.unpackb(
-            packed, object_pairs_hook=pairs_to_dict, list_hook=keep_list, max_ext_len=0, max_bin_len=0, max_map_len=MAX_FIELDS,
-            max_array_len=MAX_ARRAY, max_str_len=MAX_MESSAGE_BYTES,
+            packed, object_pairs_hook=pairs_to_dict, list_hook=keep_list, max_ext_len=0, max_bin_len=4 * MAX_ARRAY,
+            max_map_len=MAX_FIELDS, max_array_len=MAX_ARRAY, max_str_len=MAX_MESSAGE_BYTES,
         )  # fmt: skip
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise BadMessage(f"the message is not msgpack within the limits: {type(error).__name__} {str(error)[:100]!a}") from None

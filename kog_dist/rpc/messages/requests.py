@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,10 +16,10 @@ from kog_dist.rpc.fields import (
     checked,
     flag,
     integer,
-    integers,
     number,
     optional,
     text,
+    token_ids,
 )
 from kog_dist.rpc.messages.checks import ID, NAME, TEXT, BadMessage, Checked, tagged
 from kog_dist.rpc.messages.codes import ErrorCode
@@ -33,8 +34,7 @@ from kog_dist.rpc.messages.limits import (
     MAX_STOP_STRINGS,
 )
 
-_ANY_INTEGERS = -(2**63), 2**63 - 1
-_ANY_INTEGER = integer(*_ANY_INTEGERS)  # the message's own check, or the model, says which are allowed
+_ANY_INTEGER = integer(-(2**63), 2**63 - 1)  # the message's own check, or the model, says which are allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Generate(Checked):
 
     request_id: str = checked(ID)
     prompt: str | None = checked(optional(TEXT), default=None)
-    prompt_ids: tuple[int, ...] | None = checked(optional(integers(*_ANY_INTEGERS, MAX_ARRAY)), default=None)
+    prompt_ids: Sequence[int] | None = checked(optional(token_ids(MAX_ARRAY)), default=None)
     max_tokens: int | None = checked(optional(integer(1, 2**31 - 1)), default=None)  # None: what fits, at most 256
     temperature: float = checked(any_number, default=0.0)
     seed: int = checked(integer(0, MAX_SEED), default=0)

@@ -1,7 +1,8 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
-// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
+// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone,
+// with 7 when the loader was to read ahead of the ring and did not.
 #include "decode.cu"
 #include "last_streams.cu"
 
@@ -87,6 +88,8 @@ int main(int num_arguments, char** argv) {
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
+    for (const Rank& r : ranks)
+        for (u32 cta = 0; cta < kNumCtas; ++cta) tapes.push_back({r.tape.at + cta * kTapeBytes, r.tape.at + (cta + 1) * kTapeBytes});
     std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
     if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
     std::vector<KogDecodeState> before_last;
@@ -127,4 +130,5 @@ int main(int num_arguments, char** argv) {
         if (reinterpret_cast<const KogDecodeState*>(ranks[rank].state.at)->abort_mirror) return 5;
         write("logits" + number, ranks[rank].logits), write("state" + number, ranks[rank].state), write("ring" + number, ranks[rank].ring);
     }
+    if (kAheadTiles > 0 && num_prefetched == 0) return 7;
 }

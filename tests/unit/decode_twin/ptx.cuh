@@ -246,12 +246,12 @@ inline void mbar_arrive_expect(u32 bar, u32 bytes) {
     barrier_at(bar).bytes += bytes;
     mbar_arrive(bar);
 }
-inline bool mbar_test(u32 bar, u32 parity) { return (barrier_at(bar).phase & 1u) != parity; }
 inline bool mbar_try(u32 bar, u32 parity) {
-    if (mbar_test(bar, parity)) return true;
+    if ((barrier_at(bar).phase & 1u) != parity) return true;
     twin::yield();
-    return mbar_test(bar, parity);
+    return (barrier_at(bar).phase & 1u) != parity;
 }
+inline bool mbar_test(u32 bar, u32 parity) { return mbar_try(bar, parity); }
 inline u32 cluster_address(u32 address, u32 rank) {
     if (rank >= twin::cluster) abort();
     return address + (rank - blockIdx.x % twin::cluster) * twin::block_bytes;
@@ -272,6 +272,15 @@ inline void cluster_sync() {
 }
 inline void fence_barrier_init() {}
 inline u64 evict_first_policy() { return 0; }
+inline std::vector<std::pair<const char*, const char*>> tapes;  // from the first byte to behind the last
+inline u64 num_prefetched;
+inline void bulk_prefetch(const void* src, u32 bytes) {
+    const char* from = static_cast<const char*>(src);
+    bool is_inside = false;
+    for (const auto& [first, end] : tapes) is_inside |= bytes > 0 && from >= first && from + bytes <= end;
+    if (!is_inside || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
+    num_prefetched += bytes;
+}
 inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
     if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
     memcpy(twin::arena + dst, src, bytes);

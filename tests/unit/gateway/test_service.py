@@ -310,7 +310,7 @@ def test_a_gateway_without_the_model_s_folder(shared_engine: ScriptedEngine, fol
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_tokenizer")
         answer = http.post("/v1/completions", json={"prompt": [7, 8]})
         assert answer.status_code == 200, answer.text
-        assert engine.received[0].message.prompt_ids == (7, 8)
+        assert list(engine.received[0].message.prompt_ids or ()) == [7, 8]
         chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
         assert (chat.status_code, chat.json()["error"]["code"]) == (400, "no_tokenizer")
         assert "without --model" in chat.json()["error"]["message"]

@@ -140,7 +140,7 @@ def test_prompts_of_a_completion(base_model: ServedModel) -> None:
     planned = plan_completion({"prompt": ["a", "b"], "n": 2, "seed": 5}, base_model)
     assert [prompt_of(message, base_model) for message in planned.generates] == ["a", "a", "b", "b"]
     assert [message.seed for message in planned.generates] == [5, 6, 5, 6]
-    assert plan_completion({"prompt": [7, 8]}, base_model).generates[0].prompt_ids == (7, 8)
+    assert list(plan_completion({"prompt": [7, 8]}, base_model).generates[0].prompt_ids or ()) == [7, 8]
 
 
 # ---- conversations ----
