@@ -1,4 +1,4 @@
-"""Streams for a first step that is an LM head alone, taken from what the kernel has published itself: the bits are those of a whole step."""
+"""Streams for a first step that is an LM head alone, as the kernel has published them itself: bits are those of a whole step."""
 
 from __future__ import annotations
 
