@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
-_PREFILLED_GPUS = 1  # that go through prompts in blocks unless told otherwise; several have not run long enough
+_PREFILLED_GPUS = 2  # at most that many go through prompts in blocks unless told otherwise; four have not run
 _BESIDES_BYTES = 1 << 30  # the CUDA context with its kernels, and what loading takes for a while
 
 
@@ -104,7 +104,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
         return [need("on", obstacle=obstacle)]
     if obstacle:
         return [need("off", note=f"prompts go token by token: {obstacle}")]
-    with_it = need("auto")
+    with_it = need("auto" if count == 1 else "on")  # several ranks must all have it, so none goes on without
     return [with_it, need("off", note=f"prompts go token by token: prefill takes {_gib(with_it.of_prefill)}, which do not fit")]
 
 
