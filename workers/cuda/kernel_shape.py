@@ -46,7 +46,7 @@ class KernelShape:
     pieces: int = 1  # of a ring tile: what is copied, and given back, by itself
     pieces_in_flight: int = 0  # 0: 2 tiles for one or two lanes, 3 for more
     max_slots: int = 16
-    ahead_tiles: int = -1  # that memory reads into L2 ahead of the ring, in layers that sum blocking; -1: see `ahead`
+    ahead_tiles: int = 0  # of a thread block, that memory reads into L2 ahead of the ring, in layers that sum blocking
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
@@ -187,11 +187,6 @@ class KernelShape:
         return self.pieces_in_flight or (2 if self.num_lanes <= 2 else 3) * self.pieces
 
     @property
-    def ahead(self) -> int:
-        """Most tiles of a thread block that are read into L2 ahead of the ring: two lanes gain by it, eight do not."""
-        return self.ahead_tiles if self.ahead_tiles >= 0 else 12 if self.num_lanes == 2 and self.spec.delay > 0 else 0
-
-    @property
     def replicas(self) -> int:
         """Copies of every vector that thread blocks exchange."""
         return self.copies or (2 if self.num_lanes <= 2 or self.num_ranks > 4 else 4)
@@ -301,7 +296,7 @@ class KernelShape:
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
-            "kPieces": self.pieces, "kPiecesInFlight": self.in_flight, "kAheadTiles": self.ahead,
+            "kPieces": self.pieces, "kPiecesInFlight": self.in_flight, "kAheadTiles": self.ahead_tiles,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
