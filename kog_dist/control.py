@@ -202,8 +202,12 @@ class ControlPage:
 
         For others it would take the coordinator's core away. Writer: nobody.
         """
-        if self._words[self._rank_word(0, _HEEDS_ROUSING)]:
+        if self.heeds_rousing():
             self._doorbell_futex.wake()
+
+    def heeds_rousing(self) -> bool:
+        """Whether ranks wait with something to do when they are roused, which needs cores of their own."""
+        return bool(self._words[self._rank_word(0, _HEEDS_ROUSING)])
 
     def cancel(self, seq: int) -> None:
         """Cancel request `seq` and all before it. Writer: coordinator."""

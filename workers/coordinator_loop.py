@@ -95,8 +95,7 @@ class Coordinator:
         self._control.beat(COORDINATOR)
         self._read_tokens()
         received_ns = self._clock()
-        self._rouse_ranks(received_ns)
-        for peer, message in self._listener.receive(_MESSAGES_PER_TURN):
+        for peer, message in self._listener.receive(_MESSAGES_PER_TURN, self._rouse_ranks):
             self._answer(peer, message, received_ns)
         self._read_verdicts()
         self._end_expired()
@@ -106,9 +105,10 @@ class Coordinator:
         for gone in self._listener.flush():
             self._forget_client(gone)
 
-    def _rouse_ranks(self, now_ns: int) -> None:
-        """Idle ranks wake while a message is read that may be a request; seldom enough that other messages keep no core busy."""
-        if not self._slot.busy and now_ns - self._roused_ns >= ROUSE_EVERY_NS and self._listener.has_input():
+    def _rouse_ranks(self) -> None:
+        """Idle ranks wake while a request is read; seldom enough that requests which are refused keep no core busy."""
+        now_ns = self._clock()
+        if not self._slot.busy and now_ns - self._roused_ns >= ROUSE_EVERY_NS:
             self._roused_ns = now_ns
             self._control.rouse()
 
@@ -176,7 +176,7 @@ class Coordinator:
 
     def _read_verdicts(self) -> None:
         """Requests with a grammar are accepted, or refused, once it is known whether it can be used."""
-        num_runners_lost = self._grammars.num_runners_lost
+        num_runners_lost, running = self._grammars.num_runners_lost, self.requests.running  # not one that a verdict starts
         for stream, refusal in self._grammars.verdicts():
             try:
                 if refusal is not None:
@@ -186,8 +186,9 @@ class Coordinator:
                 self._refuse(stream.peer, stream.request_id, error)
             else:
                 self._accept(stream)
-        running = self.requests.running
-        if num_runners_lost != self._grammars.num_runners_lost and running is not None and running.constraint is not None:
+        if running is None or running.constraint is None or running is not self.requests.running:
+            return
+        if num_runners_lost != self._grammars.num_runners_lost:
             self._fail(
                 running, ErrorCode.CONSTRAINT_FAILED, f"the process that followed {running.constraint.kind} ended; try again"
             )

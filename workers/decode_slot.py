@@ -17,8 +17,8 @@ from kog_dist.workers.kept_caches import KeptCaches
 
 FIRST_TOKEN_LOOK_S = 0.06  # from the launch, which may be queued behind 40 ms of prefill; once for each request
 _AWAKE_S, _LOOKS_AWAKE = 0.003, 500  # in the beginning without sleeping
-_LOOK_EVERY_S, _LOOK_S = 20e-6, 0.01  # then at the price of a fifth of a core
-_POLL_S = 0.001
+_LOOK_EVERY_S, _LOOK_S = 50e-6, 0.01
+_POLL_S, _POLL_OF_SHARED_CORES_S = 0.001, 0.005
 MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
 
 
@@ -82,19 +82,21 @@ class DecodeSlot:
             self._control.cancel(self._seq)
 
     def wait(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
-        """Block until the next entry is there, at most `timeout_s`; `interrupted` is asked every millisecond.
+        """Block until the next entry is there, at most `timeout_s`; `interrupted` is asked every millisecond, or every fifth if
+        ranks may share the coordinator's core.
 
         The first token is looked for once rank 0 has launched its kernel: a core that sleeps takes 0.1 to 0.3 ms to wake.
         """
         seq, index, ring = self._seq, self._next_index, self._control.ring
         if seq is None:
             return
+        poll_s = _POLL_S if self._control.heeds_rousing() else _POLL_OF_SHARED_CORES_S
         ring.wait(
-            seq, index, Deadline.after(timeout_s), poll_s=_POLL_S, interrupted=lambda: interrupted() or self._looks_for_first()
+            seq, index, Deadline.after(timeout_s), poll_s=poll_s, interrupted=lambda: interrupted() or self._looks_for_first()
         )
         if self._looks_for_first():
             wait(
-                lambda: ring.get(seq, index) is not None, aborted=interrupted, deadline=Deadline.after(min(timeout_s, _LOOK_S)),
+                lambda: ring.is_begun(seq, index), aborted=interrupted, deadline=Deadline.after(min(timeout_s, _LOOK_S)),
                 yields=_LOOKS_AWAKE if self._since_launch_s() < _AWAKE_S else 0, sleep_s=_LOOK_EVERY_S,
             )  # fmt: skip
 

@@ -158,6 +158,10 @@ class TokenRing:
             logprobs=logprobs,
         )
 
+    def is_begun(self, seq: int, index: int) -> bool:
+        """Whether some of the entry is there, so that `get` is worth asking."""
+        return bool(self._entries[index * _WORDS] >> 32 == seq & _LOW)
+
     def wait(
         self, seq: int, index: int, deadline: Deadline, *, poll_s: float = 0.05, interrupted: Callable[[], bool] = lambda: False
     ) -> TokenEntry | None:

@@ -14,7 +14,7 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,17 @@ import zmq
 from kog_dist.errors import LaunchError
 from kog_dist.port_holder import process_name
 from kog_dist.rpc.file_port import FilePort, Gone
-from kog_dist.rpc.messages import MAX_MESSAGE_BYTES, BadMessage, Error, ErrorCode, Event, Request, decode_request, encode
+from kog_dist.rpc.messages import (
+    MAX_MESSAGE_BYTES,
+    BadMessage,
+    Error,
+    ErrorCode,
+    Event,
+    Request,
+    decode_request,
+    encode,
+    looks_like_generate,
+)
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.tcp_port import TCP_NAME, TcpPort
 from kog_dist.rpc.transport import Access, socket_address
@@ -107,13 +117,18 @@ class RpcListener:
         """Those from which `receive` reads, for a zmq poller."""
         return [self._file.fd, *([] if self._tcp is None else self._tcp.sockets)]
 
-    def receive(self, max_messages: int) -> list[tuple[bytes, Request]]:
-        """The next well-formed requests with their senders. What is not one is answered and counted, here and in the limit."""
+    def receive(self, max_messages: int, on_generate: Callable[[], None] = lambda: None) -> list[tuple[bytes, Request]]:
+        """The next well-formed requests with their senders. What is not one is answered and counted, here and in the limit.
+
+        `on_generate` is called before a message is read that looks like a `generate`.
+        """
         messages = self._file.receive(max_messages)
         if self._tcp is not None:  # those who came in by TCP have as many turns
             messages += self._tcp.receive(max_messages)
         received = []
         for peer, message in messages:
+            if looks_like_generate(message.frame):
+                on_generate()
             try:
                 received.append((peer, decode_request(_only_frame(message))))
             except BadMessage as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,8 +63,11 @@ class Wire:
         self.room = dict.fromkeys(PEERS, 10**9)
         self.gone: set[bytes] = set()
 
-    def receive(self, max_messages: int) -> list[tuple[bytes, Request]]:
+    def receive(self, max_messages: int, on_generate: Callable[[], None]) -> list[tuple[bytes, Request]]:
         taken, self.inbox = self.inbox[:max_messages], self.inbox[max_messages:]
+        for _, message in taken:
+            if isinstance(message, Generate):
+                on_generate()
         return taken
 
     def send(self, peer: bytes, event: Event) -> Delivery:

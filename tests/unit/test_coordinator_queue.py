@@ -178,22 +178,62 @@ def test_idle_ranks_have_a_request_before_its_client_is_told(engine: HandTurned,
     assert doorbells == [1]
 
 
-def test_idle_ranks_are_roused_when_a_message_comes_but_not_by_each_of_many(
+class Grammars:
+    """Stands in for GrammarService: each request is accepted, and meanwhile a runner may be lost."""
+
+    fds: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.askers: list[Any] = []
+        self.num_runners_lost = 0
+        self.loses_runner = self.answers = False
+
+    def ask(self, asker: Any, constraint: Any) -> None:
+        self.askers.append(asker)
+
+    def verdicts(self) -> list[tuple[Any, None]]:
+        self.num_runners_lost += self.loses_runner
+        decided, self.askers = (self.askers, []) if self.answers else ([], self.askers)
+        return [(asker, None) for asker in decided]
+
+    def reserve_epochs(self, count: int) -> int:
+        return 1
+
+    def run(self, seq: int, mask_epoch: int, constraint: Any) -> None:
+        """The next runner does it."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_lost_runner_ends_the_request_that_it_served_and_not_the_one_that_begins(engine: HandTurned) -> None:
+    grammars: Any = Grammars()
+    engine.coordinator._grammars = engine.coordinator.requests._grammars = grammars
+    engine.ask(A, "a1", max_tokens=2, regex="a+")
+    grammars.loses_runner = grammars.answers = True
+    engine.coordinator.turn()
+    assert [type(event) for event in engine.events("a1")] == [Accepted]
+    grammars.answers = False
+    engine.coordinator.turn()
+    assert last(engine, "a1").code is ErrorCode.CONSTRAINT_FAILED
+
+
+def test_idle_ranks_are_roused_when_a_request_comes_but_not_by_each_of_many(
     engine: HandTurned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doorbells: list[int] = []
     monkeypatch.setattr(engine.control, "rouse", lambda: doorbells.append(engine.control.doorbell()))
+    engine.wire.inbox.append((A, Status()))
     engine.coordinator.turn()
-    assert doorbells == [], "nobody has said anything"
+    assert doorbells == [], "others ask for the state all the time"
     engine.ask(A, "a1", max_tokens=1)
     assert doorbells == [0], "before its request is there"
     engine.pass_ms(20)
     engine.ask(B, "b1", max_tokens=1)
     assert doorbells == [0], "ranks that work see the next request by themselves"
     engine.decode(2)
-    for _ in range(3):
-        engine.wire.inbox.append((A, Status()))
-        engine.coordinator.turn()
+    for number in range(3):
+        engine.ask(A, f"refused{number}", max_tokens=1000)
         engine.pass_ms(4)
     assert doorbells == [0, 2], "once in 10 ms"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +33,14 @@ class Beats:
     def of_thread(self) -> set[int]:
         return set(self.threads) - {threading.get_ident()}
 
+    def in_turns(self, count: int) -> int:
+        """Beats of so many turns of the thread's loop, taken here."""
+        self.threads.clear()
+        turns = iter([False] * count + [True])
+        self.heartbeat._closed = SimpleNamespace(wait=lambda _seconds: next(turns))  # type: ignore[assignment]
+        self.heartbeat._beat()
+        return len(self.threads)
+
     def await_one_of_the_thread(self) -> None:
         self.threads.clear()
         found = wait(lambda: bool(self.of_thread()), aborted=lambda: False, deadline=Deadline.after(10.0))
@@ -52,16 +61,17 @@ def test_one_thread_beats_during_each_request(control: ControlPage, monkeypatch:
 
 def test_between_requests_the_page_is_left_alone(control: ControlPage, monkeypatch: pytest.MonkeyPatch) -> None:
     beats = Beats(control, monkeypatch)
-    with beats.heartbeat:
-        beats.await_one_of_the_thread()
-    beats.threads.clear()
-    beats.heartbeat.close()
-    assert beats.threads == []
+    assert beats.in_turns(5) == 0, "not entered yet"
+    beats.heartbeat._is_entered = True
+    assert beats.in_turns(5) == 5
+    beats.heartbeat.__exit__(None, None, None)
+    assert beats.in_turns(5) == 0
 
 
 def test_a_step_that_never_ends_does_not_look_alive(control: ControlPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    beats = Beats(control, monkeypatch, limit_s=0.0)
-    with beats.heartbeat:
-        beats.threads.clear()
-        beats.heartbeat.close()
-        assert beats.threads == []
+    beats = Beats(control, monkeypatch, limit_s=60.0)
+    beats.heartbeat._is_entered = True
+    beats.heartbeat._last_progress_s -= 61.0
+    assert beats.in_turns(5) == 0
+    beats.heartbeat.progress()
+    assert beats.in_turns(5) == 5

@@ -15,7 +15,7 @@ import zmq
 
 from kog_dist.rpc import listener as listener_module
 from kog_dist.rpc.listener import OUTBOX_EVENTS, OUTBOX_GRACE_S, Delivery, RpcListener
-from kog_dist.rpc.messages import Alive, Request, Status, decode_event, encode
+from kog_dist.rpc.messages import Alive, Cancel, Generate, Request, Status, decode_event, encode
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.transport import Access, open_dealer
 from kog_dist.rpc.zmtp import DEALER, framed, opening
@@ -88,6 +88,23 @@ def sleeper(listener: RpcListener, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(listener_module, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     yield made
     made.socket.close()
+
+
+def test_a_generate_is_announced_before_it_is_read(listener: RpcListener, tmp_path: Path) -> None:
+    announced: list[int] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as local:
+        local.linger = 0
+        local.connect(Access.from_folder(tmp_path).address)
+        frames = [encode(Status()), encode(Generate("a", "x")), encode(Generate("b", "x"))[:-1], b"KOG", encode(Cancel("a"))]
+        for frame in frames:
+            local.send(frame)
+        found: list[Request] = []
+        deadline_s = time.monotonic() + WAIT_S
+        while len(found) < 3:
+            assert time.monotonic() < deadline_s, "no message came"
+            found += [message for _, message in listener.receive(16, lambda: announced.append(len(found)))]
+    assert found == [Status(), Generate("a", "x"), Cancel("a")]
+    assert len(announced) == 2, "also one that turns out to be broken"
 
 
 def test_who_leaves_half_a_message_unread_is_given_up(listener: RpcListener, sleeper: Sleeper) -> None:

@@ -339,10 +339,8 @@ class CudaEngine:
 
     def rouse(self) -> None:
         """See `Engine.rouse`. The first call of the driver after a pause takes 0.2 ms longer."""
-        with translated_errors(self._args.device):
+        with translated_errors(self._args.device), self._heartbeat:
             self._loaded.rouse()
-            if self._prefill is not None:
-                self._prefill.rehearse()
 
     @property
     def _loaded(self) -> Kernel:

@@ -46,9 +46,6 @@ class Prefiller(Protocol):
     def streams(self) -> LastStreams:
         """Those of the last token given to `run`."""
 
-    def rehearse(self) -> None:
-        """Do what a request begins with, for no tokens, so that the code is at hand when one comes."""
-
     def forget(self, position: int) -> None:
         """The kernel writes its KV cache from `position` on, without prefill."""
 

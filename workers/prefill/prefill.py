@@ -80,10 +80,6 @@ class Prefill:
         """Those of the last token that `run` was given; they are valid if it returned that it holds all of them."""
         return self._runner.streams
 
-    def rehearse(self) -> None:
-        """Begin with no tokens at all, which changes nothing: what was not run for a while takes three times as long."""
-        self._runner.begin((), 0, 0)
-
     def forget(self, position: int) -> None:
         """The cache was written from `position` on while no prefill of what it held until then came between."""
         self._held = min(self._held, position)

@@ -9,7 +9,7 @@ Everything unknown is refused: tags, fields, types, extension types. Fields with
 from __future__ import annotations
 
 from kog_dist.rpc.messages.checks import BadMessage
-from kog_dist.rpc.messages.codec import Message, build_hash, decode_event, decode_request, encode
+from kog_dist.rpc.messages.codec import Message, build_hash, decode_event, decode_request, encode, looks_like_generate
 from kog_dist.rpc.messages.codes import EngineState, ErrorCode, FinishReason
 from kog_dist.rpc.messages.events import EVENTS, Accepted, Alive, Done, Error, Event, Prefill, Tokens, Welcome
 from kog_dist.rpc.messages.limits import (
@@ -62,4 +62,5 @@ __all__ = [
     "decode_event",
     "decode_request",
     "encode",
+    "looks_like_generate",
 ]

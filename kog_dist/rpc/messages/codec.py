@@ -22,6 +22,7 @@ from kog_dist.rpc.plain_tokens import PlainTokens
 Message: TypeAlias = Request | Event
 
 _HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
+_GENERATE_HEAD = _HEAD + bytes(msgpack.packb(["generate", None]))[:-1]
 _PLAIN_TOKENS = PlainTokens(_HEAD, ID)
 _REQUEST_TYPES = frozenset(REQUESTS.values())  # they are sent without what has its default; events are whole
 _FIELD_NAMES = {cls: frozenset(name for name, *_ in checks) for cls, checks in CHECKS.items()}
@@ -60,6 +61,11 @@ def decode_request(frame: bytes) -> Request:
     """What a client sent. Raises BadMessage, and nothing else, for anything that is not a request of this protocol version."""
     message: Request = _decode(frame, REQUESTS, "client", "engine")
     return message
+
+
+def looks_like_generate(frame: bytes) -> bool:
+    """Whether a frame begins as `encode` lets a `Generate` begin. Takes no time; the rest of it may be anything."""
+    return frame.startswith(_GENERATE_HEAD)
 
 
 def decode_event(frame: bytes) -> Event:

@@ -31,11 +31,7 @@ class ScriptedPrefill:
         self.calls: list[tuple[int, int]] = []  # tokens, start
         self.forgotten: list[int] = []
         self.gives_up = False
-        self.num_rehearsals = 0
         self.before_block: Callable[[], None] = lambda: None
-
-    def rehearse(self) -> None:
-        self.num_rehearsals += 1
 
     def run(
         self,
@@ -115,12 +111,6 @@ def test_the_coordinator_hears_of_the_launch_before_prefill_has_ended(
     monkeypatch.setattr(control.ring, "announce", lambda: at.append(control.stages_ns(0)[RankStage.PREFILLED]))
     engine.run(1, request(num_prompt=100, max_tokens=5))
     assert at == [0]
-
-
-def test_prefill_rehearses_when_a_request_is_about_to_come(parts: Parts) -> None:
-    engine, kernel, prefill = parts
-    engine.rouse()
-    assert (kernel.num_roused, prefill.num_rehearsals) == (1, 1)
 
 
 def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:

@@ -171,9 +171,6 @@ class Failing:
     def run(self, *_: Any, **__: Any) -> int:
         raise RuntimeError("CUDA error: invalid argument")
 
-    def rehearse(self) -> None:
-        pass
-
     def forget(self, position: int) -> None:
         pass
 
