@@ -61,7 +61,7 @@ class FileLink:
     def __init__(self, address: str, on_readable: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._address = address
-        self._end = FileEnd(address)
+        self._end, self._on_readable = FileEnd(address), on_readable
         self._loop.add_reader(self._end.fileno(), on_readable)
         self._watch_unsent()
 
@@ -107,6 +107,8 @@ class FileLink:
             raise LinkLost(f"does not follow the protocol: {error}") from None
         if frame is None:
             self._watch_unsent()  # it may have answered a PING
+            if self._end.has_more:
+                self._loop.call_soon(self._on_readable)
         return frame
 
     def close(self) -> None:

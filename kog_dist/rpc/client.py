@@ -194,6 +194,8 @@ class Client:
             while (event := self._next(deadline_s)) is not None:
                 if isinstance(event, Done | Error) and event.request_id == request_id:
                     return
+                if time.monotonic() >= deadline_s:
+                    return  # the engine talks of other things
         except (RequestFailed, ProtocolError):
             return  # the engine is gone or no engine, and the request with it
 
@@ -207,6 +209,8 @@ class Client:
                 raise BadMessage(event.message, event.code)
             if isinstance(event, Error) and event.request_id == getattr(message, "request_id", None):
                 raise RequestError(event.code, event.message)
+            if time.monotonic() >= deadline_s:
+                break
         raise DeadlineExceeded(f"the engine at {self._connection.access.address} did not answer in time; it hangs or was stopped")
 
     def _next(self, deadline_s: float) -> Event | None:

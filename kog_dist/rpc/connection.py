@@ -35,7 +35,7 @@ class _End(Protocol):
     def wait(self, remaining_s: float) -> None:
         """Return when `receive` may have something to say, at the latest after so long."""
 
-    def close(self, linger_s: float) -> None:
+    def close(self) -> None:
         """See Connection."""
 
 
@@ -62,9 +62,12 @@ class Connection:
     def receive(self, deadline_s: float) -> Event | None:
         """The next event; None at the deadline (time.monotonic()).
 
-        Raises RequestFailed (`engine_lost`) once the engine is gone and everything it had sent is read; ProtocolError if what
-        came is not the protocol.
+        What has come by then is returned, whatever the time: whoever waits for one kind of event looks at the clock, too.
+        Raises RequestFailed (`engine_lost`) once the engine is gone and everything it had sent is read, and after `close`;
+        ProtocolError if what came is not the protocol.
         """
+        if self.closed:
+            raise RequestFailed(ErrorCode.ENGINE_LOST, f"the connection to {self.access.address} is closed")
         while True:
             try:
                 frame = self._end.receive()
@@ -84,10 +87,10 @@ class Connection:
         """Whether `close` was called."""
         return self._end.closed
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close it; requests that were handed over get at most `linger_s`. A second call does nothing."""
+    def close(self) -> None:
+        """Close it. A second call does nothing."""
         if not self.closed:
-            self._end.close(linger_s)
+            self._end.close()
 
 
 class _ToFile:
@@ -137,6 +140,8 @@ class _ToFile:
     def wait(self, remaining_s: float) -> None:
         """See _End."""
         assert self._end is not None, "not connected"
+        if self._end.has_more:
+            return
         poll = select.poll()
         poll.register(self._end, select.POLLIN | (select.POLLOUT if self._end.has_unsent else 0))
         poll.poll(max(1, round(remaining_s * 1000)))
@@ -148,12 +153,8 @@ class _ToFile:
             self._end.close()
             self._end = None
 
-    def close(self, linger_s: float) -> None:
+    def close(self) -> None:
         """See Connection."""
-        deadline_s = time.monotonic() + linger_s
-        while self._end is not None and self._end.has_unsent and (remaining_s := deadline_s - time.monotonic()) > 0:
-            select.select([], [self._end], [], remaining_s)
-            self._end.flush()
         self._drop()
         self.closed = True
 
@@ -174,7 +175,7 @@ class _ToPort:
         try:
             self._dealer.connect(access.address)
         except zmq.ZMQError as error:
-            self.close(0.0)
+            self.close()
             raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from error
         self._poller = zmq.Poller()
         self._poller.register(self._dealer, zmq.POLLIN)
@@ -235,9 +236,9 @@ class _ToPort:
         """See _End."""
         return bool(self._dealer.closed)
 
-    def close(self, linger_s: float) -> None:
+    def close(self) -> None:
         """See Connection."""
         self._dealer.disable_monitor()
         self._monitor.close(0)
-        self._dealer.close(round(linger_s * 1000))
+        self._dealer.close(0)
         self._context.term()

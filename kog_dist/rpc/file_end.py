@@ -7,10 +7,11 @@ from typing import Final
 
 from kog_dist.errors import LaunchError, ProtocolError
 from kog_dist.rpc.messages import MAX_MESSAGE_BYTES
-from kog_dist.rpc.zmtp import DEALER, Message, Wire, framed, only_message, opening
+from kog_dist.rpc.zmtp import DEALER, Wire, framed, only_message, opening
 
 FILE_SCHEME: Final = "ipc://"
 _RECEIVE_BYTES: Final = 1 << 12  # a token has 150; room for more costs time, though it is not used
+_STEPS_PER_CALL: Final = 32  # reads, or 64 commands each
 _UNSENT_BYTES: Final = 8 * MAX_MESSAGE_BYTES  # of requests that the engine has not read
 
 
@@ -26,6 +27,7 @@ class FileEnd:
         self._wire = Wire(DEALER, MAX_MESSAGE_BYTES)
         self._unsent = bytearray()
         self._is_drained = False  # the last `recv` has taken all there was
+        self.has_more = False  # `receive` has left something: call it again before waiting for the socket
         self._socket = _connected(address)
         self._write(opening(DEALER))
 
@@ -77,33 +79,51 @@ class FileEnd:
             self._unsent.clear()
 
     def receive(self) -> bytes | None:
-        """The next message; None if there is none now. Raises EndLost, and ProtocolError for what is no message of an engine."""
-        wire = self._wire
-        message: Message | None = None
-        while (is_between := wire.is_between) or (message := wire.next()) is None:
-            if wire.replies:
-                self._write(wire.replies)
-                wire.replies = b""
-            if wire.is_paused:
+        """The next message; None if there is none now, or if `has_more`.
+
+        It never takes long, whatever the engine sends. Raises EndLost, and ProtocolError for what is no message of an engine.
+        """
+        self.has_more = False
+        for _ in range(_STEPS_PER_CALL):
+            is_between = self._wire.is_between
+            message = None if is_between else self._wire.next()
+            if message is not None:
+                if message.num_frames != 1:
+                    raise ProtocolError(f"the engine sent a message of {message.num_frames} frames, expected one")
+                return message.frame
+            self._reply()
+            if self._wire.is_paused:
                 continue
             if self._is_drained:
                 self._is_drained = False
                 return None
-            try:
-                data = self._socket.recv(_RECEIVE_BYTES)
-            except BlockingIOError:
+            data = self._received()
+            if data is None:
                 return None
-            except OSError:
-                raise EndLost from None
-            self._is_drained = 0 < len(data) < _RECEIVE_BYTES
-            if not data:
-                raise EndLost
             if is_between and (frame := only_message(data)) is not None:
                 return frame
-            wire.feed(data)
-        if message.num_frames != 1:
-            raise ProtocolError(f"the engine sent a message of {message.num_frames} frames, expected one")
-        return message.frame
+            self._wire.feed(data)
+        self.has_more = True
+        return None
+
+    def _reply(self) -> None:
+        """Answer a PING, unless other things wait to be sent: the engine hears that this end lives from those."""
+        if self._wire.replies and not self._unsent:
+            self._write(self._wire.replies)
+        self._wire.replies = b""
+
+    def _received(self) -> bytes | None:
+        """What has come, None if nothing has."""
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            raise EndLost from None
+        if not data:
+            raise EndLost
+        self._is_drained = len(data) < _RECEIVE_BYTES
+        return data
 
     def close(self) -> None:
         """Close it; a second call does nothing."""
