@@ -2,7 +2,8 @@
 
 Ranks that share cores must give way: eight ranks that spin on two cores are about 900 times slower than eight that yield. So a
 wait spins briefly, then calls sched_yield, then sleeps. Where a wait may last (an idle rank, a coordinator between tokens) the
-waiter blocks in the kernel on a `FutexWord` instead, so that being idle costs nothing.
+waiter blocks in the kernel on a `FutexWord` instead, so that being idle costs next to nothing. A first token is looked for
+(`DecodeSlot.wait`), and so is the request of roused ranks (`ControlPage.wait_doorbell`), for a moment that is bounded.
 """
 
 from __future__ import annotations

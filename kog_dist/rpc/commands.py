@@ -255,7 +255,7 @@ def _print_failure(
 
 def _as_object(answer: _Answer, done: Done, flags: PromptFlags) -> dict[str, Any]:
     timings: dict[str, Any] = {name: getattr(done, name) for name in _TIMINGS}
-    timings["stages_s"] = dict(zip(STAGES, done.stages_s, strict=False))
+    timings["stages_s"] = dict(zip(STAGES, done.stages_s, strict=True)) if done.stages_s else {}
     whole: dict[str, Any] = {
         "request_id": done.request_id,
         "text": "".join(answer.text),

@@ -1,8 +1,8 @@
 """ZMTP 3.1 (ZMQ RFC 37) on a Unix socket: what zmq puts on the wire, without zmq's threads.
 
 Between two processes a message through zmq wakes two threads besides those that want it, and each of them waits for a core. So
-engine and gateway speak the protocol on the socket itself; the other end may be any zmq library. Spoken is what a DEALER and
-a ROUTER need without encryption (mechanism NULL): greeting, READY, messages, and an answer to PING.
+engine, gateway and clients speak the protocol on the socket itself; another end may be any zmq library. Spoken is what a DEALER
+and a ROUTER need without encryption (mechanism NULL): greeting, READY, messages, and an answer to PING.
 """
 
 from __future__ import annotations

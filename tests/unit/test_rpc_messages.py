@@ -37,6 +37,7 @@ from kog_dist.rpc.messages import (
     decode_request,
     encode,
 )
+from kog_dist.stages import STAGES
 
 HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
 texts = st.text(st.characters(codec="utf-8"), max_size=40)
@@ -70,6 +71,7 @@ by_name: dict[str, st.SearchStrategy[Any]] = {
     "temperature": st.just(0.0) | st.floats(0.001, 100),
     "stop": st.lists(st.text("ab", min_size=1, max_size=9), max_size=16).map(tuple),
     "logprobs": st.lists(st.floats(-MAX_FLOAT32, 0), max_size=5).map(tuple),
+    "stages_s": st.just(()) | st.tuples(*[st.none() | seconds] * len(STAGES)),
     "top_logprobs": st.lists(st.floats(-MAX_FLOAT32, 0), max_size=5).map(tuple),
 }
 shaping: dict[str, st.SearchStrategy[Any]] = {
@@ -280,6 +282,11 @@ def test_defaults_are_left_out_of_requests_and_are_in_events() -> None:
     assert body == {"request_id": "id", "prompt": "x", "max_tokens": 4}
     _, body = msgpack.unpackb(encode(Done("id", FinishReason.LENGTH, 1, 1, 0.0, 0.0))[len(HEAD) :])
     assert list(body) == [item.name for item in dataclasses.fields(Done)]
+
+
+def test_stages_are_all_or_none() -> None:
+    with pytest.raises(BadMessage, match="stages_s must have 12 elements or none, got 2"):
+        Done("id", FinishReason.LENGTH, 1, 1, 0.0, 0.0, stages_s=(0.1, None))
 
 
 def test_another_version_names_both() -> None:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kog_dist.rpc.fields import array, checked, choice, flag, integer, number, optional, text
-from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, TEXT, Checked, tagged
+from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, TEXT, BadMessage, Checked, tagged
 from kog_dist.rpc.messages.codes import EngineState, ErrorCode, FinishReason
-from kog_dist.rpc.messages.limits import MAX_ARRAY, MAX_FIELDS, MAX_FLOAT32
+from kog_dist.rpc.messages.limits import MAX_ARRAY, MAX_FLOAT32
 from kog_dist.rpc.messages.status import StatusReport
+from kog_dist.stages import STAGES
 
 _LOGPROB = number(-MAX_FLOAT32, 0.0)
 _TOKEN_ID = integer(0, 2**31 - 1)
@@ -114,7 +115,12 @@ class Done(Checked):
     tokens_per_s: float | None = checked(optional(number(0.0, 1e12)), default=None)
     num_cached_tokens: int = checked(COUNT, default=0)  # of the prompt, which were not prefilled again
     received_s: float | None = checked(optional(SECONDS), default=None)  # on the monotonic clock of the engine's machine
-    stages_s: tuple[float | None, ...] = checked(array(optional(SECONDS), MAX_FIELDS), default=())  # of kog_dist.stages.STAGES
+    stages_s: tuple[float | None, ...] = checked(array(optional(SECONDS), len(STAGES)), default=())  # one for each, or none
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        if len(self.stages_s) not in (0, len(STAGES)):
+            raise BadMessage(f"done: stages_s must have {len(STAGES)} elements or none, got {len(self.stages_s)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ class Hello(Checked):
 class Generate(Checked):
     """Decode one prompt. `request_id` is chosen by the client and names the request from any connection.
 
+    What has its default is not sent: another default needs another PROTOCOL_VERSION.
+
     `deadline_s` counts from the reception by the coordinator. `reuse_kv` false: prefill the whole prompt, as for a measurement.
     """
 
