@@ -16,9 +16,9 @@ from kog_dist.wait import Deadline, wait
 from kog_dist.workers.kept_caches import KeptCaches
 
 FIRST_TOKEN_LOOK_S = 0.06  # from the launch, which may be queued behind 40 ms of prefill; once for each request
-_AWAKE_S, _LOOKS_AWAKE = 0.003, 500  # in the beginning without sleeping
-_LOOK_EVERY_S, _LOOK_S = 50e-6, 0.01
-_POLL_S, _POLL_OF_SHARED_CORES_S = 0.001, 0.005
+_AWAKE_S, _LOOKS_AWAKE = 0.006, 4000  # in the beginning without sleeping: a short prompt is there by then
+_LOOK_EVERY_S, _LOOK_S = 100e-6, 0.01  # then at the price of a quarter of a core of a slow machine
+_POLL_S, _POLL_OF_SHARED_CORES_S = 0.002, 0.005  # some 5 % of one, and 2 %
 MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
 
 
@@ -82,8 +82,8 @@ class DecodeSlot:
             self._control.cancel(self._seq)
 
     def wait(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
-        """Block until the next entry is there, at most `timeout_s`; `interrupted` is asked every millisecond, or every fifth if
-        ranks may share the coordinator's core.
+        """Block until the next entry is there, at most `timeout_s`; `interrupted` is asked every 2 ms, or 5 if ranks may
+        share the coordinator's core.
 
         The first token is looked for once rank 0 has launched its kernel: a core that sleeps takes 0.1 to 0.3 ms to wake.
         """

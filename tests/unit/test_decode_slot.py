@@ -54,7 +54,7 @@ def after(count: int) -> Callable[[], bool]:
     return lambda: next(calls) >= count
 
 
-@pytest.mark.parametrize(("have_own_cores", "poll_s"), [(True, 0.001), (False, 0.005)])
+@pytest.mark.parametrize(("have_own_cores", "poll_s"), [(True, 0.002), (False, 0.005)])
 def test_a_message_ends_the_wait_soon(
     control: ControlPage, slot: DecodeSlot, waits: Waits, have_own_cores: bool, poll_s: float
 ) -> None:
