@@ -89,13 +89,10 @@ class CheckedOperations:
         self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        outputs = {"place": last.place, "stream": last.stream, "1 / rms": last.inverse_rms, "query": last.query}
-        outputs |= {f"sum {place}": to for place, (_, to) in enumerate(pasts)}
-        self._compare("take last", outputs, lambda do: do.take_last(rows, last, pasts))
+        self.device.take_last(rows, last, pasts)  # the twin's own code
 
     def give_streams(self, last: Rows) -> None:
-        outputs = {"streams": self.buffers.last_streams, "overflow": self.buffers.overflow}
-        self._compare("give streams", outputs, lambda do: do.give_streams(last))
+        self.device.give_streams(last)
 
     def load_cache(self, first: int, last: int) -> None:
         outputs = {"keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow}

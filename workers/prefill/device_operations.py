@@ -16,6 +16,7 @@ from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
+from kog_dist.workers.prefill.operations import give_streams, take_last
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
 
 if TYPE_CHECKING:
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _OF_ROWS = (
     "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
-    "take_last",
 )  # fmt: skip
-_KERNELS = ("begin", "load_cache", "store_cache", "give_streams", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
+_KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
 
 
 def build(header: str) -> compiler.Cubin:
@@ -58,7 +58,6 @@ class DeviceOperations:
         pointers = {
             "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
-            "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
         for name, tensor in pointers.items():
             self._params[f"{name}_ptr"] = tensor.data_ptr()
@@ -156,21 +155,11 @@ class DeviceOperations:
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See `Operations`."""
-        found, to = zip(*pasts, strict=True) if pasts else ((), ())
-        wanted = {
-            name: tensor
-            for names, tensors in ((("partial", "past"), found), (("last_partial", "last_past"), to))
-            for name, tensor in zip(names, tensors, strict=False)
-        }
-        self._launch_rows(
-            "take_last", rows, self.layout.num_lanes, self._row_threads, place=rows.place, stream=rows.stream,
-            inverse_rms=rows.inverse_rms, query=rows.query, last_place=last.place, last_stream=last.stream,
-            last_inverse_rms=last.inverse_rms, last_query=last.query, **wanted,
-        )  # fmt: skip
+        take_last(self.buffers, rows, last, pasts)
 
     def give_streams(self, last: Rows) -> None:
         """See `Operations`."""
-        self._launch("give_streams", self.layout.num_lanes, self._row_threads, last_stream=last.stream)
+        give_streams(self.buffers, last)
 
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""

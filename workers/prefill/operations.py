@@ -196,22 +196,11 @@ class TorchOperations:
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See `Operations`."""
-        position = self.buffers.last_position
-        last.place[:1].copy_(position)
-        last.place[2:].copy_(position + 1)
-        row = position - rows.place[:1]
-        _split(_whole(rows.stream, rows.size).index_select(1, row), last.stream)
-        for found, to in pasts:
-            to.zero_()
-            to[:, :1] = _whole(found, rows.size).index_select(1, row)
-        last.inverse_rms.copy_(rows.inverse_rms.index_select(1, row))
-        last.query.copy_(rows.query.index_select(0, row))
+        take_last(self.buffers, rows, last, pasts)
 
     def give_streams(self, last: Rows) -> None:
         """See `Operations`."""
-        self.buffers.last_streams.copy_(_whole(last.stream, 1)[:, 0])
-        if not bool(self.buffers.last_streams.isfinite().all()):
-            self.buffers.overflow.fill_(1)
+        give_streams(self.buffers, last)
 
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
@@ -228,6 +217,25 @@ class TorchOperations:
         for layer in range(self.spec.num_layers):
             keys, values = (kept[layer, first:last].to(self.cache.dtype) for kept in (self.buffers.keys, self.buffers.values))
             self.layout.store(self.cache, layer, first, keys, values)
+
+
+def take_last(buffers: Buffers, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """See `Operations`. All on the buffers' device."""
+    last.place[:1].copy_(buffers.last_position)
+    last.place[2:].copy_(buffers.last_position + 1)
+    row = buffers.last_position - rows.place[:1]
+    for found, to in ((rows.stream, last.stream), *pasts):
+        planes = found.shape[1] // rows.size
+        to[:, :planes].copy_(found.view(len(found), planes, rows.size, -1).index_select(2, row)[:, :, 0])
+        to[:, planes:].zero_()
+    last.inverse_rms.copy_(rows.inverse_rms.index_select(1, row))
+    last.query.copy_(rows.query.index_select(0, row))
+
+
+def give_streams(buffers: Buffers, last: Rows) -> None:
+    """See `Operations`. All on the buffers' device."""
+    buffers.last_streams.copy_(_whole(last.stream, 1)[:, 0])
+    buffers.overflow.masked_fill_(~buffers.last_streams.sum().isfinite(), 1)
 
 
 def _whole(kept: Tensor, size: int) -> Tensor:

@@ -365,55 +365,6 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
     }
 }
 
-// The last streams of the prompt's last row, for the monokernel. One thread block per lane.
-__device__ __forceinline__ void give_row(const KogPrefillParams& params) {
-    const uint4* stream = reinterpret_cast<const uint4*>(params.last_stream_ptr) + Kept<true>::at(blockIdx.x, 0, 1, kUnits);
-    float* to = reinterpret_cast<float*>(params.last_streams_ptr) + static_cast<u64>(blockIdx.x) * kHidden;
-    bool finite = true;
-    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-        const Unit value = Kept<true>::operand(&stream[unit], kUnits);
-        store_unit(to + unit * kUnit, value);
-#pragma unroll
-        for (int k = 0; k < kUnit; ++k) finite = finite && fabsf(value.v[k]) < INFINITY;
-    }
-    if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
-}
-
-// The prompt's last row, out of its block. One thread block per lane.
-template <bool kExact>
-__device__ __forceinline__ void take_row(const KogPrefillParams& params) {
-    using Values = Kept<kExact>;
-    const u32 lane = blockIdx.x, size = params.size;
-    const int position = *reinterpret_cast<const int*>(params.last_position_ptr);
-    const u32 row = position - *reinterpret_cast<const int*>(params.place_ptr);
-    const u64 rest = static_cast<u64>(size) * kUnits, from = Values::at(lane, row, size, kUnits), to = Kept<true>::at(lane, 0, 1, kUnits);
-    if (threadIdx.x == 0) {
-        int* place = reinterpret_cast<int*>(params.last_place_ptr);
-        if (lane == 0) place[0] = position, place[2] = position + 1;
-        reinterpret_cast<float*>(params.last_inverse_rms_ptr)[lane] =
-            reinterpret_cast<const float*>(params.inverse_rms_ptr)[lane * size + row];
-    }
-    const u32* query = reinterpret_cast<const u32*>(params.query_ptr) + static_cast<u64>(row) * kLanes * kHeads * kPairs;
-    for (u32 i = threadIdx.x; i < kHeads * kPairs; i += blockDim.x) {
-        const u32 pair = lane * kHeads * kPairs + i;
-        reinterpret_cast<u32*>(params.last_query_ptr)[pair] = query[pair];
-    }
-    const uint4* stream = reinterpret_cast<const uint4*>(params.stream_ptr) + from;
-    uint4* last_stream = reinterpret_cast<uint4*>(params.last_stream_ptr) + to;
-    const u64 sums[2] = {params.partial_ptr, params.past_ptr}, last_sums[2] = {params.last_partial_ptr, params.last_past_ptr};
-    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-        last_stream[unit] = stream[unit];
-        last_stream[kUnits + unit] = kExact ? stream[rest + unit] : make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
-            if (!last_sums[i]) continue;
-            float* last_sum = reinterpret_cast<float*>(last_sums[i]) + (to + unit) * kUnit;
-            store_unit(last_sum, Values::result(sums[i], from + unit, rest));
-            store_unit(last_sum + kHidden, Unit{});
-        }
-    }
-}
-
 #define KOG_KERNEL(name, threads, body) \
     __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { body(params); }
 #define KOG_KERNELS(name, threads, body)          \
@@ -429,13 +380,11 @@ KOG_KERNELS(embed, (kRowThreads), embed_rows)
 KOG_KERNELS(append, (kMaxThreads), append_rows)
 KOG_KERNELS(lane_sum, (kRowThreads), sum_lanes)
 KOG_KERNELS(swiglu, (kMaxThreads), swiglu_rows)
-KOG_KERNELS(take_last, (kRowThreads), take_row)
 KOG_RESIDUAL(residual_blocking, Mode::kBlocking)
 KOG_RESIDUAL(residual_delayed, Mode::kDelayed)
 KOG_RESIDUAL(residual_alone, Mode::kAlone)
 KOG_RESIDUAL(residual_local, Mode::kLocal)
 
-KOG_KERNEL(give_streams, (kRowThreads), give_row)
 KOG_KERNEL(load_cache, (kMaxThreads), copy_cache<false>)
 KOG_KERNEL(store_cache, (kMaxThreads), copy_cache<true>)
 
