@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
-_PREFILLED_GPUS = 2  # at most that many go through prompts in blocks unless told otherwise; four have not run
+_PREFILLED_GPUS = 1  # at most that many go through prompts in blocks unless told otherwise; of two not all tests have run
 _BESIDES_BYTES = 1 << 30  # the CUDA context with its kernels, and what loading takes for a while
 
 

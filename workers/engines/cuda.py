@@ -160,9 +160,11 @@ class CudaEngine:
         """Positions that the KV cache holds once the prompt has gone through prefill: all of them, and then the kernel begins
         with the LM head; the request's launches, if they could be queued right behind prefill.
 
+        All but the last one for a request with a grammar, since a head alone that waits for a mask has not run on a GPU yet.
         Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
         """
         start, num_prompt, prefill = request.kv.num_cached, len(request.prompt), self._prefill
+        wanted = request.prompt[:-1] if request.mask_epoch else request.prompt
         if prefill is None:
             return start, None
         if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
@@ -186,12 +188,12 @@ class CudaEngine:
             return is_stopped
 
         def queued() -> None:
-            """Behind prefill; if that overflows, the launches do nothing. The mask of a grammar may not be there yet."""
-            if not request.mask_epoch:
+            """Behind prefill; if that overflows, the launches do nothing."""
+            if len(wanted) == num_prompt:
                 launches.append(self._begin(request, num_prompt))
 
         held = prefill.run(
-            request.prompt, start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress, on_queued=queued
+            wanted, start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress, on_queued=queued
         )
         if self._control.aborted():
             self._leave(f"left request {seq}")

@@ -90,6 +90,16 @@ def test_the_kernel_begins_with_the_head_of_the_last_token(control: ControlPage,
     assert control.progress(2) == 154
 
 
+def test_the_last_token_of_a_request_with_a_grammar_is_decoded(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, kernel, prefill = parts
+    monkeypatch.setattr(engine, "_await_first_mask", lambda *_: None)
+    assert engine.run(1, request(num_prompt=100, max_tokens=5, mask_epoch=1)) is Finish.LENGTH
+    assert prefill.calls == [(99, 0)]
+    assert kernel.begun[0] == (100, 99)
+    assert kernel.streams is None
+    assert prefill.forgotten == [99]
+
+
 def test_every_stage_on_the_way_to_the_first_token_is_stamped(control: ControlPage, parts: Parts) -> None:
     engine, _, _ = parts
     engine.run(1, request(num_prompt=100, max_tokens=5))
