@@ -56,7 +56,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
     made = Monokernel.__new__(Monokernel)
     made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
-    made._epoch, made._num_heads_alone, made._whole_epoch = 0, 0, -1
+    made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
     made.shape = SimpleNamespace(num_ctas=5, num_threads=640, cluster=1, spec=spec)  # type: ignore[assignment]
     made.words, made._begins_at_head, made._shaped, made._peers = Memory(4, np.uint64), False, None, b"peers"
@@ -104,24 +104,58 @@ def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> Non
     assert (len(head.plain.steps), len(whole.steps)) == (2, 2)  # type: ignore[attr-defined]
 
 
-def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(kernel: Monokernel) -> None:
+@pytest.mark.parametrize("num_layers", [6, 12, 15])
+def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(kernel: Monokernel, num_layers: int) -> None:
     """Thousands of requests of one token, whose only step is an LM head; then one whose layers read words again."""
-    num_tags, num_layers = 1 << 16, 12
-    state = kernel._state.array.view(DECODE_STATE.dtype)
-    state["epoch"] = 100  # the last one, 99, ran its layers
-    bumps = []
-    for request in range(num_tags):
-        epoch = int(state["epoch"][0])
+    num_tags, last = 1 << 16, num_layers - 1
+    kernel.shape = SimpleNamespace(spec=SimpleNamespace(num_layers=num_layers))  # type: ignore[assignment]
+
+    def layer_tag(epoch: int, layer: int) -> int:
+        return (epoch * (num_layers + 1) + layer + 1) % num_tags
+
+    left = {layer_tag(99, last), layer_tag(99, last - 1)}  # the second: streams here, where the last ones go to all ranks
+    left_out, epoch = [], 100  # 99 ran its layers
+    for _ in range(num_tags):
         kernel._choose_epoch(epoch, begins_at_head=True)
-        bumps += [request] * (kernel._epoch != epoch)
-        next_whole, left = kernel._epoch + 1, 99  # the second step, if there were one
-        assert (next_whole * (num_layers + 1) + 1 - left * (num_layers + 1) - num_layers) % num_tags, "tags of layers 0 and 11"
-        assert (kernel._epoch - epoch) % 2 == 0
-        state["epoch"] = kernel._epoch + 1
-    assert len(bumps) == 1, "in 65,536 requests"
-    kernel._choose_epoch(int(state["epoch"][0]), begins_at_head=False)
+        head, whole = kernel._epoch, kernel._epoch + 1  # the second step, if there were one
+        left_out += [epoch + 1 - 99] * (head != epoch)
+        # Layer 0's are the only words that are waited for where something of another step may be.
+        assert layer_tag(whole, 0) not in left | {layer_tag(head, last)}
+        assert (head - epoch) % 2 == 0
+        epoch = head + 1
+    behind = (last - 1, last, num_layers)  # the third: as if nobody had written
+    even = num_layers % 2 == 0  # else there are no such epochs
+    assert left_out == sorted(layer * pow(num_layers + 1, -1, num_tags) % num_tags for layer in behind if even)
+    kernel._choose_epoch(epoch, begins_at_head=False)
     kernel._choose_epoch(kernel._epoch + 3, begins_at_head=True)
     assert kernel._whole_epoch == kernel._epoch - 1
+
+
+def test_words_that_nobody_wrote_have_no_tag_that_is_waited_for(kernel: Monokernel) -> None:
+    """They are 0, as after `recover` on one rank."""
+    kernel._choose_epoch(70_000, begins_at_head=False)
+    kernel._forget_epochs()
+    epoch, num_bumps = 0, 0
+    for _ in range(6000):
+        kernel._choose_epoch(epoch, begins_at_head=True)
+        assert ((kernel._epoch + 1) * 13 + 1) % (1 << 16), "layer 0 waits for the tag 0"
+        num_bumps += kernel._epoch != epoch
+        epoch = kernel._epoch + 1
+    assert num_bumps > 0
+
+
+def test_one_rank_recovers_with_epochs_from_the_beginning(kernel: Monokernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel._choose_epoch(70_000, begins_at_head=True)
+    device = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
+    kernel.stream = SimpleNamespace(synchronize=lambda: None)
+    kernel.shape = SimpleNamespace(num_ranks=1)  # type: ignore[assignment]
+    host = kernel._host = np.ones(1, [("abort", int), ("cancelled_tag", int)])
+    filled = SimpleNamespace(fill=lambda value: None)
+    kernel.kv = kernel.words = kernel._state = kernel._record = filled
+    kernel.recover()
+    assert host.tolist() == [(0, 0)]
+    assert (kernel._epoch, kernel._num_heads_alone, kernel._whole_epoch) == (0, 0, -1)
 
 
 def test_what_the_last_request_left_is_read_once(kernel: Monokernel) -> None:

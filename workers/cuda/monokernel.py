@@ -97,8 +97,7 @@ class Monokernel:
         kinds, vectors = len(STAMP_KINDS), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
-        self._epoch = self._num_heads_alone = 0  # at the beginning of the request; its steps without layers
-        self._whole_epoch = -1  # of the last step that ran its layers
+        self._forget_epochs()
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
 
@@ -159,20 +158,27 @@ class Monokernel:
             assert first_position == len(prompt) - 1
             self._head_start.publish(streams, self.words.data.ptr, self._state.data.ptr, self.stream.ptr)
 
+    def _forget_epochs(self) -> None:
+        self._epoch = self._num_heads_alone = 0  # at the beginning of the request; its steps without layers
+        self._whole_epoch = -1  # of the last step that ran its layers
+
     def _choose_epoch(self, epoch: int, *, begins_at_head: bool) -> None:
         """The first epoch of a request: `epoch`, where the one before ended, or 2 more.
 
         The layers' words carry 16 bits of their epoch. After thousands of requests of one token each, whose only step was an LM
-        head, the words of the last layers that ran might have the tags that the next ones wait for. Epochs left out are never
+        head, words that are there from the last step that ran its layers might have the tag that layer 0 of the next one gives
+        (`layer_tag` in layout.cuh). Such words are of the last layer; of the one before where the last layer's streams go to all
+        ranks' mailboxes; or nobody wrote them yet, and 0 is the tag behind the last layer of epoch -1. Epochs left out are never
         waited for by anybody; their number is even, since candidates have two slots in turn.
         """
         if epoch - self._epoch > self._num_heads_alone:
             self._whole_epoch = epoch - 1
         self._epoch, self._num_heads_alone = epoch, int(begins_at_head)
         num_layers = self.shape.spec.num_layers
+        left = range(num_layers - 2, num_layers + 1)  # layers whose tags words may have
         since = self._epoch + self._num_heads_alone - self._whole_epoch
-        if (since * (num_layers + 1) - (num_layers - 1)) % 0x10000 == 0:
-            self._epoch += 2
+        while any((since * (num_layers + 1) - layer) % 0x10000 == 0 for layer in left):
+            self._epoch, since = self._epoch + 2, since + 2
 
     def launch(self, num_steps: int, stamps: Any = None) -> None:
         """Queue at most `num_steps` more tokens (prompt tokens count); does nothing once the request has ended.
@@ -297,6 +303,7 @@ class Monokernel:
             self._host["cancelled_tag"] = 0
             for held in (self.kv, self.words, self._state, self._record):
                 held.fill(0)
+            self._forget_epochs()
         cupy.cuda.Device().synchronize()  # they were filled on another stream than the kernel's
 
     def state(self) -> Any:
