@@ -59,18 +59,25 @@ def answer(client: Client, prompt: str | Sequence[int] = PROMPT, **options: Any)
 
 
 def answers(client: Client) -> dict[str, Any]:
-    """Every way through the engine: long launches, digests, tokens that the host chooses, KV cache used again, early ends."""
+    """Every way through the engine: long launches, digests, tokens that the host chooses, KV cache used again, early ends.
+
+    With prefill a short prompt that is kept does not begin with an LM head alone, so most requests come with `anew`.
+    """
     greedy = answer(client, max_tokens=2000)
+    anew: dict[str, Any] = {"reuse_kv": False}
+    shaped: dict[str, Any] = {"temperature": 0.9, "seed": 3, "top_p": 0.9, "logprobs": 2, "logit_digests": True}
     return {
         "greedy": greedy,
-        "digests": answer(client, max_tokens=40, logit_digests=True),
-        "sampled": answer(client, max_tokens=200, temperature=0.8, seed=7),
-        "shaped": answer(client, max_tokens=40, temperature=0.9, seed=3, top_p=0.9, logprobs=2, logit_digests=True),
-        "grammar": answer(client, max_tokens=30, regex="[a-z]{3,9}", ignore_eos=False),
+        "digests": answer(client, max_tokens=40, logit_digests=True, **anew),
+        "sampled": answer(client, max_tokens=200, temperature=0.8, seed=7, **anew),
+        "sampled, kept": answer(client, max_tokens=40, temperature=0.8, seed=7),
+        "shaped": answer(client, max_tokens=40, **shaped, **anew),
+        "grammar": answer(client, max_tokens=30, regex="[a-z]{3,9}", ignore_eos=False, **anew),
         "long": answer(client, LONG_PROMPT, max_tokens=100, logit_digests=True),
         "longer": answer(client, [*LONG_PROMPT, 5, 6, 7], max_tokens=100),
-        "anew": answer(client, [*LONG_PROMPT, 5, 6, 7], max_tokens=100, reuse_kv=False),
-        "one": answer(client, max_tokens=1),
+        "anew": answer(client, [*LONG_PROMPT, 5, 6, 7], max_tokens=100, **anew),
+        "one": answer(client, max_tokens=1, **anew),
+        "one, kept": answer(client, max_tokens=1),
     }
 
 
@@ -117,13 +124,13 @@ def test_answers_are_those_of_one_gpu(session: EngineSession, count: int, prefil
 def test_a_cancel_ends_the_answer_on_all_ranks(session: EngineSession, count: int) -> None:
     launcher = session.launch(f"--gpus={count}")
     with session.connect(READY_S) as client:
-        whole = answer(client, max_tokens=200)["tokens"]
+        whole = answer(client, max_tokens=200, reuse_kv=False)["tokens"]
         for options in ({}, {"logprobs": 1}, {"logit_digests": True}) * 5:
-            events = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, **options)
+            events = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, reuse_kv=False, **options)
             taken = first_tokens(events, 20)
             events.close()  # cancels
             assert taken == whole[: len(taken)]
-            assert answer(client, max_tokens=200)["tokens"] == whole
+            assert answer(client, max_tokens=200, reuse_kv=False)["tokens"] == whole
     stop(session, launcher)
 
 
@@ -158,7 +165,7 @@ def test_a_lost_rank_is_one_error_and_the_next_engine_serves(session: EngineSess
             whole = whole or tokens
             assert tokens == whole
             shaped: dict[str, Any] = {"logprobs": 1} if number % 2 else {}
-            events = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, **shaped)
+            events = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, reuse_kv=False, **shaped)
             taken = first_tokens(events, 5)
             victim = session.processes()[f"rank {number % count}"]
             lost_at_s = time.monotonic()
