@@ -22,6 +22,7 @@ ABI_VERSION = 1
 LINE_BYTES = 128
 MAX_STOP_IDS = 16
 LABEL_BYTES = 24
+NO_PEER = 0xFFFFFFFF  # `WaitRecord.peer` where it is not known who was late
 
 _C_TYPES = {
     "u64": "uint64_t", "i64": "int64_t", "u32": "uint32_t", "i32": "int32_t", "f64": "double", "f32": "float", "u8": "uint8_t",
@@ -290,10 +291,11 @@ class WaitRecord:
         name = f"mailbox {self.label!r}" if self.label else f"mailbox {self.mailbox}"
         where = "a barrier" if self.op is WaitOp.BARRIER else f"{name} slot {self.slot}"
         thread_block = f" (thread block {self.cta}, phase {self.phase})" if self.cta or self.phase else ""
+        known = self.peer != NO_PEER
+        whose, look_at = (f" from rank {self.peer}", f"what rank {self.peer} was") if known else ("", "what the other ranks were")
         return (
-            f"rank {self.rank}{thread_block} waited {self.elapsed_ns / 1e9:.3f} s in {where} for epoch {self.epoch_wanted} "
-            f"from rank {self.peer} and saw epoch {self.epoch_seen} ({self.num_missing} words missing); "
-            f"look at what rank {self.peer} was doing"
+            f"rank {self.rank}{thread_block} waited {self.elapsed_ns / 1e9:.3f} s in {where} for epoch {self.epoch_wanted}"
+            f"{whose} and saw epoch {self.epoch_seen} ({self.num_missing} words missing); look at {look_at} doing"
         )
 
     def pack(self) -> bytes:

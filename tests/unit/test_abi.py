@@ -95,6 +95,8 @@ def test_wait_record_says_who_waited_for_what() -> None:
         assert part in text
     assert "thread block 9, phase 2" in str(WaitRecord(3, WaitOp.COLLECT, 1, 4, 6, 17, 1, 0, 1, cta=9, phase=2))
     assert "barrier" in str(WaitRecord(3, WaitOp.BARRIER, 1, 4, 6, 17, 1, 0, 1))
+    unknown = WaitRecord.unpack(WaitRecord(3, WaitOp.COLLECT, 1, 4, abi.NO_PEER, 0, 1, 0, 1).pack())
+    assert str(unknown).endswith("for epoch 1 and saw epoch 0 (0 words missing); look at what the other ranks were doing")
 
 
 def test_damaged_records_are_still_readable() -> None:

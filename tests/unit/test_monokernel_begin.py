@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kog_dist.abi import NO_PEER, WaitOp, WaitRecord
 from kog_dist.decode.sampling import Sampling
+from kog_dist.decode.steps import Phase
+from kog_dist.errors import DeviceError
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, STREAM_PARAMS, STREAM_THREADS
+from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 
 CONTEXT, STREAM = 16, 7
@@ -156,6 +161,38 @@ def test_one_rank_recovers_with_epochs_from_the_beginning(kernel: Monokernel, mo
     kernel.recover()
     assert host.tolist() == [(0, 0)]
     assert (kernel._epoch, kernel._num_heads_alone, kernel._whole_epoch) == (0, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("phase", "lane", "num_missing", "head_type", "num_ranks", "late"),
+    [
+        (Phase.HEAD_INPUT, 5, 96, HeadType.REPLICATE, 4, 2),
+        (Phase.HEAD_INPUT, 2, 96, HeadType.LANE, 4, 1),  # its own publisher's
+        (Phase.HEAD_INPUT, 4, 0, HeadType.REPLICATE, 4, NO_PEER),  # lanes 4 to 7 are asked for together
+        (Phase.HEAD_INPUT, 3, 96, HeadType.VOCAB_PARALLEL, 4, 1),
+        (Phase.DOWN, 0, 96, HeadType.REPLICATE, 4, 1),
+        (0, 0, 8, HeadType.REPLICATE, 4, 3),  # a sum or candidates: the wait knew the peer
+        (Phase.HEAD_INPUT, 5, 96, HeadType.REPLICATE, 1, 1),
+    ],
+)
+def test_a_wait_that_ran_out_names_the_rank_that_was_late(
+    kernel: Monokernel, phase: int, lane: int, num_missing: int, head_type: HeadType, num_ranks: int, late: int
+) -> None:
+    num_lanes = 8 // num_ranks
+    spec = ModelSpec(
+        hidden_size=128, num_layers=1, num_heads=8, num_kv_heads=8, intermediate_size=64, vocab_size=96, max_context=64,
+        num_lanes=8, delay=0, head_type=head_type,
+    )  # fmt: skip
+    first = 0 if num_ranks == 1 else num_lanes
+    kernel.shape = KernelShape(spec, range(first, first + num_lanes), max_ctas=8, num_ranks=num_ranks)
+    kernel.rank = 1
+    kernel._state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
+    raw = WaitRecord(0, WaitOp.COLLECT, lane, 0, 3 if phase == 0 else 0, num_missing, 14, 1, 10**9, cta=2, phase=phase).pack()
+    kernel._record = SimpleNamespace(get=lambda: np.frombuffer(raw, np.uint8))
+    kernel.stream = SimpleNamespace(synchronize=lambda: None)
+    with pytest.raises(DeviceError) as caught:
+        kernel.finish()
+    assert (caught.value.record.rank, caught.value.record.peer) == (1, late)
 
 
 def test_what_the_last_request_left_is_read_once(kernel: Monokernel) -> None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kog_dist.abi import WAIT_RECORD, WaitRecord
+from kog_dist.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling, TokenLogprobs
+from kog_dist.decode.steps import Phase
 from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
@@ -281,7 +282,19 @@ class Monokernel:
         if int(self.state()["abort_mirror"]):
             record = WaitRecord.unpack(self._record.get().tobytes())
             if record.elapsed_ns:
-                raise DeviceError(replace(record, rank=self.rank))
+                raise DeviceError(replace(record, rank=self.rank, peer=self._late_rank(record)))
+
+    def _late_rank(self, record: WaitRecord) -> int:
+        """Whose words a wait missed, or NO_PEER. Waits for peers have written it; those of the matrix warps have a phase instead.
+
+        Of these only the LM head's input comes from peers. The record has its lane, with `replicate` the first of those that were
+        asked for together; if that one's words were there, others' may be missing.
+        """
+        if record.phase == 0 and self.shape.num_ranks > 1:
+            return record.peer
+        if record.phase != Phase.HEAD_INPUT or len(self.shape.head_lanes) == self.shape.num_lanes:
+            return self.rank
+        return record.mailbox // self.shape.num_lanes if record.num_missing else NO_PEER
 
     def recover(self) -> None:
         """Make the kernel usable again after a numerical fault or, on one rank, an abort or a DeviceError: forget all state.
