@@ -25,14 +25,19 @@ struct Rank {
     KogShapingParams shaping;
 };
 
-// What the finaliser does for sampling: nothing but hand over the logits.
+// What the finaliser does for sampling: nothing but count products and hand over the logits. As it, it tells of the LM head's products only
+// with those of the next token.
 void play_finaliser(const Role& role, u32 step_of_token, const float* rows, float* logits) {
+    u32 num_vectors = 0;
     for (u32 step = 0;; ++step) {
         u32 token;
         if (!begin_token(role, step, token)) return;
-        const u32 num_vectors = kHeadOnly ? 0 : kNumProducts;
-        if (laneid() == 0) role.shared->num_finalized = role.shared->num_finalized + num_vectors + (has_head(role, step) ? 1 : 0);
+        if (!kHeadOnly) {
+            num_vectors += kNumProducts;
+            if (laneid() == 0) role.shared->num_finalized = num_vectors;
+        }
         __syncwarp();
+        if (has_head(role, step)) num_vectors += kHeadProducts;
         if (has_head(role, step)) {
             const float* of_token = rows + static_cast<size_t>(role.first_position + step - step_of_token) * kVocabRows * kRanks;
             for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
