@@ -75,16 +75,20 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Answer:
-    """What the kernel makes of a request with given logits (tokens, vocab). No masks, or one for each token."""
+    """What the kernel makes of a request with given logits (tokens, vocab). No masks, or one for each token.
+
+    Of the masks `most_masks` come. `cancelled`: before the launch of the first token, which is an LM head alone.
+    """
 
     def __init__(
         self, program: Path, name: str, logits: Any, sampling: Sampling, request: ShapedRequest, *,
-        stop_ids: tuple[int, ...] = (), masks: tuple[MaskWords, ...] = (), seed: int = 1,
+        stop_ids: tuple[int, ...] = (), masks: tuple[MaskWords, ...] = (), seed: int = 1, most_masks: int = TOKENS,
+        wait_limit_us: int = 2_000_000, cancelled: bool = False,
     ) -> None:  # fmt: skip
         shape, folder = SHAPES[name], program.parent
         vocab_size, num_tokens = shape.spec.vocab_size, len(logits)
         params = np.zeros((), DECODE_PARAMS.dtype)
-        params["seed"], params["wait_limit_us"], params["request_tag"] = sampling.seed, 2_000_000, TAG
+        params["seed"], params["wait_limit_us"], params["request_tag"] = sampling.seed, wait_limit_us, TAG
         if sampling.temperature > 0:
             params["inverse_temperature_bits"] = (np.float32(1.0) / np.float32(sampling.temperature)).view(np.uint32)
         params["num_stop_ids"] = len(stop_ids)
@@ -95,6 +99,7 @@ class Answer:
         history[list(PROMPT)] = IN_PROMPT
         request = replace(request, mask_epoch=9) if masks else request
         counts = np.array([len(PROMPT), 2, 1, len(PROMPT) + num_tokens - 4, num_tokens, num_words(vocab_size)], np.uint32)
+        counts = np.append(counts, np.array([most_masks, 1 if cancelled else 3], np.uint32))
         masks = masks or (np.zeros(num_words(vocab_size), np.uint32),) * num_tokens
         parts = [
             params,
@@ -184,6 +189,26 @@ def test_a_mask_that_allows_nothing_ends_the_answer(programs: Any) -> None:
     masks = (mask_of(96, (3, 4)), mask_of(96, ()), *[mask_of(96, (1,))] * 2)
     answer = Answer(programs(name), name, logits, HOT, ShapedRequest(), masks=masks)
     assert (len(answer.token_ids), answer.finish) == (1, Finish.NO_MASK)
+
+
+@pytest.mark.parametrize(
+    ("limit_us", "cancelled", "finish"),
+    [(20, False, Finish.NO_MASK), (2_000_000, True, Finish.CANCELLED)],
+    ids=["late", "cancelled"],
+)
+def test_a_first_mask_that_does_not_come_is_not_awaited_for_ever(
+    programs: Any, limit_us: int, cancelled: bool, finish: Finish
+) -> None:
+    name, masks = "2 ranks", (mask_of(96, (3, 4)),) * TOKENS
+    options: dict[str, Any] = {"masks": masks, "most_masks": 0, "wait_limit_us": limit_us, "cancelled": cancelled}
+    answer = Answer(programs(name), name, random_logits(name), HOT, ShapedRequest(), **options)
+    assert (answer.token_ids, answer.finish) == ([], finish)
+
+
+def test_a_cancel_before_the_first_token_ends_the_answer(programs: Any) -> None:
+    name = "2 ranks"
+    answer = Answer(programs(name), name, random_logits(name), HOT, ShapedRequest(logprobs=1), cancelled=True)
+    assert (answer.token_ids, answer.finish) == ([], Finish.CANCELLED)
 
 
 def test_what_is_not_finite_is_a_fault(programs: Any) -> None:

@@ -1,6 +1,7 @@
 // shaped SEED REQUEST LOGITS OUTPUT: an answer of the shaped build's sampling warps, with logits from a file. Another warp of each
 // thread block plays the finaliser. REQUEST: KogDecodeParams, KogShapingParams, then numbers: prompt tokens, steps of each of three
-// launches, the second of which is that of the LM head alone, most tokens, words of a mask; then bias float32 (vocab), history uint32 (vocab), masks uint32 (tokens, words), prompt.
+// launches, the second of which is that of the LM head alone, most tokens, words of a mask, masks that come, the launch that is cancelled;
+// then bias float32 (vocab), history uint32 (vocab), masks uint32 (tokens, words), prompt.
 // LOGITS: float32 (tokens, vocab). OUTPUT: uint64 (ranks, tokens, 2), each rank's ring, and (tokens, kReportEntry), rank 0's reports.
 // Ends with 4 when it takes too long.
 #define KOG_SHAPED 1
@@ -14,7 +15,7 @@ using namespace kog;
 struct Request {
     KogDecodeParams decode;
     KogShapingParams shaping;
-    u32 num_prompt, steps[3], max_tokens, num_mask_words;
+    u32 num_prompt, steps[3], max_tokens, num_mask_words, most_masks, cancelled_launch;
 };
 struct Rank {
     alignas(16) KogDecodeState state{};
@@ -65,7 +66,7 @@ int main(int, char** argv) {
     Request request;
     memcpy(&request.decode, take<char>(at, sizeof(KogDecodeParams)), sizeof(KogDecodeParams));
     memcpy(&request.shaping, take<char>(at, sizeof(KogShapingParams)), sizeof(KogShapingParams));
-    memcpy(&request.num_prompt, take<u32>(at, 6), 24);
+    memcpy(&request.num_prompt, take<u32>(at, 8), 32);
     const u32 vocab = kVocabRows * kRanks, max_tokens = request.max_tokens;
     const float* bias = take<float>(at, vocab);
     const u32* history = take<u32>(at, vocab);
@@ -103,7 +104,7 @@ int main(int, char** argv) {
     const bool masked = request.shaping.flags & kMasked;
     u32 num_masks = 0;
     const auto put_masks = [&] {
-        if (!masked || num_masks >= max_tokens) return;
+        if (!masked || num_masks >= request.most_masks) return;
         const u64* ring = reinterpret_cast<const u64*>(ranks[0].decode.ring_ptr);
         if (num_masks == 0 || value_has_tag(ring[2 * num_masks - 1], request.decode.request_tag)) put_mask(num_masks++);
     };
@@ -113,12 +114,13 @@ int main(int, char** argv) {
         for (u32 r = 0; r < kRanks; ++r) {
             const KogPeers peers = peers_of<KogPeers>(gpus, r);
             Rank& rank = ranks[r];
-            gpus[r].launch.start(kNumCtas, 64, [&rank, peers, r, num_steps, &logits, &request](u32 cta) {
+            gpus[r].launch.start(kNumCtas, 64, [&rank, peers, r, num_steps, launch, &logits, &request](u32 cta) {
                 Shared& shared = shared_of<Shared>(r, cta);
                 const Role role{&shared, shared_address(&shared), cta, rank.state.position, rank.state.num_prompt, rank.state.epoch, nullptr};
                 if (threadIdx.x == 0) {
                     mbar_init(role.base + KOG_OFFSET(token_full), 1), mbar_init(role.base + KOG_OFFSET(token_ended), 1);
-                    shared.note.stopped = 0, shared.finished = 0, shared.cancelled = 0, shared.num_finalized = 0, shared.num_handed = 0;
+                    shared.note.stopped = 0, shared.finished = 0, shared.num_finalized = 0, shared.num_handed = 0;
+                    shared.cancelled = r == 0 && cta == 0 && launch == request.cancelled_launch;  // as the watchdog finds it
                     for (int i = 0; i < 2; ++i) shared.peer_notes[i].waiting = 0;
                 }
                 __syncthreads();
