@@ -31,6 +31,7 @@ from kog_dist.workers.engines import cuda, cuda_peers
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit import played_cupy
 from tests.unit.played_cupy import PlayedRuntime
+from tests.unit.prefill.test_engine_with_prefill import ScriptedPrefill
 from tests.unit.test_cuda_engine import ScriptedKernel, answer
 
 DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"
@@ -46,6 +47,7 @@ class RankKernel(ScriptedKernel):
         self.num_begun = self.pending = self.num_run = 0
         self.chunks: list[int] = []
         self.ended = True
+        self.has_invalid_streams = False  # as prefill leaves them when it gives up: launches behind it do nothing
         first, last = shape.vocab_rows
         self.logits: Any = _Slice(self, first, last)
         self.stream: Any = SimpleNamespace(record=self._record, synchronize=lambda: None)
@@ -68,6 +70,7 @@ class RankKernel(ScriptedKernel):
         with self.all_ranks.lock:
             super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position, shaped=shaped, streams=streams)
             self.cancelled, self.chunks = False, []
+            self.ended = streams is not None and self.has_invalid_streams
             self.all_ranks.happened.append("begin")
             self.num_begun += 1
 
@@ -354,6 +357,22 @@ def test_all_ranks_forget_after_a_numerical_fault(ranks: Ranks, options: dict[st
     for kernel in ranks.kernels.values():
         kernel.fault_at = 10**9
     assert len(ranks.answer(2, request(max_tokens=5))) == 5
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_all_kernels_take_what_prefill_gives_up(ranks: Ranks, gives_up: bool) -> None:
+    """What was queued behind prefill does nothing; then all begin a second time, and their launches meet again."""
+    ranks.start()
+    for rank, engine in enumerate(ranks.engines):
+        engine._prefill = prefill = ScriptedPrefill()
+        prefill.gives_up = ranks.kernels[rank].has_invalid_streams = gives_up
+    for seq in (1, 2):
+        entries = ranks.answer(seq, request(num_prompt=100, max_tokens=5))
+        assert [entry.token_id for entry in entries] == [199, 200, 201, 202, 203]
+    for kernel in ranks.kernels.values():
+        assert kernel.begun[1:] == ([(100, 99), (100, 0)] if gives_up else [(100, 99)]) * 2, "behind the trial"
+        assert (kernel.streams is None) is gives_up
 
 
 # ---- a peer that is gone ----
