@@ -172,6 +172,7 @@ def test_one_rank_recovers_with_epochs_from_the_beginning(kernel: Monokernel, mo
         (Phase.HEAD_INPUT, 3, 96, HeadType.VOCAB_PARALLEL, 4, 1),
         (Phase.DOWN, 0, 96, HeadType.REPLICATE, 4, 1),
         (0, 0, 8, HeadType.REPLICATE, 4, 3),  # a sum or candidates: the wait knew the peer
+        (0, 0, 0, HeadType.REPLICATE, 4, 1),
         (Phase.HEAD_INPUT, 5, 96, HeadType.REPLICATE, 1, 1),
     ],
 )

@@ -291,7 +291,7 @@ class Monokernel:
         asked for together; if that one's words were there, others' may be missing.
         """
         if record.phase == 0 and self.shape.num_ranks > 1:
-            return record.peer
+            return record.peer if record.num_missing else self.rank  # matrix warps that noted nothing have no phase either
         if record.phase != Phase.HEAD_INPUT or len(self.shape.head_lanes) == self.shape.num_lanes:
             return self.rank
         return record.mailbox // self.shape.num_lanes if record.num_missing else NO_PEER
