@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.errors import LaunchError
-from kog_dist.rpc.client import Client
+from kog_dist.rpc.client import Client, DeadlineExceeded
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -68,7 +68,7 @@ def answers(instance: str) -> bool:
     """Whether an engine of this name does so; asked from here, since an engine that starts needs the cores that commands take."""
     try:
         Client.of_instance(instance).close()
-    except LaunchError:
+    except (LaunchError, DeadlineExceeded):  # a router greets once a replica is ready
         return False
     return True
 
@@ -79,7 +79,7 @@ def engine(command: str) -> Iterator[None]:
     name = re.search(r"--instance (\S+)", command)
     assert name is not None, f"`{command} &` must name its --instance, so that the test can wait for it"
     deadline = time.monotonic() + TIMEOUT_S
-    with subprocess.Popen(command, shell=True, cwd=ROOT, env=environment(), start_new_session=True) as process:
+    with subprocess.Popen(f"exec {command}", shell=True, cwd=ROOT, env=environment(), start_new_session=True) as process:
         try:
             while not answers(name.group(1)):
                 with contextlib.suppress(subprocess.TimeoutExpired):
