@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
-_PREFILLED_GPUS = 1  # at most that many go through prompts in blocks unless told otherwise; of two not all tests have run
+# At most that many go through prompts in blocks unless told otherwise: of two not all tests have run. Several ranks must be
+# alike, so `auto` means nothing to them.
+_PREFILLED_GPUS = 1
 _BESIDES_BYTES = 1 << 30  # the CUDA context with its kernels, and what loading takes for a while
 
 
@@ -104,7 +106,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
         return [need("on", obstacle=obstacle)]
     if obstacle:
         return [need("off", note=f"prompts go token by token: {obstacle}")]
-    with_it = need("auto" if count == 1 else "on")  # several ranks must all have it, so none goes on without
+    with_it = need("auto")
     return [with_it, need("off", note=f"prompts go token by token: prefill takes {_gib(with_it.of_prefill)}, which do not fit")]
 
 

@@ -168,8 +168,7 @@ class TokenRing:
         """Block in the kernel until the entry is there; None when the deadline came first, or when `interrupted` was true.
 
         Looks again every `poll_s`, and after each `announce`: writers that cannot wake anybody (a GPU) need a small one. The
-        coordinator checks for aborts
-        between calls, so give it short deadlines.
+        coordinator checks for aborts between calls, so give it short deadlines.
         """
         while True:
             num_put = int(self._header[0])  # read before the entry: a put in between changes the word, and the wait returns

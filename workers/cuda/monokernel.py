@@ -164,7 +164,7 @@ class Monokernel:
         self._whole_epoch = -1  # of the last step that ran its layers
 
     def _choose_epoch(self, epoch: int, *, begins_at_head: bool) -> None:
-        """The first epoch of a request: `epoch`, where the one before ended, or 2 more.
+        """Set the first epoch of a request: `epoch`, where the one before ended, or an even number more.
 
         The layers' words carry 16 bits of their epoch. After thousands of requests of one token each, whose only step was an LM
         head, words that are there from the last step that ran its layers might have the tag that layer 0 of the next one gives
