@@ -17,7 +17,8 @@ from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.operations import give_streams, take_last
-from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.products import Products
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,7 @@ class DeviceOperations:
         )  # fmt: skip
         cubin = build(header)
         self.build_log = cubin.log
+        self._products = Products()
         self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
 
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
@@ -91,24 +93,21 @@ class DeviceOperations:
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
-        import torch
-
-        if out.dtype == x.dtype:
-            torch.bmm(x, matrix.transpose(1, 2), out=out)
-        else:
-            torch.ops.aten.bmm.dtype_out(x, matrix.transpose(1, 2), out.dtype, out=out)
+        self._products(x, matrix, out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
-        """See `Operations`."""
-        self.product(rows.stream, matrix, rows.gate_up)
-        self.swiglu(rows)
+        """See `Operations`. As many lanes at a time as `gate_up` has room for."""
+        for first in range(0, len(matrix), len(rows.gate_up)):
+            lanes = slice(first, first + len(rows.gate_up))
+            self.product(rows.stream[lanes], matrix[lanes], rows.gate_up)
+            self.swiglu(rows, lanes)
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
+        num_ctas = self.layout.num_lanes * -(-rows.size // APPEND_ROWS)
         self._launch_rows(
-            "append", rows, rows.size, MAX_THREADS, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
-            query=rows.query,
-            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+            "append", rows, num_ctas, threads_for(rows.qkv.shape[2] // 2), place=rows.place, qkv=rows.qkv,
+            inverse_rms=rows.inverse_rms, query=rows.query, keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -145,12 +144,12 @@ class DeviceOperations:
             partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
         )  # fmt: skip
 
-    def swiglu(self, rows: Rows) -> None:
-        """activation = silu(gate) * up, with 1 / rms applied to both."""
+    def swiglu(self, rows: Rows, lanes: slice) -> None:
+        """activation = silu(gate) * up of these lanes, with 1 / rms applied to both."""
+        num_rows = rows.size * len(rows.gate_up)
         self._launch_rows(
-            "swiglu", rows, rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT),
-            inverse_rms=rows.inverse_rms,
-            gate_up=rows.gate_up, activation=rows.activation,
+            "swiglu", rows, num_rows, threads_for(self.spec.lane_ffn // UNIT), last=num_rows, gate_up=rows.gate_up,
+            inverse_rms=rows.inverse_rms[lanes], activation=rows.activation[lanes],
         )  # fmt: skip
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
