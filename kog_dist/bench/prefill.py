@@ -235,11 +235,9 @@ _Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLO
 def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
     mixed = rows.query.view(size, len(rows.stream), -1).transpose(0, 1)
-    gated = len(rows.gate_up)
     shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
         ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
-        (f"gate_up of {gated} lanes", rows.stream[:gated], matrices.w13[:gated], rows.gate_up),
-        ("down", rows.activation, matrices.w2, rows.partials[0][0]),
+        ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
     ]  # fmt: skip
     for name, x, matrix, out in shapes:
         yield name, partial(do.product, x, matrix, out), 2 * size * matrix.numel(), 0
@@ -250,8 +248,7 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     now, past = rows.partials[0][0], rows.partials[0][-1]
     yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     assert isinstance(do, DeviceOperations)
-    lanes = slice(len(rows.gate_up))
-    yield f"swiglu of {len(rows.gate_up)} lanes", partial(do.swiglu, rows, lanes), 0, rows.gate_up.nbytes * 3 // 2
+    yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
     if spec.delay:
         residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, runner.layers.matrices[1].unscale, None)
         yield "residual", residual, 0, 4 * rows.stream.nbytes

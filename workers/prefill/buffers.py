@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-GATED_ROWS = 4096  # of gates and ups that are made at a time: the L2 cache still has them when they are used
 UNIT = 8  # neighbouring values that a thread of the fused kernels takes at once
 MAX_HEAD_DIM = 256  # of flash attention
 
@@ -37,7 +36,7 @@ class Rows:
     inverse_rms: Tensor  # (L, size) float32
     qkv: Tensor  # (L, P * size, rows) float32, so that keys and values are rounded once: rows of wqkv, without 1 / rms
     query: Tensor  # (size, L * heads, head_dim) T
-    gate_up: Tensor  # (lanes at a time, P * size, 2F) R, without 1 / rms
+    gate_up: Tensor  # (L, P * size, 2F) R, without 1 / rms
     activation: Tensor  # (L, P * size, F) T
     partials: tuple[tuple[Tensor, ...], ...]  # (L, P * size, D) R
     own_sums: tuple[tuple[Tensor, ...], ...]  # (size, D) float32
@@ -103,12 +102,12 @@ class Buffers:
         slots = range(spec.delay + 1)
         bounds = torch.tensor([0, size], dtype=torch.int32, device=self.device)
 
-        def view(name: str, *shape: int, dtype: torch.dtype = self.dtype, largest: int | None = None) -> Tensor:
+        def view(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             """The front of the memory `name`, which is made for the largest block."""
             key = f"{name} exact {size}" if is_exact else name
             if key not in self._memory:
-                num_values = prod(shape) // size * max_size if largest is None else largest
-                self._memory[key] = torch.zeros(num_values, dtype=dtype, device=self.device)
+                largest = prod(shape) // size * max_size
+                self._memory[key] = torch.zeros(largest, dtype=dtype, device=self.device)
             return self._memory[key][: prod(shape)].view(shape)
 
         def by_slot(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> tuple[tuple[Tensor, ...], ...]:
@@ -120,32 +119,13 @@ class Buffers:
             inverse_rms=view("inverse rms", lanes, size, dtype=torch.float32),
             qkv=view("qkv", lanes, planes * size, (spec.lane_heads + 2 * spec.lane_kv_heads) * dim, dtype=torch.float32),
             query=view("query", size, heads, dim),
-            gate_up=view(
-                "gate up",
-                gated_lanes(lanes, planes * size),
-                planes * size,
-                2 * spec.lane_ffn,
-                dtype=results,
-                largest=gated_rows(lanes, planes * max_size) * 2 * spec.lane_ffn,
-            ),
+            gate_up=view("gate up", lanes, planes * size, 2 * spec.lane_ffn, dtype=results),
             activation=view("activation", lanes, planes * size, spec.lane_ffn),
             partials=by_slot("partial", lanes, planes * size, d, dtype=results),
             own_sums=by_slot("own sum", size, d, dtype=torch.float32),
             place=torch.zeros(3, dtype=torch.int32, device=self.device),
             query_bounds=bounds,
         )
-
-
-def gated_lanes(num_lanes: int, num_rows: int) -> int:
-    """Lanes, of so many rows each, whose gates are made at a time: a power of two as `num_lanes` is."""
-    while num_lanes > 1 and num_lanes * num_rows > GATED_ROWS:
-        num_lanes //= 2
-    return num_lanes
-
-
-def gated_rows(num_lanes: int, num_rows: int) -> int:
-    """Rows of gates and ups that there is room for, with lanes of at most `num_rows`."""
-    return min(num_lanes * num_rows, max(GATED_ROWS, num_rows))
 
 
 def staged(count: int, dtype: torch.dtype, *, is_cuda: bool) -> Tensor:

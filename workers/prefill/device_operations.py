@@ -17,7 +17,7 @@ from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.operations import give_streams, take_last
-from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
 from kog_dist.workers.prefill.products import Products
 
 if TYPE_CHECKING:
@@ -96,18 +96,16 @@ class DeviceOperations:
         self._products(x, matrix, out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
-        """See `Operations`. As many lanes at a time as `gate_up` has room for."""
-        for first in range(0, len(matrix), len(rows.gate_up)):
-            lanes = slice(first, first + len(rows.gate_up))
-            self.product(rows.stream[lanes], matrix[lanes], rows.gate_up)
-            self.swiglu(rows, lanes)
+        """See `Operations`."""
+        self.product(rows.stream, matrix, rows.gate_up)
+        self.swiglu(rows)
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
-        num_ctas = self.layout.num_lanes * -(-rows.size // APPEND_ROWS)
         self._launch_rows(
-            "append", rows, num_ctas, threads_for(rows.qkv.shape[2] // 2), place=rows.place, qkv=rows.qkv,
-            inverse_rms=rows.inverse_rms, query=rows.query, keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+            "append", rows, rows.size, MAX_THREADS, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
+            query=rows.query,
+            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -144,12 +142,12 @@ class DeviceOperations:
             partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
         )  # fmt: skip
 
-    def swiglu(self, rows: Rows, lanes: slice) -> None:
-        """activation = silu(gate) * up of these lanes, with 1 / rms applied to both."""
-        num_rows = rows.size * len(rows.gate_up)
+    def swiglu(self, rows: Rows) -> None:
+        """activation = silu(gate) * up, with 1 / rms applied to both."""
         self._launch_rows(
-            "swiglu", rows, num_rows, threads_for(self.spec.lane_ffn // UNIT), last=num_rows, gate_up=rows.gate_up,
-            inverse_rms=rows.inverse_rms[lanes], activation=rows.activation[lanes],
+            "swiglu", rows, rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT),
+            inverse_rms=rows.inverse_rms,
+            gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
-from kog_dist.workers.prefill.buffers import gated_rows, misfit
+from kog_dist.workers.prefill.buffers import misfit
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.peer_exchange import mailboxes, totals_bytes
 
@@ -54,15 +54,13 @@ def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int) -> 
     kept = 2 * 2 * spec.num_layers * num_rows * layout.heads * spec.head_dim
     rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 3 * 4
     work = largest * _row_bytes(layout, planes=1, result=2) + (exact_size + 1) * _row_bytes(layout, planes=2, result=4)
-    for num_rows, result in ((largest, 2), (2 * exact_size, 4), (2, 4)):
-        work += gated_rows(layout.num_lanes, num_rows) * 2 * spec.lane_ffn * result
     return kept + rope + prompt + flags + work + 4 * layout.num_lanes * spec.hidden_size
 
 
 def _row_bytes(layout: CacheLayout, *, planes: int, result: int) -> int:
-    """What one position takes of `Rows` without gates; `result`: bytes of a product's value."""
+    """What one position takes of `Rows`; `result`: bytes of a product's value."""
     spec, lanes, slots = layout.spec, layout.num_lanes, 2 * (layout.spec.delay + 1)
     attention = spec.lane_heads * spec.head_dim
     qkv = attention + 2 * spec.lane_kv_heads * spec.head_dim
-    of_plane = 2 * spec.hidden_size + 4 * qkv + 2 * spec.lane_ffn + slots * result * spec.hidden_size
+    of_plane = 2 * spec.hidden_size + 4 * qkv + (2 * result + 2) * spec.lane_ffn + slots * result * spec.hidden_size
     return lanes * (planes * of_plane + 4 + 2 * attention) + slots * 4 * spec.hidden_size

@@ -190,11 +190,9 @@ class TorchOperations:
         """See `Operations`."""
         import torch
 
-        for first in range(0, len(matrix), len(rows.gate_up)):
-            lanes = slice(first, first + len(rows.gate_up))
-            self.product(rows.stream[lanes], matrix[lanes], rows.gate_up)
-            gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[lanes, :, None]).chunk(2, dim=-1)
-            _split(torch.nn.functional.silu(gate) * up, rows.activation[lanes])
+        self.product(rows.stream, matrix, rows.gate_up)
+        gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[..., None]).chunk(2, dim=-1)
+        _split(torch.nn.functional.silu(gate) * up, rows.activation)
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See `Operations`."""

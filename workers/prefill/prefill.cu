@@ -277,52 +277,45 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     }
 }
 
-// Neighbouring rows of a lane at a time, the last ones first, as in swiglu_rows.
 template <bool kExact>
 __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     const u32 size = params.size, start = *reinterpret_cast<const int*>(params.place_ptr);
-    const u32 num_groups = (size + kAppendRows - 1) / kAppendRows;
+    const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
     const float2* qkv = reinterpret_cast<const float2*>(params.qkv_ptr);
     bool finite = true;
-    for (u32 n = blockIdx.x; n < kLanes * num_groups; n += gridDim.x) {
-        const u32 i = kLanes * num_groups - 1 - n, lane = i / num_groups, first_row = i % num_groups * kAppendRows;
-        for (u32 at = threadIdx.x; at < kLanePairs; at += blockDim.x) {
-            float2 pairs[kAppendRows];
-#pragma unroll
-            for (int r = 0; r < kAppendRows; ++r) {
-                const u64 place = Kept<kExact>::at(lane, first_row + r < size ? first_row + r : first_row, size, kLanePairs) + at;
-                pairs[r] = qkv[place];
-                if (!kExact) continue;
+    for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
+        const u32 position = start + row;
+        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) +
+                             static_cast<u64>(position < kMaxContext ? position : kMaxContext - 1) * kPairs;
+        u32* query = reinterpret_cast<u32*>(params.query_ptr) + static_cast<u64>(row) * kLanes * kHeads * kPairs;
+        u32* keys = reinterpret_cast<u32*>(params.keys_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
+        u32* values = reinterpret_cast<u32*>(params.values_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
+        for (u32 i = threadIdx.x; i < kLanes * kLanePairs; i += blockDim.x) {
+            const u32 lane = i / kLanePairs, at = i % kLanePairs;
+            const u64 place = Kept<kExact>::at(lane, row, size, kLanePairs) + at;
+            float2 pair = qkv[place];
+            if (kExact) {
                 const float2 rest = qkv[place + static_cast<u64>(size) * kLanePairs];
-                pairs[r].x += rest.x, pairs[r].y += rest.y;
+                pair.x += rest.x, pair.y += rest.y;
             }
-#pragma unroll
-            for (int r = 0; r < kAppendRows; ++r) {
-                const u32 row = first_row + r, position = start + row;
-                if (row >= size) break;
-                const float scale = reinterpret_cast<const float*>(params.inverse_rms_ptr)[lane * size + row];
-                const float even = pairs[r].x * scale, odd = pairs[r].y * scale;
-                float first = even, second = odd;
-                if (at < kTurned) {
-                    const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) +
-                                         static_cast<u64>(position < kMaxContext ? position : kMaxContext - 1) * kPairs;
-                    const float2 turn = rope[at % kPairs];
-                    first = even * turn.x - odd * turn.y, second = even * turn.y + odd * turn.x;
-                }
-                u32 rounded;
-                if (at < kHeads * kPairs) {
-                    rounded = Fp16::pack(first, second);
-                    u32* query = reinterpret_cast<u32*>(params.query_ptr) + (static_cast<u64>(row) * kLanes + lane) * kHeads * kPairs;
-                    query[at] = rounded;
-                } else {
-                    const u32 kept = KvFormat::pack(first, second);
-                    rounded = Fp16::pack(KvFormat::low(kept), KvFormat::high(kept));
-                    const u64 place = (static_cast<u64>(position) * kLanes + lane) * kKvPairs;
-                    if (at < kTurned) reinterpret_cast<u32*>(params.keys_ptr)[place + at - kHeads * kPairs] = rounded;
-                    else reinterpret_cast<u32*>(params.values_ptr)[place + at - kTurned] = rounded;
-                }
-                finite = finite && is_finite_pair(rounded);
+            const float scale = inverse_rms[lane * size + row];
+            const float even = pair.x * scale, odd = pair.y * scale;
+            float first = even, second = odd;
+            if (at < kTurned) {
+                const float2 turn = rope[at % kPairs];
+                first = even * turn.x - odd * turn.y, second = even * turn.y + odd * turn.x;
             }
+            u32 rounded;
+            if (at < kHeads * kPairs) {
+                rounded = Fp16::pack(first, second);
+                query[lane * kHeads * kPairs + at] = rounded;
+            } else {
+                const u32 kept = KvFormat::pack(first, second);
+                rounded = Fp16::pack(KvFormat::low(kept), KvFormat::high(kept));
+                if (at < kTurned) keys[lane * kKvPairs + at - kHeads * kPairs] = rounded;
+                else values[lane * kKvPairs + at - kTurned] = rounded;
+            }
+            finite = finite && is_finite_pair(rounded);
         }
     }
     if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
@@ -349,14 +342,14 @@ __device__ __forceinline__ void residual_rows(const KogPrefillParams& params) {
     for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kExact>(params, row);
 }
 
-// Of `last` rows of some lanes, the last one first: of what the product has just written, the end is in the L2 cache; and the next
-// product begins with what is written here at last.
+// The last row of the last lane first: of what the product has just written, the end is in the L2 cache, and the next product begins
+// with what is written here at last.
 template <bool kExact>
 __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
     using Values = Kept<kExact>;
     const u32 size = params.size;
-    for (u32 n = blockIdx.x; n < params.last; n += gridDim.x) {
-        const u32 i = params.last - 1 - n, lane = i / size, row = i % size;
+    for (u32 n = blockIdx.x; n < kLanes * size; n += gridDim.x) {
+        const u32 i = kLanes * size - 1 - n, lane = i / size, row = i % size;
         const float scale = reinterpret_cast<const float*>(params.inverse_rms_ptr)[i];
         const u64 gates = Values::at(lane, row, size, 2 * kFfnUnits), rest = static_cast<u64>(size) * kFfnUnits;
         uint4* activation = reinterpret_cast<uint4*>(params.activation_ptr) + Values::at(lane, row, size, kFfnUnits);

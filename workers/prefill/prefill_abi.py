@@ -11,7 +11,6 @@ from kog_dist.workers.prefill.buffers import UNIT
 from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
 
 MAX_THREADS = 512  # of a thread block
-APPEND_ROWS = 8  # that a thread block of `append` takes at a time: enough loads under way
 PREFILL_PARAMS = Struct(
     "PrefillParams",
     "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
@@ -30,7 +29,7 @@ PREFILL_PARAMS = Struct(
         Field("query_ptr", "u64", "binary16 (size, lanes * heads, head_dim)"),
         Field("keys_ptr", "u64", "binary16 (layers, positions, lanes * KV heads, head_dim), all positions or of one layer"),
         Field("values_ptr", "u64", "like keys"),
-        Field("gate_up_ptr", "u64", "binary16 (some lanes, size, 2 * ffn)"),
+        Field("gate_up_ptr", "u64", "binary16 (lanes, size, 2 * ffn)"),
         Field("activation_ptr", "u64", "binary16 (lanes, size, ffn)"),
         Field("partial_ptr", "u64", "binary16 (lanes, size, hidden)"),
         Field("past_ptr", "u64", "like partial, of an earlier layer"),
@@ -39,7 +38,7 @@ PREFILL_PARAMS = Struct(
         Field("cache_ptr", "u64", "the monokernel's KV cache"),
         Field("size", "u32", "rows of the block"),
         Field("first", "u32", "first position to copy"),
-        Field("last", "u32", "one past the last position to copy; of swiglu: rows of all its lanes"),
+        Field("last", "u32", "one past the last position to copy"),
     ),
 )
 SUM_PARAMS = Struct(
@@ -83,7 +82,6 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
         "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kLayers": spec.num_layers, "kMaxContext": spec.max_context,
         "kPositions": num_positions, "kSplits": layout.splits, "kWindowBatches": layout.window_batches,
         "kFullBatches": layout.full_batches, "kBatch": BATCH, "kUnit": UNIT, "kMaxThreads": MAX_THREADS,
-        "kAppendRows": APPEND_ROWS,
         "kRowThreads": threads_for(spec.hidden_size // UNIT),
     }  # fmt: skip
     floats = {"kNormEps": spec.norm_eps, "kLocalScale": math.sqrt(spec.num_lanes)}

@@ -38,7 +38,7 @@ class Asked(OneRank):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)  # threads are expensive here
+    monkeypatch.setattr("kog_dist.workers.prefill.device_operations.MAX_THREADS", 32)  # threads are expensive here
     kv_dtype, spec = "bfloat16", ModelSpec(**TINY)
     assert {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
