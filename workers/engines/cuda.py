@@ -140,6 +140,7 @@ class CudaEngine:
             note(f"prompts go token by token, since prefill failed on trial: {cause_of(error)}")
             return None
         prefill.forget(0)
+        self._control.set_prefill(self._rank)
         if self._rank == 0:
             note("prompts go through prefill, in blocks of many tokens")
         return prefill
