@@ -199,7 +199,7 @@ def test_a_wait_that_ran_out_names_the_rank_that_was_late(
 
 def test_a_token_is_there_when_both_words_carry_the_tag_of_the_request(kernel: Monokernel) -> None:
     ring = kernel._ring = np.zeros(2 * CONTEXT, np.uint64)
-    kernel._ring_words = memoryview(ring)
+    kernel._ring_words = ring.data
     kernel._tag = 0xFFFFFFFE
     tag, old = 0xFFFFFFFE << 32, 0xFFFFFFFD << 32
     for words in ((0, 0), (tag | 5, old), (old | 5, tag), (old | 5, old)):

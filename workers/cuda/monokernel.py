@@ -92,7 +92,7 @@ class Monokernel:
         self._staged_state = pinned(DECODE_STATE.size_bytes).view(DECODE_STATE.dtype)
         self._host = pinned(HOST_PAGE.size_bytes).view(HOST_PAGE.dtype)
         self._ring = pinned(context * 16).view(np.uint64)  # of each token its id and its finish, with the request's tag
-        self._ring_words = memoryview(self._ring)  # numpy takes ten times as long for one of them
+        self._ring_words = self._ring.data  # numpy takes ten times as long for one of them
         self._tag = 0
         self._sampling, self._stop_ids = Sampling(), tuple[int, ...]()
         self._left: Any = None  # what the last launch left in `_state`, once that was read
