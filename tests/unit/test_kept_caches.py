@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 
 import pytest
@@ -143,4 +142,5 @@ def test_a_ring_that_lost_the_beginning_is_not_used() -> None:
 
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
 def test_the_common_beginning_of_two_sequences(left: list[int], right: list[int]) -> None:
-    assert _num_common(array("I", left), array("I", right)) == len(os.path.commonprefix([left, right]))
+    different = [place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b]
+    assert _num_common(array("I", left), array("I", right)) == min([len(left), len(right), *different])
