@@ -126,3 +126,39 @@ def test_graphs_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> Non
         assert torch.equal(rank.buffers.last_streams, expected.buffers.last_streams)
     graphs: Any = runner.graphs
     assert {size: graph.num_replays for size, graph in graphs.items()} == {16: 10, 8: 3, 12: 1}
+
+
+def test_the_first_graph_waits_for_one_copy_and_nothing_else(
+    made: tuple[Rank, Rank, GraphRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    _, rank, runner = made
+    order: list[str] = []
+    load, launch = rank.buffers.staging.load, vars(gpu)["launch_graph"]
+
+    def loading(*arguments: Any) -> None:
+        order.append("load")
+        load(*arguments)
+
+    def launching(graph_ptr: int, stream_ptr: int) -> None:
+        order.append("launch")
+        launch(graph_ptr, stream_ptr)
+
+    def event() -> Event:
+        order.append("event")
+        return Event()
+
+    def context(stream: Any) -> Any:
+        order.append("context")
+        return nullcontext()
+
+    monkeypatch.setattr(rank.buffers.staging, "load", loading)
+    monkeypatch.setattr(gpu, "launch_graph", launching)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "stream", context)
+    prefill = Prefill(runner, max_context=rank.spec.max_context, sizes=SIZES, exact_size=EXACT_SIZE)
+    assert prefill.run(token_ids(rank.spec, 16), 0, should_stop=lambda: False) == 16
+    assert order == ["load", "launch", "event", "launch", "context"], "a block, the last token, and then the rest"
+    prefill.forget(14)  # the kernel has decoded
+    order.clear()
+    assert prefill.run(token_ids(rank.spec, 20), 16, should_stop=lambda: False) == 20
+    assert order[:4] == ["load", "context", "launch", "event"], "decoded keys and values are loaded in torch's order"
