@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.launch.ray_token import auth_environment, token_refusal
 
 PROBE_S = 2.0
 CLOSE_S = 5.0
@@ -61,6 +62,10 @@ class RayCluster:
             import ray
         except ImportError:
             raise LaunchError("--launcher ray needs Ray; install it with pip install 'kog-dist[ray]'") from None
+        if found is not None and (refusal := token_refusal(found)):
+            raise LaunchError(
+                f"cannot join the Ray cluster at {found}: {refusal}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's"
+            )
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         previous = signal.getsignal(signal.SIGTERM)  # Ray puts its own in place
         try:
@@ -210,14 +215,6 @@ def _private_environment() -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-
-
-def auth_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Token authentication where there is a token. A cluster without it takes such a client too, the other way round fails."""
-    has_token = (
-        environ.get("RAY_AUTH_TOKEN") or environ.get("RAY_AUTH_TOKEN_PATH") or Path("~/.ray/auth_token").expanduser().exists()
-    )
-    return {"RAY_AUTH_MODE": "token"} if has_token and not environ.get("RAY_AUTH_MODE") else {}
 
 
 def _recorded_address(environ: Mapping[str, str]) -> str | None:

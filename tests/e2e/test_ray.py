@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(
 RANKS = 2
 NUM_CPUS = 4  # of each node
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
+REFUSED_S = 15.0
 LOADED_S = 60.0  # for what has no promise of its own; a loaded machine is slow
 
 
@@ -113,6 +115,18 @@ def test_too_few_resources_are_named(daemons: RayDaemons) -> None:
         r"kog-launch: no place for the engine after 1\.5 s: needs 8 CPUs on one node, best node has 4 free \([\d.]+\)", last
     ), done.stderr
     engines_are_gone(daemons, CLEAN_S)
+
+
+@pytest.mark.parametrize(
+    ("token", "why"), [("b" * 64, "it refuses this token"), ("", "it wants a token, and there is none here")]
+)
+def test_a_wrong_token_is_said_at_once(daemons: RayDaemons, monkeypatch: pytest.MonkeyPatch, token: str, why: str) -> None:
+    monkeypatch.setitem(daemons.session.variables, "RAY_AUTH_TOKEN", token)
+    begin_s = time.monotonic()
+    done = daemons.session.run("kog_dist.launch.cli", ["--ranks=2", *PLAIN_PROMPT])
+    assert done.returncode == 3
+    assert f"kog-launch: cannot join the Ray cluster at {daemons.address}: {why}; set RAY_AUTH_TOKEN or" in done.stderr
+    assert time.monotonic() - begin_s < REFUSED_S, "Ray itself tries for 20 s"
 
 
 @pytest.mark.cluster
