@@ -1,0 +1,121 @@
+"""Attention of a block of tokens by Hopper's matrix units (attention.cu), queued on torch's current stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kog_dist.cuda import build as compiler
+from kog_dist.cuda.driver import Kernel, tensor_map
+from kog_dist.workers.prefill.attention_abi import (
+    ATTENTION_PARAMS,
+    CHUNK_KEYS,
+    GROUP_ROWS,
+    GROUP_THREADS,
+    AttentionShape,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+_MAX_CHUNKS = 32  # as items of their own: memory for what each of them gives
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the rows of a block are cut into items; a function of its size and of the window, never of its position."""
+
+    num_tiles: int  # of rows
+    is_chunked: bool  # whether keys are attended to in chunks; decides about bits
+    num_chunks: int  # that are items of their own; 0: none
+    num_items: int
+    num_ctas: int
+
+
+def plan(shape: AttentionShape, size: int, window: int | None, max_positions: int, num_sms: int) -> Plan:
+    """The items of `size` rows, of which none stands at `max_positions` or behind.
+
+    Chunks become items of their own where there would be work for half of the multiprocessors at most.
+    """
+    num_tiles = -(-size * shape.pack // (shape.groups * GROUP_ROWS))
+    num_items = num_tiles * shape.num_heads // shape.pack
+    is_chunked = window is None or window > CHUNK_KEYS
+    num_chunks = -(-max_positions // CHUNK_KEYS)
+    if not is_chunked or not 1 < num_chunks <= _MAX_CHUNKS or 2 * num_items > num_sms:
+        num_chunks = 0
+    num_items *= num_chunks or 1
+    return Plan(num_tiles, is_chunked, num_chunks, num_items, min(num_items, num_sms))
+
+
+def build(shape: AttentionShape) -> compiler.Cubin:
+    """The cubin of attention.cu. Raises CompileError with the compiler's log."""
+    return compiler.build({**compiler.read_sources(*_SOURCE_FOLDERS), "attention_shape.cuh": shape.header()}, "attention.cu")
+
+
+class Attention:
+    """Attention with the heads of one rank. Raises CompileError or LaunchError."""
+
+    def __init__(self, shape: AttentionShape, max_context: int) -> None:
+        import torch
+
+        cubin = build(shape)
+        self.shape, self.max_context, self.build_log = shape, max_context, cubin.log
+        self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self._attend = Kernel(cubin.path, "attend", shape.shared_bytes)
+        self._combine = Kernel(cubin.path, "combine", 0)
+
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, place: Tensor, window: int | None) -> Tensor:
+        """Outputs (lanes, size, heads of a lane * head_dim) of `query` (size, heads, head_dim), binary16.
+
+        Its rows stand at the positions from `place[0]` (int32, read on the device) on; `keys` and `values` (positions, KV heads,
+        head_dim) of these positions and all that they see are there. A token sees itself and the `window` - 1 before it, or all.
+        """
+        import torch
+
+        shape, size = self.shape, len(query)
+        made = plan(shape, size, window, self.max_context - 1 + size, self._num_sms)
+        lanes = shape.num_heads // shape.lane_heads
+        out = torch.empty(lanes, size, shape.lane_heads * shape.head_dim, dtype=query.dtype, device=query.device)
+        params: Any = np.zeros((), ATTENTION_PARAMS.dtype)
+        params["query_map"] = self._query_map(query)
+        params["keys_map"], params["values_map"] = self._key_map(keys), self._key_map(values)
+        params["place_ptr"], params["out_ptr"] = place.data_ptr(), out.data_ptr()
+        params["size"], params["window"], params["is_chunked"] = size, window or 0, made.is_chunked
+        params["num_tiles"], params["num_chunks"], params["num_items"] = made.num_tiles, made.num_chunks, made.num_items
+        if made.num_chunks:
+            count = made.num_items * shape.groups * GROUP_THREADS
+            parts = torch.empty(count * (shape.head_dim // 2 + 4), dtype=torch.float32, device=query.device)
+            params["parts_ptr"] = parts.data_ptr()
+            params["part_sums_ptr"] = parts[count * shape.head_dim // 2 :].data_ptr()
+        stream = torch.cuda.current_stream().cuda_stream
+        self._attend.launch_grid(made.num_ctas, shape.num_threads, params.tobytes(), stream)
+        if made.num_chunks:
+            num_ctas = made.num_items // made.num_chunks * shape.groups
+            self._combine.launch_grid(num_ctas, GROUP_THREADS, params.tobytes(), stream)
+        return out
+
+    def _query_map(self, query: Tensor) -> Any:
+        shape, panel, pack = self.shape, self.shape.panel, self.shape.pack
+        head_bytes = 2 * shape.head_dim
+        sizes = (panel, pack, len(query), shape.head_dim // panel, shape.num_heads // pack)
+        strides = (head_bytes, shape.num_heads * head_bytes, 2 * panel, pack * head_bytes)
+        return _map(query, sizes, strides, (panel, pack, GROUP_ROWS // pack, sizes[3], 1))
+
+    def _key_map(self, keys: Tensor) -> Any:
+        shape, panel = self.shape, self.shape.panel
+        head_bytes = 2 * shape.head_dim
+        sizes = (panel, len(keys), shape.head_dim // panel, shape.num_kv_heads)
+        strides = (shape.num_kv_heads * head_bytes, 2 * panel, head_bytes)
+        return _map(keys, sizes, strides, (panel, shape.keys, sizes[2], 1))
+
+
+def _map(tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+    """The 16 words of a tensor map."""
+    import torch
+
+    assert tensor.dtype is torch.float16
+    assert tensor.is_contiguous()
+    return tensor_map(tensor.data_ptr(), sizes, strides, box)
