@@ -107,7 +107,7 @@ def main():
     jobs = {(n, i): AttentionShape(**d, **v) for n, v in VARIANTS.items() for i, d in enumerate([B2, dict(B2, num_heads=8, num_kv_heads=4), *(SMALL if n == "base" else [])])}
     with ThreadPoolExecutor(14) as pool: logs = dict(zip(jobs, pool.map(lambda x: A.build(x).log, jobs.values())))
     log("built", len(jobs))
-    made = {key: A.Attention(s, 4096) for key, s in jobs.items()}
+    made = {key: A.attention_on_gpu(s, 4096) for key, s in jobs.items()}
     log(torch.cuda.get_device_name())
     good = []
     for n in VARIANTS:

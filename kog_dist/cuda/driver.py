@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kog_dist.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -56,13 +59,11 @@ def _check(code: int, what: str) -> None:
     raise LaunchError(f"{what} failed: {(name.value or b'unknown error').decode()} ({code})")
 
 
-def tensor_map(
-    address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
-) -> NDArray[np.uint64]:
+def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> NDArray[np.uint64]:
     """The 16 words of a CUtensorMap of binary16 values, the fastest dimension first; `strides` (bytes) of all but that one.
 
-    A box has 16, 32 or 64 values in the fastest dimension, and is swizzled over as many bytes as they have. Address and strides are
-    multiples of 16. What lies outside of the sizes is read as 0. Raises LaunchError.
+    A box has 16, 32 or 64 values in the fastest dimension, and is swizzled over as many bytes as they have. Address and strides
+    are multiples of 16. What lies outside of the sizes is read as 0. Raises LaunchError.
     """
     raw = np.zeros(2 * _MAP_BYTES, np.uint8)
     start = -raw.ctypes.data % 64  # a map is aligned

@@ -21,7 +21,24 @@ constexpr u32 kQueriesFrom = kSlots * kTileBytes, kTotalsFrom = kQueriesFrom + k
 constexpr u32 kBarsFrom = kTotalsFrom + kGroups * kTotalBytes, kNumBars = 2 * kSlots + 2 * kGroups;
 constexpr int kValues = kHeadDim / 2, kScores = kKeys / 2;  // of a thread: two rows
 static_assert(1024 + kBarsFrom + 8 * kNumBars <= kSharedBytes, "shared memory");
+static_assert(kScores <= 64, "a row's scores of a thread have a bit each");
 static_assert(kGroupRows % kPack == 0 && kHeadDim % kPanel == 0, "whole panels");
+
+// Operands in shared memory stand in panels: all rows of `kPanel` 16-bit values (16, 32 or 64, which a tensor map swizzles over as many
+// bytes as they have), then all rows of the next ones. Eight rows repeat themselves.
+template <int kPanel>
+constexpr u64 kEightRows = static_cast<u64>(8 * kPanel * 2 >> 4) << 32 | static_cast<u64>(kPanel == 64 ? 1 : kPanel == 32 ? 2 : 3) << 62;
+
+// Rows of an operand whose products are summed over the values of a row.
+template <int kPanel>
+__device__ __forceinline__ u64 rows_at(u32 address) {
+    return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | kEightRows<kPanel>;
+}
+// Rows of an operand whose products are summed over the rows; `panel_bytes` from one panel to the next.
+template <int kPanel>
+__device__ __forceinline__ u64 columns_at(u32 address, u32 panel_bytes) {
+    return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel_bytes >> 4) << 16 | kEightRows<kPanel>;
+}
 
 struct Item {
     u32 tile, head, chunk;  // `head`: kPack neighbouring query heads
@@ -120,6 +137,10 @@ struct Producer {
 // whole), and values: four for every 8 columns, two of the first row, two of the other.
 struct State {
     float top[2], sum[2], values[kValues];
+
+    __device__ __forceinline__ float4 part(int i) const {
+        return make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
+    }
 };
 
 __device__ __forceinline__ float reference(float top) { return top == -INFINITY ? 0.0f : top; }
@@ -228,15 +249,18 @@ struct Consumer {
         const int column = first + 2 * (laneid() % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int last = position[r] - column, below = last - window;
+            const u32 seen = first_columns(position[r] - column) & ~first_columns(position[r] - window - column);
 #pragma unroll
-            for (int i = 0; i < kScores / 4; ++i) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    if (8 * i + e > last || 8 * i + e <= below) scores[4 * i + 2 * r + e] = -INFINITY;
-                }
+            for (int i = 0; i < kScores / 2; ++i) {
+                float& score = scores[i / 2 * 4 + 2 * r + i % 2];
+                score = seen >> i & 1 ? score : -INFINITY;
             }
         }
+    }
+    // A bit for each score of a row that this thread has (columns 0, 1, 8, 9, 16, ...), set up to column `last`.
+    static __device__ __forceinline__ u32 first_columns(int last) {
+        const int count = last < 0 ? 0 : 2 * (last / 8) + min(last % 8 + 1, 2);
+        return count >= 32 ? 0xffffffffu : (1u << count) - 1;
     }
     // Scores become exponentials; what was added up before is to be multiplied by `factor`.
     __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float (&factor)[2]) {
@@ -368,8 +392,7 @@ struct Consumer {
                     merge(top, sum, factor, state.top, state.sum);
 #pragma unroll
                     for (int i = 0; i < kValues / 4; ++i) {
-                        float4 total;
-                        load_total(totals + i * 16 * kGroupThreads, total);
+                        const float4 total = load_shared_float4(totals + i * 16 * kGroupThreads);
                         float* values = &state.values[4 * i];
                         values[0] = merged(total.x, values[0], factor, 0), values[1] = merged(total.y, values[1], factor, 0);
                         values[2] = merged(total.z, values[2], factor, 1), values[3] = merged(total.w, values[3], factor, 1);
@@ -377,7 +400,7 @@ struct Consumer {
                 }
                 if (until < item.end) {
 #pragma unroll
-                    for (int i = 0; i < kValues / 4; ++i) store_total(totals + i * 16 * kGroupThreads, &state.values[4 * i]);
+                    for (int i = 0; i < kValues / 4; ++i) store_shared_float4(totals + i * 16 * kGroupThreads, state.part(i));
                 }
                 from = until;
             }
@@ -390,15 +413,8 @@ struct Consumer {
             parts.sums[0] = make_float4(top[0], top[1], sum[0], sum[1]);
 #pragma unroll
             for (int i = 0; i < kValues / 4; ++i)
-                parts.values[i * kGroupThreads] =
-                    make_float4(state.values[4 * i], state.values[4 * i + 1], state.values[4 * i + 2], state.values[4 * i + 3]);
+                parts.values[i * kGroupThreads] = state.part(i);
         }
-    }
-    static __device__ __forceinline__ void load_total(u32 address, float4& v) {
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
-    }
-    static __device__ __forceinline__ void store_total(u32 address, const float* v) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
     }
 };
 
@@ -413,8 +429,7 @@ using namespace kog;
 extern "C" {
 
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1) attend(const __grid_constant__ AttentionLaunch launch) {
-    extern __shared__ unsigned char shared[];
-    const Memory memory{(shared_address(shared) + 1023) & ~1023u};
+    const Memory memory{(shared_memory() + 1023) & ~1023u};
     if (threadIdx.x == 0) {
         for (u32 slot = 0; slot < kSlots; ++slot) {
             mbar_init(memory.full(slot), 1);

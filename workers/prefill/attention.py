@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
-_MAX_CHUNKS = 32  # as items of their own: memory for what each of them gives
+_MAX_CHUNKS = 16  # as items of their own: memory for what each of them gives
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,39 @@ def build(shape: AttentionShape) -> compiler.Cubin:
     return compiler.build({**compiler.read_sources(*_SOURCE_FOLDERS), "attention_shape.cuh": shape.header()}, "attention.cu")
 
 
+def attention_on_gpu(shape: AttentionShape, max_context: int) -> Attention:
+    """Attention on torch's current GPU. Raises CompileError or LaunchError."""
+    import torch
+
+    path = build(shape).path
+    shared_bytes = {"attend": shape.shared_bytes, "combine": 0}
+    launchers = {name: partial(_launch, Kernel(path, name, num_bytes)) for name, num_bytes in shared_bytes.items()}
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return Attention(shape, max_context, num_sms, launchers, tensor_map)
+
+
+def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
+    import torch
+
+    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
+
+
 class Attention:
-    """Attention with the heads of one rank. Raises CompileError or LaunchError."""
+    """Attention with the heads of one rank.
 
-    def __init__(self, shape: AttentionShape, max_context: int) -> None:
-        import torch
+    `launchers`: by kernel; called with thread blocks, threads of each, parameters. `make_map`: as `tensor_map`.
+    """
 
-        cubin = build(shape)
-        self.shape, self.max_context, self.build_log = shape, max_context, cubin.log
-        self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        self._attend = Kernel(cubin.path, "attend", shape.shared_bytes)
-        self._combine = Kernel(cubin.path, "combine", 0)
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_context: int,
+        num_sms: int,
+        launchers: Mapping[str, Callable[[int, int, bytes], None]],
+        make_map: Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]],
+    ) -> None:
+        self.shape, self.max_context, self.num_sms = shape, max_context, num_sms
+        self._launchers, self._make_map = launchers, make_map
 
     def run(self, query: Tensor, keys: Tensor, values: Tensor, place: Tensor, window: int | None) -> Tensor:
         """Outputs (lanes, size, heads of a lane * head_dim) of `query` (size, heads, head_dim), binary16.
@@ -76,7 +101,7 @@ class Attention:
         import torch
 
         shape, size = self.shape, len(query)
-        made = plan(shape, size, window, self.max_context - 1 + size, self._num_sms)
+        made = plan(shape, size, window, self.max_context - 1 + size, self.num_sms)
         lanes = shape.num_heads // shape.lane_heads
         out = torch.empty(lanes, size, shape.lane_heads * shape.head_dim, dtype=query.dtype, device=query.device)
         params: Any = np.zeros((), ATTENTION_PARAMS.dtype)
@@ -90,32 +115,28 @@ class Attention:
             parts = torch.empty(count * (shape.head_dim // 2 + 4), dtype=torch.float32, device=query.device)
             params["parts_ptr"] = parts.data_ptr()
             params["part_sums_ptr"] = parts[count * shape.head_dim // 2 :].data_ptr()
-        stream = torch.cuda.current_stream().cuda_stream
-        self._attend.launch_grid(made.num_ctas, shape.num_threads, params.tobytes(), stream)
+        self._launchers["attend"](made.num_ctas, shape.num_threads, params.tobytes())
         if made.num_chunks:
-            num_ctas = made.num_items // made.num_chunks * shape.groups
-            self._combine.launch_grid(num_ctas, GROUP_THREADS, params.tobytes(), stream)
+            self._launchers["combine"](made.num_items // made.num_chunks * shape.groups, GROUP_THREADS, params.tobytes())
         return out
 
-    def _query_map(self, query: Tensor) -> Any:
+    def _query_map(self, query: Tensor) -> NDArray[np.uint64]:
         shape, panel, pack = self.shape, self.shape.panel, self.shape.pack
         head_bytes = 2 * shape.head_dim
         sizes = (panel, pack, len(query), shape.head_dim // panel, shape.num_heads // pack)
         strides = (head_bytes, shape.num_heads * head_bytes, 2 * panel, pack * head_bytes)
-        return _map(query, sizes, strides, (panel, pack, GROUP_ROWS // pack, sizes[3], 1))
+        return self._map(query, sizes, strides, (panel, pack, GROUP_ROWS // pack, sizes[3], 1))
 
-    def _key_map(self, keys: Tensor) -> Any:
+    def _key_map(self, keys: Tensor) -> NDArray[np.uint64]:
         shape, panel = self.shape, self.shape.panel
         head_bytes = 2 * shape.head_dim
         sizes = (panel, len(keys), shape.head_dim // panel, shape.num_kv_heads)
         strides = (shape.num_kv_heads * head_bytes, 2 * panel, head_bytes)
-        return _map(keys, sizes, strides, (panel, shape.keys, sizes[2], 1))
+        return self._map(keys, sizes, strides, (panel, shape.keys, sizes[2], 1))
 
+    def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> NDArray[np.uint64]:
+        import torch
 
-def _map(tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
-    """The 16 words of a tensor map."""
-    import torch
-
-    assert tensor.dtype is torch.float16
-    assert tensor.is_contiguous()
-    return tensor_map(tensor.data_ptr(), sizes, strides, box)
+        assert tensor.dtype is torch.float16
+        assert tensor.is_contiguous()
+        return self._make_map(tensor.data_ptr(), sizes, strides, box)

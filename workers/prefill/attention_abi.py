@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kog_dist.abi import Field, Struct
 from kog_dist.collectives.cuda_abi import device_header
 
+HOPPER = (9, 0)  # compute capability of the GPUs that attention.cu runs on: sm_90a is no other's
 GROUP_ROWS, GROUP_THREADS = 64, 128  # rows that four warps multiply at once
 CHUNK_KEYS = 1024  # keys that are attended to from nothing; decides about bits, as `AttentionShape.keys` does
 MAX_HEAD_DIM = 128
@@ -17,7 +18,7 @@ ATTENTION_PARAMS = Struct(
     "AttentionParams",
     "Parameters of one launch of attention.cu; passed by value. Pointers are device addresses.",
     (
-        Field("query_map", "u64", "CUtensorMap of queries: panel, heads of an item, rows, panels, heads / heads of an item", count=16),
+        Field("query_map", "u64", "CUtensorMap of queries: panel, heads of an item, rows, panels, items' heads", count=16),
         Field("keys_map", "u64", "CUtensorMap of a layer's keys: panel, positions, panels, KV heads", count=16),
         Field("values_map", "u64", "like keys", count=16),
         Field("place_ptr", "u64", "int32: position of the first row"),
@@ -81,16 +82,24 @@ class AttentionShape:
 
     def header(self) -> str:
         """`attention_shape.cuh`."""
+        scores, values = (
+            _product("multiply_rows", self.keys, of_rows=True),
+            _product("multiply_columns", self.head_dim, of_rows=False),
+        )
+        return "\n".join([self.constants(), "namespace kog {", scores, values, "}  // namespace kog", ""])
+
+    def constants(self) -> str:
+        """The header without products."""
         numbers = {
-            "kHeadDim": self.head_dim, "kPanel": self.panel, "kPack": self.pack, "kShare": self.share, "kLaneHeads": self.lane_heads,
-            "kPackedHeads": self.num_heads // self.pack, "kGroups": self.groups, "kKeys": self.keys, "kSlots": self.slots,
+            "kHeadDim": self.head_dim, "kPanel": self.panel, "kPack": self.pack, "kShare": self.share,
+            "kLaneHeads": self.lane_heads, "kPackedHeads": self.num_heads // self.pack,
+            "kGroups": self.groups, "kKeys": self.keys, "kSlots": self.slots,
             "kChunkTiles": CHUNK_KEYS // self.keys, "kSharedBytes": self.shared_bytes,
             "kConsumerRegisters": 240 if self.groups == 2 else 160, "kInTurn": int(self.in_turn),
         }  # fmt: skip
         lines = [device_header("kog_dist.workers.prefill.attention_abi", (ATTENTION_PARAMS,)), "namespace kog {"]
         lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
         lines += [f"constexpr float kScale = static_cast<float>({self.head_dim**-0.5 * math.log2(math.e)!r});  // exponents of 2"]
-        lines += [_product("multiply_rows", self.keys, of_rows=True), _product("multiply_columns", self.head_dim, of_rows=False)]
         return "\n".join([*lines, "}  // namespace kog", ""])
 
 
@@ -104,9 +113,9 @@ def misfit(head_dim: int) -> str:
 def _product(name: str, columns: int, *, of_rows: bool) -> str:
     """A function that queues d (64 x `columns`) = or += a (64 x 16) times b.
 
-    `of_rows`: a's and b's rows are in shared memory, and d has a column for each row of b. Else a is in registers, and b's 16 rows are
-    multiplied by it. A thread has, for every 8 columns, two neighbours of row laneid / 4 of its warp's 16 rows, and two of the row
-    8 below, from column 2 * (laneid % 4) on.
+    `of_rows`: a's and b's rows are in shared memory, and d has a column for each row of b. Else a is in registers, and b's 16
+    rows are multiplied by it. A thread has, for every 8 columns, two neighbours of row laneid / 4 of its warp's 16 rows, and two
+    of the row 8 below, from column 2 * (laneid % 4) on.
     """
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))

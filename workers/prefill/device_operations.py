@@ -1,4 +1,5 @@
-"""The operations of a block on a GPU: cuBLAS products, flash attention, and the fused kernels of prefill.cu for the rest.
+"""The operations of a block on a GPU: cuBLAS products, attention of our own (or torch's, where it does not fit), and the fused
+kernels of prefill.cu for the rest.
 
 All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
 for any place in any prompt.
@@ -15,7 +16,10 @@ import numpy as np
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
+from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfit
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
+from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.operations import give_streams, take_last
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
 
@@ -48,6 +52,7 @@ class DeviceOperations:
         cubin = build(header)
         self.build_log = cubin.log
         self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
+        self._attention = _attention_for(self.layout)
 
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
         """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
@@ -112,7 +117,14 @@ class DeviceOperations:
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
-        """See `Operations`. The query's rows stand at the end of the keys, whose number is read on the device."""
+        """See `Operations`."""
+        if self._attention is None:
+            return self.attend_by_torch(rows, layer)
+        keys, values = self.buffers.keys[layer], self.buffers.values[layer]
+        return self._attention.run(rows.query, keys, values, rows.place, self.spec.window(layer))
+
+    def attend_by_torch(self, rows: Rows, layer: int) -> Tensor:
+        """The same by flash attention. The query's rows stand at the end of the keys, whose number is read on the device."""
         import torch
 
         keys, values, window = self.buffers.keys[layer], self.buffers.values[layer], self.spec.window(layer)
@@ -173,6 +185,17 @@ class DeviceOperations:
         pairs = self.layout.heads * self.spec.head_dim // 2
         if last > first:
             self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
+
+
+def _attention_for(layout: CacheLayout) -> Attention | None:
+    """Attention of our own, if this GPU and this model are those it is made for. Raises CompileError or LaunchError."""
+    import torch
+
+    spec = layout.spec
+    if torch.cuda.get_device_capability() != HOPPER or misfit(spec.head_dim):
+        return None
+    shape = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
+    return attention_on_gpu(shape, spec.max_context)
 
 
 def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:

@@ -4,6 +4,20 @@
 
 namespace kog {
 
+// ---- shared memory ----
+__device__ __forceinline__ u32 shared_memory() {  // as much as the launch asked for
+    extern __shared__ unsigned char memory[];
+    return shared_address(memory);
+}
+__device__ __forceinline__ float4 load_shared_float4(u32 address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared_float4(u32 address, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
 // ---- tensor maps: the fastest dimension first; a map is 128 bytes of a kernel's parameters ----
 struct alignas(64) TensorMap {
     u64 words[16];
@@ -49,22 +63,6 @@ template <int kCount>
 __device__ __forceinline__ void settle(float (&d)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-// Operands in shared memory stand in panels: all rows of `kPanel` 16-bit values (16, 32 or 64, which a tensor map swizzles over as many
-// bytes as they have), then all rows of the next ones. Eight rows repeat themselves.
-template <int kPanel>
-constexpr u64 kEightRows = static_cast<u64>(8 * kPanel * 2 >> 4) << 32 | static_cast<u64>(kPanel == 64 ? 1 : kPanel == 32 ? 2 : 3) << 62;
-
-// Rows of an operand whose products are summed over the values of a row.
-template <int kPanel>
-__device__ __forceinline__ u64 rows_at(u32 address) {
-    return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | kEightRows<kPanel>;
-}
-// Rows of an operand whose products are summed over the rows; `panel_bytes` from one panel to the next.
-template <int kPanel>
-__device__ __forceinline__ u64 columns_at(u32 address, u32 panel_bytes) {
-    return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(panel_bytes >> 4) << 16 | kEightRows<kPanel>;
 }
 
 }  // namespace kog
