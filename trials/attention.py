@@ -2,7 +2,10 @@
 import itertools, sys, time
 from concurrent.futures import ThreadPoolExecutor
 T0 = time.time()
+import os
 import torch
+DEV = os.environ.get("DEV", "cuda")
+torch.zeros(1, device=DEV).item()
 from kog_dist.workers.prefill import attention as A
 from kog_dist.workers.prefill.attention_abi import AttentionShape
 
@@ -16,17 +19,17 @@ VARIANTS = {"base": {}, "turn": dict(in_turn=True), "k64": dict(keys=64), "g3k64
 if len(sys.argv) > 1: VARIANTS = {k: v for k, v in VARIANTS.items() if k in sys.argv[1].split(",")}
 
 def tensors(s, size, ctx, seed=0):
-    g = torch.Generator("cuda").manual_seed(seed)
-    r = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.float16, generator=g)
+    g = torch.Generator(DEV).manual_seed(seed)
+    r = lambda *shape: torch.randn(*shape, device=DEV, dtype=torch.float16, generator=g)
     return r(size, s.num_heads, s.head_dim), r(ctx, s.num_kv_heads, s.head_dim), r(ctx, s.num_kv_heads, s.head_dim)
 
 def reference(s, q, k, v, start, window):
     size = len(q); end = start + size
     first = 0 if window is None else max(0, start - window + 1)
-    pos = torch.arange(start, end, device="cuda")[:, None]; oth = torch.arange(first, end, device="cuda")
+    pos = torch.arange(start, end, device=DEV)[:, None]; oth = torch.arange(first, end, device=DEV)
     seen = oth <= pos
     if window is not None: seen &= oth > pos - window
-    out = torch.empty(size, s.num_heads, s.head_dim, dtype=torch.float64, device="cuda")
+    out = torch.empty(size, s.num_heads, s.head_dim, dtype=torch.float64, device=DEV)
     for h in range(s.num_kv_heads):
         qq = q[:, h * s.share:(h + 1) * s.share].double().transpose(0, 1)
         sc = (qq @ k[first:end, h].double().T) * s.head_dim**-0.5
@@ -37,7 +40,7 @@ def flash(s, q, k, v, place, bounds, window):
     return torch.ops.aten._flash_attention_forward(q, k, v, bounds, place[1:3], len(q), len(k), 0.0, True, False,
         scale=s.head_dim**-0.5, window_size_left=-1 if window is None else window - 1, window_size_right=0)[0]
 
-def place_of(start, size): return torch.tensor([start, 0, start + size], dtype=torch.int32, device="cuda")
+def place_of(start, size): return torch.tensor([start, 0, start + size], dtype=torch.int32, device=DEV)
 def by_row(s, out, size): return out.view(-1, size, s.lane_heads, s.head_dim).transpose(0, 1).reshape(size, s.num_heads, s.head_dim)
 def rel(a, b): return float((a.double() - b.double()).norm() / b.double().norm())
 
@@ -61,15 +64,16 @@ def check(a, window, size, start, ctx, label):
     got = ours(k, v)
     err = rel(got, want)
     again = torch.equal(got, ours(k, v))
-    theirs = rel(flash(s, q, k, v, place, torch.tensor([0, size], dtype=torch.int32, device="cuda"), window), want)
+    theirs = rel(flash(s, q, k, v, place, torch.tensor([0, size], dtype=torch.int32, device=DEV), window), want)
     ok = err < 1e-3 and again
     if not ok or label: log(f"{'ok ' if ok else 'BAD'} {label} hd {s.head_dim} heads {s.num_heads}/{s.num_kv_heads} window {window} size {size} start {start}: {err:.2e} (flash {theirs:.2e}) same again {again}")
-    if not ok:
+    EXPLAINED.append(not ok)
+    if not ok and sum(EXPLAINED) <= 8:
         log(explain(s, got, want))
         zero, one = torch.zeros_like(k), torch.ones_like(v)
         log("  V = 1:", explain(s, ours(k, one), torch.ones_like(want)))
         log("  K = 0:", explain(s, ours(zero, v), reference(s, q, zero, v, start, window)))
-        columns = torch.arange(s.head_dim, device="cuda", dtype=torch.float16).expand_as(v).contiguous()
+        columns = torch.arange(s.head_dim, device=DEV, dtype=torch.float16).expand_as(v).contiguous()
         log("  K = 0, V = column:", explain(s, ours(zero, columns), reference(s, q, zero, columns, start, window)))
     return ok, err, theirs
 
@@ -103,6 +107,8 @@ def time_us(call, repeats=20):
 def pairs(size, start, window):
     return sum(min(p + 1, window or 1 << 30) for p in range(start, start + size))
 
+EXPLAINED = []
+
 def main():
     jobs = {(n, i): AttentionShape(**d, **v) for n, v in VARIANTS.items() for i, d in enumerate([B2, dict(B2, num_heads=8, num_kv_heads=4), *(SMALL if n == "base" else [])])}
     with ThreadPoolExecutor(14) as pool: logs = dict(zip(jobs, pool.map(lambda x: A.build(x).log, jobs.values())))
@@ -128,7 +134,7 @@ def main():
         for size, start in cases:
             s = made["base" if "base" in VARIANTS else next(iter(VARIANTS)), i].shape
             q, k, v = tensors(s, size, 6144)
-            place, bounds = place_of(start, size), torch.tensor([0, size], dtype=torch.int32, device="cuda")
+            place, bounds = place_of(start, size), torch.tensor([0, size], dtype=torch.int32, device=DEV)
             flop = 4 * s.head_dim * s.num_heads * pairs(size, start, window)
             times = [time_us(lambda: flash(s, q, k, v, place, bounds, window))]
             times += [time_us(lambda a=made[n, i]: a.run(q, k, v, place, window)) for n in VARIANTS]
