@@ -148,10 +148,7 @@ class Coordinator:
     def _take_request(self, peer: bytes, message: Generate, received_ns: int) -> None:
         try:
             self._check_room(peer, message.request_id)
-            request = self._model.admit(message)
-            tokenizer = self._model.tokenizer
-            decoder = tokenizer.stream(after=request.prompt) if tokenizer is not None else None
-            stream = RequestStream(peer, message, request, decoder, received_ns)
+            stream = RequestStream(peer, message, self._model.admit(message), None, received_ns)
             if stream.constraint is not None:
                 self._grammars.ask(stream, stream.constraint)
                 stream.told_position = len(self.requests) - 1
@@ -162,9 +159,12 @@ class Coordinator:
             self._accept(stream)
 
     def _accept(self, stream: RequestStream) -> None:
-        stream.told_position = self.requests.enqueue(stream)
+        self.requests.queue.add(stream)
         stream.timings.stage("admitted", self._clock())
-        self._start_next()  # ranks that have nothing to do need not wait until the client is told
+        self._start_next()  # ranks that have nothing to do need not wait for the rest, nor until the client is told
+        if (tokenizer := self._model.tokenizer) is not None:
+            stream.decoder = tokenizer.stream(after=stream.request.prompt)
+        stream.told_position = self.requests.place(stream)
         self._send(
             stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
         )

@@ -6,7 +6,6 @@ import math
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
 
 from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
@@ -71,7 +70,7 @@ class DecodeSlot:
         assert not self.busy, "the ranks decode one request at a time"
         if self._caches is None:
             self._caches = KeptCaches(self._control.kv_layout(), self._window)
-        request = replace(request, kv=self._caches.take(request.prompt, reuse=reuse_kv))
+        request = request.at(self._caches.take(request.prompt, reuse=reuse_kv))
         self._seq = self._control.submit(request)
         self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, array("I", request.prompt)
         return request

@@ -45,10 +45,9 @@ class OpenRequests:
             raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, f"a request {request_id!r} is not finished yet; choose another id")
         self.queue.check_room(peer)
 
-    def enqueue(self, stream: RequestStream) -> int:
-        """Let a request wait for its turn; returns how many run before it."""
-        self.queue.add(stream)
-        return list(self).index(stream)
+    def place(self, stream: RequestStream) -> int:
+        """How many run before a request that is not finished."""
+        return 0 if stream is self.running else list(self).index(stream)
 
     def remove(self, stream: RequestStream, now_ns: int) -> bool:
         """Take a request out, if it is in; ranks that decode it are told that nobody wants it any more."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.sampling import Sampling, Shaping
+from kog_dist.decode.sampling import UNSHAPED, Shaping
 from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
@@ -55,10 +55,6 @@ class ServedModel:
         room = context - len(prompt_ids)
         if room < 1:
             raise _too_long(f"the prompt has {len(prompt_ids)} tokens and the context {context}: no room for an answer")
-        try:
-            Sampling(message.temperature, message.seed)
-        except ValueError as error:
-            raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from None
         max_tokens = message.max_tokens if message.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
         if max_tokens > room:
             raise _too_long(
@@ -89,6 +85,8 @@ class ServedModel:
             )
 
     def _shaping(self, message: Generate, max_tokens: int) -> Shaping:
+        if not message.is_shaped:
+            return UNSHAPED
         for token_id in message.logit_bias_ids:
             if not 0 <= token_id < self.spec.vocab_size:
                 raise RequestError(
@@ -132,7 +130,7 @@ class ServedModel:
 def _words_below(limit: int, ids: Sequence[int]) -> array[int] | None:
     """The ids as 32-bit words if 0 <= id < `limit` for all of them. To look at each of thousands takes three times as long."""
     try:
-        words = array("I", ids)
+        words = ids if isinstance(ids, array) else array("I", ids)
     except OverflowError:
         return None
     return None if words and int(np.frombuffer(words, np.uint32).max()) >= limit else words

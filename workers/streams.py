@@ -29,7 +29,8 @@ class TextDecoder(Protocol):
 class RequestStream:
     """What one client has asked for and what it has been told. Times are nanoseconds on the monotonic clock.
 
-    `decoder` is None for a model without a tokenizer: then there is no text and no stop string can occur.
+    `decoder` may be set until the first token is taken. It is None for a model without a tokenizer: then there is no text and no
+    stop string can occur.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RequestStream:
         self.told_position = -1  # place in the queue that the client knows of
         self.num_tokens = 0
         self._sends_stamps = message.stamps
-        self._decoder = decoder
+        self.decoder = decoder
         self._stop_filter = StopFilter(message.stop)
 
     def take(self, entries: Sequence[TokenEntry]) -> tuple[Tokens | None, FinishReason | None]:
@@ -70,8 +71,8 @@ class RequestStream:
                     digests.append(entry.digest.hex())
                 if entry.logprobs is not None:
                     logprobs.append(entry.logprobs)
-                if self._decoder is not None and entry.finish is not Finish.STOP:  # an end token has no text
-                    text += self._stop_filter.push(self._decoder.push(entry.token_id))
+                if self.decoder is not None and entry.finish is not Finish.STOP:  # an end token has no text
+                    text += self._stop_filter.push(self.decoder.push(entry.token_id))
             if self._stop_filter.stopped:
                 reason = FinishReason.STOP
                 break
@@ -94,9 +95,9 @@ class RequestStream:
 
     def rest(self) -> str:
         """The text that was still held back; called once, when the answer ends."""
-        if self._decoder is None or self._stop_filter.stopped:
+        if self.decoder is None or self._stop_filter.stopped:
             return ""
-        return self._stop_filter.push(self._decoder.flush()) + self._stop_filter.flush()
+        return self._stop_filter.push(self.decoder.flush()) + self._stop_filter.flush()
 
     def done(self, reason: FinishReason, now_ns: int) -> Done:
         """The terminal event of an answer that went well."""

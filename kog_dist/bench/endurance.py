@@ -25,11 +25,8 @@ _CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 5  # where the cost of hashes is me
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     """What one rank does: `hashes` (hexadecimal) of the long run, and `us` per token without and with them, round by round."""
     from kog_dist.workers.cuda.device_weights import random_weights
-    from kog_dist.workers.cuda.kernel_shape import HASH_TOKENS, NUM_HASHES
 
     tokens = int(context.arguments["tokens"])
-    if tokens > HASH_TOKENS * NUM_HASHES:
-        raise ConfigError(f"--tokens {tokens}: there is room for the hashes of {HASH_TOKENS * NUM_HASHES} tokens")
     spec = named_spec(str(context.arguments["spec"]))
     shapes = [rank_shape(context, spec, keeps_hashes=keeps) for keeps in (False, True)]
     prepare(context, shapes)
@@ -57,7 +54,17 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
 
 
 def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: float) -> bool:
-    """Decode on each number of GPUs; the last line is one JSON object. False: hashes differ."""
+    """Decode on each number of GPUs; the last line is one JSON object. False: hashes differ.
+
+    Raises ConfigError for so few tokens that no hash is written, or more than there is room for.
+    """
+    from kog_dist.workers.cuda.kernel_shape import HASH_TOKENS, NUM_HASHES
+
+    if not HASH_TOKENS <= tokens <= HASH_TOKENS * NUM_HASHES:
+        raise ConfigError(
+            f"--tokens {tokens}: must be from {HASH_TOKENS}, after which the first hash is written down, "
+            f"to {HASH_TOKENS * NUM_HASHES}, for whose hashes there is room"
+        )
     require_gpus(max(gpu_counts))
     before, arguments = machine(), {"spec": spec_name, "tokens": tokens}
     figures: list[dict[str, Any]] = []

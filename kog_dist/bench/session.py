@@ -92,6 +92,8 @@ class EngineSession:
         client = None
         try:
             until(lambda: socket.exists() or self._has_ended(), timeout_s, lambda: f"no socket; launcher says: {self.output()}")
+            if not socket.exists():
+                raise LaunchError("it ended before it listened")  # the message below has what it said
             client = Client(Access.from_folder(self.instance_folder), connect_timeout_s=timeout_s, patient=True)
             client.wait_ready(timeout_s)
         except KogError as error:

@@ -78,6 +78,19 @@ def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: 
     return words
 
 
+def copy_to_device(device_ptr: int, host_ptr: int, num_bytes: int, stream_ptr: int) -> None:
+    """Queue a copy of page-locked memory, which must stay as it is until it is done."""
+    code = _driver().cuMemcpyHtoDAsync_v2(
+        ctypes.c_uint64(device_ptr), ctypes.c_void_p(host_ptr), ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream_ptr)
+    )
+    _check(code, f"copying {num_bytes} bytes to the GPU")
+
+
+def launch_graph(graph_ptr: int, stream_ptr: int) -> None:
+    """Queue a CUgraphExec, the same as the runtime's cudaGraphExec_t."""
+    _check(_driver().cuGraphLaunch(ctypes.c_void_p(graph_ptr), ctypes.c_void_p(stream_ptr)), "launching a graph")
+
+
 class HostMapping:
     """Host memory, from `address` on, that the current context's GPU reads and writes at `device_ptr` until `close`."""
 

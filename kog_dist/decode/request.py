@@ -54,6 +54,13 @@ class DecodeRequest:
             except OverflowError:
                 raise RequestError("invalid_request", "a token id of the prompt does not fit into 32 bits") from None
 
+    def at(self, kv: KvUse) -> DecodeRequest:
+        """The same request in this KV cache."""
+        return DecodeRequest(
+            self.prompt, self.max_tokens, self.temperature, self.seed, self.stop_ids, self.ignore_eos, self.logit_digests, kv,
+            self.shaping, self.logprobs, self.mask_epoch,
+        )  # fmt: skip
+
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end this answer."""

@@ -5,9 +5,10 @@ Behind the struct of a block lie the prompt and the LogitBias array. A block car
 
 from __future__ import annotations
 
+import struct
 import zlib
 from array import array
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -21,11 +22,39 @@ from kog_dist.rpc.fields import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 NUM_BLOCKS: Final = 2
 _IGNORE_EOS, _LOGIT_DIGESTS = 1, 2
 _U32, _U64 = 2**32, 2**64
-_SHAPING_FIELDS = (  # of the request block, with the names that `Shaping` gives them
-    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
-)  # fmt: skip
-_NAMES = tuple(field.name for field in REQUEST_BLOCK.fields)
+_PACKER: Final = REQUEST_BLOCK.packer
 _CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
+_CHECK_WORD: Final = struct.Struct("<Q")
+
+
+class _Block(NamedTuple):
+    """The fields of REQUEST_BLOCK in order."""
+
+    seq: int
+    check: int
+    seed: int
+    temperature: float
+    num_prompt: int
+    max_tokens: int
+    flags: int
+    num_stop_ids: int
+    stop_ids: bytes
+    kv_cache: int
+    kv_source: int
+    num_cached: int
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    num_logit_bias: int
+    logprobs: int
+    mask_epoch: int
+
+
+assert _Block._fields == tuple(field.name for field in REQUEST_BLOCK.fields)
 
 
 def block_bytes(max_context: int) -> int:
@@ -47,25 +76,22 @@ class RequestBlocks:
     def write(self, seq: int, request: DecodeRequest) -> None:
         """Fill the block of request `seq`. Raises RequestError for values that the block cannot hold. Writer: coordinator."""
         _check_fits(request, self._max_context)
-        flags = _IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests
-        raw = bytearray(REQUEST_BLOCK.size_bytes)  # bytes decide, numpy may skip padding when it copies a struct
-        block = np.frombuffer(raw, REQUEST_BLOCK.dtype)
-        block["seq"], block["seed"], block["temperature"] = seq, request.seed, request.temperature
-        block["num_prompt"], block["max_tokens"], block["flags"] = len(request.prompt), request.max_tokens, flags
-        block["num_stop_ids"] = len(request.stop_ids)
-        block["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
-        block["kv_cache"], block["kv_source"], block["num_cached"] = request.kv.cache, request.kv.source, request.kv.num_cached
-        shaping = request.shaping
-        for name in _SHAPING_FIELDS:
-            block[name] = getattr(shaping, name)
-        block["num_logit_bias"] = len(shaping.logit_bias)
-        block["mask_epoch"] = request.mask_epoch
-        block["logprobs"] = 0 if request.logprobs is None else request.logprobs + 1
-        prompt = array("I", request.prompt).tobytes()
-        biases = np.array(list(shaping.logit_bias), LOGIT_BIAS.dtype).tobytes()
-        block["check"] = zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw)))
+        shaping, kv = request.shaping, request.kv
+        block = _Block(
+            seq=seq, check=0, seed=request.seed, temperature=request.temperature, num_prompt=len(request.prompt),
+            max_tokens=request.max_tokens, flags=_IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests,
+            num_stop_ids=len(request.stop_ids), stop_ids=array("I", request.stop_ids).tobytes(),
+            kv_cache=kv.cache, kv_source=kv.source, num_cached=kv.num_cached,
+            top_k=shaping.top_k, top_p=shaping.top_p, min_p=shaping.min_p, repetition_penalty=shaping.repetition_penalty,
+            presence_penalty=shaping.presence_penalty, frequency_penalty=shaping.frequency_penalty,
+            min_tokens=shaping.min_tokens, num_logit_bias=len(shaping.logit_bias),
+            logprobs=0 if request.logprobs is None else request.logprobs + 1, mask_epoch=request.mask_epoch,
+        )  # fmt: skip
+        raw, prompt = bytearray(_PACKER.pack(*block)), array("I", request.prompt).tobytes()
+        biases = np.array(list(shaping.logit_bias), LOGIT_BIAS.dtype).tobytes() if shaping.logit_bias else b""
+        raw[_CHECK] = _CHECK_WORD.pack(zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))))
         start = self._offset + seq % NUM_BLOCKS * self._stride
-        for offset, part in ((0, bytes(raw)), (REQUEST_BLOCK.size_bytes, prompt), (_bias_offset(self._max_context), biases)):
+        for offset, part in ((0, raw), (REQUEST_BLOCK.size_bytes, prompt), (_bias_offset(self._max_context), biases)):
             self._segment.buffer[start + offset : start + offset + len(part)] = part
 
     def read(self, seq: int) -> DecodeRequest:
@@ -76,30 +102,33 @@ class RequestBlocks:
             return self._segment.buffer[start + offset : start + offset + size_bytes]
 
         raw = bytearray(copy(0, REQUEST_BLOCK.size_bytes))
-        row = dict(zip(_NAMES, np.frombuffer(raw, REQUEST_BLOCK.dtype)[0].item(), strict=True))  # as Python's numbers
-        num_prompt, num_biases, check = row["num_prompt"], row["num_logit_bias"], row["check"]
-        prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(num_prompt, self._max_context))
-        biases = copy(_bias_offset(self._max_context), LOGIT_BIAS.size_bytes * min(num_biases, MAX_LOGIT_BIAS))
+        block = _Block._make(_PACKER.unpack(raw))
+        prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(block.num_prompt, self._max_context))
+        biases = copy(_bias_offset(self._max_context), LOGIT_BIAS.size_bytes * min(block.num_logit_bias, MAX_LOGIT_BIAS))
         raw[_CHECK] = bytes(8)
-        is_whole = len(prompt) == 4 * num_prompt and len(biases) == LOGIT_BIAS.size_bytes * num_biases
-        if row["seq"] != seq or check != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
-            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {row['seq']}")
-        flags = row["flags"]
-        shaping = {name: row[name] for name in _SHAPING_FIELDS}
-        logit_bias = tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist())
+        is_whole = len(prompt) == 4 * block.num_prompt and len(biases) == LOGIT_BIAS.size_bytes * block.num_logit_bias
+        if block.seq != seq or block.check != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
+            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {block.seq}")
         return DecodeRequest(
             prompt=array("I", prompt),
-            max_tokens=row["max_tokens"],
-            temperature=row["temperature"],
-            seed=row["seed"],
-            stop_ids=tuple(row["stop_ids"][: row["num_stop_ids"]].tolist()),
-            ignore_eos=bool(flags & _IGNORE_EOS),
-            logit_digests=bool(flags & _LOGIT_DIGESTS),
-            kv=KvUse(row["kv_cache"], row["kv_source"], row["num_cached"]),
-            shaping=Shaping(**shaping, logit_bias=logit_bias),
-            logprobs=row["logprobs"] - 1 if row["logprobs"] else None,
-            mask_epoch=row["mask_epoch"],
+            max_tokens=block.max_tokens,
+            temperature=block.temperature,
+            seed=block.seed,
+            stop_ids=tuple(array("I", block.stop_ids[: 4 * block.num_stop_ids])),
+            ignore_eos=bool(block.flags & _IGNORE_EOS),
+            logit_digests=bool(block.flags & _LOGIT_DIGESTS),
+            kv=KvUse(block.kv_cache, block.kv_source, block.num_cached),
+            shaping=_shaping(block, biases),
+            logprobs=block.logprobs - 1 if block.logprobs else None,
+            mask_epoch=block.mask_epoch,
         )
+
+
+def _shaping(block: _Block, biases: bytes) -> Shaping:
+    return Shaping.of(
+        block.top_k, block.top_p, block.min_p, block.repetition_penalty, block.presence_penalty, block.frequency_penalty,
+        tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist()) if biases else (), block.min_tokens,
+    )  # fmt: skip
 
 
 def _check_fits(request: DecodeRequest, max_context: int) -> None:

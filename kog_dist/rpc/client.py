@@ -42,6 +42,7 @@ CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0  # the engine says something about four times a second while a request is not finished
 ANSWER_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 1.0
+STATUS_TIMEOUT_S = 1.0  # of an engine that has not answered a greeting
 _READY_POLL_S = 0.02
 
 Answer = TypeVar("Answer", Welcome, StatusReport)
@@ -60,16 +61,20 @@ class DeadlineExceeded(RequestFailed):
 class Client:
     """One connection to one engine, for one thread. It may be used until `close`, or until an engine is lost."""
 
-    def __init__(self, access: Access, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, patient: bool = False) -> None:
+    def __init__(
+        self, access: Access, *, connect_timeout_s: float = CONNECT_TIMEOUT_S, patient: bool = False, greet: bool = True
+    ) -> None:  # fmt: skip
         """Connect and greet. `patient`: wait for an engine that does not listen yet, at most `connect_timeout_s`.
 
-        Raises LaunchError if there is no engine, ProtocolError if it speaks another version.
+        Replicas that are still starting answer no greeting; without `greet` they can be asked for their status.
+        Raises LaunchError if there is no engine, ProtocolError if it speaks another version, DeadlineExceeded if it does not
+        answer in time, with the reason where it is still starting.
         """
         deadline_s = time.monotonic() + connect_timeout_s
         self._connection = Connection(access)
         try:
             self._connection.wait_connected(deadline_s, patient=patient)
-            self.welcome = self._ask(Hello(build=build_hash()), Welcome, max(deadline_s, time.monotonic() + 1.0))
+            self._welcome = self._greet(max(deadline_s, time.monotonic() + 1.0)) if greet else None
         except BaseException:
             self._connection.close()
             raise
@@ -86,6 +91,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
         self.close()
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the engine said when it was greeted."""
+        assert self._welcome is not None, "connected without a greeting"
+        return self._welcome
 
     def close(self) -> None:
         """Disconnect; the engine cancels what still runs for this client."""
@@ -199,6 +210,16 @@ class Client:
         except (RequestFailed, ProtocolError):
             return  # the engine is gone or no engine, and the request with it
 
+    def _greet(self, deadline_s: float) -> Welcome:
+        """Replicas say who they are once the first has loaded its model; until then their router tells what they do."""
+        try:
+            return self._ask(Hello(build=build_hash()), Welcome, deadline_s)
+        except DeadlineExceeded:
+            report = self._ask(Status(), StatusReport, time.monotonic() + STATUS_TIMEOUT_S)
+            if report.state is not EngineState.LOADING:
+                raise
+            raise DeadlineExceeded(_still_starting(self._connection.access.address, report)) from None
+
     def _ask(self, message: Request, kind: type[Answer], deadline_s: float | None = None) -> Answer:
         self._connection.send(message)
         deadline_s = deadline_s if deadline_s is not None else time.monotonic() + ANSWER_TIMEOUT_S
@@ -215,3 +236,13 @@ class Client:
 
     def _next(self, deadline_s: float) -> Event | None:
         return self._connection.receive(deadline_s)
+
+
+def _still_starting(address: str, report: StatusReport) -> str:
+    """Of replicas that answer no greeting yet."""
+    pairs = zip(report.replica_names, report.replica_states, strict=False)
+    states = ", ".join(f"{name} is {state}" for name, state in pairs) or "no replica was started yet"
+    return (
+        f"the engine at {address} has been starting for {report.uptime_s:.0f} s ({states}); `kog-client generate --wait-ready` "
+        f"waits until it serves, `kog-client status` shows how far it is"
+    )

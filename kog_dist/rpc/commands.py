@@ -152,7 +152,7 @@ def ask(
     try:
         check_stdout()
         _check_timeout(timeout_s)
-        with _connect(target, timeout_s, wait_ready=False) as client:
+        with _connect(target, timeout_s, greet=False) as client:
             if verb == "cancel":
                 request_id = request_id or client.status().running
                 if request_id is None:
@@ -175,9 +175,9 @@ def _check_timeout(timeout_s: float | None) -> None:
         raise ConfigError(f"--timeout must be a positive number of seconds, got {timeout_s}")
 
 
-def _connect(target: Target, timeout_s: float | None, *, wait_ready: bool) -> Client:
+def _connect(target: Target, timeout_s: float | None, *, wait_ready: bool = False, greet: bool = True) -> Client:
     limit_s = READY_TIMEOUT_S if wait_ready else CONNECT_TIMEOUT_S
-    return Client(target.access(), connect_timeout_s=min(limit_s, timeout_s or limit_s), patient=wait_ready)
+    return Client(target.access(), connect_timeout_s=min(limit_s, timeout_s or limit_s), patient=wait_ready, greet=greet)
 
 
 def _keywords(flags: PromptFlags) -> dict[str, Any]:
@@ -300,9 +300,10 @@ def _running(report: StatusReport) -> str:
 
 def _describe(report: StatusReport) -> str:
     states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
+    what = f"{report.model} on {report.world_size} ranks" if report.model else "no model yet"
     return "\n".join(
         [
-            f"{report.instance}: {report.state.value}, {report.model} on {report.world_size} ranks, up {report.uptime_s:.0f} s",
+            f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s",
             f"ranks    {states}",
             *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
             f"running  {_running(report)}",

@@ -34,6 +34,7 @@ class _Peer:
     def __init__(self, connection: socket.socket, max_bytes: int) -> None:
         self.connection = connection
         self.wire = Wire(ROUTER, max_bytes)
+        self.is_drained = False  # the last `recv` of this turn has taken all there was
         self.unsent = opening(ROUTER)  # the rest of what the socket did not take as a whole
         self.until_s = time.monotonic() + HANDSHAKE_S
 
@@ -88,6 +89,9 @@ class FilePort:
         known = set(self._left)
         turns = deque(self._left)
         turns.extend(name for fd in ready if (name := self._names.get(fd)) is not None and name not in known)
+        for name in turns:
+            if (peer := self._peers.get(name)) is not None:
+                peer.is_drained = False
         paused: list[bytes] = []
         received: list[tuple[bytes, Message]] = []
         self._budget = _BYTES_PER_CALL
@@ -111,23 +115,26 @@ class FilePort:
         peer = self._peers.get(name)
         if peer is None:
             return None
+        wire = peer.wire
         try:
-            message = peer.wire.next()
-            while message is None and not peer.wire.is_paused and self._budget > 0:
+            message = None if wire.is_between else wire.next()
+            while message is None and not wire.is_paused and self._budget > 0 and not peer.is_drained:
                 if not (data := _received(peer.connection)):
                     break
                 self._budget -= len(data)
-                peer.wire.feed(data)
-                message = peer.wire.next()
-                if not peer.wire.num_missing:
+                peer.is_drained = len(data) < _RECEIVE_BYTES
+                message = wire.next_of(data)
+                if wire.num_missing:
+                    peer.is_drained = False
+                else:
                     break  # only a large frame is worth reading on for
-            if peer.wire.replies:
-                peer.unsent, peer.wire.replies = peer.unsent or peer.wire.replies, b""
+            if wire.replies:
+                peer.unsent, wire.replies = peer.unsent or wire.replies, b""
                 self._write(name, peer)
         except (OSError, ProtocolError):
             self.forget(name)
             return None
-        if peer.wire.is_ready:
+        if wire.is_ready:
             self._strangers.pop(name, None)
         return message
 

@@ -38,8 +38,12 @@ def framed(body: bytes) -> bytes:
 
 
 def only_message(data: bytes) -> bytes | None:
-    """The content if `data`, at the beginning of a frame, is exactly one short message: what a token is. Else None."""
-    return data[2:] if len(data) > 1 and not data[0] and data[1] == len(data) - 2 else None
+    """The content if `data`, at the beginning of a frame, is exactly one message of one frame, as a token is. Else None."""
+    if len(data) > 1 and not data[0] and data[1] == len(data) - 2:
+        return data[2:]
+    if len(data) > 9 and data[0] == _LONG and int.from_bytes(data[1:9], "big") == len(data) - 9:
+        return data[9:]
+    return None
 
 
 def opening(socket_type: bytes) -> bytes:
@@ -75,6 +79,13 @@ class Wire:
     def feed(self, data: bytes) -> None:
         """Add what was received. Call `next` until it returns None, and is not paused, before feeding more."""
         self._held += data
+
+    def next_of(self, data: bytes) -> Message | None:
+        """`feed` and `next`, in one go where `data` is just one message."""
+        if self.is_between and len(data) <= self._max_bytes and (frame := only_message(data)) is not None:
+            return Message(1, len(frame), frame)
+        self.feed(data)
+        return self.next()
 
     def next(self) -> Message | None:
         """The next complete message; None if there is none yet, or `is_paused`.

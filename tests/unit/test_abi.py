@@ -55,6 +55,17 @@ def test_numpy_sees_the_same_layout(struct: Struct) -> None:
     assert ends[-1] <= struct.size_bytes
 
 
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda s: s.name)
+def test_packed_records_have_the_same_layout(struct: Struct) -> None:
+    chance = np.random.default_rng(3)
+    record = np.zeros(1, struct.dtype)
+    for field in struct.fields:
+        record[field.name] = chance.integers(1, 100, field.count)[0] if field.count == 1 else chance.integers(1, 100, field.count)
+    values = [record[0][field.name].item() if field.count == 1 else record[0][field.name].tobytes() for field in struct.fields]
+    assert struct.packer.pack(*values) == record.tobytes()
+    assert struct.packer.unpack(record.tobytes()) == tuple(values)
+
+
 def test_writers_do_not_share_cache_lines() -> None:
     header = abi.CONTROL_HEADER.offsets
     lines = [header["ring_offset"], header["abort"], header["doorbell"]]

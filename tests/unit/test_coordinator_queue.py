@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -165,17 +165,28 @@ def test_tokens_that_came_in_time_are_not_lost_to_the_deadline(engine: HandTurne
     assert last(engine, "a1").finish_reason is FinishReason.LENGTH
 
 
-def test_idle_ranks_have_a_request_before_its_client_is_told(engine: HandTurned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_ranks_have_a_request_before_anything_that_they_do_not_need(
+    engine: HandTurned, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     doorbells: list[int] = []
-    send = engine.wire.send
+    send, tokenizer = engine.wire.send, engine.coordinator._model.tokenizer
+    assert tokenizer is not None
+    stream = tokenizer.stream
 
     def noting(peer: bytes, event: Event) -> Delivery:
         doorbells.append(engine.ranks.control.doorbell())
         return send(peer, event)
 
+    def decoding(after: Sequence[int]) -> Any:
+        doorbells.append(engine.ranks.control.doorbell())
+        return stream(after)
+
     monkeypatch.setattr(engine.wire, "send", noting)
-    engine.ask(A, "a1")
-    assert doorbells == [1]
+    monkeypatch.setattr(tokenizer, "stream", decoding)
+    engine.ask(A, "a1", max_tokens=1)
+    assert doorbells == [1, 1], "the decoder of its text, and what its client is told"
+    engine.decode(1)
+    assert [event.text for event in engine.events("a1") if isinstance(event, Tokens)] == [Letters().push(answer_of((1, 2))[0])]
 
 
 class Grammars:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from fractions import Fraction
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.sampling import (
     NO_CANDIDATE,
+    UNSHAPED,
     Sampling,
     Shaper,
     Shaping,
@@ -309,6 +311,13 @@ def test_bits_of_logprobs_do_not_change() -> None:
 def test_values_out_of_range_are_refused_by_name(name: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=name):
         Shaping(**{name: bad})
+
+
+def test_the_values_of_a_request_that_asks_for_nothing_make_no_new_object() -> None:
+    assert Shaping.of(*astuple(UNSHAPED)) is UNSHAPED
+    assert Shaping.of(5, *astuple(UNSHAPED)[1:]) == Shaping(top_k=5)
+    with pytest.raises(ValueError, match=r"^top_p must be between"):
+        Shaping.of(0, math.nan, *astuple(UNSHAPED)[2:])
 
 
 def test_greedy_needs_no_filters() -> None:

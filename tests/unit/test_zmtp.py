@@ -41,8 +41,30 @@ def test_messages_survive_any_cut(bodies: list[bytes], cuts: list[int]) -> None:
 @given(body=st.binary(max_size=600), rest=st.binary(max_size=3))
 def test_the_short_way_of_a_message_takes_only_whole_ones(body: bytes, rest: bytes) -> None:
     taken = only_message(framed(body) + rest)
-    assert taken in (None, body)
-    assert (taken is not None) == (len(body) < 256 and not rest)
+    assert taken == (None if rest else body)
+    for wrong in (1, 4, 8):  # more frames follow, a command, no frame at all
+        assert only_message(bytes([framed(body)[0] | wrong]) + framed(body)[1:]) is None
+
+
+@given(bodies=st.lists(st.binary(max_size=700), max_size=5), cuts=st.lists(st.integers(0, 4000), max_size=4))
+def test_what_comes_at_once_is_the_same_message(bodies: list[bytes], cuts: list[int]) -> None:
+    wire, data, found = Wire(ROUTER, LIMIT), b"".join(map(framed, bodies)), []
+    assert wire.next_of(opening(DEALER)) is None
+    ends = list(itertools.accumulate(map(len, map(framed, bodies))))
+    for begin, end in itertools.pairwise(sorted([0, *(min(cut, len(data)) for cut in cuts), *ends])):
+        message = wire.next_of(data[begin:end])
+        while message is not None:
+            found.append(message)
+            message = wire.next()
+    assert found == [Message(1, len(body), body) for body in bodies]
+
+
+def test_what_comes_at_once_has_the_same_limit() -> None:
+    wire = Wire(ROUTER, 1000)
+    wire.next_of(opening(DEALER))
+    assert wire.next_of(framed(bytes(991))) == (1, 991, bytes(991))
+    with pytest.raises(ProtocolError, match="at most 1000 are taken"):
+        wire.next_of(framed(bytes(1001)))
 
 
 def test_frames_of_a_message_are_counted_and_not_kept() -> None:
@@ -206,6 +228,33 @@ def test_a_slow_reader_gets_whole_messages(port: FilePort, tmp_path: Path) -> No
             found += len(messages_of(wire, client.recv(1 << 16), []))
         assert not port.behind
         assert port.send(name, b"again")
+
+
+def test_a_short_message_takes_one_look_at_the_socket(
+    port: FilePort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    with connect(tmp_path / "rpc.sock") as client:
+        client.sendall(framed(b"hello"))
+        received(port, 1)
+        look, num_looks = file_port._received, 0
+
+        def looking(connection: socket.socket) -> bytes:
+            nonlocal num_looks
+            num_looks += 1
+            return look(connection)
+
+        monkeypatch.setattr(file_port, "_received", looking)
+        for body in (b"a prompt of 1,000 ids" * 200, b"hello"):
+            client.sendall(framed(body))
+            assert [message.frame for _, message in received(port, 1)] == [body]
+        assert num_looks == 2
+        client.sendall(framed(b"last words"))
+        client.close()
+        assert [message.frame for _, message in received(port, 1)] == [b"last words"]
+        [(name, _)] = [(name, peer) for name, peer in port._peers.items()]
+        assert port.receive(16) == []
+        with pytest.raises(Gone):
+            port.send(name, b"x")
 
 
 def test_a_client_that_goes_is_gone(port: FilePort, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 // Attention of a block of tokens, binary16 with float32 scores and sums, on Hopper's matrix units.
 //
-// An item is `kGroups` groups of 64 rows (kPack query heads that share a KV head, of neighbouring positions) and the keys they see, in
-// tiles of kKeys. A thread queues tensor copies into a ring of slots, which hold a tile of keys or of values each; every group of
-// four warps multiplies its own rows. `full` counts bytes of a slot, `empty` the warps that have done with it.
+// An item is one or two groups of 64 rows (kPack query heads that share a KV head, of neighbouring positions) and the keys they see,
+// in tiles of kKeys. A thread queues tensor copies into a ring of slots, which hold a tile of keys or of values each; every group of
+// four warps multiplies its own rows. `full` counts bytes of a slot, `empty` the warps that have done with it. Two groups queue their
+// products in turn, so that exponentials of one are made beside products of the other.
 //
 // Bits: tiles of keys stand at fixed positions, and a tile that a row does not see changes nothing of it. Where a row may see many
 // keys, they are attended to in chunks of kChunkTiles tiles, each from nothing, and merged in order: in one thread block, or in as
@@ -13,7 +14,7 @@
 namespace kog {
 
 constexpr u32 kGroupRows = 64, kGroupThreads = 128;
-constexpr int kGroupPositions = kGroupRows / kPack, kItemPositions = kGroups * kGroupPositions;
+constexpr int kGroupPositions = kGroupRows / kPack;
 constexpr u32 kPanels = kHeadDim / kPanel, kPanelBytes = kKeys * kPanel * 2, kTileBytes = kPanels * kPanelBytes;
 constexpr u32 kQueryPanelBytes = kGroupRows * kPanel * 2, kQueryBytes = kPanels * kQueryPanelBytes;
 constexpr u32 kTotalBytes = kGroupRows * kHeadDim * 4;
@@ -57,9 +58,12 @@ struct Item {
         }
     }
     __device__ __forceinline__ void see(const KogAttentionParams& params, int start) {
-        const int row = tile * kItemPositions, lowest = start + row - static_cast<int>(params.window) + 1;
+        const int row = first_row(params, 0), lowest = start + row - static_cast<int>(params.window) + 1;
         first = params.window && lowest > 0 ? lowest / kKeys : 0;
-        end = (start + min(static_cast<int>(params.size), row + kItemPositions) - 1) / kKeys + 1;
+        end = (start + min(static_cast<int>(params.size), row + static_cast<int>(params.num_groups) * kGroupPositions) - 1) / kKeys + 1;
+    }
+    __device__ __forceinline__ int first_row(const KogAttentionParams& params, u32 group) const {
+        return (tile * params.num_groups + group) * kGroupPositions;
     }
     // One past the last tile that belongs together with tile `from`.
     __device__ __forceinline__ int run_end(const KogAttentionParams& params, int from) const {
@@ -112,11 +116,11 @@ struct Producer {
             if (item.first >= item.end) continue;
             const u32 kv_head = item.head * kPack / kShare;
             load(params.keys_map, item.first, kv_head);
-            for (u32 group = 0; group < kGroups; ++group) {
+            for (u32 group = 0; group < params.num_groups; ++group) {
                 mbar_wait(memory.query_empty(group), query_parity);
                 mbar_arrive_expect(memory.query_full(group), kQueryBytes);
                 tensor_load(memory.query(group), reinterpret_cast<const TensorMap*>(params.query_map), 0, 0,
-                            item.tile * kItemPositions + group * kGroupPositions, 0, item.head, memory.query_full(group));
+                            item.first_row(params, group), 0, item.head, memory.query_full(group));
             }
             query_parity ^= 1;
             for (int from = item.first; from < item.end;) {
@@ -177,11 +181,11 @@ __device__ __forceinline__ void turn(u32 (&v)[4]) {
 }
 
 // The outputs of a group's rows. Called by whole warps.
-__device__ __forceinline__ void store_rows(const KogAttentionParams& params, u32 tile, u32 head, u32 group, const State& state) {
+__device__ __forceinline__ void store_rows(const KogAttentionParams& params, const Item& item, u32 group, const State& state) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const u32 row = threadIdx.x % kGroupThreads / 32 * 16 + laneid() / 4 + 8 * r;
-        const u32 place = tile * kItemPositions + group * kGroupPositions + row / kPack, at = head * kPack + row % kPack;
+        const u32 place = item.first_row(params, group) + row / kPack, at = item.head * kPack + row % kPack;
         const u64 first = ((static_cast<u64>(at / kLaneHeads) * params.size + place) * kLaneHeads + at % kLaneHeads) * kHeadDim;
         unsigned char* to = reinterpret_cast<unsigned char*>(params.out_ptr) + 2 * first;
         const float inverse = 1.0f / state.sum[r];
@@ -206,7 +210,7 @@ struct Parts {  // of items whose chunks are attended to by several thread block
     float4 *values, *sums;
 
     __device__ __forceinline__ Parts(const KogAttentionParams& params, u32 index, u32 group) {
-        const u64 at = static_cast<u64>(index) * kGroups + group;
+        const u64 at = static_cast<u64>(index) * params.num_groups + group;
         values = reinterpret_cast<float4*>(params.parts_ptr) + at * kGroupThreads * (kValues / 4) + threadIdx.x % kGroupThreads;
         sums = reinterpret_cast<float4*>(params.part_sums_ptr) + at * kGroupThreads + threadIdx.x % kGroupThreads;
     }
@@ -216,6 +220,7 @@ struct Consumer {
     const KogAttentionParams& params;
     Memory memory;
     u32 group;
+    bool in_turn;
     Ring ring{0, 0};
     State state;
 
@@ -322,7 +327,7 @@ struct Consumer {
             const u32 keys = ring.slot;
             ring.advance();
             const u32 values = ring.slot;
-            if (kInTurn) group_sync(1 + group, 2 * kGroupThreads);
+            if (in_turn) group_sync(1 + group, 2 * kGroupThreads);
             __syncwarp();
             settle(scores);
             settle(state.values);
@@ -332,7 +337,7 @@ struct Consumer {
             ring.advance();
             __syncwarp();
             queue_values(chances, values);
-            if (kInTurn) group_arrive(2 - group, 2 * kGroupThreads);
+            if (in_turn) group_arrive(2 - group, 2 * kGroupThreads);
             products_wait<1>();
             settle(scores);
             release(keys);
@@ -368,13 +373,13 @@ struct Consumer {
         const u32 thread = threadIdx.x % kGroupThreads, warp_row = thread / 32 * 16;
         const u32 totals = memory.base + kTotalsFrom + group * kTotalBytes + 16 * thread;
         u32 query_parity = 0;
-        if (kInTurn && group == 1) group_arrive(1, 2 * kGroupThreads);  // the other one begins
+        if (in_turn && group == 1) group_arrive(1, 2 * kGroupThreads);  // the other one begins
         for (u32 pass = 0; pass * gridDim.x < params.num_items; ++pass) {
             const u32 index = item_index(pass);
             if (index >= params.num_items) continue;
             const Item item(params, index, start);
             if (item.first >= item.end) continue;
-            const int origin = start + item.tile * kItemPositions + group * kGroupPositions;
+            const int origin = start + item.first_row(params, group);
             const int lowest = origin + warp_row / kPack, highest = origin + (warp_row + 15) / kPack;
             const int position[2] = {static_cast<int>(origin + (warp_row + laneid() / 4) / kPack),
                                      static_cast<int>(origin + (warp_row + laneid() / 4 + 8) / kPack)};
@@ -406,7 +411,7 @@ struct Consumer {
             }
             state.sum[0] = sum[0], state.sum[1] = sum[1];
             if (params.num_chunks == 0) {
-                store_rows(params, item.tile, item.head, group, state);
+                store_rows(params, item, group, state);
                 continue;
             }
             const Parts parts(params, index, group);
@@ -430,10 +435,11 @@ extern "C" {
 
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1) attend(const __grid_constant__ AttentionLaunch launch) {
     const Memory memory{(shared_memory() + 1023) & ~1023u};
+    const u32 group = threadIdx.x / kGroupThreads, num_groups = launch.params.num_groups;
     if (threadIdx.x == 0) {
         for (u32 slot = 0; slot < kSlots; ++slot) {
             mbar_init(memory.full(slot), 1);
-            mbar_init(memory.empty(slot), 4 * kGroups);  // warps
+            mbar_init(memory.empty(slot), 4 * num_groups);  // warps
         }
         for (u32 group = 0; group < kGroups; ++group) {
             mbar_init(memory.query_full(group), 1);
@@ -442,10 +448,9 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1) attend(const
         fence_barrier_init();
     }
     __syncthreads();
-    const u32 group = threadIdx.x / kGroupThreads;
     if (group < kGroups) {
-        raise_registers<kConsumerRegisters>();
-        Consumer{launch.params, memory, group}.run();
+        raise_registers<240>();
+        if (group < num_groups) Consumer{launch.params, memory, group, num_groups > 1}.run();
     } else {
         drop_registers<24>();
         if (threadIdx.x == kGroups * kGroupThreads) Producer{launch.params, memory}.run();
@@ -455,7 +460,8 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1) attend(const
 // The chunks of a group's rows, a thread block for each group, in the order in which one thread block would have merged them.
 __global__ void __launch_bounds__(kGroupThreads) combine(const __grid_constant__ AttentionLaunch launch) {
     const KogAttentionParams& params = launch.params;
-    const u32 group = blockIdx.x % kGroups, rows = blockIdx.x / kGroups, num_rows = params.num_tiles * kPackedHeads;
+    const u32 group = blockIdx.x % params.num_groups, rows = blockIdx.x / params.num_groups;
+    const u32 num_rows = params.num_tiles * kPackedHeads;  // items, but for chunks
     Item item(params, rows, *reinterpret_cast<const int*>(params.place_ptr));
     item.see(params, *reinterpret_cast<const int*>(params.place_ptr));
     float top[2] = {-INFINITY, -INFINITY};
@@ -474,7 +480,7 @@ __global__ void __launch_bounds__(kGroupThreads) combine(const __grid_constant__
             values[2] = merged(values[2], part.z, factor, 1), values[3] = merged(values[3], part.w, factor, 1);
         }
     }
-    store_rows(params, item.tile, item.head, group, total);
+    store_rows(params, item, group, total);
 }
 
 }  // extern "C"

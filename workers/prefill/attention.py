@@ -17,6 +17,7 @@ from kog_dist.workers.prefill.attention_abi import (
     CHUNK_KEYS,
     GROUP_ROWS,
     GROUP_THREADS,
+    NUM_THREADS,
     AttentionShape,
 )
 
@@ -31,8 +32,9 @@ _MAX_CHUNKS = 16  # as items of their own: memory for what each of them gives
 class Plan:
     """How the rows of a block are cut into items; a function of its size and of the window, never of its position."""
 
+    num_groups: int  # of an item
     num_tiles: int  # of rows
-    is_chunked: bool  # whether keys are attended to in chunks; decides about bits
+    is_chunked: bool  # whether keys are attended to in chunks; decides about bits, and nothing else here does
     num_chunks: int  # that are items of their own; 0: none
     num_items: int
     num_ctas: int
@@ -41,16 +43,17 @@ class Plan:
 def plan(shape: AttentionShape, size: int, window: int | None, max_positions: int, num_sms: int) -> Plan:
     """The items of `size` rows, of which none stands at `max_positions` or behind.
 
-    Chunks become items of their own where there would be work for half of the multiprocessors at most.
+    Where multiprocessors would be left over, chunks become items of their own, and items have one group, which is faster alone.
     """
-    num_tiles = -(-size * shape.pack // (shape.groups * GROUP_ROWS))
-    num_items = num_tiles * shape.num_heads // shape.pack
+    positions, heads = GROUP_ROWS // shape.pack, shape.num_heads // shape.pack  # positions of a group
     is_chunked = window is None or window > CHUNK_KEYS
     num_chunks = -(-max_positions // CHUNK_KEYS)
-    if not is_chunked or not 1 < num_chunks <= _MAX_CHUNKS or 2 * num_items > num_sms:
+    if not is_chunked or not 1 < num_chunks <= _MAX_CHUNKS or 2 * heads * -(-size // (2 * positions)) > num_sms:
         num_chunks = 0
-    num_items *= num_chunks or 1
-    return Plan(num_tiles, is_chunked, num_chunks, num_items, min(num_items, num_sms))
+    num_groups = 1 if size <= positions or heads * -(-size // positions) * (num_chunks or 1) <= num_sms else 2
+    num_tiles = -(-size // (num_groups * positions))
+    num_items = num_tiles * heads * (num_chunks or 1)
+    return Plan(num_groups, num_tiles, is_chunked, num_chunks, num_items, min(num_items, num_sms))
 
 
 def build(shape: AttentionShape) -> compiler.Cubin:
@@ -109,15 +112,16 @@ class Attention:
         params["keys_map"], params["values_map"] = self._key_map(keys), self._key_map(values)
         params["place_ptr"], params["out_ptr"] = place.data_ptr(), out.data_ptr()
         params["size"], params["window"], params["is_chunked"] = size, window or 0, made.is_chunked
-        params["num_tiles"], params["num_chunks"], params["num_items"] = made.num_tiles, made.num_chunks, made.num_items
+        for name in ("num_groups", "num_tiles", "num_chunks", "num_items"):
+            params[name] = getattr(made, name)
         if made.num_chunks:
-            count = made.num_items * shape.groups * GROUP_THREADS
+            count = made.num_items * made.num_groups * GROUP_THREADS
             parts = torch.empty(count * (shape.head_dim // 2 + 4), dtype=torch.float32, device=query.device)
             params["parts_ptr"] = parts.data_ptr()
             params["part_sums_ptr"] = parts[count * shape.head_dim // 2 :].data_ptr()
-        self._launchers["attend"](made.num_ctas, shape.num_threads, params.tobytes())
+        self._launchers["attend"](made.num_ctas, NUM_THREADS, params.tobytes())
         if made.num_chunks:
-            self._launchers["combine"](made.num_items // made.num_chunks * shape.groups, GROUP_THREADS, params.tobytes())
+            self._launchers["combine"](made.num_items // made.num_chunks * made.num_groups, GROUP_THREADS, params.tobytes())
         return out
 
     def _query_map(self, query: Tensor) -> NDArray[np.uint64]:

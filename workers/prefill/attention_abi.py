@@ -9,7 +9,8 @@ from kog_dist.abi import Field, Struct
 from kog_dist.collectives.cuda_abi import device_header
 
 HOPPER = (9, 0)  # compute capability of the GPUs that attention.cu runs on: sm_90a is no other's
-GROUP_ROWS, GROUP_THREADS = 64, 128  # rows that four warps multiply at once
+GROUPS, GROUP_ROWS, GROUP_THREADS = 2, 64, 128  # at most in an item; a group are four warps, which multiply so many rows at once
+NUM_THREADS = (GROUPS + 1) * GROUP_THREADS  # of a thread block: one more group queues copies
 CHUNK_KEYS = 1024  # keys that are attended to from nothing; decides about bits, as `AttentionShape.keys` does
 MAX_HEAD_DIM = 128
 _SHARED_BYTES = 227 << 10  # all that a thread block can have
@@ -28,7 +29,8 @@ ATTENTION_PARAMS = Struct(
         Field("size", "u32", "rows of the block"),
         Field("window", "u32", "positions that a token sees, itself among them; 0: all before it"),
         Field("is_chunked", "u32", "1: keys are attended to in chunks"),
-        Field("num_tiles", "u32", "tiles of rows"),
+        Field("num_groups", "u32", "groups of an item: 1 or 2"),
+        Field("num_tiles", "u32", "tiles of rows: what a head has items for"),
         Field("num_chunks", "u32", "chunks that are items of their own; 0: an item has all chunks of its rows"),
         Field("num_items", "u32", "tiles times items' heads, times chunks if there are any"),
     ),
@@ -44,9 +46,7 @@ class AttentionShape:
     num_heads: int  # query heads of the rank
     num_kv_heads: int
     lane_heads: int  # query heads of a lane
-    groups: int = 2  # groups of GROUP_ROWS rows in an item
     keys: int = 128  # in a tile; decides about bits
-    in_turn: bool = False  # two groups queue products in turn, so that exponentials of one are made beside products of the other
 
     @property
     def share(self) -> int:
@@ -66,19 +66,14 @@ class AttentionShape:
     @property
     def slots(self) -> int:
         """Tiles of keys or of values in shared memory at once."""
-        rest = _SHARED_BYTES - 1024 - 256 - self.groups * GROUP_ROWS * self.head_dim * 6  # queries, sums of chunks
+        rest = _SHARED_BYTES - 1024 - 256 - GROUPS * GROUP_ROWS * self.head_dim * 6  # queries, sums of chunks
         return min(_MAX_SLOTS, rest // (self.keys * self.head_dim * 2))
 
     @property
     def shared_bytes(self) -> int:
         """Of a thread block, what alignment takes included."""
-        used = self.slots * self.keys * self.head_dim * 2 + self.groups * GROUP_ROWS * self.head_dim * 6
-        return 1024 + used + 16 * (self.slots + self.groups)
-
-    @property
-    def num_threads(self) -> int:
-        """Of a thread block: one more group queues copies."""
-        return (self.groups + 1) * GROUP_THREADS
+        used = self.slots * self.keys * self.head_dim * 2 + GROUPS * GROUP_ROWS * self.head_dim * 6
+        return 1024 + used + 16 * (self.slots + GROUPS)
 
     def header(self) -> str:
         """`attention_shape.cuh`."""
@@ -93,9 +88,8 @@ class AttentionShape:
         numbers = {
             "kHeadDim": self.head_dim, "kPanel": self.panel, "kPack": self.pack, "kShare": self.share,
             "kLaneHeads": self.lane_heads, "kPackedHeads": self.num_heads // self.pack,
-            "kGroups": self.groups, "kKeys": self.keys, "kSlots": self.slots,
-            "kChunkTiles": CHUNK_KEYS // self.keys, "kSharedBytes": self.shared_bytes,
-            "kConsumerRegisters": 240 if self.groups == 2 else 160, "kInTurn": int(self.in_turn),
+            "kGroups": GROUPS, "kKeys": self.keys, "kSlots": self.slots, "kChunkTiles": CHUNK_KEYS // self.keys,
+            "kSharedBytes": self.shared_bytes,
         }  # fmt: skip
         lines = [device_header("kog_dist.workers.prefill.attention_abi", (ATTENTION_PARAMS,)), "namespace kog {"]
         lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]

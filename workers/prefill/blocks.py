@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better.
 BLOCK_SIZES = (128, 256, 512, 1024, 2048)
@@ -12,8 +12,7 @@ BLOCK_SIZES = (128, 256, 512, 1024, 2048)
 EXACT_SIZE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Neighbouring positions. Rows behind `num_tokens` are padding, whose results nobody reads."""
 
     start: int

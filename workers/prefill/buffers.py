@@ -10,8 +10,8 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.cuda.pinned import pinned
 from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill.staging import Staging
 
 if TYPE_CHECKING:
     import torch
@@ -67,22 +67,24 @@ class Buffers:
         cos, sin = (torch.from_numpy(table) for table in rope_table(spec, spec.max_context))
         self.rope = torch.stack((cos, sin), dim=-1).to(device)  # (max_context, head_dim / 2, 2)
         num_rows = spec.max_context + max_size
-        self.prompt = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        is_cuda = device.startswith("cuda")
-        self.staged_prompt = staged(num_rows, torch.int32, is_cuda=is_cuda)
+        self.staging = Staging(num_rows, device)
+        self.prompt, self.flags = self.staging.prompt, self.staging.flags
         shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.flags = torch.zeros(3, dtype=torch.int32, device=device)
         self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next block begins; 1: a value was not finite
         self.last_position = self.flags[2:]  # of the prompt
-        self.staged_flags = staged(3, torch.int32, is_cuda=is_cuda)
         self.last_streams = torch.zeros(layout.num_lanes, spec.hidden_size, device=device)  # of it, behind the last layer
 
     @property
     def streams(self) -> LastStreams:
         """The address of `last_streams`; they are invalid if a value was not finite."""
         return LastStreams(self.last_streams.data_ptr(), self.overflow.data_ptr())
+
+    def forget(self) -> None:
+        """Plain keys and values, after a value was not finite: masked NaN spreads, too."""
+        self.keys.zero_()
+        self.values.zero_()
 
     @property
     def num_bytes(self) -> int:
@@ -126,19 +128,6 @@ class Buffers:
             place=torch.zeros(3, dtype=torch.int32, device=self.device),
             query_bounds=bounds,
         )
-
-
-def staged(count: int, dtype: torch.dtype, *, is_cuda: bool) -> Tensor:
-    """Zeros on the host, page-locked if a GPU copies them.
-
-    Not torch's own page-locked memory: when it is freed, torch records an event on every stream that has copied it, and the
-    monokernel's stream may be gone by then, which ends the process.
-    """
-    import torch
-
-    if not is_cuda:
-        return torch.zeros(count, dtype=dtype)
-    return torch.from_numpy(pinned(count * dtype.itemsize)).view(dtype)
 
 
 def misfit(spec: ModelSpec) -> str:

@@ -22,6 +22,7 @@ from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.operations import give_streams, take_last
 from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.products import Products
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,7 @@ class DeviceOperations:
         )  # fmt: skip
         cubin = build(header)
         self.build_log = cubin.log
+        self._products = Products()
         self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
         self._attention = _attention_for(self.layout)
 
@@ -96,12 +98,7 @@ class DeviceOperations:
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
-        import torch
-
-        if out.dtype == x.dtype:
-            torch.bmm(x, matrix.transpose(1, 2), out=out)
-        else:
-            torch.ops.aten.bmm.dtype_out(x, matrix.transpose(1, 2), out.dtype, out=out)
+        self._products(x, matrix, out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kog_dist.cuda.driver import launch_graph
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, Block
@@ -18,7 +19,7 @@ from kog_dist.workers.prefill.device_operations import DeviceOperations, observe
 from kog_dist.workers.prefill.exchange import OneRank, Rehearsal, SumExchange
 from kog_dist.workers.prefill.layers import Layers
 from kog_dist.workers.prefill.matrices import Matrices
-from kog_dist.workers.prefill.prefill import Prefill, load_prompt, was_finite
+from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +138,11 @@ class GraphRunner:
                     with torch.cuda.graph(graphs[size], pool=pool, stream=stream, capture_error_mode="thread_local"):
                         run(rows)
         stream.synchronize()
+        self._stream_ptr = stream.cuda_stream
+        # By size: what is launched without torch, which looks up device, stream and random numbers first.
+        self._blocks, self._ends = (
+            {size: graph.raw_cuda_graph_exec() for size, graph in graphs.items()} for graphs in (self.graphs, self.ends)
+        )
 
     def _warm_up(self, rows: Rows) -> None:
         """Have all workspaces and modules that a graph needs. Peers may come to this at another time."""
@@ -155,17 +161,18 @@ class GraphRunner:
         """See `Runner`."""
         import torch
 
-        with torch.cuda.stream(self.stream):
-            load_prompt(self.buffers, self.layers.operations, token_ids, start, held)
+        self.buffers.staging.load(token_ids, start, self.buffers.max_size, self._stream_ptr)
+        if held < start:
+            with torch.cuda.stream(self.stream):
+                self.layers.operations.load_cache(held, start)
 
     def queue(self, block: Block) -> Callable[[], bool]:
         """See `Runner`."""
         import torch
 
+        launch_graph(self._blocks[block.size], self._stream_ptr)
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self.stream):
-            self.graphs[block.size].replay()
-            ended.record()
+        ended.record(self.stream)
         return ended.query
 
     @property
@@ -175,10 +182,7 @@ class GraphRunner:
 
     def queue_end(self, block: Block) -> None:
         """See `Runner`."""
-        import torch
-
-        with torch.cuda.stream(self.stream):
-            self.ends[block.size].replay()
+        launch_graph(self._ends[block.size], self._stream_ptr)
 
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""
@@ -187,7 +191,7 @@ class GraphRunner:
         with torch.cuda.stream(self.stream):
             self.layers.exchange.share_overflow(self.buffers.overflow)
             self.layers.operations.store_cache(first, last)
-            self.buffers.staged_flags.copy_(self.buffers.flags, non_blocking=True)
+            self.buffers.staging.read_back()
             self._stored.record()
 
     def has_ended(self) -> bool:
@@ -199,8 +203,11 @@ class GraphRunner:
         import torch
 
         self.layers.exchange.check()
-        with torch.cuda.stream(self.stream):
-            return was_finite(self.buffers, self.buffers.staged_flags[1])
+        has_overflown = self.buffers.staging.has_overflown
+        if has_overflown:
+            with torch.cuda.stream(self.stream):
+                self.buffers.forget()
+        return not has_overflown
 
     def stop(self) -> None:
         """See `Runner`."""

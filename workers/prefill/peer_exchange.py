@@ -22,8 +22,8 @@ from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import Block, ModelSpec, ReduceMode
-from kog_dist.workers.prefill.buffers import staged
 from kog_dist.workers.prefill.prefill_abi import CHUNK_ROWS, SUM_PARAMS, SUM_THREADS, sums_header
+from kog_dist.workers.prefill.staging import staged
 
 if TYPE_CHECKING:
     from torch import Tensor

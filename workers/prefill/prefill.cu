@@ -342,13 +342,15 @@ __device__ __forceinline__ void residual_rows(const KogPrefillParams& params) {
     for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kExact>(params, row);
 }
 
+// The last row of the last lane first: of what the product has just written, the end is in the L2 cache, and the next product begins
+// with what is written here at last.
 template <bool kExact>
 __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
     using Values = Kept<kExact>;
     const u32 size = params.size;
-    for (u32 i = blockIdx.x; i < kLanes * size; i += gridDim.x) {  // rows of all lanes
+    for (u32 n = blockIdx.x; n < kLanes * size; n += gridDim.x) {
+        const u32 i = kLanes * size - 1 - n, lane = i / size, row = i % size;
         const float scale = reinterpret_cast<const float*>(params.inverse_rms_ptr)[i];
-        const u32 lane = i / size, row = i % size;
         const u64 gates = Values::at(lane, row, size, 2 * kFfnUnits), rest = static_cast<u64>(size) * kFfnUnits;
         uint4* activation = reinterpret_cast<uint4*>(params.activation_ptr) + Values::at(lane, row, size, kFfnUnits);
         for (u32 unit = threadIdx.x; unit < kFfnUnits; unit += blockDim.x) {

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.layers import Layers
-from kog_dist.workers.prefill.operations import Operations
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCKS_QUEUED = 2  # the next one starts without the host
 POLL_S = 20e-6
@@ -178,7 +171,9 @@ class HostRunner:
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
-        load_prompt(self._buffers, self._layers.operations, token_ids, start, held)
+        self._buffers.staging.load(token_ids, start, self._buffers.max_size, 0)
+        if held < start:
+            self._layers.operations.load_cache(held, start)
 
     def queue(self, block: Block) -> Callable[[], bool]:
         """See `Runner`."""
@@ -206,33 +201,11 @@ class HostRunner:
     def finish(self) -> bool:
         """See `Runner`."""
         self._layers.exchange.check()
-        return was_finite(self._buffers, self._buffers.overflow)
+        self._buffers.staging.read_back()
+        if self._buffers.staging.has_overflown:
+            self._buffers.forget()
+        return not self._buffers.staging.has_overflown
 
     def stop(self) -> None:
         """See `Runner`."""
         self._layers.exchange.stop()
-
-
-def load_prompt(buffers: Buffers, operations: Operations, token_ids: Sequence[int], start: int, held: int) -> None:
-    """Put the tokens of a prompt from `start` on, and the keys and values from `held` to `start`, in place.
-
-    Queues two copies from page-locked memory, which must not be in use any more.
-    """
-    end = min(len(token_ids) + buffers.max_size, len(buffers.prompt))
-    staged = buffers.staged_prompt.numpy()
-    staged[start : len(token_ids)] = np.frombuffer(array("I", token_ids[start:]), np.int32)  # an engine gives such an array
-    staged[len(token_ids) : end] = 0  # padding: any token will do
-    buffers.staged_flags.numpy()[:] = (start, 0, len(token_ids) - 1)
-    buffers.flags.copy_(buffers.staged_flags, non_blocking=True)
-    buffers.prompt[start:end].copy_(buffers.staged_prompt[start:end], non_blocking=True)
-    if held < start:
-        operations.load_cache(held, start)
-
-
-def was_finite(buffers: Buffers, overflow: Tensor) -> bool:
-    """Whether `overflow`, or its copy on the host, is 0. If not, plain keys and values are forgotten: masked NaN spreads, too."""
-    if not int(overflow):
-        return True
-    buffers.keys.zero_()
-    buffers.values.zero_()
-    return False

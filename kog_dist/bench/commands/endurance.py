@@ -19,6 +19,6 @@ def endurance(
     """Very many tokens, with a running hash that must be the same on all ranks and on every number of GPUs (else code 1)."""
     from kog_dist.bench import endurance as benchmark
 
-    if tokens < 1 or not deadline_s > 0:
-        raise ConfigError("--tokens must be at least 1, and --deadline-s more than 0")
+    if not deadline_s > 0:
+        raise ConfigError("--deadline-s must be more than 0")
     raise typer.Exit(0 if benchmark.run(spec, counts_of(gpus, "--gpus"), tokens, deadline_s) else 1)

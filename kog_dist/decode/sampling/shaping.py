@@ -21,7 +21,7 @@ whether it is allowed: a kernel needs no sorting (docs/sampling.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -56,6 +56,11 @@ class Shaping:
     def __post_init__(self) -> None:
         check_shaping({name: getattr(self, name) for name in self.__slots__}, self.logit_bias)
 
+    @classmethod
+    def of(cls, *values: Any) -> Shaping:
+        """A `Shaping` of all its values in order; UNSHAPED, which need not be checked, for almost every request."""
+        return UNSHAPED if values == _UNSHAPED_VALUES else cls(*values)
+
     def has_penalties(self) -> bool:
         """Whether logits depend on what was said."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
@@ -70,6 +75,7 @@ class Shaping:
 
 
 UNSHAPED: Final = Shaping()
+_UNSHAPED_VALUES: Final = astuple(UNSHAPED)
 
 
 def adjust(logits: NDArray[Any], shaping: Shaping, seen: NDArray[np.bool_], counts: NDArray[np.int32]) -> Floats:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TypeAlias
 
 from kog_dist.rpc.fields import (
@@ -34,6 +35,8 @@ from kog_dist.rpc.messages.limits import (
     MAX_STOP_STRINGS,
 )
 
+_LIMITED_NAMES = tuple(name for name in SHAPING_LIMITS if name != "logit_bias")
+_LIMITED = attrgetter(*_LIMITED_NAMES)
 _ANY_INTEGER = integer(-(2**63), 2**63 - 1)  # the message's own check, or the model, says which are allowed
 
 
@@ -90,9 +93,15 @@ class Generate(Checked):
             raise BadMessage("generate: json_schema and regex exclude each other", ErrorCode.INVALID_REQUEST)
         try:
             check_temperature(self.temperature)
-            check_shaping({name: getattr(self, name) for name in SHAPING_LIMITS if name != "logit_bias"}, self.logit_bias)
+            if self.is_shaped:
+                check_shaping(dict(zip(_LIMITED_NAMES, _LIMITED(self), strict=True)), self.logit_bias)
         except ValueError as error:
             raise BadMessage(f"generate: {error}", ErrorCode.INVALID_REQUEST) from None
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it asks for more than a temperature: few do, and the others' limits need not be looked at."""
+        return bool(self.logit_bias_ids) or _LIMITED(self) != _LIMITED_DEFAULTS
 
     @property
     def logit_bias(self) -> tuple[tuple[int, float], ...]:
@@ -117,5 +126,7 @@ class Drain(Checked):
     """Finish the running request, refuse the others, then stop the engine. Answered by `StatusReport`."""
 
 
+_DEFAULTS = {item.name: item.default for item in fields(Generate)}
+_LIMITED_DEFAULTS = tuple(_DEFAULTS[name] for name in _LIMITED_NAMES)
 Request: TypeAlias = Hello | Generate | Cancel | Status | Drain
 REQUESTS = tagged({"hello": Hello, "generate": Generate, "cancel": Cancel, "status": Status, "drain": Drain})

@@ -53,7 +53,10 @@ inline void update(u32 at, u32 arrivals, int bytes) {
 inline void mbar_init(u32 at, u32 count) { bars[at] = {count, count}; }
 inline void mbar_arrive(u32 at) { update(at, 1, 0); }
 inline void mbar_arrive_expect(u32 at, u32 bytes) { update(at, 1, static_cast<int>(bytes)); }
-inline void fence_barrier_init() {}
+constexpr u32 kGroupBars = 0xffffff00u;
+inline void fence_barrier_init() {  // a thread block begins: nobody waits
+    bars.erase(bars.lower_bound(kGroupBars), bars.end());
+}
 template <class Condition>
 void wait_for(std::unique_lock<std::mutex>& lock, Condition condition) {
     if (changed.wait_for(lock, std::chrono::seconds(20), condition)) return;
@@ -66,12 +69,12 @@ inline void mbar_wait(u32 at, u32 parity) {
 }
 inline void group_arrive(u32 barrier, u32 num_threads) {
     const std::lock_guard lock(mutex);
-    Bar& bar = bars[0xffffff00u + barrier];
+    Bar& bar = bars[kGroupBars + barrier];
     if (++bar.count == num_threads) bar.count = 0, ++bar.parity, changed.notify_all();
 }
 inline void group_sync(u32 barrier, u32 num_threads) {
     std::unique_lock lock(mutex);
-    Bar& bar = bars[0xffffff00u + barrier];
+    Bar& bar = bars[kGroupBars + barrier];
     const u32 before = bar.parity;
     if (++bar.count == num_threads) bar.count = 0, ++bar.parity, changed.notify_all();
     wait_for(lock, [&] { return bar.parity != before; });

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill import gpu
 from kog_dist.workers.prefill.exchange import OneRank
 from kog_dist.workers.prefill.gpu import GraphRunner, Tuning
 from kog_dist.workers.prefill.layers import Layers
@@ -26,10 +27,16 @@ class Graph:
     """What was called while it was captured, to be called again."""
 
     capturing: Graph | None = None
+    by_ptr: ClassVar[dict[int, Graph]] = {}
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
         self.num_replays = 0
+        self.by_ptr[id(self)] = self
+
+    def raw_cuda_graph_exec(self) -> int:
+        assert Graph.capturing is None
+        return id(self)
 
     def replay(self) -> None:
         self.num_replays += 1
@@ -51,6 +58,8 @@ class Event:
 
 
 class Stream:
+    cuda_stream = 7
+
     def synchronize(self) -> None:
         pass
 
@@ -90,6 +99,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank, G
         "graph_pool_handle": lambda: (0, 0), "stream": lambda stream: nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
+
+    def launch(graph_ptr: int, stream_ptr: int) -> None:
+        assert stream_ptr == Stream.cuda_stream
+        Graph.by_ptr[graph_ptr].replay()
+
+    monkeypatch.setattr(gpu, "launch_graph", launch)
     spec = ModelSpec(**SMALL)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 7), manifest=False)
     checkpoint = open_checkpoint(tmp_path)

@@ -1,0 +1,115 @@
+"""The few calls of cuBLASLt that a matrix product needs which is to run with a certain algorithm; torch offers no choice of them.
+
+Constants and layouts are those of cublasLt.h (cuBLAS 12 and 13); matrices are column by column there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+from kog_dist.errors import LaunchError
+
+WORKSPACE_BYTES = 32 << 20
+MOST_ALGORITHMS = 16
+
+_COMPUTE_FLOAT32 = 68
+_TRANSA, _BATCH_COUNT, _BATCH_STRIDE = 3, 5, 6  # CUBLASLT_MATMUL_DESC_, CUBLASLT_MATRIX_LAYOUT_
+_MAX_WORKSPACE, _REDUCTIONS, _FIRST_ALIGNMENT = 1, 3, 5  # CUBLASLT_MATMUL_PREF_; alignments of A, B, C and D in a row
+FLOAT32, BINARY16 = 0, 2  # cudaDataType_t
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8), ("workspace_bytes", ctypes.c_size_t), ("state", ctypes.c_int),
+        ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A batch of row-major matrices: `rows` of `columns` values, `row_stride` and `stride` values apart. `type`: of above."""
+
+    rows: int
+    columns: int
+    row_stride: int
+    stride: int
+    type: int
+
+
+@functools.cache
+def library(major: int) -> ctypes.CDLL:
+    """cuBLASLt of this major version, which torch has loaded. Raises OSError without it."""
+    return ctypes.CDLL(f"libcublasLt.so.{major}")
+
+
+class Product:
+    """`count` products y = x w^T, with what cuBLASLt knows of algorithms for them, the one that it expects most of first.
+
+    x (M, K) and w (N, K) are binary16, y (M, N) binary16 or float32; sums are float32, each by one thread block to its end.
+    `alignment`: bytes that divide all addresses and strides. Raises LaunchError.
+    """
+
+    def __init__(self, major: int, x: Operand, w: Operand, y: Operand, *, count: int, alignment: int) -> None:
+        self._library = library(major)
+        self._handle = _handle(major)
+        # Row by row is column by column of the transposed matrix: y^T = w x^T, and w is read transposed.
+        self._description = ctypes.c_void_p()
+        self._do("cublasLtMatmulDescCreate", ctypes.byref(self._description), _COMPUTE_FLOAT32, FLOAT32)
+        self._set("cublasLtMatmulDescSetAttribute", self._description, _TRANSA, ctypes.c_int32(1))
+        self._w, self._x, self._y = (self._layout(operand, count) for operand in (w, x, y))
+        preference = ctypes.c_void_p()
+        self._do("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        wanted: list[tuple[int, ctypes.c_uint32 | ctypes.c_uint64]]
+        wanted = [(_MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES)), (_REDUCTIONS, ctypes.c_uint32(0))]
+        wanted += [(_FIRST_ALIGNMENT + i, ctypes.c_uint32(alignment)) for i in range(4)]
+        for attribute, value in wanted:
+            self._set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
+        self._found, num_found = (_Heuristic * MOST_ALGORITHMS)(), ctypes.c_int()
+        self._do(
+            "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._w, self._x, self._y, self._y, preference,
+            MOST_ALGORITHMS, self._found, ctypes.byref(num_found),
+        )  # fmt: skip
+        self._library.cublasLtMatmulPreferenceDestroy(preference)
+        self.num_algorithms = sum(found.state == 0 for found in self._found[: num_found.value])
+        if not self.num_algorithms:
+            raise LaunchError(f"cuBLASLt has no algorithm for a product of {x} and {w}")
+
+    def run(self, algorithm: int, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+        """Queue the products with an algorithm, 0 to `num_algorithms` - 1. `x`, `w`, `y`, `workspace`: device addresses."""
+        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+        pointer = ctypes.c_void_p
+        self._do(
+            "cublasLtMatmul", self._handle, self._description, ctypes.byref(one), pointer(w), self._w, pointer(x), self._x,
+            ctypes.byref(zero), pointer(y), self._y, pointer(y), self._y, ctypes.byref(self._found[algorithm].algorithm),
+            pointer(workspace), ctypes.c_size_t(WORKSPACE_BYTES), pointer(stream),
+        )  # fmt: skip
+
+    def _layout(self, operand: Operand, count: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        self._do(
+            "cublasLtMatrixLayoutCreate", ctypes.byref(layout), operand.type, ctypes.c_uint64(operand.columns),
+            ctypes.c_uint64(operand.rows), ctypes.c_int64(operand.row_stride),
+        )  # fmt: skip
+        for attribute, value in ((_BATCH_COUNT, ctypes.c_int32(count)), (_BATCH_STRIDE, ctypes.c_int64(operand.stride))):
+            self._set("cublasLtMatrixLayoutSetAttribute", layout, attribute, value)
+        return layout
+
+    def _set(self, function: str, of: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData[int]) -> None:
+        self._do(function, of, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+    def _do(self, function: str, *arguments: object) -> None:
+        if code := getattr(self._library, function)(*arguments):
+            raise LaunchError(f"{function} failed ({code})")
+
+
+@functools.cache
+def _handle(major: int) -> ctypes.c_void_p:
+    """Of the current GPU: a process uses one."""
+    handle = ctypes.c_void_p()
+    if code := library(major).cublasLtCreate(ctypes.byref(handle)):
+        raise LaunchError(f"cublasLtCreate failed ({code})")
+    return handle

@@ -1,0 +1,26 @@
+"""Flags of `kog-bench` that make no sense are refused by name, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from kog_dist.bench.cli import app
+from kog_dist.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("endurance --tokens 10", "--tokens 10: must be from 64"),
+        ("endurance --tokens 600000", "--tokens 600000: must be from 64"),
+        ("endurance --deadline-s 0", "--deadline-s"),
+        ("soak --gpus 1 --ranks 2", "--ranks and --gpus exclude each other"),
+        ("soak --gpus 0", "--gpus at least 1"),
+        ("soak --ranks 0", "--ranks and --gpus at least 1"),
+    ],
+)
+def test_refused_by_name(command: str, words: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
