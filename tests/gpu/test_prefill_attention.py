@@ -129,9 +129,9 @@ def test_what_no_row_sees_changes_nothing(of_2b: Attention) -> None:
     query, keys, values = tensors(SHAPE_2B, 100)
     before = [of_2b.run(query, keys, values, place(1000, 100), window) for window in (512, None)]
     keys[1100:], values[1100:] = torch.inf, 60000
-    keys[:300], values[:300] = -torch.inf, 60000
+    keys[:480], values[:480] = -torch.inf, 60000
     assert torch.equal(of_2b.run(query, keys, values, place(1000, 100), 512), before[0])
-    keys[:300], values[:300] = tensors(SHAPE_2B, 100)[1][:300], tensors(SHAPE_2B, 100)[2][:300]
+    keys[:480], values[:480] = tensors(SHAPE_2B, 100)[1][:480], tensors(SHAPE_2B, 100)[2][:480]
     assert torch.equal(of_2b.run(query, keys, values, place(1000, 100), None), before[1])
 
 
