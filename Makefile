@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Setuptools would warn of folders named like the package, which lie where they should.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
 WORKERS ?= 2
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
@@ -46,14 +47,16 @@ bench: $(VENV)/.installed  ## speed of the demo model on this machine's CPU rank
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kog_dist needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt --upgrade pip  # that of older Pythons takes three times as long below
 
 # constraints.txt pins every version, torch included: a looser torch would fetch gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+# Of what tests need, most modules are never imported: the others are compiled when they are.
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench,mpi,ray]'
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[dev,bench,mpi,ray]'
 	touch $(VENV)/.installed $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -57,6 +58,8 @@ def _choose(
     inventory = read_inventory() if inventory is None else inventory
     visible = visible_gpus(inventory.gpus, environ)
     kv_dtype = checkpoint.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
+    if not asked and inventory.driver_hangs:  # CPU ranks would be a thousand times slower, and nobody would know why
+        raise LaunchError(f"{inventory.findings[0]}; --device cpu uses CPU ranks")
     if not asked:
         return _choose_unasked(settings, checkpoint, visible, inventory, kv_dtype)
     request = GpuRequest("--device cuda", settings.ranks or 1) if settings.gpus is None else GpuRequest.parse(settings.gpus)
@@ -68,7 +71,7 @@ def _choose(
         raise ConfigError(f"--ranks {settings.ranks} contradicts {count} GPU{'s' if count > 1 else ''}: a GPU has one rank")
     needs = _needs(settings, checkpoint, count, kv_dtype)
     need = next((need for need in needs if all(_has_room(gpu, need) for gpu in gpus)), needs[-1])
-    return _choice(count, kv_dtype, inventory, gpus, need, (*obstacles, *_obstacles(gpus, count, need)))
+    return _choice(count, kv_dtype, inventory, gpus, need, (*obstacles, *_obstacles(inventory, gpus, count, need)))
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _try_select(request: GpuRequest, visible: Visible, inventory: Inventory) -> 
         return (), (error,)
 
 
-def _obstacles(gpus: tuple[Gpu, ...], count: int, need: _Need) -> Iterator[KogError]:
+def _obstacles(inventory: Inventory, gpus: tuple[Gpu, ...], count: int, need: _Need) -> Iterator[KogError]:
     """Why this many GPUs, and these ones, cannot run the model now."""
     from kog_dist.collectives.cuda_abi import MAX_RANKS
 
@@ -156,6 +159,8 @@ def _obstacles(gpus: tuple[Gpu, ...], count: int, need: _Need) -> Iterator[KogEr
         reason = _unfit(gpu, need)
         if reason:
             yield LaunchError(f"{gpu} {reason}")
+    if between := inventory.obstacle_between(gpus):
+        yield LaunchError(f"{between}; choose others with --gpus, or look at nvidia-smi topo -p2p rw")
     if count > MAX_RANKS:
         yield LaunchError(f"an engine runs on at most {MAX_RANKS} GPUs, not on {count}; use --gpus {MAX_RANKS}, or --device cpu")
     if find_spec("cupy") is None:
@@ -207,12 +212,13 @@ def _choose_unasked(
         except ConfigError:
             continue
         for need in needs:
-            fit = tuple(gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, need))[:count]
-            if len(fit) == count and not any(_obstacles(fit, count, need)):
-                return _choice(count, kv_dtype, inventory, fit, need)
+            fit = [gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, need)]
+            together = (gpus for gpus in itertools.combinations(fit, count) if not inventory.obstacle_between(gpus))
+            if (gpus := next(together, ())) and not any(_obstacles(inventory, gpus, count, need)):
+                return _choice(count, kv_dtype, inventory, gpus, need)
     if settings.prefill == "on":
         without = _choose_unasked(replace(settings, prefill="off"), checkpoint, visible, inventory, kv_dtype)
         if without is not None:
             (need,) = _needs(settings, checkpoint, without.count, kv_dtype)
-            raise next(_obstacles(without.gpus, without.count, need))
+            raise next(_obstacles(inventory, without.gpus, without.count, need))
     return None

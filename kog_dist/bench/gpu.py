@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kog_dist.errors import LaunchError
-from kog_dist.workers.engines.cuda import translated_errors
+from kog_dist.workers.engines.cuda_device import translated_errors
 
 
 def gpu_name() -> str:

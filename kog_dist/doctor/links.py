@@ -8,8 +8,7 @@ from typing import Any
 from kog_dist.doctor.report import Finding, ok, warning
 from kog_dist.hardware.gpus import Gpu, inventory_from
 from kog_dist.hardware.nvml import NvmlUnavailable, nvml_session
-
-_READ, _WRITE = 0, 1  # NVML_P2P_CAPS_INDEX_*; the binding's constants are one-element tuples by mistake
+from kog_dist.hardware.peers import peer_access as reach
 
 
 def nvlink() -> Iterator[Finding]:
@@ -30,7 +29,7 @@ def nvlink() -> Iterator[Finding]:
 def peer_access() -> Iterator[Finding]:
     """The matrix of pairs: rw, r, w or nothing."""
     for nvml, gpus in _several_gpus():
-        matrix = {gpu.index: {peer.index: _access(nvml, gpu, peer) for peer in gpus if peer is not gpu} for gpu in gpus}
+        matrix = {gpu.index: {peer.index: reach(nvml, gpu.index, peer.index) for peer in gpus if peer is not gpu} for gpu in gpus}
         blocked = [f"{i}-{j}" for i, row in matrix.items() for j, access in row.items() if access != "rw"]
         if blocked:
             shown = ", ".join(blocked[:8]) + (f" and {len(blocked) - 8} more" if len(blocked) > 8 else "")
@@ -77,17 +76,6 @@ def _links(nvml: Any, gpu: Gpu) -> list[bool]:
         except nvml.NVMLError:
             break  # the GPU has no more
     return states
-
-
-def _access(nvml: Any, gpu: Gpu, peer: Gpu) -> str:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(one.index) for one in (gpu, peer)]
-    found = ""
-    for letter, capability in (("r", _READ), ("w", _WRITE)):
-        try:
-            found += letter if nvml.nvmlDeviceGetP2PStatus(*handles, capability) == nvml.NVML_P2P_STATUS_OK else ""
-        except nvml.NVMLError:
-            continue
-    return found
 
 
 def _fabric_state(nvml: Any, gpu: Gpu) -> bool | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kog_dist.hardware.cpu_lists import parse_cpu_list
-from kog_dist.hardware.nvml import NvmlUnavailable, nvml_session
+from kog_dist.hardware.nvml import DriverHangs, NvmlUnavailable, nvml_session
+from kog_dist.hardware.peers import peer_obstacle
 
 _CPU_WORD_BITS = 64
 _MAX_CPUS = 8192  # NR_CPUS of distribution kernels
@@ -36,10 +38,23 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All GPUs that answer, by index. `findings`: why there are none, and those that do not answer."""
+    """All GPUs that answer, by index. `findings`: why there are none, and those that do not answer.
+
+    `apart`: why two of them (indices, the lower one first) cannot read and write each other's memory, as far as is known.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     findings: tuple[str, ...] = ()
+    apart: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    driver_hangs: bool = False
+
+    def obstacle_between(self, gpus: Iterable[Gpu]) -> str:
+        """Why these GPUs cannot serve one engine, in a sentence about the first pair of them; empty if they can."""
+        for first, second in itertools.combinations(gpus, 2):
+            low, high = sorted((first.index, second.index))
+            if reason := self.apart.get((low, high)):
+                return f"{first} and {second} cannot read and write each other's memory: {reason}"
+        return ""
 
 
 def read_inventory() -> Inventory:
@@ -48,7 +63,7 @@ def read_inventory() -> Inventory:
         with nvml_session() as nvml:
             return inventory_from(nvml)
     except NvmlUnavailable as error:
-        return Inventory((), (str(error),))
+        return Inventory((), (str(error),), driver_hangs=isinstance(error, DriverHangs))
 
 
 def inventory_from(nvml: Any) -> Inventory:
@@ -63,7 +78,9 @@ def inventory_from(nvml: Any) -> Inventory:
             findings.append(f"GPU {index} does not answer ({error})")
     if not count:
         findings.append("the NVIDIA driver has no GPU")
-    return Inventory(tuple(gpus), tuple(findings))
+    pairs = itertools.combinations([gpu.index for gpu in gpus if not gpu.has_mig], 2)
+    apart = {(index, peer): reason for index, peer in pairs if (reason := peer_obstacle(nvml, index, peer))}
+    return Inventory(tuple(gpus), tuple(findings), apart)
 
 
 def _read_gpu(nvml: Any, index: int) -> Gpu:

@@ -2,30 +2,85 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+ANSWER_S = 30.0  # a driver that was asleep takes about 2 s for each GPU
+_END_S = 1.0
+_DRIVER = Path("/dev/nvidiactl")  # where it is missing, NVML says so at once
+# Says that the driver has answered, and keeps it awake until its standard input is closed.
+_PROBE = """
+import sys, pynvml
+try:
+    pynvml.nvmlInit()
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
+except pynvml.NVMLError:
+    pass
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 class NvmlUnavailable(Exception):
     """There is nobody to ask about GPUs; the text says why, in words that fit behind "no GPU can be used: "."""
 
 
+class DriverHangs(NvmlUnavailable):
+    """The driver is there and does not answer."""
+
+
 @contextmanager
 def nvml_session() -> Iterator[Any]:
-    """The binding `pynvml`, initialised. Raises NvmlUnavailable where package or driver are missing or refuse."""
+    """The binding `pynvml`, initialised.
+
+    Raises NvmlUnavailable where package or driver are missing or refuse, DriverHangs after ANSWER_S without an answer.
+    """
     try:
         import pynvml
     except ImportError:
         raise NvmlUnavailable("the package nvidia-ml-py is not installed") from None
     try:
-        pynvml.nvmlInit()
+        with _answering_driver() if _DRIVER.exists() else contextlib.nullcontext():
+            pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise NvmlUnavailable(_cause(pynvml, error)) from None
     try:
         yield pynvml
     finally:
         pynvml.nvmlShutdown()
+
+
+@contextmanager
+def _answering_driver() -> Iterator[None]:
+    """Another process has had an answer of the driver. Whoever asks one that hangs may not end any more, not even by SIGKILL.
+
+    Raises DriverHangs.
+    """
+    probe = subprocess.Popen(
+        [sys.executable, "-c", _PROBE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )  # fmt: skip
+    assert probe.stdin is not None
+    assert probe.stdout is not None
+    with probe.stdin, probe.stdout:
+        try:
+            if not select.select([probe.stdout], [], [], ANSWER_S)[0]:  # a probe that fails closes it
+                probe.kill()
+                raise DriverHangs(
+                    f"the NVIDIA driver has not answered for {ANSWER_S:g} s; see whether nvidia-smi hangs, too, look at dmesg "
+                    "for Xid messages, and restart the machine"
+                )
+            yield
+        finally:
+            probe.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                probe.wait(_END_S)
 
 
 def _cause(pynvml: Any, error: Exception) -> str:

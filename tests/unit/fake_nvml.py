@@ -44,6 +44,7 @@ class FakeGpu:
     fabric: tuple[int, int] | None = (3, 0)
     is_lost: bool = False
     peers_blocked: frozenset[int] = field(default_factory=frozenset)
+    peer_status: int | None = 0  # of those that are not blocked
 
 
 class FakeNvml:
@@ -130,7 +131,7 @@ class FakeNvml:
         return gpu.nvlinks[link]
 
     def nvmlDeviceGetP2PStatus(self, first: FakeGpu, second: FakeGpu, _caps: int) -> int:
-        return 1 if self.gpus.index(second) in first.peers_blocked else 0
+        return 1 if self.gpus.index(second) in first.peers_blocked else _known(first.peer_status)
 
     def c_nvmlGpuFabricInfo_t(self) -> Any:
         return SimpleNamespace()

@@ -18,8 +18,8 @@ from kog_dist.errors import AbortedError, LaunchError, RequestFailed
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
-from kog_dist.workers.engines import cuda
-from kog_dist.workers.engines.cuda import CudaEngine, device_index
+from kog_dist.workers.engines.cuda import CudaEngine
+from kog_dist.workers.engines.cuda_device import device_index, translated_errors
 
 MAX_CONTEXT, VOCAB = 400, 1000
 
@@ -343,9 +343,9 @@ def test_errors_of_the_libraries_become_ours() -> None:
         ("driver version is insufficient", "no NVIDIA driver"),
         ("cudaErrorLaunchFailure", "start the engine again"),
     ):
-        with pytest.raises(LaunchError, match=wanted), cuda.translated_errors("cuda:1"):
+        with pytest.raises(LaunchError, match=wanted), translated_errors("cuda:1"):
             raise CUDARuntimeError(text)
-    with pytest.raises(ZeroDivisionError), cuda.translated_errors("cuda:1"):
+    with pytest.raises(ZeroDivisionError), translated_errors("cuda:1"):
         raise ZeroDivisionError
 
 

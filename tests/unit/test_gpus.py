@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.hardware import nvml
 from kog_dist.hardware.gpus import Gpu, Inventory, inventory_from, read_inventory
 from kog_dist.hardware.selection import GpuRequest, select_gpus
 from kog_dist.hardware.visible import Visible, visible_gpus
@@ -44,6 +47,10 @@ def test_a_lost_gpu_does_not_hide_the_others() -> None:
 
 
 def test_what_a_gpu_does_not_tell_is_left_open() -> None:
+    def say_nothing_of_peers(_index: int, gpu: FakeGpu) -> None:
+        gpu.peer_status = None
+
+    assert inventory_from(node(2, say_nothing_of_peers)).apart == {}
     gpu = FakeGpu("GPU-0", mig=None, cpu_words=None, clock_mhz=None, bus_bits=None, bus=0xFF)
     (found,) = inventory_from(FakeNvml([gpu])).gpus
     assert (found.has_mig, found.cpus, found.peak_bytes_s) == (False, frozenset(), 0.0)
@@ -61,11 +68,32 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, code: int, words: 
     assert "nvidia-ml-py" in read_inventory().findings[0]
 
 
-def test_nvml_is_shut_down_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = node(2)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def test_a_driver_that_hangs_is_given_up_and_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(nvml, "_DRIVER", tmp_path / "nvidiactl")
+    monkeypatch.setitem(sys.modules, "pynvml", node(2))
+    monkeypatch.setattr(nvml, "_PROBE", "print(flush=True); input()")
     assert len(read_inventory().gpus) == 2
-    assert nvml.num_sessions == 0
+    monkeypatch.setattr(nvml, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(nvml, "ANSWER_S", 0.05)
+    inventory = read_inventory()
+    assert (inventory.gpus, inventory.driver_hangs) == ((), True)
+    assert "the NVIDIA driver has not answered for 0.05 s" in inventory.findings[0]
+    with pytest.raises(LaunchError, match=r"--gpus 2: the NVIDIA driver has not answered.*--device cpu"):
+        select_gpus(GpuRequest.parse("2"), visible_gpus((), {}), inventory)
+
+
+def test_the_probe_of_a_driver_fits_the_binding() -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    done = subprocess.run([sys.executable, "-c", nvml._PROBE], input="", capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+def test_nvml_is_shut_down_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    binding = node(2)
+    monkeypatch.setitem(sys.modules, "pynvml", binding)
+    assert len(read_inventory().gpus) == 2
+    assert binding.num_sessions == 0
 
 
 def test_the_real_binding_has_every_call_of_the_fake() -> None:

@@ -147,6 +147,35 @@ def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> No
     assert obstacle("name", "NVIDIA H200", "8") == ""
 
 
+def test_gpus_that_cannot_reach_each_other_are_not_put_together(demo: Checkpoint, with_cupy: None) -> None:
+    def halves(index: int, gpu: FakeGpu) -> None:  # as on two sockets without a way between them; GPU 0 reaches nobody
+        gpu.peers_blocked = frozenset(range(1, 8) if index == 0 else range(4) if index > 3 else range(4, 8))
+
+    inventory = inventory_from(node(8, halves))
+    assert len(inventory.apart) == 7 + 3 * 4
+    asked = choose(demo, inventory, gpus="2")
+    assert asked is not None
+    assert re.fullmatch(
+        r"GPU 0 \(NVIDIA H200, GPU-00000000\) and GPU 1 \(.*\) cannot read and write each other's memory: the chipset between "
+        r"them does not support it; choose others with --gpus, or look at nvidia-smi topo -p2p rw",
+        str(asked.obstacles[0]),
+    )
+    for gpus, apart in (("1,2,3,6", True), ("4,5,6,7", False), ("2,1", False), ("0", False)):
+        choice = choose(demo, inventory, gpus=gpus if "," in gpus else f"{gpus},")
+        assert choice is not None
+        assert bool(choice.obstacles) is apart
+    unasked = choose(demo, inventory)
+    assert unasked is not None
+    assert [gpu.index for gpu in unasked.gpus] == [4, 5, 6, 7], "the most that reach each other"
+
+
+def test_a_driver_that_hangs_does_not_lead_to_cpu_ranks_unasked(demo: Checkpoint) -> None:
+    stuck = Inventory((), ("the NVIDIA driver has not answered",), driver_hangs=True)
+    with pytest.raises(LaunchError, match="has not answered; --device cpu uses CPU ranks"):
+        choose(demo, stuck)
+    assert choose(demo, stuck, device="cpu") is None
+
+
 @pytest.mark.parametrize("asked", [{"gpus": "1"}, {"device": "cuda"}, {"ranks": 1}])
 def test_a_gpu_without_room_for_prefill_runs_without_it(demo: Checkpoint, with_cupy: None, asked: dict[str, object]) -> None:
     narrow = inventory_with("free", round(1.3 * 2**30))

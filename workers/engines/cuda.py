@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,10 +29,12 @@ from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.launches import Kernel, Launches, Token
+from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.notes import note
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class CudaEngine:
         check(plan)
         shapes = kernel_shapes(checkpoint, args.kv_dtype, world_size)
         with translated_errors(args.device):
-            _use_device(args.device)
+            use_device(args.device)
             if world_size > 1:
                 self._peers = CudaPeers(args, self._control, shapes, deadline)
                 self._peers.agree(checkpoint, plan.digest(), device_index(args.device))
@@ -160,49 +162,23 @@ class CudaEngine:
         """Positions that the KV cache holds once the prompt has gone through prefill: all of them, and then the kernel begins
         with the LM head; the request's launches, if they could be queued right behind prefill.
 
-        All but the last one for a request with a grammar, since a head alone that waits for a mask has not run on a GPU yet.
         Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
         """
         start, num_prompt, prefill = request.kv.num_cached, len(request.prompt), self._prefill
-        wanted = request.prompt[:-1] if request.mask_epoch else request.prompt
         if prefill is None:
             return start, None
         if num_prompt - 1 - start < MIN_PREFILL_TOKENS:
             prefill.forget(start)
             return start, None
-        num_asked, is_stopped, launches = 0, False, list[Launches]()
-
-        def progress(position: int) -> None:
-            heartbeat.progress()
-            self._control.set_progress(self._rank, seq, min(position, num_prompt - 1))  # the last one is done with a token
-
-        def should_stop() -> bool:
-            """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
-            nonlocal num_asked, is_stopped
-            num_asked += 1
-            if num_asked == 1:
-                self._control.stamp(self._rank, RankStage.UPLOADED)
-            is_stopped = self._control.cancelled(seq)
-            if self._peers is not None:
-                is_stopped = num_asked > 1 and bool(self._peers.share_choice(int(is_stopped), Finish.NONE)[0])
-            return is_stopped
-
-        def queued() -> None:
-            """Behind prefill; if that overflows, the launches do nothing."""
-            if len(wanted) == num_prompt:
-                launches.append(self._begin(request, num_prompt))
-
-        held = prefill.run(
-            wanted, start, should_stop=should_stop, aborted=self._control.aborted, on_progress=progress, on_queued=queued
-        )
+        begin = partial(self._begin, request, num_prompt)
+        prompt = PromptRun(self._control, self._rank, self._peers, seq, request, heartbeat, begin)
+        held = prompt.run(prefill)
         if self._control.aborted():
             self._leave(f"left request {seq}")
-        if held == start and not is_stopped and not self._has_overflown:
+        if held == start and not prompt.is_stopped and not self._has_overflown:
             self._has_overflown = True  # said once
             note(f"a value of request {seq} left the range of prefill's binary16; such prompts go token by token")
-        prefill.forget(held)
-        progress(held)
-        return held, launches[0] if launches and held == num_prompt else None
+        return held, prompt.launches if held == num_prompt else None
 
     def _begin(self, request: DecodeRequest, num_cached: int) -> Launches:
         """Set up a request in the kernel and queue its first launches. The KV cache holds `num_cached` positions, or will when
@@ -364,45 +340,5 @@ class CudaEngine:
         self._kernel = self._peers = None
 
 
-def kernel_shapes(checkpoint: Checkpoint, kv_dtype: str, world_size: int) -> list[KernelShape]:
-    """What the kernel of each rank is compiled for. Raises ConfigError for a model or a number of ranks that it cannot run."""
-    from kog_dist.workers.cuda.kernel_shape import KernelShape
-
-    spec = checkpoint.spec
-    lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
-    return [KernelShape(spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size) for hosted in lanes]
-
-
-def _use_device(device: str) -> None:
-    import cupy
-
-    cupy.cuda.Device(device_index(device)).use()
-
-
 def _sha256(logits: Any) -> bytes:
     return hashlib.sha256(logits.astype("<f4").tobytes()).digest()
-
-
-def device_index(device: str) -> int:
-    """GPU of a device name: `cuda` or `cuda:INDEX`."""
-    return int(device.partition(":")[2] or 0)
-
-
-@contextmanager
-def translated_errors(device: str) -> Iterator[None]:
-    """Errors of cupy and torch as one sentence of ours; neither is imported here, so that tests run the engine without them.
-
-    Those of cuBLAS come from torch as plain RuntimeErrors.
-    """
-    try:
-        yield
-    except Exception as error:
-        is_torch_s = type(error) is RuntimeError and any(name in str(error) for name in ("CUDA", "CUBLAS"))
-        if not is_torch_s and not type(error).__module__.startswith(("cupy", "torch")):
-            raise
-        name = type(error).__name__
-        if name == "OutOfMemoryError":
-            raise LaunchError(f"{device} has too little free memory for the model: {error}; stop what else uses it") from error
-        if "insufficient" in str(error) or "NoDevice" in str(error):
-            raise LaunchError(f"{device} cannot be used: no NVIDIA driver or no GPU ({error}); use --device cpu") from error
-        raise LaunchError(f"{device} failed: {name}: {error}; start the engine again") from error

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kog_dist.control import AbortCause, ControlPage
+from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError
@@ -66,6 +68,10 @@ def control() -> Iterator[ControlPage]:
 
 @pytest.fixture
 def parts(control: ControlPage) -> tuple[CudaEngine, ScriptedKernel, ScriptedPrefill]:
+    return parts_of(control)
+
+
+def parts_of(control: ControlPage) -> tuple[CudaEngine, ScriptedKernel, ScriptedPrefill]:
     info = RankInfo(0, 1, 0, "test", 1, control.fd, control.fd)
     engine = CudaEngine(WorkerArgs(info, "model", "cuda:0", "bfloat16", True, 10.0, 10.0), control)
     kernel, prefill = ScriptedKernel(), ScriptedPrefill()
@@ -90,14 +96,34 @@ def test_the_kernel_begins_with_the_head_of_the_last_token(control: ControlPage,
     assert control.progress(2) == 154
 
 
-def test_the_last_token_of_a_request_with_a_grammar_is_decoded(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, kernel, prefill = parts
-    monkeypatch.setattr(engine, "_await_first_mask", lambda *_: None)
-    assert engine.run(1, request(num_prompt=100, max_tokens=5, mask_epoch=1)) is Finish.LENGTH
-    assert prefill.calls == [(99, 0)]
-    assert kernel.begun[0] == (100, 99)
-    assert kernel.streams is None
-    assert prefill.forgotten == [99]
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_request_with_a_grammar_begins_with_the_head_once_its_mask_is_there(
+    monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:  # fmt: skip
+    """Behind prefill if the mask has come by then, else after the host has waited for it."""
+    page = ControlPage.create(1, MAX_CONTEXT, vocab_size=64)
+    engine, kernel, prefill = parts_of(page)
+    order: list[str] = []
+    begin, wait = kernel.begin, engine._await_first_mask
+    mask = np.ones(num_words(64), np.uint32)
+
+    def beginning(*arguments: Any, **options: Any) -> None:
+        order.append(f"begin behind {prefill.forgotten}")
+        begin(*arguments, **options)
+
+    def waiting(*arguments: Any) -> None:
+        order.append(f"wait behind {prefill.forgotten}")
+        page.masks.put(5, mask)
+        wait(*arguments)
+
+    monkeypatch.setattr(kernel, "begin", beginning)
+    monkeypatch.setattr(engine, "_await_first_mask", waiting)
+    if is_there:
+        page.masks.put(5, mask)
+    assert engine.run(1, request(num_prompt=100, max_tokens=5, mask_epoch=5)) is Finish.LENGTH
+    assert order == (["begin behind []"] if is_there else ["wait behind [100]", "begin behind [100]"])
+    assert (prefill.calls, kernel.begun, kernel.streams) == ([(100, 0)], [(100, 99)], prefill.streams)
+    page.close()
 
 
 def test_every_stage_on_the_way_to_the_first_token_is_stamped(control: ControlPage, parts: Parts) -> None:

@@ -16,7 +16,8 @@ from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import load, monokernel
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.engines import cuda, cuda_start
-from kog_dist.workers.engines.cuda import CudaEngine, translated_errors
+from kog_dist.workers.engines.cuda import CudaEngine
+from kog_dist.workers.engines.cuda_device import translated_errors
 from kog_dist.workers.engines.cuda_start import Start
 from kog_dist.workers.notes import NOTE
 from kog_dist.workers.prefill import gpu

@@ -1,0 +1,54 @@
+"""The GPU of a rank: its name, what its kernel is compiled for, and its errors in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kog_dist.errors import LaunchError
+
+if TYPE_CHECKING:
+    from kog_dist.model.checkpoint import Checkpoint
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+
+def kernel_shapes(checkpoint: Checkpoint, kv_dtype: str, world_size: int) -> list[KernelShape]:
+    """What the kernel of each rank is compiled for. Raises ConfigError for a model or a number of ranks that it cannot run."""
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+    spec = checkpoint.spec
+    lanes = [spec.lanes_of_rank(rank, world_size) for rank in range(world_size)]
+    return [KernelShape(spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size) for hosted in lanes]
+
+
+def use_device(device: str) -> None:
+    """From now on this thread uses that GPU."""
+    import cupy
+
+    cupy.cuda.Device(device_index(device)).use()
+
+
+def device_index(device: str) -> int:
+    """GPU of a device name: `cuda` or `cuda:INDEX`."""
+    return int(device.partition(":")[2] or 0)
+
+
+@contextmanager
+def translated_errors(device: str) -> Iterator[None]:
+    """Errors of cupy and torch as one sentence of ours; neither is imported here, so that tests run the engine without them.
+
+    Those of cuBLAS come from torch as plain RuntimeErrors.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_torch_s = type(error) is RuntimeError and any(name in str(error) for name in ("CUDA", "CUBLAS"))
+        if not is_torch_s and not type(error).__module__.startswith(("cupy", "torch")):
+            raise
+        name = type(error).__name__
+        if name == "OutOfMemoryError":
+            raise LaunchError(f"{device} has too little free memory for the model: {error}; stop what else uses it") from error
+        if "insufficient" in str(error) or "NoDevice" in str(error):
+            raise LaunchError(f"{device} cannot be used: no NVIDIA driver or no GPU ({error}); use --device cpu") from error
+        raise LaunchError(f"{device} failed: {name}: {error}; start the engine again") from error

@@ -1,0 +1,65 @@
+"""One request's prompt on its way through prefill, with the kernel's first launches queued behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kog_dist.control import ControlPage
+from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.ring import Finish
+from kog_dist.stages import RankStage
+from kog_dist.workers.engines.cuda_peers import CudaPeers
+from kog_dist.workers.engines.cuda_start import Prefiller
+from kog_dist.workers.engines.heartbeat import Heartbeat
+from kog_dist.workers.engines.launches import Launches
+
+
+class PromptRun:
+    """`run` it once. `begin` sets the request up in the kernel, to begin with the LM head, and queues its first launches.
+
+    `peers`: None for one rank. `is_stopped`: somebody wanted the request to end meanwhile. `launches`: what `begin` gave, None if
+    it was not called.
+    """
+
+    def __init__(
+        self, control: ControlPage, rank: int, peers: CudaPeers | None, seq: int, request: DecodeRequest, heartbeat: Heartbeat,
+        begin: Callable[[], Launches],
+    ) -> None:  # fmt: skip
+        self._control, self._rank, self._peers, self._heartbeat = control, rank, peers, heartbeat
+        self._seq, self._request, self._begin = seq, request, begin
+        self._num_asked = 0
+        self.is_stopped = False
+        self.launches: Launches | None = None
+
+    def run(self, prefill: Prefiller) -> int:
+        """Positions that the KV cache holds then."""
+        held = prefill.run(
+            self._request.prompt, self._request.kv.num_cached, should_stop=self._should_stop, aborted=self._control.aborted,
+            on_progress=self._progress, on_queued=self._queued,
+        )  # fmt: skip
+        if not self._control.aborted():
+            prefill.forget(held)
+            self._progress(held)
+        return held
+
+    def _progress(self, position: int) -> None:
+        self._heartbeat.progress()
+        done = min(position, len(self._request.prompt) - 1)  # the last one is done with a token
+        self._control.set_progress(self._rank, self._seq, done)
+
+    def _should_stop(self) -> bool:
+        """Asked once before each block: all ranks take rank 0's answer, but for the first block, which saves its time."""
+        self._num_asked += 1
+        if self._num_asked == 1:
+            self._control.stamp(self._rank, RankStage.UPLOADED)
+        self.is_stopped = self._control.cancelled(self._seq)
+        if self._peers is not None:
+            is_later = self._num_asked > 1
+            self.is_stopped = is_later and bool(self._peers.share_choice(int(self.is_stopped), Finish.NONE)[0])
+        return self.is_stopped
+
+    def _queued(self) -> None:
+        """Behind prefill; if that overflows, the launches do nothing. A mask that is not there yet is waited for by the host."""
+        epoch = self._request.mask_epoch
+        if not epoch or self._control.masks.get(epoch) is not None:
+            self.launches = self._begin()
