@@ -21,7 +21,7 @@ from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfi
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.operations import give_streams, take_last
-from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
 from kog_dist.workers.prefill.products import Products
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _OF_ROWS = (
-    "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
+    "embed", "append", "lane_sum", "residual_blocking", "residual_blocking_alone", "residual_delayed", "residual_delayed_alone",
+    "residual_local", "swiglu",
 )  # fmt: skip
 _KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
 
@@ -107,10 +108,10 @@ class DeviceOperations:
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
+        num_ctas = self.layout.num_lanes * -(-rows.size // APPEND_ROWS)
         self._launch_rows(
-            "append", rows, rows.size, MAX_THREADS, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
-            query=rows.query,
-            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+            "append", rows, num_ctas, threads_for(rows.qkv.shape[2] // 4), place=rows.place, qkv=rows.qkv,
+            inverse_rms=rows.inverse_rms, query=rows.query, keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -148,7 +149,9 @@ class DeviceOperations:
         scale: Tensor | None,
     ) -> None:
         """See `Operations`."""
-        kernel = "residual_alone" if mode is ReduceMode.DELAYED and total is None else f"residual_{mode.value}"
+        kernel = f"residual_{mode.value}"
+        if total is None and mode is not ReduceMode.LOCAL:
+            kernel += "_alone"
         self._launch_rows(
             kernel, rows, rows.size, self._row_threads, stream=rows.stream, inverse_rms=rows.inverse_rms,
             partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,

@@ -9,10 +9,10 @@ namespace kog {
 
 constexpr int kUnits = kHidden / kUnit, kFfnUnits = kFfn / kUnit;
 constexpr int kPairs = kHeadDim / 2;                     // of one head
-constexpr int kTurned = (kHeads + kKvHeads) * kPairs;    // pairs of a lane that rotate: queries, keys
-constexpr int kLanePairs = kTurned + kKvHeads * kPairs;  // and its values
+constexpr int kLanePairs = (kHeads + 2 * kKvHeads) * kPairs;  // queries, keys, values of a lane
 constexpr int kKvPairs = kKvHeads * kPairs;
 constexpr int kBatchBytes = 2 * kBatch * kHeadDim * 2;
+static_assert(kPairs % 2 == 0, "a thread takes two pairs of a head");
 static_assert(kUnit == 8 && kHidden % kUnit == 0 && kFfn % kUnit == 0, "a unit is 16 bytes");
 
 struct Unit {
@@ -134,45 +134,80 @@ __device__ __forceinline__ bool is_finite_pair(u32 packed) {
     return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
 }
 
-enum class Mode { kBlocking, kDelayed, kAlone, kLocal };  // kAlone: delayed, and `past` has all lanes of the model
+// kAlone: `partial` (blocking) or `past` (delayed) has all lanes of the model, to be added up here.
+enum class Mode { kBlocking, kBlockingAlone, kDelayed, kDelayedAlone, kLocal };
+
+// One unit of a row in all lanes. Where registers suffice, all of them are asked for at once: memory wants as much under way.
+template <bool kExact, bool kHeld>
+struct UnitOfLanes {
+    using Values = Kept<kExact>;
+    uint4 words[kHeld ? kLanes : 1];
+    u64 address;
+
+    __device__ __forceinline__ explicit UnitOfLanes(u64 from) : address(from) {}
+    __device__ __forceinline__ void load(u32 row, u32 size, u32 unit) {
+#pragma unroll
+        for (int lane = 0; kHeld && lane < kLanes; ++lane)
+            words[kHeld ? lane : 0] = reinterpret_cast<const uint4*>(address)[Values::at(lane, row, size, kUnits) + unit];
+    }
+    __device__ __forceinline__ Unit result(int lane, u64 at, u64 rest) const {
+        return kHeld ? widened(words[kHeld ? lane : 0]) : Values::result(address, at, rest);
+    }
+    __device__ __forceinline__ Unit operand(int lane, u64 at, u64 rest) const {
+        return kHeld ? widened(words[kHeld ? lane : 0]) : Values::operand(reinterpret_cast<const uint4*>(address) + at, rest);
+    }
+    // Once more what `result` gave: from the L1 cache if all lanes are too many registers.
+    __device__ __forceinline__ Unit again(int lane, u64 at, u64 rest) const {
+        return kHeld || kExact ? result(lane, at, rest) : widened(reinterpret_cast<const uint4*>(address)[at]);
+    }
+};
+
+constexpr bool kHoldsLanes = kLanes <= kHeldLanes;
 
 // A thread has the same columns of all lanes of a row.
 template <Mode kMode, bool kExact>
 __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row) {
     using Values = Kept<kExact>;
+    constexpr bool kDelays = kMode == Mode::kDelayed || kMode == Mode::kDelayedAlone, kHeld = kHoldsLanes && !kExact;
+    constexpr bool kBlocks = kMode == Mode::kBlocking || kMode == Mode::kBlockingAlone;
+    constexpr bool kHasTotal = kMode == Mode::kBlocking || kMode == Mode::kDelayed;
     const u32 size = params.size;
     const u64 rest = static_cast<u64>(size) * kUnits;
-    uint4* __restrict__ stream = reinterpret_cast<uint4*>(params.stream_ptr);
-    const uint4* __restrict__ past = reinterpret_cast<const uint4*>(params.past_ptr);
+    uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
     const float* __restrict__ totals = reinterpret_cast<const float*>(params.total_ptr) + static_cast<u64>(row) * kHidden;
     float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr);
     const Scales scales(params.unscale_ptr ? params.unscale_ptr : params.scale_ptr);
     const bool scales_input = params.unscale_ptr != 0, scales_output = params.scale_ptr != 0;
     float squares[kLanes] = {};
     for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+        UnitOfLanes<kExact, kHeld> streams(params.stream_ptr), partials(params.partial_ptr), pasts(params.past_ptr);
+        if (kDelays) pasts.load(row, size, unit);
+        streams.load(row, size, unit);
+        if (kMode != Mode::kBlocking) partials.load(row, size, unit);
         Unit total{}, scale{};
         LaneTree tree;
-        if (kMode == Mode::kAlone) {
+        if (kHasTotal) total = float_unit(totals + unit * kUnit);
+        if (kMode == Mode::kDelayedAlone || kMode == Mode::kBlockingAlone) {
 #pragma unroll
-            for (int lane = 0; lane < kLanes; ++lane)
-                tree.add(lane, Values::result(params.past_ptr, Values::at(lane, row, size, kUnits) + unit, rest));
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const u64 at = Values::at(lane, row, size, kUnits) + unit;
+                tree.add(lane, kDelays ? pasts.result(lane, at, rest) : partials.result(lane, at, rest));
+            }
             total = tree.sum;
-        } else if (kMode != Mode::kLocal) {
-            total = float_unit(totals + unit * kUnit);
         }
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
             const u64 at = Values::at(lane, row, size, kUnits) + unit;
             if (kScales > 1 || lane == 0) scale = scales.unit(lane, unit);
-            Unit h = Values::operand(&stream[at], rest), p{}, old{};
+            Unit h = streams.operand(lane, at, rest), p{}, old{};
             if (scales_input) multiply(h, scale);
-            if (kMode != Mode::kBlocking) p = Values::result(params.partial_ptr, at, rest);
+            if (!kBlocks) p = partials.result(lane, at, rest);
             if (kMode == Mode::kDelayed || kMode == Mode::kLocal) tree.add(lane, p);
-            if (kMode == Mode::kDelayed || (kMode == Mode::kAlone && kExact)) old = Values::result(params.past_ptr, at, rest);
-            else if (kMode == Mode::kAlone) old = widened(past[at]);  // from the L1 cache: all lanes are too many registers
+            if (kMode == Mode::kDelayed) old = pasts.result(lane, at, rest);
+            if (kMode == Mode::kDelayedAlone) old = pasts.again(lane, at, rest);
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) {
-                if (kMode == Mode::kBlocking) h.v[k] += total.v[k];
+                if (kBlocks) h.v[k] += total.v[k];
                 else if (kMode == Mode::kLocal) h.v[k] += p.v[k] * kLocalScale;
                 else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
             }
@@ -277,45 +312,58 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     }
 }
 
+__device__ __forceinline__ float4 turned(const float4& pairs, const float4& turns) {
+    return {pairs.x * turns.x - pairs.y * turns.y, pairs.x * turns.y + pairs.y * turns.x,
+            pairs.z * turns.z - pairs.w * turns.w, pairs.z * turns.w + pairs.w * turns.z};
+}
+
+// Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row.
 template <bool kExact>
 __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
+    constexpr u32 kCount = kLanePairs / 2, kQueries = kHeads * kPairs / 2, kKeys = kKvPairs / 2;  // two pairs each
     const u32 size = params.size, start = *reinterpret_cast<const int*>(params.place_ptr);
+    const u32 num_groups = (size + kAppendRows - 1) / kAppendRows;
     const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
-    const float2* qkv = reinterpret_cast<const float2*>(params.qkv_ptr);
+    const float4* qkv = reinterpret_cast<const float4*>(params.qkv_ptr);
+    const float4* rope = reinterpret_cast<const float4*>(params.rope_ptr);
     bool finite = true;
-    for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
-        const u32 position = start + row;
-        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) +
-                             static_cast<u64>(position < kMaxContext ? position : kMaxContext - 1) * kPairs;
-        u32* query = reinterpret_cast<u32*>(params.query_ptr) + static_cast<u64>(row) * kLanes * kHeads * kPairs;
-        u32* keys = reinterpret_cast<u32*>(params.keys_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
-        u32* values = reinterpret_cast<u32*>(params.values_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
-        for (u32 i = threadIdx.x; i < kLanes * kLanePairs; i += blockDim.x) {
-            const u32 lane = i / kLanePairs, at = i % kLanePairs;
-            const u64 place = Kept<kExact>::at(lane, row, size, kLanePairs) + at;
-            float2 pair = qkv[place];
-            if (kExact) {
-                const float2 rest = qkv[place + static_cast<u64>(size) * kLanePairs];
-                pair.x += rest.x, pair.y += rest.y;
+    for (u32 n = blockIdx.x; n < kLanes * num_groups; n += gridDim.x) {
+        const u32 i = kLanes * num_groups - 1 - n, lane = i / num_groups, first_row = i % num_groups * kAppendRows;
+        for (u32 at = threadIdx.x; at < kCount; at += blockDim.x) {
+            float4 values[kAppendRows];
+#pragma unroll
+            for (int r = 0; r < kAppendRows; ++r) {
+                const u32 row = first_row + r < size ? first_row + r : first_row;
+                const u64 place = Kept<kExact>::at(lane, row, size, kCount) + at;
+                values[r] = __ldg(&qkv[place]);
+                if (!kExact) continue;
+                const float4 rest = __ldg(&qkv[place + static_cast<u64>(size) * kCount]);
+                values[r] = {values[r].x + rest.x, values[r].y + rest.y, values[r].z + rest.z, values[r].w + rest.w};
             }
-            const float scale = inverse_rms[lane * size + row];
-            const float even = pair.x * scale, odd = pair.y * scale;
-            float first = even, second = odd;
-            if (at < kTurned) {
-                const float2 turn = rope[at % kPairs];
-                first = even * turn.x - odd * turn.y, second = even * turn.y + odd * turn.x;
+#pragma unroll
+            for (int r = 0; r < kAppendRows; ++r) {
+                const u32 row = first_row + r, position = start + row;
+                if (row >= size) break;
+                const float scale = inverse_rms[lane * size + row];
+                float4 value = {values[r].x * scale, values[r].y * scale, values[r].z * scale, values[r].w * scale};
+                if (at < kQueries + kKeys) {
+                    const u32 turn = position < kMaxContext ? position : kMaxContext - 1;
+                    value = turned(value, __ldg(&rope[static_cast<u64>(turn) * (kPairs / 2) + at % (kPairs / 2)]));
+                }
+                uint2 rounded;
+                if (at < kQueries) {
+                    rounded = {Fp16::pack(value.x, value.y), Fp16::pack(value.z, value.w)};
+                    reinterpret_cast<uint2*>(params.query_ptr)[(static_cast<u64>(row) * kLanes + lane) * kQueries + at] = rounded;
+                } else {
+                    const u32 first = KvFormat::pack(value.x, value.y), second = KvFormat::pack(value.z, value.w);
+                    rounded = {Fp16::pack(KvFormat::low(first), KvFormat::high(first)),
+                               Fp16::pack(KvFormat::low(second), KvFormat::high(second))};
+                    const bool is_key = at < kQueries + kKeys;
+                    uint2* kept = reinterpret_cast<uint2*>(is_key ? params.keys_ptr : params.values_ptr);
+                    kept[(static_cast<u64>(position) * kLanes + lane) * kKeys + at - (is_key ? kQueries : kQueries + kKeys)] = rounded;
+                }
+                finite = finite && is_finite_pair(rounded.x) && is_finite_pair(rounded.y);
             }
-            u32 rounded;
-            if (at < kHeads * kPairs) {
-                rounded = Fp16::pack(first, second);
-                query[lane * kHeads * kPairs + at] = rounded;
-            } else {
-                const u32 kept = KvFormat::pack(first, second);
-                rounded = Fp16::pack(KvFormat::low(kept), KvFormat::high(kept));
-                if (at < kTurned) keys[lane * kKvPairs + at - kHeads * kPairs] = rounded;
-                else values[lane * kKvPairs + at - kTurned] = rounded;
-            }
-            finite = finite && is_finite_pair(rounded);
         }
     }
     if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
@@ -360,7 +408,7 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) {
                 const float g = gate.v[k] * scale;
-                result.v[k] = g / (1.0f + __expf(-g)) * (up.v[k] * scale);
+                result.v[k] = __fdividef(g, 1.0f + __expf(-g)) * (up.v[k] * scale);
             }
             Values::store(&activation[unit], rest, result);
         }
@@ -373,7 +421,7 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
     KOG_KERNEL(name, threads, body<false>)        \
     KOG_KERNEL(name##_exact, threads, body<true>)
 #define KOG_RESIDUAL(name, mode)                                     \
-    KOG_KERNEL(name, (kRowThreads, 2), (residual_rows<mode, false>)) \
+    KOG_KERNEL(name, (kRowThreads, kHoldsLanes ? 1 : 2), (residual_rows<mode, false>)) \
     KOG_KERNEL(name##_exact, (kRowThreads), (residual_rows<mode, true>))
 
 extern "C" {
@@ -383,8 +431,9 @@ KOG_KERNELS(append, (kMaxThreads), append_rows)
 KOG_KERNELS(lane_sum, (kRowThreads), sum_lanes)
 KOG_KERNELS(swiglu, (kMaxThreads), swiglu_rows)
 KOG_RESIDUAL(residual_blocking, Mode::kBlocking)
+KOG_RESIDUAL(residual_blocking_alone, Mode::kBlockingAlone)
 KOG_RESIDUAL(residual_delayed, Mode::kDelayed)
-KOG_RESIDUAL(residual_alone, Mode::kAlone)
+KOG_RESIDUAL(residual_delayed_alone, Mode::kDelayedAlone)
 KOG_RESIDUAL(residual_local, Mode::kLocal)
 
 KOG_KERNEL(load_cache, (kMaxThreads), copy_cache<false>)
