@@ -47,7 +47,7 @@ _COORDINATOR_BEAT = CONTROL_HEADER.word("coordinator_beat_ns")
 _BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"), RANK_CONTROL.word("done_seq")
 _PROGRESS = RANK_CONTROL.word("progress")
 _KV_CACHES, _KV_RING = RANK_CONTROL.word("num_kv_caches"), RANK_CONTROL.word("kv_ring_positions")
-_HEEDS_ROUSING = RANK_CONTROL.word("heeds_rousing")
+_HEEDS_ROUSING, _HAS_PREFILL = RANK_CONTROL.word("heeds_rousing"), RANK_CONTROL.word("has_prefill")
 _EPOCHS_WAITED, _WAITED_NS = RANK_CONTROL.word("epochs_waited"), RANK_CONTROL.word("waited_ns")
 _ABORT_REQ, _STAGES = RANK_CONTROL.word("abort_req"), RANK_CONTROL.word("stages_ns")
 
@@ -287,6 +287,14 @@ class ControlPage:
     def kv_layout(self) -> KvLayout:
         """The KV caches of rank 0, like those of all ranks; none before it is ready."""
         return KvLayout(self._words[self._rank_word(0, _KV_CACHES)], self._words[self._rank_word(0, _KV_RING)])
+
+    def set_prefill(self, rank: int) -> None:
+        """Say that prompts go through prefill on `rank`, before it is ready. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _HAS_PREFILL)] = 1
+
+    def has_prefill(self) -> bool:
+        """Whether prompts go through prefill, in blocks of many tokens, on all ranks."""
+        return all(self._words[self._rank_word(rank, _HAS_PREFILL)] for rank in range(self.world_size))
 
     def set_progress(self, rank: int, seq: int, num_positions: int) -> None:
         """Say how many positions of request `seq` the KV cache of `rank` holds. Writer: the rank itself."""

@@ -93,6 +93,13 @@ class EngineProcesses:
         return EngineOfGateway(self._target.folder, self.model_name, self._lease.folder)
 
     @property
+    def kind(self) -> str:
+        """What its ranks run on, for people; of GPUs that are ready also whether prompts go through prefill."""
+        if self.device != "cuda":
+            return self.device
+        return f"cuda, prefill {'on' if self.control.has_prefill() else 'off'}"
+
+    @property
     def note(self) -> str:
         """What the launcher's log should say of it; empty if there is nothing."""
         return self._target.note

@@ -63,6 +63,7 @@ class RayGang:
         self.instance, self.generation = instance, generation
         self.node = ""  # address, once there is one
         self.access: Access | None = None  # how to reach the engine, once it is ready
+        self.kind = ""  # see `EngineProcesses.kind`; from then on
         self.folder: Path | None = None  # its instance folder there
         self.outcome: Outcome | None = None  # how it ended
         self.doing = "asking for resources"  # what start-up waits for
@@ -219,7 +220,7 @@ class RayGang:
             case "doing":
                 self.doing = report["text"]
             case "ready":
-                self.folder = Path(report["folder"])
+                self.folder, self.kind = Path(report["folder"]), report["engine"]
                 keys = report["access"]
                 self.access = Access(**keys) if keys is not None else Access(f"ipc://{self.folder / 'rpc.sock'}")
             case "ended":

@@ -110,7 +110,7 @@ class HostSupervisor(Supervisor):
         folder = instances_root() / self._engine.instance
         access = folder / ACCESS_NAME
         keys = json.loads(access.read_text(encoding="utf-8")) if access.exists() else None
-        self._reports.report("ready", folder=str(folder), access=keys)
+        self._reports.report("ready", folder=str(folder), access=keys, engine=self._engine.kind)
 
 
 def main() -> int:

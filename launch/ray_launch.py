@@ -190,7 +190,7 @@ class RayLauncher:
             return
         url = f", {self._http.url}" if self._http is not None else ""
         self._events.say(
-            f"{self._target.model_name} on {size} rank{'s' if size > 1 else ''} ({self._target.device}; {where}), instance "
+            f"{self._target.model_name} on {size} rank{'s' if size > 1 else ''} ({gang.kind}; {where}), instance "
             f"{gang.instance}, {gang.access.address}{key}{url}, ready after {took_s:.1f} s"
         )
 

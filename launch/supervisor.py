@@ -280,7 +280,7 @@ class Supervisor:
         origin = f", started by {engine.ranks.origin}" if engine.ranks.origin else ""
         took_s = time.monotonic() - self._begin_s
         self._events.say(
-            f"{engine.model_name} on {ranks} ({engine.device}){origin}, instance {engine.instance}, "
+            f"{engine.model_name} on {ranks} ({engine.kind}){origin}, instance {engine.instance}, "
             f"{engine.endpoint}{f', {self._http.url}' if self._http is not None else ''}, ready after {took_s:.1f} s"
         )
 

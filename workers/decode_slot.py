@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from array import array
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline, wait
 from kog_dist.workers.kept_caches import KeptCaches
 
-FIRST_TOKEN_LOOK_S = 0.06  # from the launch, which may be queued behind 40 ms of prefill; once for each request
-_AWAKE_S, _LOOKS_AWAKE = 0.006, 4000  # in the beginning without sleeping: a short prompt is there by then
-_LOOK_EVERY_S, _LOOK_S = 100e-6, 0.01  # then at the price of a quarter of a core of a slow machine
+# How long the first token is looked for without sleeping, from a stage on of which rank 0 tells: a core that sleeps takes 0.1 to
+# 0.3 ms to wake. A short prompt is through by then; the end of prefill comes some 50 us before the token.
+LOOKS_S = {RankStage.LAUNCHED: 0.006, RankStage.PREFILLED: 0.001}
 _POLL_S, _POLL_OF_SHARED_CORES_S = 0.002, 0.005  # some 5 % of one, and 2 %
 MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
 
@@ -84,28 +84,24 @@ class DecodeSlot:
         """Block until the next entry is there, at most `timeout_s`; `interrupted` is asked every 2 ms, or 5 if ranks may
         share the coordinator's core.
 
-        The first token is looked for once rank 0 has launched its kernel: a core that sleeps takes 0.1 to 0.3 ms to wake.
+        The first token is looked for without sleeping when it is about to come (LOOKS_S).
         """
         seq, index, ring = self._seq, self._next_index, self._control.ring
         if seq is None:
             return
         poll_s = _POLL_S if self._control.heeds_rousing() else _POLL_OF_SHARED_CORES_S
-        ring.wait(
-            seq, index, Deadline.after(timeout_s), poll_s=poll_s, interrupted=lambda: interrupted() or self._looks_for_first()
-        )
-        if self._looks_for_first():
-            wait(
-                lambda: ring.is_begun(seq, index), aborted=interrupted, deadline=Deadline.after(min(timeout_s, _LOOK_S)),
-                yields=_LOOKS_AWAKE if self._since_launch_s() < _AWAKE_S else 0, sleep_s=_LOOK_EVERY_S,
-            )  # fmt: skip
+        ring.wait(seq, index, Deadline.after(timeout_s), poll_s=poll_s, interrupted=lambda: interrupted() or self._look_s() > 0)
+        if (look_s := self._look_s()) > 0:
+            deadline = Deadline.after(min(timeout_s, look_s))
+            wait(lambda: ring.is_begun(seq, index), aborted=interrupted, deadline=deadline, yields=sys.maxsize)
 
-    def _looks_for_first(self) -> bool:
-        return self._next_index == 0 and self._since_launch_s() < FIRST_TOKEN_LOOK_S
-
-    def _since_launch_s(self) -> float:
-        """Seconds since rank 0 has launched its kernel for the current request; `math.inf` before."""
-        launched_ns = self._control.stages_ns(0)[RankStage.LAUNCHED]
-        return (time.monotonic_ns() - launched_ns) / 1e9 if launched_ns >= self._control.submitted_ns else math.inf
+    def _look_s(self) -> float:
+        """Seconds for which the first token is to be looked for from now on; 0: it does not come yet, or is late, or is there."""
+        if self._next_index:
+            return 0.0
+        stages_ns, begin_ns = self._control.stages_ns(0), self._control.submitted_ns
+        ends_ns = [stages_ns[stage] + 1e9 * look_s for stage, look_s in LOOKS_S.items() if stages_ns[stage] >= begin_ns]
+        return (max(ends_ns) - time.monotonic_ns()) / 1e9 if ends_ns else 0.0
 
     def read(self) -> list[TokenEntry]:
         """The next entries that have come, in order, at most MAX_ENTRIES. The last entry of a request frees the slot."""

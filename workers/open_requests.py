@@ -37,7 +37,9 @@ class OpenRequests:
 
     def find(self, request_id: str) -> RequestStream | None:
         """The request with this id, from whichever connection."""
-        return next((stream for stream in self if stream.request_id == request_id), None)
+        if self.running is not None and self.running.request_id == request_id:
+            return self.running
+        return next((stream for stream in self.not_running() if stream.request_id == request_id), None)
 
     def check_room(self, peer: bytes, request_id: str) -> None:
         """Raises RequestError when there is no place for this request of that connection."""

@@ -37,7 +37,7 @@ def status_report(
         rank_places=tuple(args.rank_places.splitlines()),
         epochs_waited=tuple(wait.num_epochs if wait is not None else None for wait in waits),
         waited_s=tuple(wait.waited_ns / 1e9 if wait is not None else None for wait in waits),
-        uptime_s=uptime_s,
+        uptime_s=uptime_s, prefill=control.has_prefill(),
         running=running.request_id if running is not None else None,
         waiting=tuple(stream.request_id for stream in requests.queue),
         queue_limit=args.queue_limit, client_queue_limit=args.client_queue_limit,

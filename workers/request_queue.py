@@ -35,6 +35,8 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[RequestStream]:
         """In the order in which they will run if nothing else comes."""
+        if not self._lines:
+            return iter(())
         rounds = zip_longest(*(self._lines[peer] for peer in self._turns()))
         return (stream for turns in rounds for stream in turns if stream is not None)
 

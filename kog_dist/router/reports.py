@@ -55,6 +55,7 @@ def status_report(
         beat_ages_s=tuple(age_s for report in reports for age_s in report.beat_ages_s)[:_SHOWN],
         epochs_waited=tuple(count for report in of_all for count in _of_ranks(report.epochs_waited, report))[:_SHOWN],
         waited_s=tuple(waited_s for report in of_all for waited_s in _of_ranks(report.waited_s, report))[:_SHOWN],
+        prefill=bool(of_all) and all(report.prefill for report in of_all),
         uptime_s=uptime_s, running=next(iter(running.values()), None), waiting=tuple(waiting)[:_SHOWN],
         queue_limit=max_waiting, num_completed=counters.num_completed, num_cancelled=counters.num_cancelled,
         num_failed=counters.num_failed, num_refused=counters.num_refused, num_dropped_clients=counters.num_dropped_clients,

@@ -306,6 +306,7 @@ def _describe(report: StatusReport) -> str:
             f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s",
             f"ranks    {states}",
             *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
+            f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",
             f"running  {_running(report)}",
             f"waiting  {' '.join(report.waiting) or '-'} "
             f"(at most {report.queue_limit}, {report.client_queue_limit} of one client)",

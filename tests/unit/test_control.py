@@ -204,6 +204,8 @@ def test_writers_do_not_touch_each_other(page: ControlPage, other: ControlPage) 
         page.set_progress(rank, 2, 5)
         page.set_kv_layout(rank, KvLayout(3, 128))
         page.set_epoch_waits(rank, EpochWaits(20 + rank, 30 + rank))
+        assert not other.has_prefill(), "some ranks are not all"
+        page.set_prefill(rank)
         page.request_abort(rank, replace(RECORD, rank=rank))
     for index in range(MAX_CONTEXT):
         page.ring.put(2, index, index, index, bytes([index]) * 32, Finish.NONE)
@@ -215,6 +217,7 @@ def test_writers_do_not_touch_each_other(page: ControlPage, other: ControlPage) 
     assert [other.state(rank) for rank in range(WORLD_SIZE)] == [RankState.RUNNING] * WORLD_SIZE
     assert other.all_done(11)
     assert not other.all_done(12)
+    assert other.has_prefill()
     assert (other.progress(2), other.kv_layout()) == (5, KvLayout(3, 128))
     assert [other.epoch_waits(rank) for rank in range(WORLD_SIZE)] == [EpochWaits(20 + r, 30 + r) for r in range(WORLD_SIZE)]
     assert other.abort_requests() == [(rank, replace(RECORD, rank=rank)) for rank in range(WORLD_SIZE)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from kog_dist.control import ControlPage, KvLayout
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.stages import RankStage
-from kog_dist.wait import Deadline, FutexWord
+from kog_dist.wait import POLLS_PER_CHECK, Deadline, FutexWord
 from kog_dist.workers import decode_slot
 from kog_dist.workers.decode_slot import DecodeSlot
 
@@ -64,16 +65,41 @@ def test_a_message_ends_the_wait_soon(
     assert waits == [poll_s] * 3
 
 
+@pytest.mark.parametrize("stage", [RankStage.LAUNCHED, RankStage.PREFILLED])
 def test_the_first_token_is_looked_for_once_it_must_come(
-    control: ControlPage, slot: DecodeSlot, waits: Waits, monkeypatch: pytest.MonkeyPatch
+    control: ControlPage, slot: DecodeSlot, waits: Waits, monkeypatch: pytest.MonkeyPatch, stage: RankStage
 ) -> None:
-    control.stamp(0, RankStage.LAUNCHED)
-    monkeypatch.setattr(decode_slot, "FIRST_TOKEN_LOOK_S", 1e9)
-    slot.wait(LONG_S, after(3))
-    assert waits == [], "it looks, until something else is to be done"
-    monkeypatch.setattr(decode_slot, "FIRST_TOKEN_LOOK_S", 0.0)
+    control.stamp(0, RankStage.READ)
+    monkeypatch.setattr(decode_slot, "LOOKS_S", {stage: 1e9})
     slot.wait(LONG_S, after(2))
-    assert len(waits) == 1, "the token did not come in time, and sleeping goes on"
+    assert len(waits) == 1, "it does not come yet"
+    control.stamp(0, stage)
+    slot.wait(LONG_S, after(3))
+    assert len(waits) == 1, "it looks, until something else is to be done"
+    monkeypatch.setattr(decode_slot, "LOOKS_S", {stage: 0.0})
+    slot.wait(LONG_S, after(2))
+    assert len(waits) == 2, "the token did not come in time, and sleeping goes on"
+
+
+def test_looking_ends_after_its_time(control: ControlPage, slot: DecodeSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it has looked by then."""
+    control.stamp(0, RankStage.LAUNCHED)
+    launched_ns = control.stages_ns(0)[RankStage.LAUNCHED]
+    monkeypatch.setattr(decode_slot, "LOOKS_S", {RankStage.LAUNCHED: 0.02})
+    looks = 0
+
+    def look(seq: int, index: int) -> bool:
+        nonlocal looks
+        looks += 1
+        return False
+
+    monkeypatch.setattr(control.ring, "is_begun", look)
+    slot.wait(LONG_S, lambda: False)
+    assert time.monotonic_ns() - launched_ns >= 20_000_000
+    assert looks > POLLS_PER_CHECK
+    monkeypatch.setattr(decode_slot, "LOOKS_S", {RankStage.LAUNCHED: 1e9})
+    slot.wait(0.0, lambda: False)
+    assert looks < 10**6, "at most as long as it was told to wait"
 
 
 def test_later_tokens_and_launches_of_other_requests_are_slept_for(control: ControlPage, waits: Waits) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kog_dist.abi import NO_PEER, WaitOp, WaitRecord
+from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling
 from kog_dist.decode.steps import Phase
 from kog_dist.errors import DeviceError
@@ -18,7 +19,7 @@ from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.cuda.monokernel import DeviceToken, Monokernel
 
 CONTEXT, STREAM = 16, 7
 
@@ -194,6 +195,21 @@ def test_a_wait_that_ran_out_names_the_rank_that_was_late(
     with pytest.raises(DeviceError) as caught:
         kernel.finish()
     assert (caught.value.record.rank, caught.value.record.peer) == (1, late)
+
+
+def test_a_token_is_there_when_both_words_carry_the_tag_of_the_request(kernel: Monokernel) -> None:
+    ring = kernel._ring = np.zeros(2 * CONTEXT, np.uint64)
+    kernel._ring_words = ring.data
+    kernel._tag = 0xFFFFFFFE
+    tag, old = 0xFFFFFFFE << 32, 0xFFFFFFFD << 32
+    for words in ((0, 0), (tag | 5, old), (old | 5, tag), (old | 5, old)):
+        ring[6:8] = words
+        assert kernel.token(3) is None
+    ring[6:8] = tag | 5, tag | Finish.STOP
+    assert kernel.token(3) == DeviceToken(5, Finish.STOP)
+    ring[6:8] = tag | 0xFFFFFFFF, tag | Finish.CANCELLED
+    assert kernel.token(3) == DeviceToken(NO_TOKEN, Finish.CANCELLED)
+    assert kernel.token(2) is None
 
 
 def test_what_the_last_request_left_is_read_once(kernel: Monokernel) -> None:

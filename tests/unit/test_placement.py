@@ -341,8 +341,12 @@ def test_status_says_where_ranks_run(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     try:
         engine.start()
         with Client(Access(engine.endpoint), connect_timeout_s=30, patient=True) as client:
+            assert not client.status().prefill
+            assert engine.kind == "cuda, prefill off"
+            engine.control.set_prefill(0)
             report = client.status()
+        assert report.prefill
+        assert engine.kind == "cuda, prefill on"
         assert report.rank_places == ("GPU 0 (NVIDIA H200, GPU-00000000), pinned to CPUs 0",)
-
     finally:
         engine.stop(None)

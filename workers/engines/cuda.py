@@ -140,6 +140,7 @@ class CudaEngine:
             note(f"prompts go token by token, since prefill failed on trial: {cause_of(error)}")
             return None
         prefill.forget(0)
+        self._control.set_prefill(self._rank)
         if self._rank == 0:
             note("prompts go through prefill, in blocks of many tokens")
         return prefill
@@ -155,7 +156,7 @@ class CudaEngine:
                     self._await_first_mask(seq, request, heartbeat)
                 launches = self._begin(request, num_cached)
             if num_cached > request.kv.num_cached:
-                self._control.stamp(self._rank, RankStage.PREFILLED)
+                self._tell(RankStage.PREFILLED)
             return self._decode(seq, request, heartbeat, num_cached, launches)
 
     def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, Launches | None]:
@@ -193,10 +194,14 @@ class CudaEngine:
             request.prompt, max_tokens, sampling, request.end_ids, first_position=first, shaped=shaped, streams=streams
         )  # fmt: skip
         launches = Launches(kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests)
-        self._control.stamp(self._rank, RankStage.LAUNCHED)
+        self._tell(RankStage.LAUNCHED)
+        return launches
+
+    def _tell(self, stage: RankStage) -> None:
+        """Stamp a stage from which on the coordinator looks for the first token."""
+        self._control.stamp(self._rank, stage)
         if self._rank == 0:
             self._control.ring.announce()
-        return launches
 
     def _max_tokens(self, request: DecodeRequest) -> int:
         return min(request.max_tokens, self._max_context - len(request.prompt))

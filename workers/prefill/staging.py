@@ -30,7 +30,8 @@ class Staging:
         self._is_cuda = device.startswith("cuda")
         self._on_device = torch.zeros(_FLAG_WORDS + num_rows, dtype=torch.int32, device=device)
         self._on_host = staged(_FLAG_WORDS + num_rows, torch.int32, is_cuda=self._is_cuda)
-        self._words = self._on_host.numpy()
+        self._words = self._on_host.numpy().view(np.uint32).data  # numpy itself takes several times as long for a few slices
+        self._padding = memoryview(array("I", bytes(4 * num_rows)))
         self._read_back = staged(_NUM_FLAGS, torch.int32, is_cuda=self._is_cuda)
         self._flags_seen = self._read_back.numpy()
         self.flags, self.prompt = self._on_device[:_NUM_FLAGS], self._on_device[_FLAG_WORDS:]
@@ -40,12 +41,12 @@ class Staging:
         """Queue a prompt on a CUDA stream, from whose position `start` on blocks begin; at most `num_padding` rows behind it are
         looked at. The copy before must have ended.
         """
-        num_tokens, words = len(token_ids), self._words
-        end = _FLAG_WORDS + num_tokens
+        ids, words = token_ids if isinstance(token_ids, array) else array("I", token_ids), self._words
+        end = _FLAG_WORDS + len(ids)
         last = min(end + num_padding, len(words))
-        words[:_NUM_FLAGS] = start, 0, num_tokens - 1
-        words[_FLAG_WORDS:end] = np.frombuffer(token_ids, np.int32) if isinstance(token_ids, array) else token_ids
-        words[end:last] = 0  # any token will do
+        words[0], words[1], words[2] = start, 0, len(ids) - 1
+        words[_FLAG_WORDS:end] = memoryview(ids)
+        words[end:last] = self._padding[: last - end]  # any token will do
         if self._is_cuda:
             copy_to_device(self._device_ptr, self._host_ptr, last * words.itemsize, stream_ptr)
         else:

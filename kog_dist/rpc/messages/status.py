@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kog_dist.rpc.fields import array, checked, choice, optional
+from kog_dist.rpc.fields import array, checked, choice, flag, optional
 from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, Checked
 from kog_dist.rpc.messages.codes import EngineState
 
@@ -14,6 +14,7 @@ class StatusReport(Checked):
     """The engine's state and counters since its start. Waiting requests are listed in the order in which they will run.
 
     `running_position`: tokens of the running request that are in the KV cache; below `running_prompt_tokens` it is prefilling.
+    `prefill`: whether prompts go through prefill, in blocks of many tokens, on all ranks (of all replicas).
     `epochs_waited`, `waited_s`: how often and how long each rank has waited for peers; None for ranks that do not count it.
     """
 
@@ -47,3 +48,4 @@ class StatusReport(Checked):
     rank_places: tuple[str, ...] = checked(array(NAME, 4096), default=())  # device and CPUs of each rank
     epochs_waited: tuple[int | None, ...] = checked(array(optional(COUNT), 4096), default=())
     waited_s: tuple[float | None, ...] = checked(array(optional(SECONDS), 4096), default=())
+    prefill: bool = checked(flag, default=False)

@@ -193,9 +193,10 @@ def test_series_exist_before_anything_happened(metrics: Metrics) -> None:
 
 
 def test_engine_report(metrics: Metrics) -> None:
-    metrics.engine_report(report())
+    metrics.engine_report(report(prefill=True))
     page = Page(metrics)
     assert page.value("engine_state", state="ready") == 1
+    assert page.value("prefill") == 1
     assert page.value("engine_state", state="unreachable") == 0
     assert (page.value("num_requests_running"), page.value("num_requests_waiting")) == (1, 2)
     assert page.value("kv_cache_usage_perc") == 0.25

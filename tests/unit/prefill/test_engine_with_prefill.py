@@ -139,14 +139,16 @@ def test_every_stage_on_the_way_to_the_first_token_is_stamped(control: ControlPa
     assert later[RankStage.CHOSEN] > first[RankStage.CHOSEN]
 
 
-def test_the_coordinator_hears_of_the_launch_before_prefill_has_ended(
+def test_the_coordinator_hears_of_the_launch_and_of_the_end_of_prefill(
     control: ControlPage, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _, _ = parts
     at: list[int] = []
     monkeypatch.setattr(control.ring, "announce", lambda: at.append(control.stages_ns(0)[RankStage.PREFILLED]))
     engine.run(1, request(num_prompt=100, max_tokens=5))
-    assert at == [0]
+    assert at == [0, control.stages_ns(0)[RankStage.PREFILLED]]
+    engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
+    assert len(at) == 3, "there was no prefill"
 
 
 def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:

@@ -189,8 +189,19 @@ def test_a_trial_that_fails(parts: Parts, engine: CudaEngine, capfd: pytest.Capt
     engine._try_kernel(engine._kernel)
     left: Any = engine._prefill
     assert left is None
+    assert not engine._control.has_prefill()
     assert parts.calls == ["free"]
     assert "since prefill failed on trial: RuntimeError: CUDA error: invalid argument" in capfd.readouterr().err
     engine._args, engine._prefill = replace(engine._args, prefill="on"), Failing()
     with pytest.raises(LaunchError, match="invalid argument; with --prefill off"):
         engine._try_kernel(engine._kernel)
+
+
+def test_a_trial_that_succeeds_is_said(
+    engine: CudaEngine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Failing, "run", lambda *_, **__: 2)
+    engine._kernel, engine._prefill = ScriptedKernel(), Failing()
+    engine._try_kernel(engine._kernel)
+    assert "prompts go through prefill" in capfd.readouterr().err
+    assert engine._control.has_prefill()
