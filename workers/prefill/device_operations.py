@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
-_OF_ROWS = (
-    "embed", "append", "lane_sum", "residual_blocking", "residual_blocking_alone", "residual_delayed", "residual_delayed_alone",
-    "residual_local", "swiglu",
+_RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
+_KERNELS = (
+    "begin", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
+    "swiglu", "swiglu_exact", *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
 )  # fmt: skip
-_KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
+_MOST_APPENDING = 1024  # thread blocks of `append`: each waits for its first loads
 
 
 def build(header: str) -> compiler.Cubin:
@@ -71,11 +72,6 @@ class DeviceOperations:
             self._params[f"{name}_ptr"] = tensor.data_ptr()
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
 
-    def _launch_rows(self, kernel: str, rows: Rows, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
-        """A kernel that there is for both kinds of blocks."""
-        name = f"{kernel}_exact" if rows.is_exact else kernel
-        self._launch(name, num_rows, num_threads, size=rows.size, **fields)
-
     def _launch(self, kernel: str, num_ctas: int, num_threads: int, **fields: Tensor | int | None) -> None:
         """`fields`: tensors are for the pointers of their names."""
         params = self._params.copy()
@@ -92,9 +88,9 @@ class DeviceOperations:
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""
-        self._launch_rows(
-            "embed", rows, rows.size, self._row_threads, place=rows.place, stream=rows.stream,
-            inverse_rms=rows.inverse_rms, scale=scale,
+        self._launch(
+            "embed_split" if rows.is_split else "embed", rows.size, self._row_threads, size=rows.size, place=rows.place,
+            stream=rows.stream, inverse_rms=rows.inverse_rms, scale=scale,
         )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -103,15 +99,16 @@ class DeviceOperations:
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""
-        self.product(rows.stream, matrix, rows.gate_up)
+        self.product(rows.gated, matrix, rows.gate_up)
         self.swiglu(rows)
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
-        num_ctas = self.layout.num_lanes * -(-rows.size // APPEND_ROWS)
-        self._launch_rows(
-            "append", rows, num_ctas, threads_for(rows.qkv.shape[2] // 4), place=rows.place, qkv=rows.qkv,
-            inverse_rms=rows.inverse_rms, query=rows.query, keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+        num_ctas = min(_MOST_APPENDING, self.layout.num_lanes * -(-rows.size // APPEND_ROWS))
+        self._launch(
+            "append_split" if rows.is_split else "append", num_ctas, threads_for(rows.qkv.shape[2] // 4), size=rows.size,
+            place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query, keys=self.buffers.keys[layer],
+            values=self.buffers.values[layer],
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -135,7 +132,8 @@ class DeviceOperations:
 
     def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
-        self._launch_rows("lane_sum", rows, rows.size, self._row_threads, partial=partial, own_sum=own_sum)
+        kernel = "lane_sum_exact" if rows.is_exact else "lane_sum"
+        self._launch(kernel, rows.size, self._row_threads, size=rows.size, partial=partial, own_sum=own_sum)
 
     def residual(
         self,
@@ -149,20 +147,19 @@ class DeviceOperations:
         scale: Tensor | None,
     ) -> None:
         """See `Operations`."""
-        kernel = f"residual_{mode.value}"
-        if total is None and mode is not ReduceMode.LOCAL:
-            kernel += "_alone"
-        self._launch_rows(
-            kernel, rows, rows.size, self._row_threads, stream=rows.stream, inverse_rms=rows.inverse_rms,
-            partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
+        alone = "_alone" if total is None and mode is not ReduceMode.LOCAL else ""
+        form = "_exact" if rows.is_exact else "_split" if rows.is_split else ""
+        self._launch(
+            f"residual_{mode.value}{alone}{form}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
+            inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
         """activation = silu(gate) * up, with 1 / rms applied to both."""
-        self._launch_rows(
-            "swiglu", rows, rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT),
-            inverse_rms=rows.inverse_rms,
-            gate_up=rows.gate_up, activation=rows.activation,
+        self._launch(
+            "swiglu_exact" if rows.is_exact else "swiglu", rows.size * self.layout.num_lanes,
+            threads_for(self.spec.lane_ffn // UNIT), size=rows.size, inverse_rms=rows.inverse_rms, gate_up=rows.gate_up,
+            activation=rows.activation,
         )  # fmt: skip
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -190,7 +190,7 @@ class TorchOperations:
         """See `Operations`."""
         import torch
 
-        self.product(rows.stream, matrix, rows.gate_up)
+        self.product(rows.gated, matrix, rows.gate_up)
         gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[..., None]).chunk(2, dim=-1)
         _split(torch.nn.functional.silu(gate) * up, rows.activation)
 
