@@ -65,6 +65,7 @@ def attention_on_gpu(shape: AttentionShape, max_context: int) -> Attention:
     """Attention on torch's current GPU. Raises CompileError or LaunchError."""
     import torch
 
+    torch.zeros(1, device="cuda").item()  # makes a context, if nobody has done so
     path = build(shape).path
     shared_bytes = {"attend": shape.shared_bytes, "combine": 0}
     launchers = {name: partial(_launch, Kernel(path, name, num_bytes)) for name, num_bytes in shared_bytes.items()}
