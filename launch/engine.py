@@ -40,6 +40,7 @@ class RankSource(Protocol):
 
     origin: str  # what started the ranks, for people: "MPICH 5.0.2"; empty where it is the launcher itself
     lifelines: Mapping[int, str]  # pidfds of processes without which the engine must not go on, and who they are
+    is_killed_soon: bool  # after a stop signal whoever started the ranks kills them: too soon to drain, not to tell clients
 
     def start(self, arguments: Sequence[WorkerArgs], log_dir: Path | None) -> Iterator[EngineProcess]:
         """Start the worker of every rank on this machine, yielding each in the order of ranks as soon as it exists.

@@ -48,6 +48,7 @@ class LocalRanks:
 
     origin = ""
     lifelines: Mapping[int, str] = {}
+    is_killed_soon = False
 
     def start(self, arguments: Sequence[WorkerArgs], log_dir: Path | None) -> Iterator[EngineProcess]:
         """See `RankSource`."""

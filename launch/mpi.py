@@ -23,7 +23,7 @@ from kog_dist.config import SETTINGS, LaunchConfig, flag_name
 from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.launch.hosted_ranks import Door, host_rank, knock
 from kog_dist.launch.local import spawn_rank
-from kog_dist.launch.mpi_pair import check_flavour, check_world_size, library_name
+from kog_dist.launch.mpi_pair import OPEN_MPI, check_flavour, check_world_size, library_name
 from kog_dist.launch.mpi_starter import starter_lifelines
 from kog_dist.launch.mpi_watchdog import Watchdog, remove_shared_memory
 from kog_dist.launch.process import EngineProcess
@@ -69,6 +69,7 @@ class MpiRanks:
     def __init__(self, library: str, lifelines: Mapping[int, str], door: Door) -> None:
         self.origin = library
         self.lifelines = lifelines
+        self.is_killed_soon = library.startswith(OPEN_MPI)  # 0.25 s after the signal, whatever its settings
         self._door = door
 
     def start(self, arguments: Sequence[WorkerArgs], log_dir: Path | None) -> Iterator[EngineProcess]:

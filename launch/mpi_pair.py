@@ -13,7 +13,7 @@ from pathlib import Path
 from kog_dist.errors import LaunchError
 from kog_dist.rank_env import RankVariables
 
-_OPEN_MPI = "Open MPI"
+OPEN_MPI = "Open MPI"
 
 
 def library_name(version_text: str) -> str:
@@ -28,7 +28,7 @@ def check_flavour(found: RankVariables | None, library: str) -> None:
 
     MPICH's variables say less, for Slurm sets them too, whatever MPI the program has.
     """
-    if found is not None and found.source == _OPEN_MPI and not library.startswith(_OPEN_MPI):
+    if found is not None and found.source == OPEN_MPI and not library.startswith(OPEN_MPI):
         raise LaunchError(_sentence(found, f"{library}, another MPI"))
 
 

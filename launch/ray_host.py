@@ -51,6 +51,7 @@ class ActorRanks:
     """Ranks that are children of Ray actors; see `RankSource`. The kernel ties this process to its actor: no lifelines."""
 
     lifelines: Mapping[int, str] = {}
+    is_killed_soon = False
 
     def __init__(self, origin: str) -> None:
         self.origin = origin

@@ -297,7 +297,7 @@ class Supervisor:
             return self._cut_off()
         if signals.count == 0:
             return None
-        if not self._is_ready or signals.count > 1:
+        if not self._is_ready or signals.count > 1 or engine.ranks.is_killed_soon:
             return self._interrupted()
         assert signals.last is not None
         self._drain_deadline = Deadline.after(self._settings.shutdown_timeout + DRAIN_MARGIN_S)

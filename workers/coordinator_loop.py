@@ -17,10 +17,9 @@ from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import RequestError
 from kog_dist.rpc.counters import Counters
-from kog_dist.rpc.listener import Delivery, RpcListener, error_event
+from kog_dist.rpc.listener import RpcListener, error_event
 from kog_dist.rpc.messages import (
     Accepted,
-    Alive,
     Cancel,
     Done,
     Drain,
@@ -30,13 +29,13 @@ from kog_dist.rpc.messages import (
     FinishReason,
     Generate,
     Hello,
-    Prefill,
     Request,
     Status,
     StatusReport,
     Tokens,
     Welcome,
 )
+from kog_dist.workers.client_events import ClientEvents
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.engine_life import EngineLife, Farewell
@@ -47,8 +46,6 @@ from kog_dist.workers.request_queue import RequestQueue
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
 
-ALIVE_EVERY_NS = 250_000_000
-PREFILL_EVERY_NS = 100_000_000
 ROUSE_EVERY_NS = 10_000_000
 FAREWELL_S = 0.25  # for the last events, once the loop has ended
 _TOKEN_WAIT_S = 0.01  # longest wait while ranks decode (a token ends it at once, a message within 1 ms): bounds an abort's delay
@@ -74,12 +71,13 @@ class Coordinator:
         self._slot = DecodeSlot(control, model.spec.sliding_window if model.spec.window_layers else None)
         self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control.fd)
         self.requests = OpenRequests(RequestQueue(args.queue_limit, args.client_queue_limit), self._slot, self._grammars)
+        self.counters = Counters()
+        self._clients = ClientEvents(listener, self.requests, self.counters, clock)
         self._farewell: Farewell | None = None
         self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
         self._roused_ns = 0
         self.num_stop_signals = 0
-        self.counters = Counters()
 
     # ---- the loop ----
     def run(self, wakeup_fd: int = -1) -> int:
@@ -101,9 +99,9 @@ class Coordinator:
         self._end_expired()
         self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
         self._look_after_engine()
-        self._tell_where_requests_are()
+        self._clients.tell_where_requests_are(lambda: self._slot.position)
         for gone in self._listener.flush():
-            self._forget_client(gone)
+            self._clients.forget(gone)
 
     def _rouse_ranks(self) -> None:
         """Idle ranks wake while a request is read; seldom enough that requests which are refused keep no core busy."""
@@ -145,6 +143,10 @@ class Coordinator:
                 self._begin_drain()
                 self._send_to(peer, self._report())
 
+    def _send_to(self, peer: bytes, event: Welcome | StatusReport | Error) -> None:
+        """Send an answer that belongs to no stream; a client that does not read it goes without."""
+        self._listener.send(peer, event)
+
     def _take_request(self, peer: bytes, message: Generate, received_ns: int) -> None:
         try:
             self._check_room(peer, message.request_id)
@@ -165,7 +167,7 @@ class Coordinator:
         if (tokenizer := self._model.tokenizer) is not None:
             stream.decoder = tokenizer.stream(after=stream.request.prompt)
         stream.told_position = self.requests.place(stream)
-        self._send(
+        self._clients.send(
             stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
         )
 
@@ -242,7 +244,7 @@ class Coordinator:
         event, reason = stream.take(entries[:-1] if faulty else entries)
         if event is not None:
             self.counters.num_tokens += len(event.token_ids)
-            if not self._send(stream, event):
+            if not self._clients.send(stream, event):
                 return
             if is_first:
                 stream.timings.first_token(taken_ns, self._clock(), self._slot.stages_ns())
@@ -285,7 +287,7 @@ class Coordinator:
         rest = stream.rest()
         events: list[Tokens | Done] = [Tokens(stream.request_id, stream.num_tokens, (), rest, ())] if rest else []
         for event in [*events, stream.done(reason, self._clock())]:
-            if not self._send(stream, event):
+            if not self._clients.send(stream, event):
                 return
 
     def _fail(self, stream: RequestStream, code: ErrorCode, message: str) -> None:
@@ -296,52 +298,7 @@ class Coordinator:
             self.counters.num_expired += 1
         else:
             self.counters.num_failed += 1
-        self._send(stream, error_event(code, message, stream.request_id))
-
-    # ---- clients ----
-    def _send(self, stream: RequestStream, event: Accepted | Alive | Prefill | Tokens | Done | Error) -> bool:
-        """Send to a request's client; False if that ended the client's requests."""
-        stream.last_sent_ns = self._clock()
-        delivery = self._listener.send(stream.peer, event)
-        if delivery is Delivery.GONE:
-            self._forget_client(stream.peer)
-        elif delivery is Delivery.FULL:
-            self._drop_client(stream)
-        return delivery is Delivery.TAKEN
-
-    def _send_to(self, peer: bytes, event: Welcome | StatusReport | Error) -> None:
-        """Send an answer that belongs to no stream; a client that does not read it goes without."""
-        self._listener.send(peer, event)
-
-    def _forget_client(self, peer: bytes) -> None:
-        """The client is no longer connected: nobody is left to be told how its requests end."""
-        streams = self.requests.of_client(peer)
-        for stream in streams:
-            self._remove(stream)
-        self.counters.num_cancelled += len(streams)
-        self.counters.num_dropped_clients += bool(streams)
-
-    def _drop_client(self, behind: RequestStream) -> None:
-        """The client does not read: its requests end, and all it will find is the reason."""
-        streams = [behind, *(stream for stream in self.requests.of_client(behind.peer) if stream is not behind)]
-        message = "the client did not read its events; more than the buffer of this engine holds were waiting"
-        self.counters.num_failed += sum([self._remove(stream) for stream in streams])
-        self.counters.num_dropped_clients += 1
-        last = [error_event(ErrorCode.SLOW_READER, message, stream.request_id) for stream in streams]
-        self._listener.drop(behind.peer, last)
-
-    def _tell_where_requests_are(self) -> None:
-        """Changed places in the queue, progress of the prefill, a word after a silence; finds out which clients are gone."""
-        now_ns = self._clock()
-        for position, stream in enumerate(self.requests):
-            silent_ns = now_ns - stream.last_sent_ns
-            if self._listener.is_behind(stream.peer):
-                continue
-            if stream is self.requests.running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
-                self._send(stream, Prefill(stream.request_id, self._slot.position, len(stream.request.prompt)))
-            elif position != stream.told_position or silent_ns >= ALIVE_EVERY_NS:
-                stream.told_position = position
-                self._send(stream, Alive(stream.request_id, position))
+        self._clients.send(stream, error_event(code, message, stream.request_id))
 
     # ---- the engine ----
     @property

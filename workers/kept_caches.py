@@ -22,19 +22,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kog_dist.control import KvLayout
 from kog_dist.decode.request import KvUse
-
-Tokens = NDArray[np.uint32]
 
 
 @dataclass(slots=True)
 class _Kept:
     """One KV cache. `num_written`: positions that were ever written since it began at 0; more than `tokens` after a step back."""
 
-    tokens: Tokens = field(default_factory=lambda: np.empty(0, np.uint32))
+    tokens: array[int] = field(default_factory=lambda: array("I"))
     num_written: int = 0
     last_used: int = 0  # 0: never
 
@@ -63,7 +60,7 @@ class KeptCaches:
         oldest = min(range(len(self._kept)), key=lambda idx: self._kept[idx].last_used)
         use = KvUse(oldest, oldest, 0)
         if reuse:
-            wanted = np.frombuffer(array("I", prompt), np.uint32)
+            wanted = prompt if isinstance(prompt, array) else array("I", prompt)
             lengths = [self._usable(kept, wanted) for kept in self._kept]
             source = max(range(len(lengths)), key=lambda idx: (lengths[idx], -len(self._kept[idx].tokens)))
             if num_cached := lengths[source]:
@@ -78,11 +75,9 @@ class KeptCaches:
         self._running = use
         return use
 
-    def _usable(self, kept: _Kept, wanted: Tokens) -> int:
+    def _usable(self, kept: _Kept, wanted: array[int]) -> int:
         """Positions of a cache that the prompt can go on behind."""
-        most = min(len(kept.tokens), len(wanted) - 1)
-        different = np.flatnonzero(kept.tokens[:most] != wanted[:most])
-        num_common = int(different[0]) if len(different) else most
+        num_common = _num_common(kept.tokens, wanted[:-1])
         return num_common if self.is_intact(num_common, kept.num_written) else 0
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:
@@ -95,10 +90,19 @@ class KeptCaches:
         """The request has ended: its cache holds the first `num_positions` of `tokens`; it wrote below `num_written`."""
         if self._kept:
             kept = self._kept[self._running.cache]
-            kept.tokens = np.frombuffer(array("I", tokens[:num_positions]), np.uint32)
+            kept.tokens = array("I", tokens[:num_positions])
             kept.num_written = max(num_written, self._num_inherited)
 
     def forget(self) -> None:
         """Nothing is kept any more: a device may have cleared all its caches."""
         for kept in self._kept:
-            kept.tokens, kept.num_written, kept.last_used = np.empty(0, np.uint32), 0, 0
+            kept.tokens, kept.num_written, kept.last_used = array("I"), 0, 0
+
+
+def _num_common(left: array[int], right: array[int]) -> int:
+    """How many ids both begin with."""
+    most = min(len(left), len(right))
+    left, right = left[:most], right[:most]
+    if left == right:
+        return most  # a conversation goes on: so it is mostly
+    return int(np.flatnonzero(np.frombuffer(left, np.uint32) != np.frombuffer(right, np.uint32))[0])

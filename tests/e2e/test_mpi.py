@@ -11,6 +11,7 @@ import pytest
 
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import RequestFailed
+from kog_dist.rpc.messages import Done
 from tests.e2e.conftest import lines_of
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
 
@@ -112,16 +113,25 @@ def test_stopped_host_cannot_hold_up_the_end(session: EngineSession, tiny_model:
     assert our_lines(session) == [f"kog-launch: rank 1 (pid {pid}) was killed by SIGKILL while serving; the engine was stopped"]
 
 
-def test_sigterm_to_mpirun_drains(session: EngineSession, tiny_model: Path, flavour: str) -> None:
+def test_sigterm_to_mpirun_ends_all_in_order(session: EngineSession, tiny_model: Path, flavour: str) -> None:
+    """Open MPI kills a quarter of a second after it has passed the signal on: time to tell clients, and no more."""
     under_mpirun(session, flavour, RANKS)
     launcher = session.launch(str(tiny_model))
-    session.connect().close()
-    until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
-    launcher.send_signal(signal.SIGTERM)
-    code = launcher.wait(ENDED_S)
+    with session.connect() as client:
+        until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=200 if flavour == "MPICH" else 8000, ignore_eos=True)
+        next(events)
+        launcher.send_signal(signal.SIGTERM)
+        if flavour == "MPICH":
+            *_, last = events
+            assert isinstance(last, Done)
+        else:
+            with pytest.raises(RequestFailed, match="the engine was stopped before the answer was complete"):
+                list(events)
+        code = launcher.wait(ENDED_S)
     assert_clean(session)
     assert our_lines(session) == []
-    if flavour == "MPICH":  # Open MPI kills soon after it has passed the signal on
+    if flavour == "MPICH":
         assert "kog-launch: SIGTERM: draining" in session.output(stream="out")
         assert code == 0
 

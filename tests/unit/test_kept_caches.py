@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kog_dist.control import KvLayout
 from kog_dist.decode.request import KvUse
-from kog_dist.workers.kept_caches import KeptCaches
+from kog_dist.workers.kept_caches import KeptCaches, _num_common
 
 A = tuple(range(100, 140))
 
@@ -136,3 +138,9 @@ def test_a_ring_that_lost_the_beginning_is_not_used() -> None:
     run(caches, A[:10])
     assert run(caches, A[:5]).num_cached == 4, "nothing was overwritten yet"
     assert KeptCaches(KvLayout(1, 16), None).is_intact(1, 10**6), "no layer is windowed"
+
+
+@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
+def test_the_common_beginning_of_two_sequences(left: list[int], right: list[int]) -> None:
+    different = [place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b]
+    assert _num_common(array("I", left), array("I", right)) == min([len(left), len(right), *different])

@@ -78,11 +78,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
 
 def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel) -> None:
     kernel.begin((5, 6, 7), 4, Sampling())
-    assert kernel._prompt.array.tolist() == [5, 6, 7, *[0] * 13]
+    assert kernel._prompt.array.tolist() == [0, 6, 7, *[0] * 13]
+    assert int(kernel._state.array.view(DECODE_STATE.dtype)["token"][0]) == 5
     kernel._state.array.view(DECODE_STATE.dtype)["epoch"] = 99
     kernel._state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
     kernel.begin([1, 2, 3, 4, 8], 6, Sampling(), first_position=3)
-    assert kernel._prompt.array.tolist() == [5, 6, 7, 4, 8, *[0] * 11]
+    assert kernel._prompt.array.tolist() == [0, 6, 7, 0, 8, *[0] * 11]
     state = kernel.state()
     assert [int(state[name]) for name in ("token", "position", "num_prompt", "max_tokens", "epoch")] == [4, 3, 5, 6, 99]
     assert int(state["abort_mirror"]) == 0, "nothing else of the request before is left"
@@ -92,6 +93,7 @@ def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel
 def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> None:
     kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=LastStreams(0x123400, 0x567800))
     assert int(kernel.state()["token"]) == 7
+    assert not kernel._prompt.array.any(), "no copy between prefill and the head"
     head, whole = kernel._head_start, kernel._kernel
     assert head is not None
     (launch,) = head._publisher.grids  # type: ignore[attr-defined]

@@ -144,16 +144,16 @@ class Monokernel:
         if shaped is not None:
             assert self._shaped is not None, "made without the shaped build"
             self._shaped.begin(shaped, sampling, prompt, self.stream)
-        state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position:]), np.uint32)
+        state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position + 1 :]), np.uint32)
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
         state["max_tokens"], state["epoch"], state["num_exchanges"] = max_tokens, self._epoch, before["num_exchanges"]
         state["hash"] = before["hash"]
-        self._staged_prompt[: len(rest)] = rest
-        place = self._prompt.data.ptr + first_position * rest.itemsize  # the kernel never looks at what lies before
-        for to, source, num_bytes in (
-            (place, self._staged_prompt, rest.nbytes), (self._state.data.ptr, state, DECODE_STATE.size_bytes),
-        ):  # fmt: skip
+        copies = [(self._state.data.ptr, state, DECODE_STATE.size_bytes)]
+        if len(rest):  # the first token is in the state, and the kernel never looks at what lies before
+            self._staged_prompt[: len(rest)] = rest
+            copies.append((self._prompt.data.ptr + (first_position + 1) * rest.itemsize, self._staged_prompt, rest.nbytes))
+        for to, source, num_bytes in copies:
             runtime.memcpyAsync(to, source.ctypes.data, num_bytes, runtime.memcpyHostToDevice, self.stream.ptr)
         if streams is not None:
             assert self._head_start is not None, "made without head starts"
