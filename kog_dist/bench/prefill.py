@@ -258,7 +258,10 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
         for start in (0, spec.max_context - size):
             rows.place[0], rows.place[2] = start, start + size
-            yield f"attend of the {kind} layer at {start}", partial(do.attend, rows, layer), 0, 0
+            seen = sum(min(position + 1, spec.window(layer) or position + 1) for position in range(start, start + size))
+            flops = 4 * seen * rows.query.numel() // size
+            for way, attend in (("attend", do.attend), ("torch's", do.attend_by_torch)):
+                yield f"{way} of the {kind} layer at {start}", partial(attend, rows, layer), flops, 0
 
 
 def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:

@@ -6,13 +6,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.errors import LaunchError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
+_FLOAT16, _PROMOTE_256B = 6, 3  # of tensor maps: type, and what L2 reads at once
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_ by bytes
+_MAP_BYTES = 128
 _COOPERATIVE, _CLUSTER, _PRIORITY = 2, 4, 8  # CU_LAUNCH_ATTRIBUTE_: COOPERATIVE, CLUSTER_DIMENSION, PRIORITY
 
 
@@ -50,6 +57,25 @@ def _check(code: int, what: str) -> None:
     name = ctypes.c_char_p()
     _driver().cuGetErrorName(code, ctypes.byref(name))
     raise LaunchError(f"{what} failed: {(name.value or b'unknown error').decode()} ({code})")
+
+
+def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> NDArray[np.uint64]:
+    """The 16 words of a CUtensorMap of binary16 values, the fastest dimension first; `strides` (bytes) of all but that one.
+
+    A box has 16, 32 or 64 values in the fastest dimension, and is swizzled over as many bytes as they have. Address and strides
+    are multiples of 16. What lies outside of the sizes is read as 0. Raises LaunchError.
+    """
+    raw = np.zeros(2 * _MAP_BYTES, np.uint8)
+    start = -raw.ctypes.data % 64  # a map is aligned
+    words = raw[start : start + _MAP_BYTES].view(np.uint64)
+    rank = len(sizes)
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(words.ctypes.data), _FLOAT16, rank, ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank), 0,
+        _SWIZZLES[2 * box[0]], _PROMOTE_256B, 0,
+    )  # fmt: skip
+    _check(code, f"a tensor map of {tuple(sizes)} values with strides {tuple(strides)} and boxes {tuple(box)}")
+    return words
 
 
 def copy_to_device(device_ptr: int, host_ptr: int, num_bytes: int, stream_ptr: int) -> None:

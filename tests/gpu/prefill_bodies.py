@@ -18,7 +18,7 @@ from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.gpu import Tuning
 from tests.gpu.rank_bodies import VARIANTS
 
-TUNING = Tuning((16, 32, 64), exact_size=24)
+TUNING = Tuning((16, 32, 64, 128), exact_size=24, split_size=64)
 SEED = 5
 
 

@@ -45,7 +45,7 @@ from tests.gpu.test_monokernel import VARIANTS as KERNEL_VARIANTS
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
-TUNING = Tuning((16, 32, 64), exact_size=24)
+TUNING = Tuning((16, 32, 64, 128), exact_size=24, split_size=64)
 # Slices of the FFN that are no multiple of 8 are not for prefill.
 VARIANTS = {**KERNEL_VARIANTS, "nothing divides": {**KERNEL_VARIANTS["nothing divides"], "intermediate_size": 608}}
 LIMIT = 2e-3
@@ -121,14 +121,14 @@ def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) ->
 @pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
 def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str) -> None:
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
-    runner = runner_for(model.kernel, model.collected, tuning=Tuning((32,), exact_size=24))
+    runner = runner_for(model.kernel, model.collected, tuning=Tuning((16, 32), exact_size=24, split_size=16))
     embedding = torch.as_tensor(model.kernel.weights.embedding.view(np.int16), device="cuda").view(torch.bfloat16)
     cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
     twin = TorchOperations(runner.buffers, embedding, cache)
     checked = CheckedOperations(runner.layers.operations, twin, runner.buffers)
     layers = Layers(model.spec, model.matrices, checked, OneRank())
-    by_host = HostRunner(layers, runner.buffers, (32,), exact_size=24)
-    prefill = Prefill(by_host, max_context=model.spec.max_context, sizes=(32,), exact_size=24)
+    by_host = HostRunner(layers, runner.buffers, (16, 32), exact_size=24)
+    prefill = Prefill(by_host, max_context=model.spec.max_context, sizes=(16, 32), exact_size=24)
     with torch.no_grad():
         fill(prefill, model.ids[:20])
         fill(prefill, model.ids[:150])

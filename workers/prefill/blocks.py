@@ -10,6 +10,8 @@ BLOCK_SIZES = (128, 256, 512, 1024, 2048)
 # A prompt that is no longer goes through one block of so many rows. Its values are kept as sums of two, so products see twice as
 # many rows: in short prompts little averages roundings out, and weights are waited for anyway.
 EXACT_SIZE = 64
+# Blocks of at most so many rows keep streams as such sums, too, and multiply both for queries, keys and values alone.
+SPLIT_SIZE = 128
 
 
 class Block(NamedTuple):

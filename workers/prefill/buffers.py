@@ -10,6 +10,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
+from kog_dist.workers.prefill.blocks import SPLIT_SIZE
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.staging import Staging
 
@@ -28,13 +29,14 @@ class Rows:
     `partials[block][slot]` is p of layer i at slot i % (delay + 1), and so are `own_sums`, its sum over the hosted lanes.
 
     An exact block has P = 2 planes (else 1): what is multiplied is a sum of two values of T, `size` rows apart, and what comes of
-    it a sum of two float32 values. R: T, but float32 in an exact block.
+    it a sum of two float32 values. R: T, but float32 in an exact block. S: planes of the streams and of what QKV gives; 2 in an
+    exact block and in a small one.
     """
 
     size: int
-    stream: Tensor  # (L, P * size, D) T
+    stream: Tensor  # (L, S * size, D) T
     inverse_rms: Tensor  # (L, size) float32
-    qkv: Tensor  # (L, P * size, rows) float32, so that keys and values are rounded once: rows of wqkv, without 1 / rms
+    qkv: Tensor  # (L, S * size, rows) float32, so that keys and values are rounded once: rows of wqkv, without 1 / rms
     query: Tensor  # (size, L * heads, head_dim) T
     gate_up: Tensor  # (L, P * size, 2F) R, without 1 / rms
     activation: Tensor  # (L, P * size, F) T
@@ -44,25 +46,39 @@ class Rows:
     query_bounds: Tensor  # int32: 0, size
 
     @property
-    def is_exact(self) -> bool:
-        """Whether it has two planes."""
+    def is_split(self) -> bool:
+        """Whether S is 2."""
         return self.stream.shape[1] > self.size
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether P is 2."""
+        return self.activation.shape[1] > self.size
+
+    @property
+    def gated(self) -> Tensor:
+        """The planes of the streams that gates and ups are made of, (L, P * size, D) T."""
+        return self.stream[:, : self.gate_up.shape[1]]
 
 
 class Buffers:
     """Everything that blocks of at most `max_size` tokens need, on `device`. Blocks of different sizes share the memory.
 
     Keys and values are kept for all positions of the context, rounded to the cache's type, as values of T. Padding may reach
-    beyond the context. Raises ConfigError for shapes that the fused kernels cannot take.
+    beyond the context. Blocks of up to `split_size` rows have split streams. Raises ConfigError for shapes that the fused kernels
+    cannot take.
     """
 
-    def __init__(self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str) -> None:
+    def __init__(
+        self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str, *, split_size: int = SPLIT_SIZE
+    ) -> None:
         import torch
 
         spec = layout.spec
         if finding := misfit(spec):
             raise ConfigError(f"prefill cannot run this model: it has {finding}")
         self.layout, self.spec, self.dtype, self.max_size, self.device = layout, spec, dtype, max_size, device
+        self._split_size = split_size
         self._memory: dict[str, Tensor] = {}
         cos, sin = (torch.from_numpy(table) for table in rope_table(spec, spec.max_context))
         self.rope = torch.stack((cos, sin), dim=-1).to(device)  # (max_context, head_dim / 2, 2)
@@ -98,18 +114,18 @@ class Buffers:
 
         assert size <= self.max_size
         max_size, planes, results = (size, 2, torch.float32) if is_exact else (self.max_size, 1, self.dtype)
+        stream_rows, most_rows = (2 * size, 2 * size) if is_exact else stream_rows_of(size, max_size, self._split_size)
         spec, lanes = self.spec, self.layout.num_lanes
         d, dim = spec.hidden_size, spec.head_dim
         heads = lanes * spec.lane_heads
         slots = range(spec.delay + 1)
         bounds = torch.tensor([0, size], dtype=torch.int32, device=self.device)
 
-        def view(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            """The front of the memory `name`, which is made for the largest block."""
+        def view(name: str, *shape: int, dtype: torch.dtype = self.dtype, part: int = size, largest: int = max_size) -> Tensor:
+            """The front of the memory `name`, which is made for the largest block: `part` of it is `largest` there."""
             key = f"{name} exact {size}" if is_exact else name
             if key not in self._memory:
-                largest = prod(shape) // size * max_size
-                self._memory[key] = torch.zeros(largest, dtype=dtype, device=self.device)
+                self._memory[key] = torch.zeros(prod(shape) // part * largest, dtype=dtype, device=self.device)
             return self._memory[key][: prod(shape)].view(shape)
 
         def by_slot(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> tuple[tuple[Tensor, ...], ...]:
@@ -117,9 +133,17 @@ class Buffers:
 
         return Rows(
             size=size,
-            stream=view("stream", lanes, planes * size, d),
+            stream=view("stream", lanes, stream_rows, d, part=stream_rows, largest=most_rows),
             inverse_rms=view("inverse rms", lanes, size, dtype=torch.float32),
-            qkv=view("qkv", lanes, planes * size, (spec.lane_heads + 2 * spec.lane_kv_heads) * dim, dtype=torch.float32),
+            qkv=view(
+                "qkv",
+                lanes,
+                stream_rows,
+                (spec.lane_heads + 2 * spec.lane_kv_heads) * dim,
+                dtype=torch.float32,
+                part=stream_rows,
+                largest=most_rows,
+            ),
             query=view("query", size, heads, dim),
             gate_up=view("gate up", lanes, planes * size, 2 * spec.lane_ffn, dtype=results),
             activation=view("activation", lanes, planes * size, spec.lane_ffn),
@@ -128,6 +152,11 @@ class Buffers:
             place=torch.zeros(3, dtype=torch.int32, device=self.device),
             query_bounds=bounds,
         )
+
+
+def stream_rows_of(size: int, max_size: int, split_size: int) -> tuple[int, int]:
+    """Rows of a lane's stream in a block of `size` tokens that is not exact, and the most of any block of up to `max_size`."""
+    return (2 * size if size <= split_size else size), max(max_size, 2 * min(max_size, split_size))
 
 
 def misfit(spec: ModelSpec) -> str:

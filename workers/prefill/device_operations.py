@@ -1,4 +1,5 @@
-"""The operations of a block on a GPU: cuBLAS products, flash attention, and the fused kernels of prefill.cu for the rest.
+"""The operations of a block on a GPU: cuBLAS products, attention of our own (or torch's, where it does not fit), and the fused
+kernels of prefill.cu for the rest.
 
 All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
 for any place in any prompt.
@@ -15,19 +16,24 @@ import numpy as np
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
+from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfit
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
+from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.operations import give_streams, take_last
-from kog_dist.workers.prefill.prefill_abi import MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
 from kog_dist.workers.prefill.products import Products
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
-_OF_ROWS = (
-    "embed", "append", "lane_sum", "residual_blocking", "residual_delayed", "residual_alone", "residual_local", "swiglu",
+_RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
+_KERNELS = (
+    "begin", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
+    "swiglu", "swiglu_exact", *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
 )  # fmt: skip
-_KERNELS = ("begin", "load_cache", "store_cache", *_OF_ROWS, *(f"{name}_exact" for name in _OF_ROWS))
+_MOST_APPENDING = 1024  # thread blocks of `append`: each waits for its first loads
 
 
 def build(header: str) -> compiler.Cubin:
@@ -50,6 +56,7 @@ class DeviceOperations:
         self.build_log = cubin.log
         self._products = Products()
         self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
+        self._attention = _attention_for(self.layout)
 
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
         """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
@@ -64,11 +71,6 @@ class DeviceOperations:
         for name, tensor in pointers.items():
             self._params[f"{name}_ptr"] = tensor.data_ptr()
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
-
-    def _launch_rows(self, kernel: str, rows: Rows, num_rows: int, num_threads: int, **fields: Tensor | int | None) -> None:
-        """A kernel that there is for both kinds of blocks."""
-        name = f"{kernel}_exact" if rows.is_exact else kernel
-        self._launch(name, num_rows, num_threads, size=rows.size, **fields)
 
     def _launch(self, kernel: str, num_ctas: int, num_threads: int, **fields: Tensor | int | None) -> None:
         """`fields`: tensors are for the pointers of their names."""
@@ -86,9 +88,9 @@ class DeviceOperations:
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""
-        self._launch_rows(
-            "embed", rows, rows.size, self._row_threads, place=rows.place, stream=rows.stream,
-            inverse_rms=rows.inverse_rms, scale=scale,
+        self._launch(
+            "embed_split" if rows.is_split else "embed", rows.size, self._row_threads, size=rows.size, place=rows.place,
+            stream=rows.stream, inverse_rms=rows.inverse_rms, scale=scale,
         )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -97,19 +99,27 @@ class DeviceOperations:
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""
-        self.product(rows.stream, matrix, rows.gate_up)
+        self.product(rows.gated, matrix, rows.gate_up)
         self.swiglu(rows)
 
     def append(self, rows: Rows, layer: int) -> None:
         """See `Operations`."""
-        self._launch_rows(
-            "append", rows, rows.size, MAX_THREADS, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms,
-            query=rows.query,
-            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+        num_ctas = min(_MOST_APPENDING, self.layout.num_lanes * -(-rows.size // APPEND_ROWS))
+        self._launch(
+            "append_split" if rows.is_split else "append", num_ctas, threads_for(rows.qkv.shape[2] // 4), size=rows.size,
+            place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query, keys=self.buffers.keys[layer],
+            values=self.buffers.values[layer],
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
-        """See `Operations`. The query's rows stand at the end of the keys, whose number is read on the device."""
+        """See `Operations`."""
+        if self._attention is None:
+            return self.attend_by_torch(rows, layer)
+        keys, values = self.buffers.keys[layer], self.buffers.values[layer]
+        return self._attention.run(rows.query, keys, values, rows.place, self.spec.window(layer))
+
+    def attend_by_torch(self, rows: Rows, layer: int) -> Tensor:
+        """The same by flash attention. The query's rows stand at the end of the keys, whose number is read on the device."""
         import torch
 
         keys, values, window = self.buffers.keys[layer], self.buffers.values[layer], self.spec.window(layer)
@@ -122,7 +132,8 @@ class DeviceOperations:
 
     def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
-        self._launch_rows("lane_sum", rows, rows.size, self._row_threads, partial=partial, own_sum=own_sum)
+        kernel = "lane_sum_exact" if rows.is_exact else "lane_sum"
+        self._launch(kernel, rows.size, self._row_threads, size=rows.size, partial=partial, own_sum=own_sum)
 
     def residual(
         self,
@@ -136,18 +147,19 @@ class DeviceOperations:
         scale: Tensor | None,
     ) -> None:
         """See `Operations`."""
-        kernel = "residual_alone" if mode is ReduceMode.DELAYED and total is None else f"residual_{mode.value}"
-        self._launch_rows(
-            kernel, rows, rows.size, self._row_threads, stream=rows.stream, inverse_rms=rows.inverse_rms,
-            partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
+        alone = "_alone" if total is None and mode is not ReduceMode.LOCAL else ""
+        form = "_exact" if rows.is_exact else "_split" if rows.is_split else ""
+        self._launch(
+            f"residual_{mode.value}{alone}{form}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
+            inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
         """activation = silu(gate) * up, with 1 / rms applied to both."""
-        self._launch_rows(
-            "swiglu", rows, rows.size * self.layout.num_lanes, threads_for(self.spec.lane_ffn // UNIT),
-            inverse_rms=rows.inverse_rms,
-            gate_up=rows.gate_up, activation=rows.activation,
+        self._launch(
+            "swiglu_exact" if rows.is_exact else "swiglu", rows.size * self.layout.num_lanes,
+            threads_for(self.spec.lane_ffn // UNIT), size=rows.size, inverse_rms=rows.inverse_rms, gate_up=rows.gate_up,
+            activation=rows.activation,
         )  # fmt: skip
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -170,6 +182,17 @@ class DeviceOperations:
         pairs = self.layout.heads * self.spec.head_dim // 2
         if last > first:
             self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
+
+
+def _attention_for(layout: CacheLayout) -> Attention | None:
+    """Attention of our own, if this GPU and this model are those it is made for. Raises CompileError or LaunchError."""
+    import torch
+
+    spec = layout.spec
+    if torch.cuda.get_device_capability() != HOPPER or misfit(spec.head_dim):
+        return None
+    shape = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
+    return attention_on_gpu(shape, spec.max_context)
 
 
 def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.cuda.driver import launch_graph
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, Block
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE, Block
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
@@ -33,6 +33,7 @@ class Tuning:
 
     sizes: tuple[int, ...] = BLOCK_SIZES
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
+    split_size: int = SPLIT_SIZE  # of the largest block whose streams are sums of two; this one, too
 
 
 DEFAULT = Tuning()
@@ -103,7 +104,7 @@ def runner_for(
 
     shape = kernel.shape
     kernel.prepare_head_start()
-    buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda")
+    buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)

@@ -70,13 +70,15 @@ class Layers:
         mode = spec.reduce_mode(layer, block)
         do.product(x, matrix, partial[:, : x.shape[1]])
         partial[:, x.shape[1] :].zero_()  # of an exact block, if x was rounded: attention's outputs
-        if mode is ReduceMode.BLOCKING:
-            do.lane_sum(rows, partial, own_sum)
-            exchange.publish(block, layer, own_sum)
-            do.residual(rows, mode, partial, None, exchange.total(block, layer, own_sum), None, unscale, scale)
-            return
         past: Tensor | None = None
         total: Tensor | None = None
+        if mode is ReduceMode.BLOCKING:
+            if not exchange.is_alone:
+                do.lane_sum(rows, partial, own_sum)
+                exchange.publish(block, layer, own_sum)
+                total = exchange.total(block, layer, own_sum)
+            do.residual(rows, mode, partial, None, total, None, unscale, scale)
+            return
         if mode is ReduceMode.DELAYED:
             past_layer = layer - spec.delay
             past = self._partial(rows, block, past_layer)

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
-from kog_dist.workers.prefill.buffers import misfit
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE
+from kog_dist.workers.prefill.buffers import misfit, stream_rows_of
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.peer_exchange import mailboxes, totals_bytes
 
@@ -47,20 +47,26 @@ def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     return 2 * num_lanes * spec.hidden_size * spec.num_layers * (qkv + rest) + scales
 
 
-def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int) -> int:
+def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, split_size: int = SPLIT_SIZE) -> int:
     """Of `Buffers` with the rows of all these blocks."""
     spec, largest = layout.spec, max(sizes)
     num_rows = spec.max_context + largest
     kept = 2 * 2 * spec.num_layers * num_rows * layout.heads * spec.head_dim
     rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 3 * 4
     work = largest * _row_bytes(layout, planes=1, result=2) + (exact_size + 1) * _row_bytes(layout, planes=2, result=4)
-    return kept + rope + prompt + flags + work + 4 * layout.num_lanes * spec.hidden_size
+    split = (stream_rows_of(largest, largest, split_size)[1] - largest) * _stream_bytes(layout)
+    return kept + rope + prompt + flags + work + split + 4 * layout.num_lanes * spec.hidden_size
+
+
+def _stream_bytes(layout: CacheLayout) -> int:
+    """What one row of the streams and of what QKV gives takes."""
+    spec = layout.spec
+    return layout.num_lanes * (2 * spec.hidden_size + 4 * (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim)
 
 
 def _row_bytes(layout: CacheLayout, *, planes: int, result: int) -> int:
     """What one position takes of `Rows`; `result`: bytes of a product's value."""
     spec, lanes, slots = layout.spec, layout.num_lanes, 2 * (layout.spec.delay + 1)
     attention = spec.lane_heads * spec.head_dim
-    qkv = attention + 2 * spec.lane_kv_heads * spec.head_dim
-    of_plane = 2 * spec.hidden_size + 4 * qkv + (2 * result + 2) * spec.lane_ffn + slots * result * spec.hidden_size
-    return lanes * (planes * of_plane + 4 + 2 * attention) + slots * 4 * spec.hidden_size
+    of_plane = (2 * result + 2) * spec.lane_ffn + slots * result * spec.hidden_size
+    return planes * _stream_bytes(layout) + lanes * (planes * of_plane + 4 + 2 * attention) + slots * 4 * spec.hidden_size

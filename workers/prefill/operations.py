@@ -56,8 +56,9 @@ class Operations(Protocol):
 
         h is `stream` times `unscale`, and `stream` becomes h times `scale`: float32 (lanes or 1, D), one of them at most.
 
-        `total` (size, D) float32 is a sum over the lanes of the whole model; None (delayed): that of `past`, as `lane_sum` adds
-        it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that is None.
+        `total` (size, D) float32 is a sum over the lanes of the whole model; None: that of `past` (delayed) or of `partial`
+        (blocking), as `lane_sum` adds it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that
+        is None.
         """
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -173,8 +174,7 @@ class TorchOperations:
         if own_sum is not None:
             own_sum.copy_(_tree_sum(added))
         if mode is ReduceMode.BLOCKING:
-            assert total is not None
-            added = total
+            added = _tree_sum(added) if total is None else total
         elif mode is ReduceMode.DELAYED:
             assert past is not None
             before = _whole(past, rows.size)
@@ -190,7 +190,7 @@ class TorchOperations:
         """See `Operations`."""
         import torch
 
-        self.product(rows.stream, matrix, rows.gate_up)
+        self.product(rows.gated, matrix, rows.gate_up)
         gate, up = (_whole(rows.gate_up, rows.size) * rows.inverse_rms[..., None]).chunk(2, dim=-1)
         _split(torch.nn.functional.silu(gate) * up, rows.activation)
 

@@ -9,10 +9,10 @@ namespace kog {
 
 constexpr int kUnits = kHidden / kUnit, kFfnUnits = kFfn / kUnit;
 constexpr int kPairs = kHeadDim / 2;                     // of one head
-constexpr int kTurned = (kHeads + kKvHeads) * kPairs;    // pairs of a lane that rotate: queries, keys
-constexpr int kLanePairs = kTurned + kKvHeads * kPairs;  // and its values
+constexpr int kLanePairs = (kHeads + 2 * kKvHeads) * kPairs;  // queries, keys, values of a lane
 constexpr int kKvPairs = kKvHeads * kPairs;
 constexpr int kBatchBytes = 2 * kBatch * kHeadDim * 2;
+static_assert(kPairs % 2 == 0, "a thread takes two pairs of a head");
 static_assert(kUnit == 8 && kHidden % kUnit == 0 && kFfn % kUnit == 0, "a unit is 16 bytes");
 
 struct Unit {
@@ -44,23 +44,39 @@ __device__ __forceinline__ void multiply(Unit& unit, const Unit& factors) {
 #pragma unroll
     for (int k = 0; k < kUnit; ++k) unit.v[k] *= factors.v[k];
 }
+template <bool kFirst, class A, class B>
+struct Choice {
+    using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+    using Type = B;
+};
+struct HeldWords {
+    uint4 words;
+    __device__ __forceinline__ Unit unit() const { return widened(words); }
+};
+struct HeldUnit {
+    Unit value;
+    __device__ __forceinline__ Unit unit() const { return value; }
+};
 // How a block keeps a value. Exact ones have twice the rows: binary16 values that go into products and what rounding left of them,
 // `size` rows later; and float32 results of both, to be added up.
 template <bool kExact>
 struct Kept {
     static constexpr u32 kPlanes = kExact ? 2 : 1;
 
-    // First unit of a row of a lane, where a row has `units`.
-    static __device__ __forceinline__ u64 at(u32 lane, u32 row, u32 size, u32 units) {
-        return (static_cast<u64>(lane) * kPlanes * size + row) * units;
+    // First unit of a row of a lane, where a row has `units`. Blocks have less than 2^32 of them.
+    static __device__ __forceinline__ u32 at(u32 lane, u32 row, u32 size, u32 units) {
+        return (lane * kPlanes * size + row) * units;
     }
     // An operand of a product; `rest` is `size` rows in units.
-    static __device__ __forceinline__ Unit operand(const uint4* from, u64 rest) {
+    static __device__ __forceinline__ Unit operand(const uint4* from, u32 rest) {
         Unit value = widened(from[0]);
         if (kExact) add(value, widened(from[rest]));
         return value;
     }
-    static __device__ __forceinline__ void store(uint4* to, u64 rest, const Unit& value) {
+    static __device__ __forceinline__ void store(uint4* to, u32 rest, const Unit& value) {
         const uint4 rounded = narrowed(value);
         to[0] = rounded;
         if (!kExact) return;
@@ -70,11 +86,21 @@ struct Kept {
         to[rest] = narrowed(left);
     }
     // A result of a product: unit `at` of binary16, or of float32. Nothing in the kernel writes there, so loads may go before stores.
-    static __device__ __forceinline__ Unit result(u64 address, u64 at, u64 rest) {
+    static __device__ __forceinline__ Unit result(u64 address, u32 at, u32 rest) {
         if (!kExact) return widened(__ldg(reinterpret_cast<const uint4*>(address) + at));
         const float4* from = reinterpret_cast<const float4*>(address) + 2 * at;
         const float4 a = __ldg(from), b = __ldg(from + 1), c = __ldg(from + 2 * rest), d = __ldg(from + 2 * rest + 1);
         return {{a.x + c.x, a.y + c.y, a.z + c.z, a.w + c.w, b.x + d.x, b.y + d.y, b.z + d.z, b.w + d.w}};
+    }
+    // The same, on its way from memory: packed as it stands there, or already added up.
+    using Held = typename Choice<kExact, HeldUnit, HeldWords>::Type;
+    static __device__ __forceinline__ Held held_operand(const uint4* from, u32 rest) {
+        if constexpr (kExact) return {operand(from, rest)};
+        else return {from[0]};
+    }
+    static __device__ __forceinline__ Held held_result(u64 address, u32 at, u32 rest) {
+        if constexpr (kExact) return {result(address, at, rest)};
+        else return {__ldg(reinterpret_cast<const uint4*>(address) + at)};
     }
     static __device__ __forceinline__ void add(Unit& value, const Unit& other) {
 #pragma unroll
@@ -111,6 +137,8 @@ struct LaneTree {
 };
 static_assert(kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "lanes are a power of two");
 
+constexpr bool kHoldsLanes = kLanes <= kHeldLanes;
+
 // 1 / rms of a row in every lane from the threads' sums of squares. Called by all threads of a block, whole warps.
 __device__ __forceinline__ void store_inverse_rms(float (&squares)[kLanes], float* inverse_rms, u32 row, u32 size) {
     __shared__ float sums[kRowThreads / 32][kLanes];
@@ -134,51 +162,81 @@ __device__ __forceinline__ bool is_finite_pair(u32 packed) {
     return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
 }
 
-enum class Mode { kBlocking, kDelayed, kAlone, kLocal };  // kAlone: delayed, and `past` has all lanes of the model
+// ...Alone: `partial` (blocking) or `past` (delayed) has all lanes of the model, to be added up here.
+enum class Mode { kBlocking, kBlockingAlone, kDelayed, kDelayedAlone, kLocal };
+enum class Form { kPlain, kSplit, kExact };  // kSplit: the streams have two planes, results of products one
 
-// A thread has the same columns of all lanes of a row.
-template <Mode kMode, bool kExact>
+// A thread has the same columns of all lanes of a row. What it reads of several lanes is asked for at once, as far as registers
+// suffice: memory wants as much under way.
+template <Mode kMode, Form kForm>
 __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row) {
-    using Values = Kept<kExact>;
+    constexpr bool kExact = kForm == Form::kExact;
+    using Streams = Kept<kForm != Form::kPlain>;
+    using Results = Kept<kExact>;
+    constexpr bool kDelays = kMode == Mode::kDelayed || kMode == Mode::kDelayedAlone;
+    constexpr bool kBlocks = kMode == Mode::kBlocking || kMode == Mode::kBlockingAlone;
+    constexpr bool kHasTotal = kMode == Mode::kBlocking || kMode == Mode::kDelayed;
+    constexpr bool kHoldsPasts = kDelays && !kExact && kHoldsLanes;
+    constexpr int kMost = kForm == Form::kPlain ? kHeldLanes : kExact ? 2 : 4, kGroup = kLanes < kMost ? kLanes : kMost;
     const u32 size = params.size;
-    const u64 rest = static_cast<u64>(size) * kUnits;
-    uint4* __restrict__ stream = reinterpret_cast<uint4*>(params.stream_ptr);
-    const uint4* __restrict__ past = reinterpret_cast<const uint4*>(params.past_ptr);
+    const u32 rest = size * kUnits;
+    uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
     const float* __restrict__ totals = reinterpret_cast<const float*>(params.total_ptr) + static_cast<u64>(row) * kHidden;
     float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr);
     const Scales scales(params.unscale_ptr ? params.unscale_ptr : params.scale_ptr);
     const bool scales_input = params.unscale_ptr != 0, scales_output = params.scale_ptr != 0;
     float squares[kLanes] = {};
-    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-        Unit total{}, scale{};
-        LaneTree tree;
-        if (kMode == Mode::kAlone) {
+    for (u32 unit = threadIdx.x; unit < kUnits; unit += kRowThreads) {  // a constant: most models take one turn
+        const auto stream_at = [&](int lane) { return Streams::at(lane, row, size, kUnits) + unit; };
+        const auto result_at = [&](int lane) { return Results::at(lane, row, size, kUnits) + unit; };
+        typename Streams::Held streams[kGroup];
+        typename Results::Held partials[kGroup], pasts[kHoldsPasts ? kLanes : 1];
+        const auto load = [&](int first) {
 #pragma unroll
-            for (int lane = 0; lane < kLanes; ++lane)
-                tree.add(lane, Values::result(params.past_ptr, Values::at(lane, row, size, kUnits) + unit, rest));
+            for (int i = 0; i < kGroup; ++i) {
+                streams[i] = Streams::held_operand(stream + stream_at(first + i), rest);
+                if constexpr (!kBlocks) partials[i] = Results::held_result(params.partial_ptr, result_at(first + i), rest);
+            }
+        };
+        Unit total{};
+        LaneTree tree;
+        if constexpr (kHoldsPasts) {
+#pragma unroll
+            for (int lane = 0; lane < kLanes; ++lane) pasts[lane] = Results::held_result(params.past_ptr, result_at(lane), rest);
+        }
+        load(0);
+        if (kHasTotal) total = float_unit(totals + unit * kUnit);
+        if constexpr (kMode == Mode::kDelayedAlone || kMode == Mode::kBlockingAlone) {
+#pragma unroll
+            for (int lane = 0; lane < kLanes; ++lane) {
+                if constexpr (kHoldsPasts) tree.add(lane, pasts[lane].unit());
+                else tree.add(lane, Results::result(kDelays ? params.past_ptr : params.partial_ptr, result_at(lane), rest));
+            }
             total = tree.sum;
-        } else if (kMode != Mode::kLocal) {
-            total = float_unit(totals + unit * kUnit);
         }
 #pragma unroll
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const u64 at = Values::at(lane, row, size, kUnits) + unit;
-            if (kScales > 1 || lane == 0) scale = scales.unit(lane, unit);
-            Unit h = Values::operand(&stream[at], rest), p{}, old{};
-            if (scales_input) multiply(h, scale);
-            if (kMode != Mode::kBlocking) p = Values::result(params.partial_ptr, at, rest);
-            if (kMode == Mode::kDelayed || kMode == Mode::kLocal) tree.add(lane, p);
-            if (kMode == Mode::kDelayed || (kMode == Mode::kAlone && kExact)) old = Values::result(params.past_ptr, at, rest);
-            else if (kMode == Mode::kAlone) old = widened(past[at]);  // from the L1 cache: all lanes are too many registers
+        for (int first = 0; first < kLanes; first += kGroup) {
+            if (first > 0) load(first);
 #pragma unroll
-            for (int k = 0; k < kUnit; ++k) {
-                if (kMode == Mode::kBlocking) h.v[k] += total.v[k];
-                else if (kMode == Mode::kLocal) h.v[k] += p.v[k] * kLocalScale;
-                else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
+            for (int i = 0; i < kGroup; ++i) {
+                const int lane = first + i;
+                Unit h = streams[i].unit(), p{}, old{};
+                if (scales_input) multiply(h, scales.unit(lane, unit));
+                if constexpr (!kBlocks) p = partials[i].unit();
+                if constexpr (kMode == Mode::kDelayed || kMode == Mode::kLocal) tree.add(lane, p);
+                if constexpr (kHoldsPasts) old = pasts[lane].unit();
+                else if constexpr (kDelays && kExact) old = Results::result(params.past_ptr, result_at(lane), rest);
+                else if constexpr (kDelays) old = widened(reinterpret_cast<const uint4*>(params.past_ptr)[result_at(lane)]);  // L1 has it
+#pragma unroll
+                for (int k = 0; k < kUnit; ++k) {
+                    if (kBlocks) h.v[k] += total.v[k];
+                    else if (kMode == Mode::kLocal) h.v[k] += p.v[k] * kLocalScale;
+                    else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
+                }
+                squares[lane] += square_sum(h);
+                if (scales_output) multiply(h, scales.unit(lane, unit));
+                Streams::store(stream + stream_at(lane), rest, h);
             }
-            squares[lane] += square_sum(h);
-            if (scales_output) multiply(h, scale);
-            Values::store(&stream[at], rest, h);
         }
         if ((kMode == Mode::kDelayed || kMode == Mode::kLocal) && own_sum)
             store_unit(own_sum + static_cast<u64>(row) * kHidden + unit * kUnit, tree.sum);
@@ -277,45 +335,58 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     }
 }
 
+__device__ __forceinline__ float4 turned(const float4& pairs, const float4& turns) {
+    return {pairs.x * turns.x - pairs.y * turns.y, pairs.x * turns.y + pairs.y * turns.x,
+            pairs.z * turns.z - pairs.w * turns.w, pairs.z * turns.w + pairs.w * turns.z};
+}
+
+// Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row.
 template <bool kExact>
 __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
+    constexpr u32 kCount = kLanePairs / 2, kQueries = kHeads * kPairs / 2, kKeys = kKvPairs / 2;  // two pairs each
     const u32 size = params.size, start = *reinterpret_cast<const int*>(params.place_ptr);
+    const u32 num_groups = (size + kAppendRows - 1) / kAppendRows;
     const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
-    const float2* qkv = reinterpret_cast<const float2*>(params.qkv_ptr);
+    const float4* qkv = reinterpret_cast<const float4*>(params.qkv_ptr);
+    const float4* rope = reinterpret_cast<const float4*>(params.rope_ptr);
     bool finite = true;
-    for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
-        const u32 position = start + row;
-        const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) +
-                             static_cast<u64>(position < kMaxContext ? position : kMaxContext - 1) * kPairs;
-        u32* query = reinterpret_cast<u32*>(params.query_ptr) + static_cast<u64>(row) * kLanes * kHeads * kPairs;
-        u32* keys = reinterpret_cast<u32*>(params.keys_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
-        u32* values = reinterpret_cast<u32*>(params.values_ptr) + static_cast<u64>(position) * kLanes * kKvPairs;
-        for (u32 i = threadIdx.x; i < kLanes * kLanePairs; i += blockDim.x) {
-            const u32 lane = i / kLanePairs, at = i % kLanePairs;
-            const u64 place = Kept<kExact>::at(lane, row, size, kLanePairs) + at;
-            float2 pair = qkv[place];
-            if (kExact) {
-                const float2 rest = qkv[place + static_cast<u64>(size) * kLanePairs];
-                pair.x += rest.x, pair.y += rest.y;
+    for (u32 n = blockIdx.x; n < kLanes * num_groups; n += gridDim.x) {
+        const u32 i = kLanes * num_groups - 1 - n, lane = i / num_groups, first_row = i % num_groups * kAppendRows;
+        for (u32 at = threadIdx.x; at < kCount; at += blockDim.x) {
+            float4 values[kAppendRows];
+#pragma unroll
+            for (int r = 0; r < kAppendRows; ++r) {
+                const u32 row = first_row + r < size ? first_row + r : first_row;
+                const u32 place = Kept<kExact>::at(lane, row, size, kCount) + at;
+                values[r] = __ldg(&qkv[place]);
+                if (!kExact) continue;
+                const float4 rest = __ldg(&qkv[place + size * kCount]);
+                values[r] = {values[r].x + rest.x, values[r].y + rest.y, values[r].z + rest.z, values[r].w + rest.w};
             }
-            const float scale = inverse_rms[lane * size + row];
-            const float even = pair.x * scale, odd = pair.y * scale;
-            float first = even, second = odd;
-            if (at < kTurned) {
-                const float2 turn = rope[at % kPairs];
-                first = even * turn.x - odd * turn.y, second = even * turn.y + odd * turn.x;
+#pragma unroll
+            for (int r = 0; r < kAppendRows; ++r) {
+                const u32 row = first_row + r, position = start + row;
+                if (row >= size) break;
+                const float scale = __ldg(&inverse_rms[lane * size + row]);
+                float4 value = {values[r].x * scale, values[r].y * scale, values[r].z * scale, values[r].w * scale};
+                if (at < kQueries + kKeys) {
+                    const u32 turn = position < kMaxContext ? position : kMaxContext - 1;
+                    value = turned(value, __ldg(&rope[static_cast<u64>(turn) * (kPairs / 2) + at % (kPairs / 2)]));
+                }
+                uint2 rounded;
+                if (at < kQueries) {
+                    rounded = {Fp16::pack(value.x, value.y), Fp16::pack(value.z, value.w)};
+                    reinterpret_cast<uint2*>(params.query_ptr)[(static_cast<u64>(row) * kLanes + lane) * kQueries + at] = rounded;
+                } else {
+                    const u32 first = KvFormat::pack(value.x, value.y), second = KvFormat::pack(value.z, value.w);
+                    rounded = {Fp16::pack(KvFormat::low(first), KvFormat::high(first)),
+                               Fp16::pack(KvFormat::low(second), KvFormat::high(second))};
+                    const bool is_key = at < kQueries + kKeys;
+                    uint2* kept = reinterpret_cast<uint2*>(is_key ? params.keys_ptr : params.values_ptr);
+                    kept[(static_cast<u64>(position) * kLanes + lane) * kKeys + at - (is_key ? kQueries : kQueries + kKeys)] = rounded;
+                }
+                finite = finite && is_finite_pair(rounded.x) && is_finite_pair(rounded.y);
             }
-            u32 rounded;
-            if (at < kHeads * kPairs) {
-                rounded = Fp16::pack(first, second);
-                query[lane * kHeads * kPairs + at] = rounded;
-            } else {
-                const u32 kept = KvFormat::pack(first, second);
-                rounded = Fp16::pack(KvFormat::low(kept), KvFormat::high(kept));
-                if (at < kTurned) keys[lane * kKvPairs + at - kHeads * kPairs] = rounded;
-                else values[lane * kKvPairs + at - kTurned] = rounded;
-            }
-            finite = finite && is_finite_pair(rounded);
         }
     }
     if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
@@ -337,9 +408,9 @@ __device__ __forceinline__ void sum_lanes(const KogPrefillParams& params) {
     }
 }
 
-template <Mode kMode, bool kExact>
+template <Mode kMode, Form kForm>
 __device__ __forceinline__ void residual_rows(const KogPrefillParams& params) {
-    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kExact>(params, row);
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kForm>(params, row);
 }
 
 // The last row of the last lane first: of what the product has just written, the end is in the L2 cache, and the next product begins
@@ -360,7 +431,7 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
 #pragma unroll
             for (int k = 0; k < kUnit; ++k) {
                 const float g = gate.v[k] * scale;
-                result.v[k] = g / (1.0f + __expf(-g)) * (up.v[k] * scale);
+                result.v[k] = __fdividef(g, 1.0f + __expf(-g)) * (up.v[k] * scale);
             }
             Values::store(&activation[unit], rest, result);
         }
@@ -369,22 +440,24 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
 
 #define KOG_KERNEL(name, threads, body) \
     __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { body(params); }
-#define KOG_KERNELS(name, threads, body)          \
-    KOG_KERNEL(name, threads, body<false>)        \
-    KOG_KERNEL(name##_exact, threads, body<true>)
-#define KOG_RESIDUAL(name, mode)                                     \
-    KOG_KERNEL(name, (kRowThreads, 2), (residual_rows<mode, false>)) \
-    KOG_KERNEL(name##_exact, (kRowThreads), (residual_rows<mode, true>))
+#define KOG_KERNELS(name, other, threads, body) \
+    KOG_KERNEL(name, threads, body<false>)      \
+    KOG_KERNEL(other, threads, body<true>)
+#define KOG_RESIDUAL(name, mode)                                                                    \
+    KOG_KERNEL(name, (kRowThreads, kHoldsLanes ? 1 : 2), (residual_rows<mode, Form::kPlain>))       \
+    KOG_KERNEL(name##_split, (kRowThreads), (residual_rows<mode, Form::kSplit>))                    \
+    KOG_KERNEL(name##_exact, (kRowThreads), (residual_rows<mode, Form::kExact>))
 
 extern "C" {
 
-KOG_KERNELS(embed, (kRowThreads), embed_rows)
-KOG_KERNELS(append, (kMaxThreads), append_rows)
-KOG_KERNELS(lane_sum, (kRowThreads), sum_lanes)
-KOG_KERNELS(swiglu, (kMaxThreads), swiglu_rows)
+KOG_KERNELS(embed, embed_split, (kRowThreads), embed_rows)
+KOG_KERNELS(append, append_split, (kMaxThreads, 1), append_rows)
+KOG_KERNELS(lane_sum, lane_sum_exact, (kRowThreads), sum_lanes)
+KOG_KERNELS(swiglu, swiglu_exact, (kMaxThreads), swiglu_rows)
 KOG_RESIDUAL(residual_blocking, Mode::kBlocking)
+KOG_RESIDUAL(residual_blocking_alone, Mode::kBlockingAlone)
 KOG_RESIDUAL(residual_delayed, Mode::kDelayed)
-KOG_RESIDUAL(residual_alone, Mode::kAlone)
+KOG_RESIDUAL(residual_delayed_alone, Mode::kDelayedAlone)
 KOG_RESIDUAL(residual_local, Mode::kLocal)
 
 KOG_KERNEL(load_cache, (kMaxThreads), copy_cache<false>)

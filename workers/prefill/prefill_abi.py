@@ -11,6 +11,8 @@ from kog_dist.workers.prefill.buffers import UNIT
 from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
 
 MAX_THREADS = 512  # of a thread block
+HELD_LANES = 8  # most lanes of a row whose values a thread of `residual` asks for at once
+APPEND_ROWS = 2  # that a thread block of `append` takes at a time
 PREFILL_PARAMS = Struct(
     "PrefillParams",
     "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
@@ -82,6 +84,7 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
         "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kLayers": spec.num_layers, "kMaxContext": spec.max_context,
         "kPositions": num_positions, "kSplits": layout.splits, "kWindowBatches": layout.window_batches,
         "kFullBatches": layout.full_batches, "kBatch": BATCH, "kUnit": UNIT, "kMaxThreads": MAX_THREADS,
+        "kAppendRows": APPEND_ROWS, "kHeldLanes": HELD_LANES,
         "kRowThreads": threads_for(spec.hidden_size // UNIT),
     }  # fmt: skip
     floats = {"kNormEps": spec.norm_eps, "kLocalScale": math.sqrt(spec.num_lanes)}

@@ -17,8 +17,8 @@ from kog_dist.cuda.cublas_lt import Operand, Product
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REPEATS = 3
-_FLUSH_BYTES = 64 << 20  # more than the L2 cache: in a block, matrices come from memory
+_REPEATS = 4
+_FLUSHED_VALUES = 32 << 20  # float32, more than the L2 cache has: in a block, matrices come from memory
 _WORTH = 0.99  # of the time of the algorithm before it, to be taken instead
 
 
@@ -111,16 +111,17 @@ def _operand(tensor: Tensor) -> Operand:
 
 
 def _time_ms(run: Callable[[], None]) -> float:
-    """Of some runs, each after the L2 cache was filled with something else; the same for all algorithms."""
+    """Of some runs, before each of which the L2 cache is filled with something else; that takes the same for all algorithms."""
     import torch
 
-    flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    others, their_sum = torch.empty(_FLUSHED_VALUES, device="cuda"), torch.empty((), device="cuda")
     stream = torch.cuda.current_stream()
     graph = torch.cuda.CUDAGraph()
+    torch.sum(others, dim=0, out=their_sum)
     stream.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(_REPEATS):
-            flushed.zero_()
+            torch.sum(others, dim=0, out=their_sum)  # reads: nothing is left to be written beside the product
             run()
     times = []
     for _ in range(_REPEATS):

@@ -27,6 +27,9 @@ struct Index {
 struct uint4 {
     unsigned x, y, z, w;
 };
+struct uint2 {
+    unsigned x, y;
+};
 struct float4 {
     float x, y, z, w;
 };
@@ -59,6 +62,7 @@ T __ldcg(const T* from) {
     return *from;
 }
 inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline std::atomic<int> num_true;
 inline int voted(bool mine, bool& all) {  // how many threads of the block say yes
     if (threadIdx.x == 0) num_true = 0;

@@ -22,13 +22,17 @@ extern "C" void launch_{name}(unsigned num_ctas, unsigned num_threads, const voi
 """
 
 
-def compiled(folder: Path, stem: str, header: str, kernels: Iterable[str], params: str) -> Path:
+HERE = Path(__file__).parent
+
+
+def compiled(folder: Path, stem: str, header: str, kernels: Iterable[str], params: str, optimize: str = "-O0") -> Path:
     """`stem`.cu with this `stem`_shape.cuh as a library of functions `launch_NAME`, which take a `params`.
 
     Its kernels run one at a time; who wants several at once loads copies of the library.
     """
     sources = compiler.read_sources(("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
-    sources["ptx.cuh"] = (Path(__file__).parent / "cuda_on_cpu.h").read_text(encoding="utf-8")
+    sources["ptx.cuh"] = (HERE / "cuda_on_cpu.h").read_text(encoding="utf-8")
+    sources["hopper.cuh"] = (HERE / "hopper_on_cpu.h").read_text(encoding="utf-8")
     for name, text in {**sources, f"{stem}_shape.cuh": header}.items():
         (folder / name).write_text(text, encoding="utf-8")
     text = sources[f"{stem}.cu"] + "".join(LAUNCH.format(name=name, params=params) for name in kernels)
@@ -38,7 +42,7 @@ def compiled(folder: Path, stem: str, header: str, kernels: Iterable[str], param
     command = [
         "g++",
         "-std=c++20",
-        "-O0",
+        optimize,
         "-ffp-contract=off",
         "-fno-strict-aliasing",
         "-fno-gnu-unique",

@@ -60,12 +60,13 @@ class Rank:
         exchange: SumExchange | None = None,
         sizes: tuple[int, ...] = SIZES,
         exact_size: int = 0,
+        split_size: int = SIZES[0],
     ) -> None:
         self.spec, self.checkpoint = checkpoint.spec, checkpoint
         self.lanes = lanes or range(self.spec.num_lanes)
         self.layout = layout_of(self.spec, len(self.lanes))
         self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype)
-        self.buffers = Buffers(self.layout, dtype, max(*sizes, exact_size), "cpu")
+        self.buffers = Buffers(self.layout, dtype, max(*sizes, exact_size), "cpu", split_size=split_size)
         operations = TorchOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
         self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype).layers()
         self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())

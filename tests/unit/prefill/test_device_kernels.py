@@ -37,14 +37,23 @@ class Asked(OneRank):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kog_dist.workers.prefill.device_operations.MAX_THREADS", 32)  # threads are expensive here
+@pytest.mark.parametrize(("held_lanes", "split_size"), [(8, 0), (1, 2)])
+def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_lanes: int, split_size: int) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.HELD_LANES", held_lanes)
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)  # threads are expensive here
     kv_dtype, spec = "bfloat16", ModelSpec(**TINY)
     assert {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
-    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, kv_dtype=getattr(torch, kv_dtype), sizes=(2,), exact_size=3)
+    rank = Rank(
+        open_checkpoint(tmp_path),
+        dtype=torch.float16,
+        kv_dtype=getattr(torch, kv_dtype),
+        sizes=(2,),
+        exact_size=3,
+        split_size=split_size,
+    )
     cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
-    buffers = Buffers(rank.layout, torch.float16, 3, "cpu")
+    buffers = Buffers(rank.layout, torch.float16, 3, "cpu", split_size=split_size)
     made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype=kv_dtype)
     layers = Layers(spec, rank.matrices, made, OneRank())
     runner = HostRunner(layers, buffers, (2,), exact_size=3)
@@ -73,7 +82,7 @@ def test_kernels_build_without_spills(tmp_path: Path) -> None:
     sources = compiler.read_sources(("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
     cubin = compiler.build({**sources, "prefill_shape.cuh": header}, "prefill.cu", folder=tmp_path)
     assert "Compiling entry function 'residual_delayed'" in cubin.log
-    assert "Compiling entry function 'residual_alone'" in cubin.log
+    assert "Compiling entry function 'residual_delayed_alone'" in cubin.log
     assert "spilled" not in cubin.log
     sums = compiler.build({**sources, "sums_shape.cuh": sums_header(8)}, "sums.cu", folder=tmp_path)
     assert sums.log.count("0 bytes spill stores") == 4

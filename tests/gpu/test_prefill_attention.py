@@ -1,0 +1,144 @@
+"""Our own attention on a GPU: values against float64, and bits of a row wherever it stands. Times: `kog-bench prefill`."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
+from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape
+
+pytestmark = [
+    pytest.mark.gpu(1),
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER, reason="attention.cu is made for Hopper"
+    ),
+]
+
+MAX_CONTEXT, LARGEST = 4096, 2048
+SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
+SHAPES = [
+    SHAPE_2B,
+    AttentionShape(96, 8, 4, 4),  # of one rank of four
+    AttentionShape(64, 8, 4, 2),
+    AttentionShape(32, 4, 4, 1),  # no heads share keys
+    AttentionShape(48, 8, 2, 4),
+    AttentionShape(16, 6, 2, 6),  # three do: not packed
+    AttentionShape(128, 8, 1, 8),
+    AttentionShape(112, 2, 1, 2),
+]
+WINDOWS = (3, 37, 512, 1500, None)
+PLACES = ((1, 0), (1, 2047), (16, 5), (64, 0), (128, 1000), (300, 1700), (128, 3900))  # rows, position of the first
+LIMIT = 5e-4  # flash attention has 2.5e-4 to 3.5e-4
+
+
+def tensors(shape: AttentionShape, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, and keys and values of all positions."""
+    generator = torch.Generator("cuda").manual_seed(num_queries)
+
+    def values(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, shape.head_dim, device="cuda", dtype=torch.float16, generator=generator)
+
+    positions = MAX_CONTEXT + LARGEST
+    return values(num_queries, shape.num_heads), values(positions, shape.num_kv_heads), values(positions, shape.num_kv_heads)
+
+
+def place(start: int, size: int) -> torch.Tensor:
+    return torch.tensor([start, 0, start + size], dtype=torch.int32, device="cuda")
+
+
+def reference(
+    shape: AttentionShape, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None
+) -> torch.Tensor:
+    """(lanes, size, heads of a lane * head_dim) in float64."""
+    size, end = len(query), start + len(query)
+    positions, others = torch.arange(start, end, device="cuda")[:, None], torch.arange(end, device="cuda")
+    seen = (others <= positions) & (others > positions - (window or end + 1))
+    mixed = []
+    for head in range(shape.num_heads):
+        key, value = (x[:end, head // shape.share].double() for x in (keys, values))
+        scores = query[:, head].double() @ key.T * shape.head_dim**-0.5
+        mixed.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value)
+    by_lane = torch.stack(mixed, dim=1).view(size, -1, shape.lane_heads * shape.head_dim)
+    return by_lane.transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda shape: f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV"
+)
+def test_outputs(shape: AttentionShape) -> None:
+    attention = attention_on_gpu(shape, MAX_CONTEXT)
+    errors = {}
+    for window, (size, start) in itertools.product(WINDOWS, PLACES):
+        query, keys, values = tensors(shape, size)
+        wanted = reference(shape, query, keys, values, start, window)
+        found = attention.run(query, keys, values, place(start, size), window)
+        assert torch.equal(found, attention.run(query, keys, values, place(start, size), window)), "other bits when run again"
+        errors[window, size, start] = float((found.double() - wanted).norm() / wanted.norm())
+    print(shape, f"{max(errors.values()):.1e}")
+    assert max(errors.values()) < LIMIT, errors
+
+
+@pytest.fixture(scope="module")
+def of_2b() -> Attention:
+    return attention_on_gpu(SHAPE_2B, MAX_CONTEXT)
+
+
+@pytest.mark.parametrize("window", [512, None])
+def test_a_row_has_the_same_bits_in_every_block(of_2b: Attention, window: int | None) -> None:
+    query, keys, values = tensors(SHAPE_2B, MAX_CONTEXT)
+
+    def run(start: int, size: int) -> torch.Tensor:
+        return of_2b.run(query[start : start + size], keys, values, place(start, size), window)
+
+    whole = torch.cat([run(0, LARGEST), run(LARGEST, LARGEST)], dim=1)
+    for start, size in (
+        (0, 1024), (0, 128), (3900, 128), (77, 256), (3001, 512), (3333, 1), (0, 1), (1023, 1), (2048, 64), (1000, 64),
+        (1555, 2048), (4095, 1),
+    ):  # fmt: skip
+        assert torch.equal(run(start, size), whole[:, start : start + size]), f"{size} rows at {start}"
+
+
+def test_heads_of_a_rank_have_the_bits_of_all(of_2b: Attention) -> None:
+    some = attention_on_gpu(AttentionShape(96, 8, 4, 4), MAX_CONTEXT)
+    query, keys, values = tensors(SHAPE_2B, 512)
+    for window, start in itertools.product((512, None), (0, 3000)):
+        found = some.run(
+            query[:, 8:16].contiguous(), keys[:, 4:8].contiguous(), values[:, 4:8].contiguous(), place(start, 512), window
+        )
+        assert torch.equal(found, of_2b.run(query, keys, values, place(start, 512), window)[2:4])
+
+
+def test_positions_are_read_when_a_graph_is_replayed(of_2b: Attention) -> None:
+    query, keys, values = tensors(SHAPE_2B, 128)
+    where, stream = place(0, 128), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = of_2b.run(query, keys, values, where, None)
+    for start in (0, 1000, 3900):
+        where.copy_(place(start, 128))
+        graph.replay()
+        assert torch.equal(found, of_2b.run(query, keys, values, place(start, 128), None)), start
+
+
+def test_what_no_row_sees_changes_nothing(of_2b: Attention) -> None:
+    query, keys, values = tensors(SHAPE_2B, 100)
+    before = [of_2b.run(query, keys, values, place(1000, 100), window) for window in (512, None)]
+    keys[1100:], values[1100:] = torch.inf, 60000
+    keys[:480], values[:480] = -torch.inf, 60000
+    assert torch.equal(of_2b.run(query, keys, values, place(1000, 100), 512), before[0])
+    keys[:480], values[:480] = tensors(SHAPE_2B, 100)[1][:480], tensors(SHAPE_2B, 100)[2][:480]
+    assert torch.equal(of_2b.run(query, keys, values, place(1000, 100), None), before[1])
+
+
+def test_values_that_are_not_finite_are_not_hidden(of_2b: Attention) -> None:
+    query, keys, values = tensors(SHAPE_2B, 64)
+    for changed in (query, keys, values):
+        kept = changed[40].clone()
+        changed[40] = torch.nan
+        assert not bool(of_2b.run(query, keys, values, place(0, 64), None)[:, 40].isfinite().any())
+        changed[40] = kept

@@ -1,0 +1,130 @@
+"""Attention for Hopper: how rows are cut into items; and attention.cu itself, run on a CPU, products and copies in plain C++."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kog_dist.workers.prefill import attention_abi
+from kog_dist.workers.prefill.attention import Attention, build, plan
+from kog_dist.workers.prefill.attention_abi import ATTENTION_PARAMS, AttentionShape, misfit
+from tests.unit.prefill.emulated import compiled
+
+SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
+NUM_SMS, MAX_CONTEXT = 132, 4096
+
+
+def test_items_of_the_2b_shape() -> None:
+    plans = {
+        (size, window): plan(SHAPE_2B, size, window, MAX_CONTEXT - 1 + size, NUM_SMS)
+        for size in (1, 64, 128, 256, 512, 1024, 2048)
+        for window in (512, None)
+    }
+    of_one_group = {key for key, made in plans.items() if made.num_groups == 1}
+    assert of_one_group == {(1, None), (1, 512), (64, 512), (128, 512), (256, 512)}
+    assert {size for (size, _), made in plans.items() if made.num_chunks} == {1, 64, 128, 256}
+    for (size, window), made in plans.items():
+        assert (made.num_tiles - 1) * made.num_groups * 32 < size <= made.num_tiles * made.num_groups * 32
+        assert made.is_chunked == (window is None), "bits depend on the window alone"
+        assert made.num_items == made.num_tiles * 16 * (made.num_chunks or 1)
+        assert made.num_ctas == min(made.num_items, NUM_SMS)
+        if made.num_chunks:
+            assert made.num_chunks * attention_abi.CHUNK_KEYS >= MAX_CONTEXT - 1 + size
+
+
+@pytest.mark.parametrize(
+    ("shape", "pack", "panel"),
+    [
+        (SHAPE_2B, 2, 32),
+        (AttentionShape(128, 8, 1, 8), 8, 64),
+        (AttentionShape(48, 6, 2, 6), 1, 16),
+        (AttentionShape(64, 4, 4, 4), 1, 64),
+        (AttentionShape(16, 2, 1, 2, keys=64), 2, 16),
+    ],
+)
+def test_a_shape_fits_into_shared_memory(shape: AttentionShape, pack: int, panel: int) -> None:
+    assert (shape.pack, shape.panel) == (pack, panel)
+    assert shape.slots >= 4, "keys and values of two steps"
+    assert shape.shared_bytes <= 227 << 10
+
+
+def test_other_heads_are_named() -> None:
+    assert misfit(96) == ""
+    assert "40 values" in misfit(40)
+    assert "144 values" in misfit(144)
+
+
+def emulated(folder: Path, shape: AttentionShape, max_context: int) -> tuple[Attention, Attention]:
+    """attention.cu on a CPU, as on two multiprocessors, and on so many that chunks are items of their own."""
+    path = compiled(folder, "attention", shape.constants(), ("attend", "combine"), "AttentionLaunch", optimize="-O1")
+    library = ctypes.CDLL(str(path))
+    launchers = {name: partial(_launch, getattr(library, f"launch_{name}")) for name in ("attend", "combine")}
+    few, many = (Attention(shape, max_context, num_sms, launchers, _map) for num_sms in (2, 6))
+    return few, many
+
+
+def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes) -> None:
+    assert len(params) == ATTENTION_PARAMS.size_bytes
+    function(ctypes.c_uint(num_ctas), ctypes.c_uint(num_threads), params)
+
+
+def _map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> NDArray[np.uint64]:
+    """As hopper_on_cpu.h reads it."""
+    padded = [*sizes, *[1] * (5 - len(sizes))], [*strides, *[0] * (5 - len(sizes))], [*box, *[1] * (5 - len(box))]
+    return np.array([address, *itertools.chain(*padded), 0], np.uint64)
+
+
+def wanted(shape: AttentionShape, query: Any, keys: Any, values: Any, start: int, window: int | None) -> torch.Tensor:
+    """(lanes, size, heads of a lane * head_dim) in float64."""
+    size, end = len(query), start + len(query)
+    positions, others = torch.arange(start, end)[:, None], torch.arange(end)
+    seen = (others <= positions) & (others > positions - (window or end + 1))
+    q, k, v = (x.double().transpose(0, 1) for x in (query, keys[:end], values[:end]))
+    k, v = k.repeat_interleave(shape.share, 0), v.repeat_interleave(shape.share, 0)
+    scores = (q @ k.transpose(1, 2)) * shape.head_dim**-0.5
+    mixed = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)  # (size, heads, head_dim)
+    by_lane: torch.Tensor = mixed.reshape(size, -1, shape.lane_heads * shape.head_dim).transpose(0, 1)
+    return by_lane
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("attention", "attention_abi"):
+        monkeypatch.setattr(f"kog_dist.workers.prefill.{module}.CHUNK_KEYS", 128)
+    max_context, shape = 300, AttentionShape(48, num_heads=2, num_kv_heads=1, lane_heads=1, keys=64)
+    few, many = emulated(tmp_path, shape, max_context)
+    generator = torch.Generator().manual_seed(1)
+    query, keys, values = (
+        torch.randn(max_context + 80, heads, shape.head_dim, generator=generator).half() for heads in (shape.num_heads, 1, 1)
+    )
+    for window, start, size in ((None, 230, 70), (None, 299, 1), (40, 130, 50), (150, 260, 33)):
+        place = torch.tensor([start, 0, start + size], dtype=torch.int32)
+        arguments = query[start : start + size].contiguous(), keys, values, place, window
+        found = many.run(*arguments)
+        reference = wanted(shape, query[start : start + size], keys, values, start, window)
+        assert float((found.double() - reference).norm() / reference.norm()) < 1e-3, (window, start, size)
+        if window is None:
+            assert torch.equal(found, few.run(*arguments)), "chunks that are items of their own change bits"
+        if size > 1:
+            row = torch.tensor([start + size - 2], dtype=torch.int32)
+            alone = many.run(query[start + size - 2 : start + size - 1].contiguous(), keys, values, row, window)
+            assert torch.equal(alone[:, 0], found[:, -2]), "a row has other bits elsewhere"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_kernel_builds_without_spills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for shape in (SHAPE_2B, AttentionShape(128, 8, 8, 1)):
+        log = build(shape).log
+        assert log.count("0 bytes spill stores") == 2
+        assert "serialized" not in log, "products wait for each other"

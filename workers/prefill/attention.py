@@ -1,0 +1,147 @@
+"""Attention of a block of tokens by Hopper's matrix units (attention.cu), queued on torch's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.cuda import build as compiler
+from kog_dist.cuda.driver import Kernel, tensor_map
+from kog_dist.workers.prefill.attention_abi import (
+    ATTENTION_PARAMS,
+    CHUNK_KEYS,
+    GROUP_ROWS,
+    GROUP_THREADS,
+    NUM_THREADS,
+    AttentionShape,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+_MAX_CHUNKS = 16  # as items of their own: memory for what each of them gives
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the rows of a block are cut into items; a function of its size and of the window, never of its position."""
+
+    num_groups: int  # of an item
+    num_tiles: int  # of rows
+    is_chunked: bool  # whether keys are attended to in chunks; decides about bits, and nothing else here does
+    num_chunks: int  # that are items of their own; 0: none
+    num_items: int
+    num_ctas: int
+
+
+def plan(shape: AttentionShape, size: int, window: int | None, max_positions: int, num_sms: int) -> Plan:
+    """The items of `size` rows, of which none stands at `max_positions` or behind.
+
+    Where multiprocessors would be left over, chunks become items of their own, and items have one group, which is faster alone.
+    """
+    positions, heads = GROUP_ROWS // shape.pack, shape.num_heads // shape.pack  # positions of a group
+    is_chunked = window is None or window > CHUNK_KEYS
+    num_chunks = -(-max_positions // CHUNK_KEYS)
+    if not is_chunked or not 1 < num_chunks <= _MAX_CHUNKS or 2 * heads * -(-size // (2 * positions)) > num_sms:
+        num_chunks = 0
+    num_groups = 1 if size <= positions or heads * -(-size // positions) * (num_chunks or 1) <= num_sms else 2
+    num_tiles = -(-size // (num_groups * positions))
+    num_items = num_tiles * heads * (num_chunks or 1)
+    return Plan(num_groups, num_tiles, is_chunked, num_chunks, num_items, min(num_items, num_sms))
+
+
+def build(shape: AttentionShape) -> compiler.Cubin:
+    """The cubin of attention.cu. Raises CompileError with the compiler's log."""
+    return compiler.build({**compiler.read_sources(*_SOURCE_FOLDERS), "attention_shape.cuh": shape.header()}, "attention.cu")
+
+
+def attention_on_gpu(shape: AttentionShape, max_context: int) -> Attention:
+    """Attention on torch's current GPU. Raises CompileError or LaunchError."""
+    import torch
+
+    torch.zeros(1, device="cuda").item()  # makes a context, if nobody has done so
+    path = build(shape).path
+    shared_bytes = {"attend": shape.shared_bytes, "combine": 0}
+    launchers = {name: partial(_launch, Kernel(path, name, num_bytes)) for name, num_bytes in shared_bytes.items()}
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return Attention(shape, max_context, num_sms, launchers, tensor_map)
+
+
+def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
+    import torch
+
+    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
+
+
+class Attention:
+    """Attention with the heads of one rank.
+
+    `launchers`: by kernel; called with thread blocks, threads of each, parameters. `make_map`: as `tensor_map`.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_context: int,
+        num_sms: int,
+        launchers: Mapping[str, Callable[[int, int, bytes], None]],
+        make_map: Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]],
+    ) -> None:
+        self.shape, self.max_context, self.num_sms = shape, max_context, num_sms
+        self._launchers, self._make_map = launchers, make_map
+
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, place: Tensor, window: int | None) -> Tensor:
+        """Outputs (lanes, size, heads of a lane * head_dim) of `query` (size, heads, head_dim), binary16.
+
+        Its rows stand at the positions from `place[0]` (int32, read on the device) on; `keys` and `values` (positions, KV heads,
+        head_dim) of these positions and all that they see are there. A token sees itself and the `window` - 1 before it, or all.
+        """
+        import torch
+
+        shape, size = self.shape, len(query)
+        made = plan(shape, size, window, self.max_context - 1 + size, self.num_sms)
+        lanes = shape.num_heads // shape.lane_heads
+        out = torch.empty(lanes, size, shape.lane_heads * shape.head_dim, dtype=query.dtype, device=query.device)
+        params: Any = np.zeros((), ATTENTION_PARAMS.dtype)
+        params["query_map"] = self._query_map(query)
+        params["keys_map"], params["values_map"] = self._key_map(keys), self._key_map(values)
+        params["place_ptr"], params["out_ptr"] = place.data_ptr(), out.data_ptr()
+        params["size"], params["window"], params["is_chunked"] = size, window or 0, made.is_chunked
+        for name in ("num_groups", "num_tiles", "num_chunks", "num_items"):
+            params[name] = getattr(made, name)
+        if made.num_chunks:
+            count = made.num_items * made.num_groups * GROUP_THREADS
+            parts = torch.empty(count * (shape.head_dim // 2 + 4), dtype=torch.float32, device=query.device)
+            params["parts_ptr"] = parts.data_ptr()
+            params["part_sums_ptr"] = parts[count * shape.head_dim // 2 :].data_ptr()
+        self._launchers["attend"](made.num_ctas, NUM_THREADS, params.tobytes())
+        if made.num_chunks:
+            self._launchers["combine"](made.num_items // made.num_chunks * made.num_groups, GROUP_THREADS, params.tobytes())
+        return out
+
+    def _query_map(self, query: Tensor) -> NDArray[np.uint64]:
+        shape, panel, pack = self.shape, self.shape.panel, self.shape.pack
+        head_bytes = 2 * shape.head_dim
+        sizes = (panel, pack, len(query), shape.head_dim // panel, shape.num_heads // pack)
+        strides = (head_bytes, shape.num_heads * head_bytes, 2 * panel, pack * head_bytes)
+        return self._map(query, sizes, strides, (panel, pack, GROUP_ROWS // pack, sizes[3], 1))
+
+    def _key_map(self, keys: Tensor) -> NDArray[np.uint64]:
+        shape, panel = self.shape, self.shape.panel
+        head_bytes = 2 * shape.head_dim
+        sizes = (panel, len(keys), shape.head_dim // panel, shape.num_kv_heads)
+        strides = (shape.num_kv_heads * head_bytes, 2 * panel, head_bytes)
+        return self._map(keys, sizes, strides, (panel, shape.keys, sizes[2], 1))
+
+    def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> NDArray[np.uint64]:
+        import torch
+
+        assert tensor.dtype is torch.float16
+        assert tensor.is_contiguous()
+        return self._make_map(tensor.data_ptr(), sizes, strides, box)
