@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ASK_S = 2.0
 _QUESTION = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # Ray's own first one; its empty message needs no fields
@@ -24,11 +26,12 @@ def token_refusal(address: str) -> str:
     """
     try:
         import grpc
-        from ray._raylet import AuthenticationTokenLoader
         from ray.exceptions import AuthenticationError
-    except ImportError:  # another Ray, or one without grpcio: it finds out by itself
+
+        raylet: Any = import_module("ray._raylet")
+        loader = raylet.AuthenticationTokenLoader.instance()
+    except (ImportError, AttributeError):  # another Ray, or one without grpcio: it finds out by itself
         return ""
-    loader = AuthenticationTokenLoader.instance()
     try:
         metadata = tuple(loader.get_token_for_http_header().items()) if loader.has_token() else ()
     except AuthenticationError:  # the mode is `token`, and there is none

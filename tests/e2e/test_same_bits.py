@@ -70,7 +70,7 @@ def answers(demo_model: Path) -> dict[int, dict[str, Answer]]:
 
 
 def oracle_choices(model: Path, token_ids: list[int]) -> list[int]:
-    """What the oracle chooses after the prompt and after each beginning of an answer: the answer itself, if it is the oracle's."""
+    """What the oracle chooses after the prompt and after each beginning of an answer: the answer, if it is the oracle's."""
     import torch
 
     from kog_dist.model.laneformer import Laneformer
