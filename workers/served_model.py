@@ -18,6 +18,7 @@ from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.workers.grammar.compiler import constraint_of
 
 DEFAULT_MAX_TOKENS = 256
+_FEW_IDS = 256
 MAX_BYTES_PER_TOKEN = 64  # a text with more bytes per token of context than this is refused before it is tokenized
 
 
@@ -128,12 +129,16 @@ class ServedModel:
 
 
 def _words_below(limit: int, ids: Sequence[int]) -> array[int] | None:
-    """The ids as 32-bit words if 0 <= id < `limit` for all of them. To look at each of thousands takes three times as long."""
+    """The ids as 32-bit words if 0 <= id < `limit` for all of them. Of many, numpy finds the largest sooner; where it has not run
+    for a while, it takes 50 us.
+    """
     try:
         words = ids if isinstance(ids, array) else array("I", ids)
     except OverflowError:
         return None
-    return None if words and int(np.frombuffer(words, np.uint32).max()) >= limit else words
+    if len(words) <= _FEW_IDS:
+        return None if max(words, default=0) >= limit else words
+    return None if int(np.maximum.reduce(np.frombuffer(words, np.uint32))) >= limit else words
 
 
 def _too_long(message: str) -> RequestError:

@@ -16,6 +16,7 @@ from kog_dist.launch.request import PromptRequest
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.rpc.shaping_options import ShapingOptions
+from kog_dist.workers import served_model
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
 
@@ -57,6 +58,19 @@ def test_what_the_model_cannot_do_is_refused_by_name(changes: dict[str, Any], co
     with pytest.raises(RequestError, match=finding) as caught:
         MODEL.admit(message(**changes))
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("count", [1, served_model._FEW_IDS, served_model._FEW_IDS + 1])
+@pytest.mark.parametrize(("last", "is_id"), [(49, True), (50, False), (-1, False), (2**32, False)])
+def test_an_id_that_the_model_does_not_have_is_refused_by_its_place(count: int, last: int, is_id: bool) -> None:
+    model = ServedModel("tiny", Path("tiny"), replace(SPEC, max_context=400), None, (0,))
+    asked = Generate("a", prompt_ids=(*[1] * (count - 1), last))
+    if is_id:
+        assert model.admit(asked).prompt[-1] == last
+        return
+    with pytest.raises(RequestError, match=rf"prompt_ids\[{count - 1}\] is {last}, the vocabulary has ids 0 to 49") as caught:
+        model.admit(asked)
+    assert caught.value.code == ErrorCode.TOKEN_ID_OUT_OF_RANGE
 
 
 def test_every_flag_reaches_the_client_of_kog_launch() -> None:
