@@ -7,10 +7,12 @@ import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import RequestFailed
+from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.messages import Done
 from tests.e2e.conftest import lines_of
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
@@ -47,12 +49,14 @@ def our_lines(session: EngineSession) -> list[str]:
 def test_serving_has_one_banner_and_logs_of_all_ranks(session: EngineSession, tiny_model: Path, flavour: str) -> None:
     under_mpirun(session, flavour, RANKS)
     logs = session.folder / "logs"
-    launcher = session.launch(str(tiny_model), f"--log-dir={logs}")
+    launcher = session.launch(str(tiny_model), f"--log-dir={logs}", "--http", "--port=0")
     with session.connect() as client:
         assert len(list(client.generate(prompt_ids=[1, 2], max_tokens=4, ignore_eos=True))) > 1
         assert client.status().world_size == RANKS
         until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
-        assert set(session.processes()) >= {"launcher", *(f"host {rank}" for rank in range(1, RANKS))}
+        url = json.loads((session.instance_folder / HTTP_FILE).read_text(encoding="utf-8"))["url"]
+        assert httpx.get(f"{url}/readyz", timeout=LOADED_S, trust_env=False).status_code == 200
+        assert set(session.processes()) >= {"launcher", "gateway", *(f"host {rank}" for rank in range(1, RANKS))}
         client.drain()
     assert launcher.wait(LOADED_S) == 0, session.output()
     assert_clean(session)
@@ -60,7 +64,7 @@ def test_serving_has_one_banner_and_logs_of_all_ranks(session: EngineSession, ti
     assert banner.startswith(f"kog-launch: tiny on {RANKS} ranks (cpu), started by {flavour} "), banner
     assert (others, our_lines(session)) == ([], [])
     names = {path.name for path in logs.iterdir()}
-    assert names == {"launcher.log", "coordinator.log", "exit.json", *(f"rank-{rank}.log" for rank in range(RANKS))}
+    assert names == {"launcher.log", "coordinator.log", "gateway.log", "exit.json", *(f"rank-{rank}.log" for rank in range(RANKS))}
     assert json.loads((logs / "exit.json").read_text(encoding="utf-8"))["reason"] == "drained"
 
 
