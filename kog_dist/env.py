@@ -18,10 +18,11 @@ def kog_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment of rank processes: one BLAS thread each, since ranks are the unit of parallelism here.
+    """Environment of an engine's processes: one BLAS thread each, since ranks are the unit of parallelism here; no threads for
+    tokenizers, which get one text at a time.
 
     The number of threads must not reach the arithmetic either: a lane's bits may not depend on it.
     """
     single = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     inherited = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
-    return inherited | dict.fromkeys(single, "1") | {"PYTHONUNBUFFERED": "1"}
+    return inherited | dict.fromkeys(single, "1") | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -159,6 +161,24 @@ def test_text_that_is_no_unicode_is_a_request_error() -> None:
 
 
 # ---- folders ----
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """Where the interpreter is locked meanwhile, they pause for all of it; of ten tries a busy machine may spoil some."""
+    tokenizer, text = tokenizer_like("byte-level"), TEXT * 1000
+    shares = []
+    for _ in range(10):
+        thread = Thread(target=tokenizer.encode, args=(text,))
+        begin_s = last_s = time.perf_counter()
+        pause_s = 0.0
+        thread.start()
+        while thread.is_alive():
+            now_s = time.perf_counter()
+            pause_s, last_s = max(pause_s, now_s - last_s), now_s
+        shares.append(max(pause_s, time.perf_counter() - last_s) / (last_s - begin_s))
+        if shares[-1] < 0.5:
+            return
+    pytest.fail(f"others paused for these shares of the time: {shares}")
+
+
 def folder_with(folder: Path, **files: Any) -> Path:
     """A model folder with a byte-level tokenizer; keyword `generation_config={...}` writes generation_config.json."""
     (folder / "tokenizer.json").write_text(byte_level_library().to_str())
