@@ -15,10 +15,9 @@ import numpy as np
 
 from kog_dist.bench import prefill_ranks
 from kog_dist.bench.gpu import free_memory, gpu_name, require_gpus
-from kog_dist.bench.prefill_ranks import DECODED
+from kog_dist.bench.prefill_ranks import first_token
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec, random_checkpoint
-from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ReduceMode
@@ -51,7 +50,6 @@ CHOICES = {  # what could be the default
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
-_LONGEST_TOKEN_S = 10.0
 _RESTED_REPEATS = 5
 _PAUSE_S = 0.15  # of an engine that waits for a request: long products draw so much power that the GPU slows down
 
@@ -136,7 +134,7 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
     ids = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, max_context).tolist()
     figures = []
     for length, cached in _cases(prompts, max_context):
-        run = partial(_first_token, kernel, prefill, ids[:length], cached)
+        run = partial(first_token, kernel, prefill, ids[:length], cached)
         run()
         times = [run() for _ in range(repeats)]
         rested = []
@@ -156,26 +154,6 @@ def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repea
             flush=True,
         )
     return figures
-
-
-def _first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: int) -> tuple[float, float]:
-    """Seconds from the prompt to a full cache, and to the first token in host memory."""
-    prefill.forget(max(0, cached - DECODED))
-    begin_s = time.perf_counter()
-
-    def launch() -> None:
-        kernel.begin(ids, 1, Sampling(), first_position=len(ids) - 1, streams=prefill.streams)
-        kernel.launch(1)
-
-    reached = prefill.run(ids, cached, should_stop=lambda: False, on_queued=launch)
-    filled_s = time.perf_counter()
-    if reached != len(ids):
-        raise ConfigError(f"prefill gave up at position {reached}: a value left the range of binary16")
-    while kernel.token(0) is None and time.perf_counter() < filled_s + _LONGEST_TOKEN_S:
-        pass
-    first_s = time.perf_counter()
-    kernel.finish()
-    return filled_s - begin_s, first_s - begin_s
 
 
 def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
