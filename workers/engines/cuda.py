@@ -132,9 +132,9 @@ class CudaEngine:
                 (0,) * 2, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None,
                 on_queued=lambda: None,
             )  # fmt: skip
-        except KogError:
-            raise
         except Exception as error:
+            if isinstance(error, KogError) and not isinstance(error, LaunchError):
+                raise
             if self._args.prefill != "auto":
                 raise refusal(cause_of(error)) from error
             note(f"prompts go token by token, since prefill failed on trial: {cause_of(error)}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kog_dist.control import ControlPage
-from kog_dist.errors import CheckpointError, CompileError, LaunchError
+from kog_dist.errors import AbortedError, CheckpointError, CompileError, LaunchError
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
@@ -169,8 +169,11 @@ class Failing:
 
     streams = LastStreams(0, 0)
 
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error or RuntimeError("CUDA error: invalid argument")
+
     def run(self, *_: Any, **__: Any) -> int:
-        raise RuntimeError("CUDA error: invalid argument")
+        raise self._error
 
     def forget(self, position: int) -> None:
         pass
@@ -194,6 +197,22 @@ def test_a_trial_that_fails(parts: Parts, engine: CudaEngine, capfd: pytest.Capt
     assert "since prefill failed on trial: RuntimeError: CUDA error: invalid argument" in capfd.readouterr().err
     engine._args, engine._prefill = replace(engine._args, prefill="on"), Failing()
     with pytest.raises(LaunchError, match="invalid argument; with --prefill off"):
+        engine._try_kernel(engine._kernel)
+
+
+def test_a_trial_whose_graphs_the_driver_cannot_launch(
+    parts: Parts, engine: CudaEngine, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    refused = LaunchError("launching a graph failed: CUDA_ERROR_OUT_OF_MEMORY (2)")
+    engine._kernel, engine._prefill = ScriptedKernel(), Failing(refused)
+    engine._try_kernel(engine._kernel)
+    assert not engine._control.has_prefill()
+    assert "since prefill failed on trial: launching a graph failed: CUDA_ERROR_OUT_OF_MEMORY" in capfd.readouterr().err
+    engine._args, engine._prefill = replace(engine._args, prefill="on"), Failing(refused)
+    with pytest.raises(LaunchError, match="prefill cannot start: launching a graph failed"):
+        engine._try_kernel(engine._kernel)
+    engine._args, engine._prefill = replace(engine._args, prefill="auto"), Failing(AbortedError("stopped"))
+    with pytest.raises(AbortedError, match="stopped"):
         engine._try_kernel(engine._kernel)
 
 
