@@ -64,7 +64,8 @@ def test_serving_has_one_banner_and_logs_of_all_ranks(session: EngineSession, ti
     assert banner.startswith(f"kog-launch: tiny on {RANKS} ranks (cpu), started by {flavour} "), banner
     assert (others, our_lines(session)) == ([], [])
     names = {path.name for path in logs.iterdir()}
-    assert names == {"launcher.log", "coordinator.log", "gateway.log", "exit.json", *(f"rank-{rank}.log" for rank in range(RANKS))}
+    logs_of_ranks = {f"rank-{rank}.log" for rank in range(RANKS)}
+    assert names == {"launcher.log", "coordinator.log", "gateway.log", "exit.json"} | logs_of_ranks
     assert json.loads((logs / "exit.json").read_text(encoding="utf-8"))["reason"] == "drained"
 
 

@@ -17,6 +17,7 @@ from kog_dist.errors import ConfigError
         ("endurance --deadline-s 0", "--deadline-s"),
         ("soak --gpus 1 --ranks 2", "--ranks and --gpus exclude each other"),
         ("soak --gpus 0", "--gpus at least 1"),
+        ("faults --ranks 0", "--ranks must be at least 1"),
         ("soak --ranks 0", "--ranks and --gpus at least 1"),
     ],
 )

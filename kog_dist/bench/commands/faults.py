@@ -18,6 +18,7 @@ def faults(
     """Kill every kind of process during a stream: time to the client's error, and until nothing is left."""
     from kog_dist.bench import faults as benchmark
 
-    if kills < 1:
-        raise ConfigError(f"--kills must be at least 1, got {kills}")
+    for option, number in (("--ranks", ranks), ("--kills", kills)):
+        if number < 1:
+            raise ConfigError(f"{option} must be at least 1, got {number}")
     benchmark.run(model, ranks, kills)
