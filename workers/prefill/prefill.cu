@@ -177,7 +177,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
     constexpr bool kBlocks = kMode == Mode::kBlocking || kMode == Mode::kBlockingAlone;
     constexpr bool kHasTotal = kMode == Mode::kBlocking || kMode == Mode::kDelayed;
     constexpr bool kHoldsPasts = kDelays && !kExact && kHoldsLanes;
-    constexpr int kMost = kForm == Form::kPlain ? kHeldLanes : kExact ? 2 : 4, kGroup = kLanes < kMost ? kLanes : kMost;
+    constexpr int kMost = kExact ? 2 : kForm == Form::kSplit || kBlocks ? 4 : kHeldLanes, kAhead = kLanes < kMost ? kLanes : kMost;
     const u32 size = params.size;
     const u32 rest = size * kUnits;
     uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
@@ -189,14 +189,11 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
     for (u32 unit = threadIdx.x; unit < kUnits; unit += kRowThreads) {  // a constant: most models take one turn
         const auto stream_at = [&](int lane) { return Streams::at(lane, row, size, kUnits) + unit; };
         const auto result_at = [&](int lane) { return Results::at(lane, row, size, kUnits) + unit; };
-        typename Streams::Held streams[kGroup];
-        typename Results::Held partials[kGroup], pasts[kHoldsPasts ? kLanes : 1];
-        const auto load = [&](int first) {
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                streams[i] = Streams::held_operand(stream + stream_at(first + i), rest);
-                if constexpr (!kBlocks) partials[i] = Results::held_result(params.partial_ptr, result_at(first + i), rest);
-            }
+        typename Streams::Held streams[kAhead];
+        typename Results::Held partials[kAhead], pasts[kHoldsPasts ? kLanes : 1];
+        const auto load = [&](int lane) {
+            streams[lane % kAhead] = Streams::held_operand(stream + stream_at(lane), rest);
+            if constexpr (!kBlocks) partials[lane % kAhead] = Results::held_result(params.partial_ptr, result_at(lane), rest);
         };
         Unit total{};
         LaneTree tree;
@@ -204,7 +201,8 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) pasts[lane] = Results::held_result(params.past_ptr, result_at(lane), rest);
         }
-        load(0);
+#pragma unroll
+        for (int lane = 0; lane < kAhead; ++lane) load(lane);
         if (kHasTotal) total = float_unit(totals + unit * kUnit);
         if constexpr (kMode == Mode::kDelayedAlone || kMode == Mode::kBlockingAlone) {
 #pragma unroll
@@ -215,28 +213,24 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
             total = tree.sum;
         }
 #pragma unroll
-        for (int first = 0; first < kLanes; first += kGroup) {
-            if (first > 0) load(first);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            Unit h = streams[lane % kAhead].unit(), p{}, old{};
+            if constexpr (!kBlocks) p = partials[lane % kAhead].unit();
+            if (lane + kAhead < kLanes) load(lane + kAhead);  // before what this lane stores
+            if (scales_input) multiply(h, scales.unit(lane, unit));
+            if constexpr (kMode == Mode::kDelayed || kMode == Mode::kLocal) tree.add(lane, p);
+            if constexpr (kHoldsPasts) old = pasts[lane].unit();
+            else if constexpr (kDelays && kExact) old = Results::result(params.past_ptr, result_at(lane), rest);
+            else if constexpr (kDelays) old = widened(reinterpret_cast<const uint4*>(params.past_ptr)[result_at(lane)]);  // L1 has it
 #pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-                const int lane = first + i;
-                Unit h = streams[i].unit(), p{}, old{};
-                if (scales_input) multiply(h, scales.unit(lane, unit));
-                if constexpr (!kBlocks) p = partials[i].unit();
-                if constexpr (kMode == Mode::kDelayed || kMode == Mode::kLocal) tree.add(lane, p);
-                if constexpr (kHoldsPasts) old = pasts[lane].unit();
-                else if constexpr (kDelays && kExact) old = Results::result(params.past_ptr, result_at(lane), rest);
-                else if constexpr (kDelays) old = widened(reinterpret_cast<const uint4*>(params.past_ptr)[result_at(lane)]);  // L1 has it
-#pragma unroll
-                for (int k = 0; k < kUnit; ++k) {
-                    if (kBlocks) h.v[k] += total.v[k];
-                    else if (kMode == Mode::kLocal) h.v[k] += p.v[k] * kLocalScale;
-                    else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
-                }
-                squares[lane] += square_sum(h);
-                if (scales_output) multiply(h, scales.unit(lane, unit));
-                Streams::store(stream + stream_at(lane), rest, h);
+            for (int k = 0; k < kUnit; ++k) {
+                if (kBlocks) h.v[k] += total.v[k];
+                else if (kMode == Mode::kLocal) h.v[k] += p.v[k] * kLocalScale;
+                else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
             }
+            squares[lane] += square_sum(h);
+            if (scales_output) multiply(h, scales.unit(lane, unit));
+            Streams::store(stream + stream_at(lane), rest, h);
         }
         if ((kMode == Mode::kDelayed || kMode == Mode::kLocal) && own_sum)
             store_unit(own_sum + static_cast<u64>(row) * kHidden + unit * kUnit, tree.sum);
@@ -443,8 +437,8 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
 #define KOG_KERNELS(name, other, threads, body) \
     KOG_KERNEL(name, threads, body<false>)      \
     KOG_KERNEL(other, threads, body<true>)
-#define KOG_RESIDUAL(name, mode)                                                                    \
-    KOG_KERNEL(name, (kRowThreads, kHoldsLanes ? 1 : 2), (residual_rows<mode, Form::kPlain>))       \
+#define KOG_RESIDUAL(name, mode, ctas)                                                              \
+    KOG_KERNEL(name, (kRowThreads, ctas), (residual_rows<mode, Form::kPlain>))                      \
     KOG_KERNEL(name##_split, (kRowThreads), (residual_rows<mode, Form::kSplit>))                    \
     KOG_KERNEL(name##_exact, (kRowThreads), (residual_rows<mode, Form::kExact>))
 
@@ -454,11 +448,11 @@ KOG_KERNELS(embed, embed_split, (kRowThreads), embed_rows)
 KOG_KERNELS(append, append_split, (kMaxThreads, 1), append_rows)
 KOG_KERNELS(lane_sum, lane_sum_exact, (kRowThreads), sum_lanes)
 KOG_KERNELS(swiglu, swiglu_exact, (kMaxThreads), swiglu_rows)
-KOG_RESIDUAL(residual_blocking, Mode::kBlocking)
-KOG_RESIDUAL(residual_blocking_alone, Mode::kBlockingAlone)
-KOG_RESIDUAL(residual_delayed, Mode::kDelayed)
-KOG_RESIDUAL(residual_delayed_alone, Mode::kDelayedAlone)
-KOG_RESIDUAL(residual_local, Mode::kLocal)
+KOG_RESIDUAL(residual_blocking, Mode::kBlocking, 2)
+KOG_RESIDUAL(residual_blocking_alone, Mode::kBlockingAlone, 2)
+KOG_RESIDUAL(residual_delayed, Mode::kDelayed, kHoldsLanes ? 1 : 2)
+KOG_RESIDUAL(residual_delayed_alone, Mode::kDelayedAlone, kHoldsLanes ? 1 : 2)
+KOG_RESIDUAL(residual_local, Mode::kLocal, kHoldsLanes ? 1 : 2)
 
 KOG_KERNEL(load_cache, (kMaxThreads), copy_cache<false>)
 KOG_KERNEL(store_cache, (kMaxThreads), copy_cache<true>)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _REPEATS = 4
-_FLUSHED_VALUES = 32 << 20  # float32, more than the L2 cache has: in a block, matrices come from memory
+_MANY_ROWS = 512  # from here on a product waits for the matrix units, below for memory
+_FLUSHED_VALUES = 32 << 20  # float32, more than the L2 cache has: small products find nothing in it when a block is run
 _WORTH = 0.99  # of the time of the algorithm before it, to be taken instead
 
 
@@ -76,7 +77,7 @@ class Products:
                 wanted = out.clone()
             is_same = torch.equal(out, wanted)
             run = partial(self._run, product, algorithm, values, matrix, out)
-            times.append(_time_ms(run) if is_same else math.inf)
+            times.append(_time_ms(run, is_flushed=x.shape[1] < _MANY_ROWS) if is_same else math.inf)
         return product, fastest(times)
 
 
@@ -110,11 +111,12 @@ def _operand(tensor: Tensor) -> Operand:
     return Operand(tensor.shape[1], tensor.shape[2], tensor.stride(1), tensor.stride(0), kind)
 
 
-def _time_ms(run: Callable[[], None]) -> float:
-    """Of some runs, before each of which the L2 cache is filled with something else; that takes the same for all algorithms."""
+def _time_ms(run: Callable[[], None], *, is_flushed: bool) -> float:
+    """Of some runs; with something else read into the L2 cache before each, which takes the same for all algorithms."""
     import torch
 
-    others, their_sum = torch.empty(_FLUSHED_VALUES, device="cuda"), torch.empty((), device="cuda")
+    others = torch.empty(_FLUSHED_VALUES if is_flushed else 1, device="cuda")
+    their_sum = torch.empty((), device="cuda")
     stream = torch.cuda.current_stream()
     graph = torch.cuda.CUDAGraph()
     torch.sum(others, dim=0, out=their_sum)
