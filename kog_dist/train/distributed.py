@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,9 @@ class Ranks:
 
 
 def one_device(device: str) -> Ranks:
-    """This process alone. Raises ConfigError if CUDA is asked for and there is none."""
+    """This process alone. Raises ConfigError if CUDA is asked for and there is none, and for what is no device."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {device!r}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda was asked for, but torch sees no CUDA device; use --device cpu")
     place = torch.device(device)

@@ -54,6 +54,9 @@ class RunSettings:
                 raise ConfigError(f"{key} must be at least 1, got {getattr(self, key)}")
         if self.num_steps is not None and self.num_steps < 1:
             raise ConfigError(f"num_steps must be at least 1, got {self.num_steps}")
+        for key in ("learning_rate", "adam_learning_rate", "train_seconds"):
+            if not getattr(self, key) > 0:
+                raise ConfigError(f"{key} must be more than 0, got {getattr(self, key)}")
         for key in ("decay_share", "function_share", "repetition_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(f"{key} must be from 0 to 1, got {getattr(self, key)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,20 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kog_dist.errors import CheckpointError
+from kog_dist.errors import CheckpointError, ConfigError
 
 _MAX_FILE_BYTES = 15 * 2**20
 _PROGRESS = "progress.json"
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a state, before hours are spent on what is to be saved there. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"the state folder {folder} cannot be written: {error.strerror}; choose another") from None
 
 
 def save_state(folder: Path, progress: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -18,5 +18,5 @@ def gateway(
     from kog_dist.bench import gateway_path as benchmark
 
     if not 0 < rate <= 1e5 or not 2 <= tokens <= 30_000 or repeats < 1:
-        raise ConfigError("--rate must be from 0 to 100000, --tokens from 2 to 30000, --repeats at least 1")
+        raise ConfigError("--rate must be more than 0 and at most 100000, --tokens from 2 to 30000, --repeats at least 1")
     benchmark.run(rate, num_tokens=tokens, repeats=repeats)

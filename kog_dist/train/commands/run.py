@@ -50,6 +50,7 @@ def run(
     from kog_dist.train.distributed import join_ranks
     from kog_dist.train.run import Run
     from kog_dist.train.start import start_weights
+    from kog_dist.train.state import make_folder
     from kog_dist.train.stopping import StopRequest
 
     chosen = _chosen(config, model)
@@ -61,6 +62,7 @@ def run(
     execution = _changed(chosen.execution, compiled=compiled, windows=windows, deterministic=deterministic)
     spec, weights = (chosen.spec, None) if start is None else start_weights(start)
     ranks = join_ranks(device)
+    make_folder(state)
     training = Run(spec, settings, data, ranks=ranks, execution=execution, start=weights)
     resumed = training.resume(state)
     with RunDisplay(silent=not ranks.is_first) as display, StopRequest() as stop:

@@ -24,7 +24,7 @@ from kog_dist.train import state
 from kog_dist.train.__main__ import app
 from kog_dist.train.config import read_run_config
 from kog_dist.train.display import duration
-from kog_dist.train.distributed import Ranks
+from kog_dist.train.distributed import Ranks, one_device
 from kog_dist.train.execution import faster_windows, with_windows
 from kog_dist.train.model import TrainingModel
 from kog_dist.train.run import Run
@@ -163,6 +163,7 @@ def test_what_is_wrong_with_settings_is_named(tmp_path: Path, tokens: Path) -> N
         ({"schedule": "step"}, "schedule must be one of wsd, cosine"),
         ({"batch": 0}, "batch must be at least 1"),
         ({"num_steps": 0}, "num_steps must be at least 1"),
+        ({"learning_rate": -1.0}, "learning_rate must be more than 0"),
         ({"decay_share": 2.0}, "decay_share must be from 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -272,3 +273,16 @@ def test_two_ranks_train_as_one_process_does(tokens: Path, tmp_path: Path, monke
 
 def test_durations() -> None:
     assert [duration(s) for s in (5, 125, 3725, float("inf"))] == ["0:05", "2:05", "1:02:05", "?"]
+
+
+def test_a_state_folder_that_cannot_be_written_is_said_before_training(tmp_path: Path) -> None:
+    state.make_folder(tmp_path / "new" / "state")
+    assert list((tmp_path / "new" / "state").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"the state folder .*/file cannot be written: File exists"):
+        state.make_folder(tmp_path / "file")
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--device must be cpu, cuda or cuda:N, got 'tpu'"):
+        one_device("tpu")
