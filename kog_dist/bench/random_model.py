@@ -24,7 +24,7 @@ _WRITE_S = 120.0
 @contextmanager
 def random_model(name: str, *, on_gpus: bool) -> Iterator[tuple[Path, ModelSpec]]:
     """A model of a named shape, or `tiny`, removed at the end. Shapes with a name are written with the help of a GPU."""
-    spec = (TINY_ON_GPUS if on_gpus else TINY) if name == "tiny" else named_spec(name)
+    spec = (TINY_ON_GPUS if on_gpus else TINY) if name == "tiny" else named_spec(name, others=("tiny",))
     with model_folder(spec) as folder:
         if name == "tiny":
             write_tiny_model(folder, spec)

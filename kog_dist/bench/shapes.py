@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,10 +16,10 @@ SEED = 1
 _TMPFS = Path("/dev/shm")
 
 
-def named_spec(name: str) -> ModelSpec:
-    """The spec of a name. Raises ConfigError listing the known ones."""
+def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
+    """The spec of a name. Raises ConfigError listing the known ones, and `others` that the caller knows."""
     if name not in SPECS:
-        raise ConfigError(f"--spec {name!r} is not known; known: {', '.join(SPECS)}")
+        raise ConfigError(f"--spec {name!r} is not known; known: {', '.join((*others, *SPECS))}")
     return SPECS[name]()
 
 
