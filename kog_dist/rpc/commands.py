@@ -300,7 +300,8 @@ def _running(report: StatusReport) -> str:
 
 def _describe(report: StatusReport) -> str:
     states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
-    what = f"{report.model} on {report.world_size} ranks" if report.model else "no model yet"
+    ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
+    what = f"{report.model} on {ranks}" if report.model else "no model yet"
     return "\n".join(
         [
             f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s",
