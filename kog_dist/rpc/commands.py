@@ -15,10 +15,11 @@ from typing import Any
 
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
 from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
-from kog_dist.rpc.messages import Accepted, Alive, Done, Prefill, StatusReport, Tokens
+from kog_dist.rpc.messages import Accepted, Alive, Done, Prefill, Tokens
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.shaping_options import ShapingOptions
+from kog_dist.rpc.shown import describe, statistics
 from kog_dist.rpc.transport import Access
 from kog_dist.stages import STAGES
 
@@ -136,7 +137,7 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
     except BrokenPipeError:
         return 0
     if not as_json:
-        write_error(_statistics(answer.done))
+        write_error(statistics(answer.done))
         if flags.logit_digests:
             write_error("\n".join(answer.digests))
         for token in answer.logprobs:
@@ -160,7 +161,7 @@ def ask(
                 report = client.cancel(request_id)
             else:
                 report = client.drain() if verb == "drain" else client.status()
-        write_out((json.dumps(asdict(report)) if as_json else _describe(report)) + "\n")
+        write_out((json.dumps(asdict(report)) if as_json else describe(report)) + "\n")
     except BrokenPipeError:
         return 0
     except OutputError:
@@ -275,52 +276,3 @@ def _as_object(answer: _Answer, done: Done, flags: PromptFlags) -> dict[str, Any
     if flags.shaping.logprobs is not None:
         whole["logprobs"] = answer.logprobs
     return whole
-
-
-def _statistics(done: Done) -> str:
-    cached = f" ({done.num_cached_tokens} cached)" if done.num_cached_tokens else ""
-    generated = f"{done.num_generated_tokens} generated ({done.finish_reason.value})"
-    parts = [f"{done.num_prompt_tokens} prompt tokens{cached}", generated]
-    if done.ttft_s is not None:
-        parts.append(f"first after {done.ttft_s * 1e3:.1f} ms")
-    if done.tokens_per_s is not None:
-        parts.append(f"{done.tokens_per_s:.1f} tokens/s")
-    if done.itl_p50_s is not None and done.itl_p99_s is not None:
-        parts.append(f"gaps p50 {done.itl_p50_s * 1e3:.2f} ms, p99 {done.itl_p99_s * 1e3:.2f} ms")
-    return ", ".join(parts)
-
-
-def _running(report: StatusReport) -> str:
-    if report.running is None:
-        return "-"
-    num_prompt, position = report.running_prompt_tokens, report.running_position
-    stage = f"prefill {position} of {num_prompt}" if position < num_prompt else f"{position - num_prompt} tokens generated"
-    return f"{report.running} ({stage})"
-
-
-def _describe(report: StatusReport) -> str:
-    states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
-    ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
-    what = f"{report.model} on {ranks}" if report.model else "no model yet"
-    return "\n".join(
-        [
-            f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s",
-            f"ranks    {states}",
-            *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
-            f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",
-            f"running  {_running(report)}",
-            f"waiting  {' '.join(report.waiting) or '-'} "
-            f"(at most {report.queue_limit}, {report.client_queue_limit} of one client)",
-            f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_expired} expired, "
-            f"{report.num_failed} failed, {report.num_refused} refused; {report.num_tokens} tokens",
-            f"clients  {report.num_dropped_clients} lost or dropped, {report.num_bad_messages} bad messages",
-            *_describe_replicas(report),
-        ]
-    )
-
-
-def _describe_replicas(report: StatusReport) -> list[str]:
-    columns = (report.replica_names, report.replica_states, report.replica_addresses, report.replica_running)
-    return [
-        f"{name:<8} {state}, {address}, running {running or '-'}" for name, state, address, running in zip(*columns, strict=False)
-    ]

@@ -1,0 +1,56 @@
+"""What `kog-client` shows people: the figures of an answer, the state of an engine."""
+
+from __future__ import annotations
+
+from kog_dist.rpc.messages import Done, StatusReport
+
+
+def statistics(done: Done) -> str:
+    """Of a finished answer, in one line."""
+    cached = f" ({done.num_cached_tokens} cached)" if done.num_cached_tokens else ""
+    generated = f"{done.num_generated_tokens} generated ({done.finish_reason.value})"
+    parts = [f"{done.num_prompt_tokens} prompt tokens{cached}", generated]
+    if done.ttft_s is not None:
+        parts.append(f"first after {done.ttft_s * 1e3:.1f} ms")
+    if done.tokens_per_s is not None:
+        parts.append(f"{done.tokens_per_s:.1f} tokens/s")
+    if done.itl_p50_s is not None and done.itl_p99_s is not None:
+        parts.append(f"gaps p50 {done.itl_p50_s * 1e3:.2f} ms, p99 {done.itl_p99_s * 1e3:.2f} ms")
+    return ", ".join(parts)
+
+
+def describe(report: StatusReport) -> str:
+    """An engine, or replicas behind a router, in a few lines."""
+    states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
+    ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
+    what = f"{report.model} on {ranks}" if report.model else "no model yet"
+    return "\n".join(
+        [
+            f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s",
+            f"ranks    {states}",
+            *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
+            f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",
+            f"running  {_running(report)}",
+            f"waiting  {' '.join(report.waiting) or '-'} "
+            f"(at most {report.queue_limit}, {report.client_queue_limit} of one client)",
+            f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_expired} expired, "
+            f"{report.num_failed} failed, {report.num_refused} refused; {report.num_tokens} tokens",
+            f"clients  {report.num_dropped_clients} lost or dropped, {report.num_bad_messages} bad messages",
+            *_describe_replicas(report),
+        ]
+    )
+
+
+def _running(report: StatusReport) -> str:
+    if report.running is None:
+        return "-"
+    num_prompt, position = report.running_prompt_tokens, report.running_position
+    stage = f"prefill {position} of {num_prompt}" if position < num_prompt else f"{position - num_prompt} tokens generated"
+    return f"{report.running} ({stage})"
+
+
+def _describe_replicas(report: StatusReport) -> list[str]:
+    columns = (report.replica_names, report.replica_states, report.replica_addresses, report.replica_running)
+    return [
+        f"{name:<8} {state}, {address}, running {running or '-'}" for name, state, address, running in zip(*columns, strict=False)
+    ]
