@@ -74,7 +74,8 @@ class Product:
             MOST_ALGORITHMS, self._found, ctypes.byref(num_found),
         )  # fmt: skip
         self._library.cublasLtMatmulPreferenceDestroy(preference)
-        self.num_algorithms = sum(found.state == 0 for found in self._found[: num_found.value])
+        self._usable = [found for found in self._found[: num_found.value] if found.state == 0]
+        self.num_algorithms = len(self._usable)
         if not self.num_algorithms:
             raise LaunchError(f"cuBLASLt has no algorithm for a product of {x} and {w}")
 
@@ -84,7 +85,7 @@ class Product:
         pointer = ctypes.c_void_p
         self._do(
             "cublasLtMatmul", self._handle, self._description, ctypes.byref(one), pointer(w), self._w, pointer(x), self._x,
-            ctypes.byref(zero), pointer(y), self._y, pointer(y), self._y, ctypes.byref(self._found[algorithm].algorithm),
+            ctypes.byref(zero), pointer(y), self._y, pointer(y), self._y, ctypes.byref(self._usable[algorithm].algorithm),
             pointer(workspace), ctypes.c_size_t(WORKSPACE_BYTES), pointer(stream),
         )  # fmt: skip
 

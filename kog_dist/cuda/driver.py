@@ -43,6 +43,10 @@ class _LaunchConfig(ctypes.Structure):
 assert (ctypes.sizeof(_LaunchConfig), ctypes.sizeof(_LaunchAttribute)) == (56, 72)  # as cuda.h has them
 
 
+class DriverError(LaunchError):
+    """What the driver answered, without a remedy: who called it knows that."""
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     try:
@@ -56,7 +60,7 @@ def _check(code: int, what: str) -> None:
         return
     name = ctypes.c_char_p()
     _driver().cuGetErrorName(code, ctypes.byref(name))
-    raise LaunchError(f"{what} failed: {(name.value or b'unknown error').decode()} ({code})")
+    raise DriverError(f"{what} failed: {(name.value or b'unknown error').decode()} ({code})")
 
 
 def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> NDArray[np.uint64]:

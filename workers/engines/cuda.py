@@ -127,11 +127,16 @@ class CudaEngine:
 
     def _tried(self, prefill: Prefiller) -> Prefiller | None:
         """Prefill if it runs; with `auto` None if not, and the kernel's own trial shows whether the GPU is still usable."""
+        ids = (0,) * 2
         try:
-            prefill.run(
-                (0,) * 2, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None,
+            reached = prefill.run(
+                ids, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None,
                 on_queued=lambda: None,
             )  # fmt: skip
+            if self._control.aborted():
+                return prefill  # the kernel's own trial ends, too
+            if reached < len(ids):
+                raise LaunchError("a value of two tokens leaves the range of its binary16")
         except Exception as error:
             if isinstance(error, KogError) and not isinstance(error, LaunchError):
                 raise

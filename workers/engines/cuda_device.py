@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kog_dist.cuda.driver import DriverError
 from kog_dist.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -36,12 +37,15 @@ def device_index(device: str) -> int:
 
 @contextmanager
 def translated_errors(device: str) -> Iterator[None]:
-    """Errors of cupy and torch as one sentence of ours; neither is imported here, so that tests run the engine without them.
+    """Errors of cupy, torch and the driver as one sentence of ours; cupy and torch are not imported here, so that tests run the
+    engine without them.
 
     Those of cuBLAS come from torch as plain RuntimeErrors.
     """
     try:
         yield
+    except DriverError as error:
+        raise LaunchError(f"{device} failed: {error}; start the engine again") from error
     except Exception as error:
         is_torch_s = type(error) is RuntimeError and any(name in str(error) for name in ("CUDA", "CUBLAS"))
         if not is_torch_s and not type(error).__module__.startswith(("cupy", "torch")):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.cublas_lt import Operand, Product
+from kog_dist.errors import LaunchError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ class Products:
     def __init__(self) -> None:
         import torch
 
-        self._plans: dict[tuple[object, ...], tuple[Product, int]] = {}
+        self._plans: dict[tuple[object, ...], tuple[Product, int] | None] = {}  # None: torch multiplies
         self._workspace: Tensor | None = None
         try:
             self._major = int((torch.version.cuda or "0").split(".", maxsplit=1)[0])
@@ -42,16 +43,19 @@ class Products:
         self._workspace = torch.empty(cublas_lt.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
     def __call__(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """Queue the product. Raises LaunchError."""
+        """Queue the product. Raises LaunchError if what ran before does not run any more."""
         if self._workspace is None:
             _by_torch(x, matrix, out)
             return
         alignment = math.gcd(256, *(part for tensor in (x, matrix, out) for part in _byte_places(tensor)))
-        key = (x.shape, x.stride(), matrix.shape, out.stride(), out.dtype, alignment)
+        key = (x.shape, x.stride(), matrix.shape, matrix.stride(), out.stride(), out.dtype, alignment)
         if key not in self._plans:
             self._plans[key] = self._plan(x, matrix, out, alignment)
-        product, algorithm = self._plans[key]
-        self._run(product, algorithm, x, matrix, out)
+        plan = self._plans[key]
+        if plan is None:
+            _by_torch(x, matrix, out)
+        else:
+            self._run(*plan, x, matrix, out)
 
     def _run(self, product: Product, algorithm: int, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         import torch
@@ -60,25 +64,29 @@ class Products:
         stream = torch.cuda.current_stream().cuda_stream
         product.run(algorithm, x.data_ptr(), matrix.data_ptr(), out.data_ptr(), self._workspace.data_ptr(), stream)
 
-    def _plan(self, x: Tensor, matrix: Tensor, out: Tensor, alignment: int) -> tuple[Product, int]:
-        """The product, and the fastest of its algorithms. Overwrites `out`."""
+    def _plan(self, x: Tensor, matrix: Tensor, out: Tensor, alignment: int) -> tuple[Product, int] | None:
+        """The product, and the fastest of its algorithms; None if cuBLASLt can run none. Overwrites `out`."""
         import torch
 
-        product = Product(
-            self._major, _operand(x), _operand(matrix), _operand(out), count=len(x), alignment=alignment
-        )  # fmt: skip
-        generator = torch.Generator("cuda").manual_seed(1)
-        values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").normal_(generator=generator)
+        try:
+            product = Product(self._major, _operand(x), _operand(matrix), _operand(out), count=len(x), alignment=alignment)
+        except LaunchError:
+            return None
+        generator = torch.Generator(x.device).manual_seed(1)
+        values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).normal_(generator=generator)
         wanted: Tensor | None = None
-        times: list[float] = []
+        times = [math.inf] * product.num_algorithms
         for algorithm in range(product.num_algorithms):
-            self._run(product, algorithm, values, matrix, out)
+            run = partial(self._run, product, algorithm, values, matrix, out)
+            try:
+                run()
+            except LaunchError:
+                continue
             if wanted is None:
                 wanted = out.clone()
-            is_same = torch.equal(out, wanted)
-            run = partial(self._run, product, algorithm, values, matrix, out)
-            times.append(_time_ms(run, is_flushed=x.shape[1] < _MANY_ROWS) if is_same else math.inf)
-        return product, fastest(times)
+            if torch.equal(out, wanted):
+                times[algorithm] = _time_ms(run, is_flushed=x.shape[1] < _MANY_ROWS)
+        return None if wanted is None else (product, fastest(times))
 
 
 def fastest(times: list[float]) -> int:

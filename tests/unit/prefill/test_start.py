@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kog_dist.control import ControlPage
+from kog_dist.cuda.driver import DriverError
 from kog_dist.errors import AbortedError, CheckpointError, CompileError, LaunchError
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.topology import RankInfo
@@ -159,6 +160,9 @@ def test_an_error_of_cublas_is_a_sentence() -> None:
     with pytest.raises(LaunchError, match="cuda:0 failed: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"):  # noqa: SIM117
         with translated_errors("cuda:0"):
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)")
+    with pytest.raises(LaunchError, match=r"cuda:0 failed: launching a graph failed: X \(719\); start the engine again"):  # noqa: SIM117
+        with translated_errors("cuda:0"):
+            raise DriverError("launching a graph failed: X (719)")
     with pytest.raises(RuntimeError, match="ours"), translated_errors("cuda:0"):
         raise RuntimeError("ours")
 
@@ -214,6 +218,26 @@ def test_a_trial_whose_graphs_the_driver_cannot_launch(
     engine._args, engine._prefill = replace(engine._args, prefill="auto"), Failing(AbortedError("stopped"))
     with pytest.raises(AbortedError, match="stopped"):
         engine._try_kernel(engine._kernel)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_trial_that_does_not_reach_its_end_is_not_announced(
+    parts: Parts, engine: CudaEngine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Failing, "run", lambda *_, **__: 0)
+    monkeypatch.setattr(engine._control, "aborted", lambda: is_aborted)
+    left = engine._tried(Failing())
+    assert not engine._control.has_prefill()
+    told = capfd.readouterr().err
+    if is_aborted:
+        assert left is not None
+        assert "prefill" not in told
+        return
+    assert left is None
+    assert "since prefill failed on trial: a value of two tokens leaves the range of its binary16" in told
+    engine._args = replace(engine._args, prefill="on")
+    with pytest.raises(LaunchError, match="prefill cannot start: a value of two tokens"):
+        engine._tried(Failing())
 
 
 def test_a_trial_that_succeeds_is_said(
