@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
+from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention_abi import (
     ATTENTION_PARAMS,
     CHUNK_KEYS,
@@ -24,7 +25,6 @@ from kog_dist.workers.prefill.attention_abi import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _MAX_CHUNKS = 16  # as items of their own: memory for what each of them gives
 
 
@@ -58,7 +58,7 @@ def plan(shape: AttentionShape, size: int, window: int | None, max_positions: in
 
 def build(shape: AttentionShape) -> compiler.Cubin:
     """The cubin of attention.cu. Raises CompileError with the compiler's log."""
-    return compiler.build({**compiler.read_sources(*_SOURCE_FOLDERS), "attention_shape.cuh": shape.header()}, "attention.cu")
+    return compiled.build("attention", shape.header())
 
 
 def attention_on_gpu(shape: AttentionShape, max_context: int) -> Attention:
@@ -68,15 +68,9 @@ def attention_on_gpu(shape: AttentionShape, max_context: int) -> Attention:
     torch.zeros(1, device="cuda").item()  # makes a context, if nobody has done so
     path = build(shape).path
     shared_bytes = {"attend": shape.shared_bytes, "combine": 0}
-    launchers = {name: partial(_launch, Kernel(path, name, num_bytes)) for name, num_bytes in shared_bytes.items()}
+    launchers = {name: partial(compiled.launch, Kernel(path, name, num_bytes)) for name, num_bytes in shared_bytes.items()}
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return Attention(shape, max_context, num_sms, launchers, tensor_map)
-
-
-def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
-    import torch
-
-    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
 
 
 class Attention:

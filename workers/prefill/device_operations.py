@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
 from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfit
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
@@ -27,18 +27,12 @@ from kog_dist.workers.prefill.products import Products
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
 _KERNELS = (
     "begin", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
     "swiglu", "swiglu_exact", *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
 )  # fmt: skip
 _MOST_APPENDING = 1024  # thread blocks of `append`: each waits for its first loads
-
-
-def build(header: str) -> compiler.Cubin:
-    """The cubin of prefill.cu with this `prefill_shape.cuh`. Raises CompileError with the compiler's log."""
-    return compiler.build({**compiler.read_sources(*_SOURCE_FOLDERS), "prefill_shape.cuh": header}, "prefill.cu")
 
 
 class DeviceOperations:
@@ -52,10 +46,10 @@ class DeviceOperations:
         header = prefill_header(
             self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype
         )  # fmt: skip
-        cubin = build(header)
+        cubin = compiled.build("prefill", header)
         self.build_log = cubin.log
         self._products = Products()
-        self._bind(embedding, cache, {name: partial(_launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
+        self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
         self._attention = _attention_for(self.layout)
 
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
@@ -193,12 +187,6 @@ def _attention_for(layout: CacheLayout) -> Attention | None:
         return None
     shape = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
     return attention_on_gpu(shape, spec.max_context)
-
-
-def _launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes) -> None:
-    import torch
-
-    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream)
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

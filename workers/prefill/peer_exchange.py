@@ -18,10 +18,10 @@ import numpy as np
 from kog_dist.abi import WAIT_RECORD, WaitRecord
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
-from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.prefill_abi import CHUNK_ROWS, SUM_PARAMS, SUM_THREADS, sums_header
 from kog_dist.workers.prefill.staging import staged
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 SUMS, LASTS, ENDS = "prefill sums", "prefill last token", "prefill ends"
 DEFAULT_CTAS = 16  # thread blocks that send or collect one sum, beside the products
 _KERNELS = {"begin_sums": 1, "send_sum": SUM_THREADS, "collect_sum": SUM_THREADS, "share_overflow": 32}  # threads
-_SOURCE_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
 _NUM_BLOCKS, _NUM_ENDS, _NUM_LASTS, _STOPPED, _RECORD = 0, 8, 16, 64, 128  # bytes of the state
 _STATE_BYTES = _RECORD + WAIT_RECORD.size_bytes
 _FIRST_OF_PRODUCTS = -1  # launch priority: among products a thread block would get no place until they end
@@ -236,8 +235,7 @@ def peer_exchange(
 
     `limit_s` bounds every wait; `num_ctas` thread blocks send a sum, and as many collect one.
     """
-    sources = compiler.read_sources(*_SOURCE_FOLDERS)
-    cubin = compiler.build({**sources, "sums_shape.cuh": sums_header(comm.world_size)}, "sums.cu")
+    cubin = compiled.build("sums", sums_header(comm.world_size))
     kernels = {name: Kernel(cubin.path, name, 0) for name in _KERNELS}
     boxes, peers = (comm.mailboxes[SUMS], comm.mailboxes[LASTS], comm.mailboxes[ENDS]), comm.heap.device_handle().tobytes()
     launch = partial(_launch, kernels)
@@ -247,10 +245,7 @@ def peer_exchange(
 
 
 def _launch(kernels: dict[str, Kernel], name: str, num_ctas: int, num_threads: int, params: bytes) -> None:
-    import torch
-
-    stream = torch.cuda.current_stream().cuda_stream
-    kernels[name].launch_grid(num_ctas, num_threads, params, stream, priority=_FIRST_OF_PRODUCTS)
+    compiled.launch(kernels[name], num_ctas, num_threads, params, priority=_FIRST_OF_PRODUCTS)
 
 
 def _totals_shape(spec: ModelSpec, max_size: int) -> tuple[int, int, int, int]:

@@ -1,0 +1,20 @@
+"""The device sources of prefill: built, and launched on torch's current stream."""
+
+from __future__ import annotations
+
+from kog_dist.cuda import build as compiler
+from kog_dist.cuda.driver import Kernel
+
+_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+
+
+def build(stem: str, header: str) -> compiler.Cubin:
+    """The cubin of `stem`.cu with this `stem`_shape.cuh. Raises CompileError with the compiler's log."""
+    return compiler.build({**compiler.read_sources(*_FOLDERS), f"{stem}_shape.cuh": header}, f"{stem}.cu")
+
+
+def launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, *, priority: int = 0) -> None:
+    """Queue a kernel. Raises LaunchError."""
+    import torch
+
+    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream, priority=priority)
