@@ -68,13 +68,13 @@ class Product:
         wanted += [(_FIRST_ALIGNMENT + i, ctypes.c_uint32(alignment)) for i in range(4)]
         for attribute, value in wanted:
             self._set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
-        self._found, num_found = (_Heuristic * MOST_ALGORITHMS)(), ctypes.c_int()
+        results, num_found = (_Heuristic * MOST_ALGORITHMS)(), ctypes.c_int()
         self._do(
             "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._w, self._x, self._y, self._y, preference,
-            MOST_ALGORITHMS, self._found, ctypes.byref(num_found),
+            MOST_ALGORITHMS, results, ctypes.byref(num_found),
         )  # fmt: skip
         self._library.cublasLtMatmulPreferenceDestroy(preference)
-        self._usable = [found for found in self._found[: num_found.value] if found.state == 0]
+        self._usable = [result for result in results[: num_found.value] if result.state == 0]
         self.num_algorithms = len(self._usable)
         if not self.num_algorithms:
             raise LaunchError(f"cuBLASLt has no algorithm for a product of {x} and {w}")
