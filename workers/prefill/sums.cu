@@ -33,6 +33,11 @@ __device__ __forceinline__ u64 epoch_of(const KogSumParams& params) {
     return *reinterpret_cast<const u64*>(params.num_blocks_ptr) * params.per_block + params.index;
 }
 
+// Whether this rank's work is given up. One answer for all threads of a block, whenever it comes to be.
+__device__ __forceinline__ bool is_stopped(const KogSumParams& params) {
+    return __syncthreads_or(threadIdx.x == 0 && load_system_u32(reinterpret_cast<const u32*>(params.stopped_ptr)));
+}
+
 // Wait for one word of a peer; false when this rank's work is given up. Called by one thread for each peer.
 __device__ __forceinline__ bool await_word(const SumLaunch& launch, const u64* word, u32 peer, u64 wanted, u64 mask) {
     const KogSumParams& params = launch.params;
@@ -69,7 +74,7 @@ __global__ void begin_sums(const __grid_constant__ SumLaunch launch) { ++*reinte
 
 __global__ void __launch_bounds__(kSumThreads) send_sum(const __grid_constant__ SumLaunch launch) {
     const KogSumParams& params = launch.params;
-    if (load_system_u32(reinterpret_cast<const u32*>(params.stopped_ptr))) return;  // sums are not what they should be
+    if (is_stopped(params)) return;  // sums are not what they should be
     const u64 epoch = epoch_of(params);
     const u32 num_chunks = (params.size + kChunkRows - 1) / kChunkRows, row_units = params.width / 4;
     const float4* own = reinterpret_cast<const float4*>(params.own_sum_ptr);
@@ -132,7 +137,7 @@ __global__ void share_overflow(const __grid_constant__ SumLaunch launch) {
     u64* num_ends = reinterpret_cast<u64*>(params.num_blocks_ptr);
     int* overflow = reinterpret_cast<int*>(params.overflow_ptr);
     const u64 epoch = *num_ends + 1;
-    const bool own = *overflow != 0 || load_system_u32(reinterpret_cast<const u32*>(params.stopped_ptr)) != 0;
+    const bool own = is_stopped(params) || *overflow != 0;
     const u64 word = epoch << 1 | own;
     bool any = own;
     if (threadIdx.x < kPeers) {

@@ -152,13 +152,23 @@ def test_a_peer_that_does_not_come_is_named(libraries: Libraries, tmp_path: Path
 
 
 @needs_compiler
-def test_a_stop_ends_a_wait(libraries: Libraries, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel", ["begin_sums", "send_sum", "collect_sum"])
+def test_a_stop_ends_a_wait(libraries: Libraries, tmp_path: Path, kernel: str) -> None:
     checkpoint = model(tmp_path, "delayed")
     world = World(libraries, checkpoint, 2)
-    rank, ids, reached = world.ranks[0], token_ids(checkpoint.spec, PROMPT), list[int]()
-    thread = threading.Thread(target=lambda: reached.append(rank.run(ids, 0)))
+    rank, exchange, ids = world.ranks[0], world.exchanges[0], token_ids(checkpoint.spec, PROMPT)
+    launch, is_launched, reached = exchange._launch, threading.Event(), list[int]()
+
+    def told(name: str, num_ctas: int, num_threads: int, params: bytes) -> None:
+        if name == kernel:
+            is_launched.set()
+        launch(name, num_ctas, num_threads, params)
+
+    exchange._launch = told
+    thread = threading.Thread(target=lambda: reached.append(rank.run(ids, 0)), daemon=True)
     thread.start()
-    world.exchanges[0].stop()  # now or later: rank 1 never comes
+    assert is_launched.wait(JOIN_S)
+    exchange.stop()  # while that kernel runs, or soon after; rank 1 never comes
     thread.join(JOIN_S)
     assert reached == [0]
     assert not rank.cache.any()
