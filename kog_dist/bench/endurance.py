@@ -6,41 +6,39 @@ all ranks, and on every number of GPUs; what it costs is measured beside the ker
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from kog_dist.bench.gpu import gpu_name, require_gpus
-from kog_dist.bench.latency import token_times_us
-from kog_dist.bench.rank_kernel import prepare, rank_kernel, rank_shape, results_of_ranks
-from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.rank_kernel import first_difference, medians_in_turn, prepare, rank_kernel, rank_shape, results_of_ranks
+from kog_dist.bench.report import finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import Sampling
-from kog_dist.errors import ConfigError
+from kog_dist.errors import ConfigError, KogError
 
 _PROMPT_TOKENS = 64
+_WANTED_PERCENT = 0.5  # more time per token, at most
 _CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 5  # where the cost of hashes is measured
 
 
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
-    """What one rank does: `hashes` (hexadecimal) of the long run, and `us` per token without and with them, round by round."""
+    """What one rank does: `hashes` (hexadecimal) of the long run, the seconds it `took_s`, and `us` per token with and without
+    them, round by round.
+    """
     from kog_dist.workers.cuda.device_weights import random_weights
 
     tokens = int(context.arguments["tokens"])
     spec = named_spec(str(context.arguments["spec"]))
-    shapes = [rank_shape(context, spec, keeps_hashes=keeps) for keeps in (False, True)]
-    prepare(context, shapes)
-    weights = random_weights(shapes[0], SEED)
-    rounds = []
-    for _ in range(_ROUNDS):  # in turn, since a GPU that gets warm gets slower
-        medians = []
-        for shape in shapes:
-            with rank_kernel(context, shape, weights) as kernel:
-                medians.append(percentile(token_times_us(kernel, _CONTEXT, _TIMED_TOKENS), 0.5))
-        rounds.append(medians)
-    with rank_kernel(context, shapes[1], weights) as kernel:
+    hashing, plain = (rank_shape(context, spec, keeps_hashes=keeps) for keeps in (True, False))
+    prepare(context, [hashing, plain])
+    weights = random_weights(hashing, SEED)
+    with rank_kernel(context, hashing, weights) as kernel:
+        rounds = medians_in_turn(context, kernel, plain, _CONTEXT, _TIMED_TOKENS, _ROUNDS)
+    with rank_kernel(context, hashing, weights) as kernel:
         assert kernel.hashes is not None
-        decoded = 0
+        decoded, begin_s = 0, time.monotonic()
         while decoded < tokens:
             context.rendezvous.barrier(context.deadline)
             steps = min(tokens - decoded, spec.max_context - _PROMPT_TOKENS - 1)
@@ -49,8 +47,9 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             kernel.launch(steps)
             kernel.finish()
             decoded += steps
+        took_s = time.monotonic() - begin_s
         hashes = [f"{value:016x}" for value in kernel.hashes.get().tolist() if value]
-    return {"us": rounds, "hashes": hashes}
+    return {"us": rounds, "hashes": hashes, "took_s": took_s}
 
 
 def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: float) -> bool:
@@ -68,26 +67,40 @@ def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: floa
     require_gpus(max(gpu_counts))
     before, arguments = machine(), {"spec": spec_name, "tokens": tokens}
     figures: list[dict[str, Any]] = []
-    reference: list[str] = []
-    for count in gpu_counts:
-        found = results_of_ranks(count, "kog_dist.bench.endurance:decode_on_ranks", arguments, deadline_s)
-        hashes = [rank["hashes"] for rank in found]
-        reference = reference or hashes[0]
-        rounds = found[0]["us"]
-        bare, hashed = (min(medians[number] for medians in rounds) for number in (0, 1))
-        cost = percentile([with_hashes / without - 1 for without, with_hashes in rounds], 0.5)
-        figure = {
-            "gpus": count, "tokens": tokens, "hashes": len(hashes[0]), "same": all(of_rank == reference for of_rank in hashes),
-            "us_per_token": round(bare, 1), "us_with_hashes": round(hashed, 1),
-            "cost": round(cost, 5), "rounds": rounds,
-        }  # fmt: skip
-        figures.append(figure)
-        ranks = "rank has" if count == 1 else "ranks have"
-        print(
-            f"{count} GPUs: {tokens} tokens, {figure['hashes']} hashes, all {count} {ranks} "
-            f"{'the same' if figure['same'] else 'OTHERS'}; {bare:.1f} us per token, {hashed:.1f} with hashes "
-            f"({100 * cost:+.2f} %, median of {len(rounds)} rounds)",
-            flush=True,
-        )
-    finish("endurance", {"model": f"{spec_name}, random weights", "gpu": gpu_name()}, before, figures)
-    return all(figure["same"] and figure["hashes"] for figure in figures)
+    reference: list[str] = []  # of the first number of GPUs that did not fail
+    with finishing("endurance", {"model": f"{spec_name}, random weights", "gpu": gpu_name()}, before, figures):
+        for count in gpu_counts:
+            try:
+                found = results_of_ranks(count, "kog_dist.bench.endurance:decode_on_ranks", arguments, deadline_s)
+            except KogError as error:
+                print(f"{count} GPUs: {error}", flush=True)
+                figures.append({"gpus": count, "error": str(error)[-2000:], "same": False})
+                continue
+            reference = reference or found[0]["hashes"]
+            figures.append(_figure(count, tokens, found, reference))
+    return all(figure["same"] for figure in figures)
+
+
+def _figure(count: int, tokens: int, ranks: Sequence[dict[str, Any]], reference: Sequence[str]) -> dict[str, Any]:
+    """One number of GPUs, printed."""
+    from kog_dist.workers.cuda.kernel_shape import HASH_TOKENS
+
+    rounds = ranks[0]["us"]
+    hashed, bare = (min(medians[number] for medians in rounds) for number in (0, 1))
+    cost = percentile([with_hashes / without - 1 for with_hashes, without in rounds], 0.5)
+    differs_at = first_difference([rank["hashes"] for rank in ranks], reference)
+    figure = {
+        "gpus": count, "tokens": tokens, "hashes": len(ranks[0]["hashes"]),
+        "same": differs_at is None and len(reference) == tokens // HASH_TOKENS, "last_hash": ranks[0]["hashes"][-1:],
+        "took_s": round(ranks[0]["took_s"], 2), "us_per_token": round(bare, 1), "us_with_hashes": round(hashed, 1),
+        "cost": round(cost, 5), "rounds": rounds,
+    }  # fmt: skip
+    told = f"all {count} {'rank has' if count == 1 else 'ranks have'} "
+    told += "the same" if differs_at is None else f"OTHERS from hash {differs_at} on"
+    print(
+        f"{count} GPUs: {tokens} tokens in {figure['took_s']} s, {figure['hashes']} hashes of {tokens // HASH_TOKENS}, "
+        f"{told}, the last {''.join(figure['last_hash'])}; {bare:.1f} us per token, {hashed:.1f} with hashes "
+        f"({100 * cost:+.2f} %, median of {len(rounds)} rounds, wanted {_WANTED_PERCENT:g})",
+        flush=True,
+    )
+    return figure

@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,8 +22,11 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.shaped import ShapedRequest
 
+if TYPE_CHECKING:
+    from kog_dist.bench.trace import Trace
+
 _STREAMED_TOKENS = 50
-_TRACED_STEP = 8
+TRACED_STEP = 8
 _BASELINE_BUDGET_S = 60.0  # after which no further context is compiled
 
 
@@ -191,26 +194,36 @@ def kv_bytes_read(shape: KernelShape, context: int) -> int:
 
 def write_trace(kernel: Monokernel, context: int, path: Path) -> dict[str, Any]:
     """Trace one token: a Chrome trace (`path`.json), a picture (`path`.png) and a table on stdout. Returns the summary."""
+    trace = traced_token(Monokernel(replace(kernel.shape, traced_step=TRACED_STEP), kernel.weights), context)
+    print(trace.text(), flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps({"traceEvents": trace.chrome_events()}), encoding="utf-8")
+    draw_trace(trace, path.with_suffix(".png"))
+    return trace.summary()
+
+
+def traced_token(kernel: Monokernel, context: int) -> Trace:
+    """The trace of a token of a kernel whose `traced_step` is TRACED_STEP."""
     import cupy
 
     from kog_dist.bench.trace import Trace
 
-    shape = replace(kernel.shape, traced_step=_TRACED_STEP)
-    traced = Monokernel(shape, kernel.weights)
-    stamps = cupy.zeros(_TRACED_STEP + 2, cupy.uint64)
-    prompt = [1] * context
-    traced.begin(prompt, shape.spec.max_context, Sampling(), first_position=context - 1)
-    traced.launch(_TRACED_STEP + 2, stamps)
-    traced.finish()
-    assert traced.trace is not None
-    trace = Trace(traced.trace.get(), shape)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps({"traceEvents": trace.chrome_events()}), encoding="utf-8")
-    print(trace.text(), flush=True)
+    stamps = cupy.zeros(TRACED_STEP + 2, cupy.uint64)
+    kernel.begin([1] * context, kernel.shape.spec.max_context, Sampling(), first_position=context - 1)
+    kernel.launch(TRACED_STEP + 2, stamps)
+    kernel.finish()
+    assert kernel.trace is not None
+    return Trace(kernel.trace.get(), kernel.shape)
+
+
+def draw_trace(trace: Trace, path: Path) -> None:
+    """A picture, if it can be drawn: what was measured must not be lost with it."""
     try:
         from kog_dist.bench.trace_picture import draw
 
-        draw(trace, path.with_suffix(".png"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(trace, path)
     except ImportError:
         print("no picture: matplotlib is not installed (pip install 'kog-dist[bench]')")
-    return trace.summary()
+    except Exception as error:
+        print(f"no picture: {type(error).__name__}: {error}")

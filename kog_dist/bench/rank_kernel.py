@@ -8,10 +8,12 @@ with rank_kernel(context, shape, random_weights(shape, SEED)) as kernel: ...
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kog_dist.bench.report import percentile
 from kog_dist.collectives.ranks import RankContext, run_ranks
 from kog_dist.errors import KogError
 
@@ -75,6 +77,34 @@ def rank_kernel(
         comm.close()
 
 
+def medians_in_turn(
+    context: RankContext, kernel: Monokernel, other: KernelShape, at: int, tokens: int, rounds: int
+) -> list[tuple[float, float]]:
+    """Median us per token of the kernel as it is and as a build of `other`, round by round. Collective.
+
+    In turn, since a GPU that gets warm gets slower, and in the same memory, since the place of a kernel's words changes its time
+    by up to 3 %. `other` must lay out its memory alike; what it leaves in the KV cache may be wrong.
+    """
+    from kog_dist.bench.latency import token_times_us
+    from kog_dist.cuda.driver import Kernel
+    from kog_dist.workers.cuda.build import build
+    from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES
+    from kog_dist.workers.cuda.monokernel import KERNEL_NAME
+
+    assert (other.num_words, other.kv_bytes) == (kernel.shape.num_words, kernel.shape.kv_bytes)
+    own = kernel._kernel
+    builds = own, Kernel(build(other.headers()).path, KERNEL_NAME, SHARED_BYTES)
+    found = []
+    for _ in range(rounds):
+        medians = []
+        for kernel._kernel in builds:
+            context.rendezvous.barrier(context.deadline)
+            medians.append(percentile(token_times_us(kernel, at, tokens), 0.5))
+        found.append((medians[0], medians[1]))
+    kernel._kernel = own
+    return found
+
+
 def lane_digests(kernel: Monokernel) -> list[str]:
     """SHA-256 of the logits of each hosted lane's slice of the vocabulary, after the last step of a launch that has ended."""
     shape, logits = kernel.shape, kernel.logits.get()
@@ -83,9 +113,21 @@ def lane_digests(kernel: Monokernel) -> list[str]:
     return [hashlib.sha256(logits[begin - first : end - first].tobytes()).hexdigest() for begin, end in slices]
 
 
+def first_difference(found: Sequence[Sequence[Any]], reference: Sequence[Any]) -> int | None:
+    """The first place where any of `found` is not `reference`, their length where only that differs; None: all are the same."""
+    others = [one for one in found if one != reference]
+    pairs = (enumerate(zip(one, reference, strict=False)) for one in others)
+    ends = (min(len(one), len(reference)) for one in others)
+    firsts = (next((place for place, (a, b) in one if a != b), end) for one, end in zip(pairs, ends, strict=True))
+    return min(firsts, default=None)
+
+
 def results_of_ranks(num_gpus: int, body: str, arguments: Mapping[str, Any], deadline_s: float) -> list[Any]:
     """What `body` ("module:function") has returned on each of the GPUs. Raises KogError with what went wrong on any."""
-    outcomes = run_ranks(num_gpus, body, arguments, deadline_s=deadline_s, device="cuda")
+    try:
+        outcomes = run_ranks(num_gpus, body, arguments, deadline_s=deadline_s, device="cuda")
+    except subprocess.TimeoutExpired:
+        raise KogError(f"decoding on {num_gpus} GPUs did not end within {deadline_s:g} s") from None
     failed = [f"rank {outcome.rank}: {outcome.error or f'status {outcome.status}'}" for outcome in outcomes if outcome.status]
     if failed:
         raise KogError(f"decoding on {num_gpus} GPUs failed:\n" + "\n".join(failed))

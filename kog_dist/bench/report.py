@@ -7,7 +7,8 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def finish(benchmark: str, configuration: dict[str, Any], before: dict[str, Any]
     """Print the JSON object that ends a benchmark; `before` is `machine()` from its start."""
     whole = {"benchmark": benchmark, "commit": commit(), "machine": before, "configuration": configuration, "figures": figures}
     print(json.dumps(whole), flush=True)
+
+
+@contextmanager
+def finishing(benchmark: str, configuration: dict[str, Any], before: dict[str, Any], figures: Any) -> Iterator[None]:
+    """`finish` at the end of the block, however it ends: what was measured before an error or an interrupt is printed."""
+    try:
+        yield
+    finally:
+        finish(benchmark, configuration, before, figures)
 
 
 def _processor() -> str:

@@ -1,112 +1,214 @@
 """`kog-bench scaling`: the monokernel on 1, 2 and 4 GPUs, a process each: microseconds per token, and whether bits are the same.
 
 Every number of GPUs runs the same model with random weights and the same prompts. What is compared are the logits of each
-lane's slice of the vocabulary after many greedy tokens, in repeated launches, too. `--yardstick` measures the same kernel once
-more with the delayed sums left out: what they cost where they are not hidden.
+lane's slice of the vocabulary after many greedy tokens, in repeated launches, too, and with `--long-run` every token of one
+launch up to the end of the context. `--yardstick` measures the same kernel in the same memory with the delayed sums left out, in
+turn: what they cost where they are not hidden. What one number of GPUs had measured is not lost with an error of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.gpu import gpu_name, require_gpus
-from kog_dist.bench.latency import token_times_us
-from kog_dist.bench.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape, results_of_ranks
-from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.latency import TRACED_STEP, draw_trace, token_times_us, traced_token
+from kog_dist.bench.rank_kernel import (
+    first_difference,
+    lane_digests,
+    medians_in_turn,
+    prepare,
+    rank_kernel,
+    rank_shape,
+    results_of_ranks,
+)
+from kog_dist.bench.report import finishing, machine, percentile
 from kog_dist.bench.shaped import figures as shaped_figures
 from kog_dist.bench.shaped import times_us
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.control import ControlPage
 from kog_dist.decode.sampling import Sampling
+from kog_dist.errors import KogError
 
+if TYPE_CHECKING:
+    from kog_dist.workers.cuda.monokernel import Monokernel
+
+# What is wanted of the 2B shape on H200s, tokens per second by GPUs and context, and how many us delayed sums may cost by GPUs.
+WANTED_PER_S = {(4, 64): 3500, (4, 512): 3300, (2, 64): 1880, (2, 512): 1840}
+WANTED_EXPOSED_US = {4: 2.0}
 _DEADLINE_S = 180.0
+_ROUNDS = 5  # of the yardstick
+_WINDOW = 200  # tokens of a long run from each context on
+_TRACED_CONTEXT = 512
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is measured on every number of GPUs."""
+
+    spec: str
+    contexts: Sequence[int]
+    tokens: int
+    repeats: int
+    samplings: Sequence[str] = ()
+    long_run: bool = False
+    yardstick: bool = False
+    trace: str | None = None  # folder of its pictures
+
+
+# ---- on a rank ----
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
-    """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), and how many of the
-    `repeats` had others."""
+    """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), `repeated_bits` of a
+    launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `long`, `samplings`,
+    `rounds` of the yardstick, `trace`.
+    """
     from kog_dist.workers.cuda.device_weights import random_weights
 
-    spec, max_tokens = named_spec(str(context.arguments["spec"])), int(context.arguments["tokens"])
-    shape = rank_shape(context, spec, leaves_out_delayed=bool(context.arguments.get("leaves_out_delayed")))
-    prepare(context, [shape], shaped=True)
-    samplings = list(context.arguments.get("samplings", ()))
+    arguments, world_size = context.arguments, context.info.world_size
+    spec, max_tokens = named_spec(str(arguments["spec"])), int(arguments["tokens"])
+    contexts, samplings = [int(at) for at in arguments["contexts"]], list(arguments.get("samplings", ()))
+    shape = rank_shape(context, spec)
+    bare = rank_shape(context, spec, leaves_out_delayed=True) if arguments.get("yardstick") and world_size > 1 else None
+    traced = rank_shape(context, spec, traced_step=TRACED_STEP) if arguments.get("trace") else None
+    prepare(context, [one for one in (bare, traced) if one is not None])
+    prepare(context, [shape], shaped=bool(samplings))
+    weights = random_weights(shape, SEED)
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
-    masks = None if page is None else page.masks
-    found: dict[str, Any] = {"us": {}, "bits": {}, "repeats": {}}
-    with rank_kernel(context, shape, random_weights(shape, SEED), shaped=page is not None, masks=masks) as kernel:
-        for tokens in context.arguments["contexts"]:
+    found: dict[str, Any] = {"us": {}, "bits": {}, "repeated_bits": {}, "repeats": {}}
+    with rank_kernel(context, shape, weights, shaped=page is not None, masks=None if page is None else page.masks) as kernel:
+        for at in contexts:
             context.rendezvous.barrier(context.deadline)
-            found["us"][str(tokens)] = token_times_us(kernel, int(tokens), max_tokens)
-            found["bits"][str(tokens)] = lane_digests(kernel)
-            repeated = []
-            for _ in range(int(context.arguments["repeats"])):
-                # One position again and again. More would begin with other rows in the rings of windowed layers each time.
-                kernel.begin([1] * int(tokens), spec.max_context, Sampling(), first_position=int(tokens) - 1)
-                kernel.launch(1)
-                kernel.finish()
-                repeated.append(lane_digests(kernel))
-            found["repeats"][str(tokens)] = sum(other != repeated[0] for other in repeated)
+            found["us"][str(at)] = token_times_us(kernel, at, max_tokens)
+            found["bits"][str(at)] = lane_digests(kernel)
+            repeated = [_one_token(kernel, at) for _ in range(int(arguments["repeats"]))]
+            found["repeated_bits"][str(at)] = repeated[0] if repeated else []
+            found["repeats"][str(at)] = sum(other != repeated[0] for other in repeated)
+        if arguments.get("long_run"):
+            context.rendezvous.barrier(context.deadline)
+            found["long"] = long_run(kernel, contexts)
         if page is not None:
             found["samplings"] = {}
             for name in samplings:
                 context.rendezvous.barrier(context.deadline)
-                at = max(map(int, context.arguments["contexts"]))
-                found["samplings"] |= times_us(kernel, page, [name], at, max_tokens)
+                found["samplings"] |= times_us(kernel, page, [name], max(contexts), max_tokens)
+        if bare is not None:  # the last one: it leaves wrong keys and values
+            found["rounds"] = {str(at): medians_in_turn(context, kernel, bare, at, max_tokens, _ROUNDS) for at in contexts}
+    if traced is not None:
+        found["trace"] = _trace(context, traced, weights, Path(str(arguments["trace"])))
     return found
 
 
-def run(
-    spec_name: str,
-    gpu_counts: Sequence[int],
-    contexts: Sequence[int],
-    tokens: int,
-    repeats: int,
-    *,
-    yardstick: bool = False,
-    samplings: Sequence[str] = (),
-) -> bool:
-    """Measure and print a table; the last line is one JSON object. False: bits differ."""
+def _one_token(kernel: Monokernel, at: int) -> list[str]:
+    """One position again and again. More would begin with other rows in the rings of windowed layers each time."""
+    kernel.begin([1] * at, kernel.shape.spec.max_context, Sampling(), first_position=at - 1)
+    kernel.launch(1)
+    kernel.finish()
+    return lane_digests(kernel)
+
+
+def long_run(kernel: Monokernel, contexts: Sequence[int]) -> dict[str, Any]:
+    """One launch from the shortest context to the end: its `tokens`, and median `us` of _WINDOW tokens from each context on."""
+    first = min(contexts)
+    times = token_times_us(kernel, first, kernel.shape.spec.max_context)
+    entries = [kernel.token(index) for index in range(len(times) + 1)]
+    medians = {str(at): percentile(times[at - first : at - first + _WINDOW], 0.5) for at in contexts}
+    return {"tokens": [-1 if entry is None else entry.token_id for entry in entries], "us": medians}
+
+
+def _trace(context: RankContext, shape: Any, weights: Any, folder: Path) -> dict[str, Any]:
+    """Rank 0's trace of a token, as a table and a summary; a picture goes into `folder`."""
+    with rank_kernel(context, shape, weights) as kernel:
+        context.rendezvous.barrier(context.deadline)
+        trace = traced_token(kernel, _TRACED_CONTEXT)
+    if context.info.rank:
+        return {}
+    draw_trace(trace, folder / f"token-{context.info.world_size}-gpus.png")
+    return {"text": trace.text(), "summary": trace.summary()}
+
+
+# ---- the benchmark ----
+def run(plan: Plan, gpu_counts: Sequence[int]) -> bool:
+    """Measure and print a table; the last line is one JSON object. False: bits or tokens differ, or a number of GPUs failed."""
     require_gpus(max(gpu_counts))
-    before = machine()
+    before, figures = machine(), list[dict[str, Any]]()
+    configuration = {"model": f"{plan.spec}, random weights", "tokens": plan.tokens, "gpu": gpu_name()}
+    bits, tokens = dict[str, list[str]](), list[int]()  # of the first number of GPUs that did not fail
     arguments = {
-        "spec": spec_name, "contexts": list(contexts), "tokens": tokens, "repeats": repeats, "samplings": list(samplings),
+        "spec": plan.spec, "contexts": list(plan.contexts), "tokens": plan.tokens, "repeats": plan.repeats,
+        "samplings": list(plan.samplings), "long_run": plan.long_run, "yardstick": plan.yardstick,
+        "trace": None if plan.trace is None else str(Path(plan.trace).absolute()),
     }  # fmt: skip
-    figures: list[dict[str, Any]] = []
-    reference: dict[str, list[str]] = {}
-    for count in gpu_counts:
-        ranks = decode(count, arguments)
-        bare = (
-            decode(count, {**arguments, "repeats": 0, "samplings": [], "leaves_out_delayed": True})
-            if yardstick and count > 1
-            else None
+    with finishing("scaling", configuration, before, figures):
+        for count in gpu_counts:
+            try:
+                ranks = decode(count, arguments)
+            except KogError as error:
+                print(f"{count} GPUs: {error}", flush=True)
+                figures.append({"gpus": count, "error": str(error)[-2000:]})
+                continue
+            figures += [_figure(plan, count, context, ranks, bits) for context in plan.contexts]
+            if plan.long_run:
+                tokens = tokens or ranks[0]["long"]["tokens"]
+                figures.append(_long_figure(count, [rank["long"] for rank in ranks], tokens))
+            if plan.samplings:
+                figures += shaped_figures(ranks[0]["samplings"], max(plan.contexts), gpus=count)
+            if plan.trace is not None:
+                print(f"{count} GPUs, rank 0: {ranks[0]['trace']['text']}", flush=True)
+                figures.append({"gpus": count, "trace_us": ranks[0]["trace"]["summary"]})
+    return not any(
+        "error" in figure or figure.get("different_repeats") or not figure.get("same_bits", True) or not figure.get("same", True)
+        for figure in figures
+    )
+
+
+def _figure(
+    plan: Plan, count: int, context: int, ranks: Sequence[Mapping[str, Any]], reference: dict[str, list[str]]
+) -> dict[str, Any]:
+    """One number of GPUs at one context, printed. The first one's bits become `reference`."""
+    at = str(context)
+    digests = [digest for name in ("bits", "repeated_bits") for rank in ranks for digest in rank[name][at]]
+    median = percentile(ranks[0]["us"][at], 0.5)
+    figure: dict[str, Any] = {
+        "gpus": count, "context": context, "us_per_token": round(median, 1),
+        "p99_us": round(percentile(ranks[0]["us"][at], 0.99), 1), "tokens_per_s": round(1e6 / median, 1),
+        "same_bits": digests == reference.setdefault(at, digests),
+        "different_repeats": max(rank["repeats"][at] for rank in ranks), "repeats": plan.repeats,
+    }  # fmt: skip
+    line = (
+        f"{count} GPUs, context {context:>5}: {figure['us_per_token']:8.1f} us median, {figure['p99_us']:8.1f} p99, "
+        f"{figure['tokens_per_s']:8.1f} tokens/s{_wanted(WANTED_PER_S.get((count, context)))}, "
+        f"bits {'the same' if figure['same_bits'] else 'OTHERS'}, {figure['different_repeats']} of {plan.repeats} repeats differ"
+    )
+    if "rounds" in ranks[0]:
+        rounds = ranks[0]["rounds"][at]
+        exposed = percentile([with_sums - without for with_sums, without in rounds], 0.5)
+        figure |= {"exposed_us": round(exposed, 2), "rounds_us": [[round(us, 1) for us in pair] for pair in rounds]}
+        line += (
+            f", delayed sums cost {exposed:+.1f} us{_wanted(WANTED_EXPOSED_US.get(count))} "
+            f"({', '.join(f'{with_sums:.1f} - {without:.1f}' for with_sums, without in rounds)})"
         )
-        for context in map(str, contexts):
-            bits = [digest for rank in ranks for digest in rank["bits"][context]]
-            times = ranks[0]["us"][context]
-            median = percentile(times, 0.5)
-            figure = {
-                "gpus": count, "context": int(context), "us_per_token": round(median, 1),
-                "p99_us": round(percentile(times, 0.99), 1), "tokens_per_s": round(1e6 / median, 1),
-                "same_bits": bits == reference.setdefault(context, bits),
-                "different_repeats": max(rank["repeats"][context] for rank in ranks), "repeats": repeats,
-            }  # fmt: skip
-            line = (
-                f"{count} GPUs, context {context:>5}: {figure['us_per_token']:8.1f} us median, {figure['p99_us']:8.1f} p99, "
-                f"{figure['tokens_per_s']:8.1f} tokens/s, bits {'the same' if figure['same_bits'] else 'OTHERS'}, "
-                f"{figure['different_repeats']} of {repeats} repeats differ"
-            )
-            if bare is not None:
-                figure["us_without_delayed_sums"] = round(percentile(bare[0]["us"][context], 0.5), 1)
-                line += f", {figure['us_without_delayed_sums']:.1f} us without the delayed sums"
-            figures.append(figure)
-            print(line, flush=True)
-        if samplings:
-            figures += shaped_figures(ranks[0]["samplings"], max(contexts), gpus=count)
-    finish("scaling", {"model": f"{spec_name}, random weights", "tokens": tokens, "gpu": gpu_name()}, before, figures)
-    return all(figure["same_bits"] and not figure["different_repeats"] for figure in figures if "same_bits" in figure)
+    print(line, flush=True)
+    return figure
+
+
+def _long_figure(count: int, ranks: Sequence[Mapping[str, Any]], reference: Sequence[int]) -> dict[str, Any]:
+    """One launch to the end of the context, printed: speed by context, and whether its tokens are those of `reference`."""
+    differs_at = first_difference([rank["tokens"] for rank in ranks], reference)
+    times = {int(at): us for at, us in ranks[0]["us"].items()}
+    speeds = ", ".join(f"{1e6 / us:.1f} at {at}{_wanted(WANTED_PER_S.get((count, at)))}" for at, us in times.items())
+    told = "the same on all ranks and GPUs" if differs_at is None else f"OTHERS from token {differs_at} on"
+    print(f"{count} GPUs, one launch of {len(reference)} tokens: {speeds} tokens/s; tokens {told}", flush=True)
+    return {
+        "gpus": count, "long_run": len(reference), "same": differs_at is None,
+        "tokens_per_s": {at: round(1e6 / us, 1) for at, us in times.items()},
+    }  # fmt: skip
+
+
+def _wanted(limit: float | None) -> str:
+    return "" if limit is None else f" (wanted {limit:g})"
 
 
 def decode(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:

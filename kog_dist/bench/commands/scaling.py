@@ -17,7 +17,9 @@ def scaling(
     contexts: Annotated[str, typer.Option(help="Positions in the KV cache.")] = "64,512,4000",
     tokens: Annotated[int, typer.Option(help="Tokens of a measurement.")] = 200,
     repeats: Annotated[int, typer.Option(help="Short launches whose bits are compared.")] = 20,
-    yardstick: Annotated[bool, typer.Option("--yardstick", help="Once more with the delayed sums left out.")] = False,
+    long_run: Annotated[bool, typer.Option("--long-run", help="Also one launch to the end of the context; its tokens.")] = False,
+    yardstick: Annotated[bool, typer.Option("--yardstick", help="Also, in turn, with the delayed sums left out.")] = False,
+    trace: Annotated[str | None, typer.Option(help="Also trace a token on each number of GPUs; folder for the pictures.")] = None,
     lanes_us: Annotated[
         str,
         typer.Option(help="Measured on one GPU, us per token by hosted lanes: 8:1122,4:584,2:343,1:240. The costs are fitted."),
@@ -36,10 +38,17 @@ def scaling(
         from kog_dist.bench import scaling_run
 
         counts, samplings = counts_of(gpus, "--gpus"), samplings_of(sampling)
-        same = scaling_run.run(
-            spec, counts, counts_of(contexts, "--contexts"), tokens, repeats, yardstick=yardstick, samplings=samplings
+        plan = scaling_run.Plan(
+            spec,
+            counts_of(contexts, "--contexts"),
+            tokens,
+            repeats,
+            samplings,
+            long_run=long_run,
+            yardstick=yardstick,
+            trace=trace,
         )
-        raise typer.Exit(0 if same else 1)
+        raise typer.Exit(0 if scaling_run.run(plan, counts) else 1)
     if not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")
     costs = benchmark.Costs(peer_hop_us=peer_hop_us)

@@ -1,0 +1,115 @@
+"""`kog-bench scaling` and `endurance` without a GPU: what they make of what ranks found, and that an error costs no figures."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kog_dist.bench import endurance, scaling_run
+from kog_dist.bench.rank_kernel import first_difference
+from kog_dist.errors import KogError
+
+PLAN = scaling_run.Plan("2b", (64, 512), tokens=200, repeats=3, long_run=True, yardstick=True)
+
+
+def rank_of(count: int, us: float, *, bits: str = "b", tokens: tuple[int, ...] = (5, 6, 7), differ: int = 0) -> dict[str, Any]:
+    def by_context(value: Any) -> dict[str, Any]:
+        return {"64": value, "512": value}
+
+    digests = by_context([bits] * (8 // count))
+    found = {
+        "us": by_context([us] * 199), "bits": digests, "repeated_bits": digests,
+        "repeats": by_context(differ), "long": {"tokens": list(tokens), "us": by_context(us)},
+    }  # fmt: skip
+    return found if count == 1 else found | {"rounds": by_context([[us, us - 1.5], [us + 9, us + 8], [us, us - 1.25]])}
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
+    """By number of GPUs what its ranks found, or the error."""
+    found: dict[int, Any] = {}
+
+    def results(count: int, *_: object) -> Any:
+        if isinstance(found[count], KogError):
+            raise found[count]
+        return found[count]
+
+    for module in (scaling_run, endurance):
+        monkeypatch.setattr(module, "require_gpus", lambda count: "played")
+        monkeypatch.setattr(module, "gpu_name", lambda: "played")
+        monkeypatch.setattr(module, "results_of_ranks", results)
+    return found
+
+
+def figures_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[dict[str, Any]]]:
+    *lines, last = capsys.readouterr().out.splitlines()
+    return "\n".join(lines), json.loads(last)["figures"]
+
+
+def test_four_gpus_beside_one(ranks: dict[int, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks |= {4: [rank_of(4, 280.0)] * 4, 1: [rank_of(1, 1000.0)]}
+    assert scaling_run.run(PLAN, (4, 1))
+    text, figures = figures_of(capsys)
+    assert "3571.4 tokens/s (wanted 3500), bits the same, 0 of 3 repeats differ, delayed sums cost +1.2 us (wanted 2)" in text
+    assert "one launch of 3 tokens: 3571.4 at 64 (wanted 3500), 3571.4 at 512 (wanted 3300) tokens/s; tokens the same" in text
+    assert figures[0]["exposed_us"] == 1.25
+    assert [figure["gpus"] for figure in figures] == [4, 4, 4, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [({"bits": "c"}, "bits OTHERS"), ({"tokens": (5, 6, 8)}, "tokens OTHERS from token 2 on"), ({"differ": 1}, "1 of 3 repeats")],
+)
+def test_what_differs_is_told(
+    ranks: dict[int, Any], capsys: pytest.CaptureFixture[str], others: dict[str, Any], words: str
+) -> None:  # fmt: skip
+    ranks |= {2: [rank_of(2, 520.0), rank_of(2, 520.0, **others)]}
+    ranks |= {1: [rank_of(1, 1000.0)]}
+    assert not scaling_run.run(PLAN, (1, 2))
+    assert words in figures_of(capsys)[0]
+
+
+def test_an_error_on_four_gpus_costs_the_others_nothing(ranks: dict[int, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks |= {4: KogError("rank 3: planted"), 2: [rank_of(2, 520.0)] * 2, 1: [rank_of(1, 1000.0)]}
+    assert not scaling_run.run(PLAN, (4, 2, 1))
+    text, figures = figures_of(capsys)
+    assert "rank 3: planted" in text
+    assert [figure.get("us_per_token") for figure in figures if "context" in figure] == [520.0, 520.0, 1000.0, 1000.0]
+
+
+def test_an_interrupt_leaves_what_was_measured(
+    ranks: dict[int, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(count: int, _: object) -> Any:
+        if count == 1:
+            raise KeyboardInterrupt
+        return [rank_of(2, 520.0)] * 2
+
+    monkeypatch.setattr(scaling_run, "decode", decode)
+    with pytest.raises(KeyboardInterrupt):
+        scaling_run.run(PLAN, (2, 1))
+    assert len(figures_of(capsys)[1]) == 3
+
+
+def test_hashes_of_all_ranks_are_compared(ranks: dict[int, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    hashes = ["a1", "b2", "c3"]
+    rounds = [[101.0, 100.0], [100.2, 100.0], [100.0, 100.0]]
+    rank = {"us": rounds, "hashes": hashes, "took_s": 1.0}
+    ranks |= {4: [rank] * 4, 2: [rank, {**rank, "hashes": ["a1", "b2", "d3"]}], 1: KogError("no GPU")}
+    assert endurance.run("2b", (4,), 3 * 64, 10.0)
+    text, (figure,) = figures_of(capsys)
+    assert "3 hashes of 3, all 4 ranks have the same, the last c3; 100.0 us per token, 100.0 with hashes (+0.20 %" in text
+    assert (figure["cost"], figure["last_hash"]) == (0.002, ["c3"])
+    assert not endurance.run("2b", (4,), 4 * 64, 10.0), "a hash is missing"
+    assert not endurance.run("2b", (1, 4, 2), 3 * 64, 10.0)
+    text = figures_of(capsys)[0]
+    assert "1 GPUs: no GPU" in text
+    assert "ranks have OTHERS from hash 2 on" in text
+
+
+def test_first_difference() -> None:
+    assert first_difference([[1, 2], [1, 2]], [1, 2]) is None
+    assert first_difference([[1, 2, 3], [1, 4, 3], [1, 2, 4]], [1, 2, 3]) == 1
+    assert first_difference([[1, 2]], [1, 2, 3]) == 2
