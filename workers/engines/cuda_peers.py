@@ -91,7 +91,7 @@ class CudaPeers:
             *shape.boxes.specs(),
             MailboxSpec(_LOGITS, _SLOTS, max(self._slices)),
             MailboxSpec(_CHOICE, _SLOTS, _CHOICE_VALUES),
-            *(peer_exchange.mailboxes(shape.spec, prefill_tokens) if prefill_tokens else ()),
+            *(peer_exchange.mailboxes(shape.spec, prefill_tokens, shape.num_ranks) if prefill_tokens else ()),
         ]
         self._comm = CudaCommunicator.create(
             boxes, rendezvous=self._rendezvous, control=self._control, deadline=self._deadline, device=device,

@@ -10,7 +10,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE
 from kog_dist.workers.prefill.buffers import misfit, stream_rows_of
 from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.peer_exchange import mailboxes, totals_bytes
+from kog_dist.workers.prefill.peer_exchange import mailboxes
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -31,9 +31,8 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
 
     sums = 0
     if shape.num_ranks > 1:
-        largest = max(BLOCK_SIZES)
-        boxes = place(mailboxes(shape.spec, largest), shape.num_ranks)
-        sums = 8 * sum(box.num_words for box in boxes) + totals_bytes(shape.spec, largest)
+        boxes = place(mailboxes(shape.spec, max(BLOCK_SIZES), shape.num_ranks), shape.num_ranks)
+        sums = 8 * sum(box.num_words for box in boxes)
     work = buffer_bytes(CacheLayout.of(shape), BLOCK_SIZES, EXACT_SIZE)
     return {"prefill weights": matrix_bytes(shape.spec, shape.num_lanes), "prefill": work + sums + _BESIDES_BYTES}
 

@@ -1,16 +1,16 @@
-"""Sums over the lanes of all ranks between GPUs: pushed into the peers' mailboxes and added up beside the products (sums.cu).
+"""Sums over the lanes of all ranks between GPUs, beside the products (sums.cu): each rank adds up a share of the rows for all.
 
-A sum is sent on one side stream and collected on another, so that what a layer adds up travels while the next layers compute; the
-main stream waits only where a total is used. Blocks captured in a graph keep that shape. Slots are used in turn, 2 * delay + 2 of
-each kind: when a rank writes a slot again, what it has received proves that its peers are done with it (docs/prefill.md).
+A sum is sent on one side stream, added up and awaited on another, so that what a layer adds up travels while the next layers
+compute; the main stream waits only where a total is used. Blocks captured in a graph keep that shape. Slots of parts are used in
+turn, delay + 1 of each kind, and so are totals: when a rank writes one again, what it has received proves that its peers are done
+with it (docs/prefill.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 
     from kog_dist.collectives.cuda import CudaCommunicator
 
-SUMS, LASTS, ENDS = "prefill sums", "prefill last token", "prefill ends"
-DEFAULT_CTAS = 16  # thread blocks that send or collect one sum, beside the products
-_KERNELS = {"begin_sums": 1, "send_sum": SUM_THREADS, "collect_sum": SUM_THREADS, "share_overflow": 32}  # threads
+PARTS, TOTALS, LAST_PARTS, LAST_TOTALS, ENDS = (
+    "prefill parts", "prefill totals", "prefill parts of the last token", "prefill totals of the last token", "prefill ends"
+)  # fmt: skip
+DEFAULT_CTAS = 16  # thread blocks that send one sum, or add it up, beside the products
+_KERNELS = {
+    "begin_sums": 1, "send_parts": SUM_THREADS, "add_parts": SUM_THREADS, "await_totals": SUM_THREADS, "share_overflow": 32
+}  # threads  # fmt: skip
 _NUM_BLOCKS, _NUM_ENDS, _NUM_LASTS, _STOPPED, _RECORD = 0, 8, 16, 64, 128  # bytes of the state
 _STATE_BYTES = _RECORD + WAIT_RECORD.size_bytes
 _FIRST_OF_PRODUCTS = -1  # launch priority: among products a thread block would get no place until they end
@@ -53,16 +57,22 @@ class Queues(Protocol):
         """A point behind what is being collected; calling it makes the caller's queue wait for it."""
 
 
-def mailboxes(spec: ModelSpec, max_size: int) -> list[MailboxSpec]:
-    """What the ranks' heaps need for blocks of up to `max_size` tokens. A row: float32 values, then a flag for each chunk."""
-    words = _value_words(spec, max_size) + -(-max_size // CHUNK_ROWS)
-    last = MailboxSpec(LASTS, 2, _value_words(spec, 1) + 1)
-    return [MailboxSpec(SUMS, 2 * _num_slots(spec), words), last, MailboxSpec(ENDS, 2, 1)]
+def mailboxes(spec: ModelSpec, max_size: int, num_ranks: int) -> list[MailboxSpec]:
+    """What the ranks' heaps need for blocks of up to `max_size` tokens.
 
-
-def totals_bytes(spec: ModelSpec, max_size: int) -> int:
-    """Memory of a rank beside its heap: the totals that layers still want, in float32."""
-    return 4 * prod(_totals_shape(spec, max_size))
+    A row of parts has the float32 values of one rank's share, then a flag for each chunk. A slot of totals has those of all rows,
+    then a flag for each chunk; it takes its `num_ranks` rows together, between which there is no gap.
+    """
+    boxes = []
+    for parts, totals, num_slots, size in (
+        (PARTS, TOTALS, spec.delay + 1, max_size),
+        (LAST_PARTS, LAST_TOTALS, 1, 1),  # all ranks share their overflows between one last token and the next
+    ):
+        num_chunks = _num_chunks(size)
+        share = -(-num_chunks // num_ranks)
+        boxes.append(MailboxSpec(parts, 2 * num_slots, _value_words(spec, share * CHUNK_ROWS) + share))
+        boxes.append(MailboxSpec(totals, 2 * num_slots, -(-(_value_words(spec, size) + num_chunks) // num_ranks)))
+    return [*boxes, MailboxSpec(ENDS, 2, 1)]
 
 
 def summed_layers(spec: ModelSpec, block: Block) -> list[int]:
@@ -76,8 +86,36 @@ def summed_layers(spec: ModelSpec, block: Block) -> list[int]:
     ]
 
 
+class _Sums:
+    """Where sums lie: those of a prompt's blocks, or of its last token. First the slots of attention, then those of FFNs."""
+
+    def __init__(self, spec: ModelSpec, max_size: int, parts: Mailbox, totals: Mailbox, num_blocks_ptr: int) -> None:
+        self._parts, self._totals, self._width = parts, totals, spec.hidden_size
+        self.num_blocks_ptr = num_blocks_ptr
+        self.num_slots = parts.spec.num_slots // 2
+        self._flag_word = _value_words(spec, -(-_num_chunks(max_size) // parts.world_size) * CHUNK_ROWS)
+        self._total_flags = _value_words(spec, max_size)
+
+    def place(self, params: Any, block: Block, total: int) -> None:
+        """Fill in where a sum's parts lie, and its total, the `total`-th of its kind."""
+        slot = block * self.num_slots + total
+        params["num_blocks_ptr"] = self.num_blocks_ptr
+        params["first_word"], params["row_words"] = self._parts.first_word, self._parts.row_words
+        params["flag_word"], params["mailbox"] = self._flag_word, self._parts.index
+        params["first_slot"], params["num_slots"] = block * self.num_slots, self.num_slots
+        params["total_word"] = self._totals.row(slot, 0)
+        params["total_flag_word"] = self._totals.row(slot, 0) + self._total_flags
+        params["total_slot"], params["total_mailbox"] = slot, self._totals.index
+
+    def total(self, heap: Tensor, block: Block, total: int, size: int) -> Tensor:
+        """That total in the own heap, which is `heap` as float32 values."""
+        first = 2 * self._totals.row(block * self.num_slots + total, 0)
+        return heap[first : first + size * self._width].view(size, self._width)
+
+
 class PeerExchange:
-    """See `SumExchange`. One rank's side; `boxes` are `mailboxes` as they lie in the heap, `peers` a `KogPeers`.
+    """See `SumExchange`. One rank's side; `boxes` are `mailboxes` as they lie in the heap, `heap` the own one as float32 values,
+    `peers` a `KogPeers`.
 
     One for a heap: another one would take the words that this one left for its own.
     """
@@ -88,78 +126,78 @@ class PeerExchange:
         self,
         spec: ModelSpec,
         max_size: int,
-        boxes: tuple[Mailbox, Mailbox, Mailbox],
+        boxes: Sequence[Mailbox],
+        heap: Tensor,
         peers: bytes,
         launch: Launch,
         queues: Queues,
         *,
-        device: str,
         limit_s: float,
         num_ctas: int = DEFAULT_CTAS,
     ) -> None:
         import torch
 
-        self._launch, self._queues, self._peers, self._num_ctas = launch, queues, peers, num_ctas
-        self._sums, self._lasts, self._ends = boxes
+        self._launch, self._queues, self._heap, self._peers, self._num_ctas = launch, queues, heap, peers, num_ctas
         self._is_last = False
-        is_cuda = device.startswith("cuda")
-        self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device)
+        is_cuda = heap.is_cuda
+        self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=heap.device)
         self._seen, self._one = (staged(count, torch.uint8, is_cuda=is_cuda) for count in (_STATE_BYTES, 4))
         self._one.fill_(1)
         self._stop_stream = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
-        self._totals = torch.zeros(_totals_shape(spec, max_size), device=device)
-        self._kept_layers = self._totals.shape[1]
-        self._arrived: dict[tuple[Block, int], tuple[int, Callable[[], None]]] = {}  # layer, and how to wait, by place
         self._layers = {block: summed_layers(spec, block) for block in Block}
-        self._params = np.zeros((), SUM_PARAMS.dtype)
         start = self._state.data_ptr()
-        self._params["num_blocks_ptr"], self._params["stopped_ptr"] = start + _NUM_BLOCKS, start + _STOPPED
-        self._params["record_ptr"], self._params["limit_ns"] = start + _RECORD, round(limit_s * 1e9)
-        self._params["flag_word"], self._params["width"] = _value_words(spec, max_size), spec.hidden_size
-        self._num_slots, self._last_flag_word = _num_slots(spec), _value_words(spec, 1)
+        parts, totals, last_parts, last_totals, self._ends = boxes
+        self._of_blocks = _Sums(spec, max_size, parts, totals, start + _NUM_BLOCKS)
+        self._of_last = _Sums(spec, 1, last_parts, last_totals, start + _NUM_LASTS)
+        self._num_ranks = parts.world_size
+        self._arrived: dict[tuple[Block, int], tuple[int, Callable[[], None], Tensor]] = {}  # layer, how to wait, total; by place
+        self._params = np.zeros((), SUM_PARAMS.dtype)
+        self._params["stopped_ptr"], self._params["record_ptr"] = start + _STOPPED, start + _RECORD
+        self._params["limit_ns"], self._params["width"] = round(limit_s * 1e9), spec.hidden_size
 
     def begin_block(self) -> None:
         """See `SumExchange`."""
-        self._is_last = False
-        self._launch("begin_sums", 1, 1, self._params.tobytes() + self._peers)
+        self._begin(is_last=False)
 
     def begin_last(self) -> None:
-        """See `SumExchange`. Each kind of sums has one slot: all ranks share an overflow between one last token and the next."""
-        self._is_last = True
-        self._launch("begin_sums", 1, 1, self._of_last().tobytes() + self._peers)
+        """See `SumExchange`."""
+        self._begin(is_last=True)
 
     def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
-        """See `SumExchange`. Collects, too, as soon as the peers' sums are there."""
-        if self._is_last:
-            params, box = self._of_last(), self._lasts
-            params["per_block"], params["index"], params["first_slot"], params["num_slots"] = 1, 0, block, 1
-        else:
-            params, box, layers = self._params.copy(), self._sums, self._layers[block]
-            params["per_block"], params["index"] = len(layers), layers.index(layer)
-            params["first_slot"], params["num_slots"] = block * self._num_slots, self._num_slots
-        params["own_sum_ptr"], params["total_ptr"] = own_sum.data_ptr(), self._total(block, layer, own_sum).data_ptr()
-        params["size"] = len(own_sum)
-        whole = self._placed(params, box)
-        num_ctas = min(self._num_ctas, -(-len(own_sum) // CHUNK_ROWS))
+        """See `SumExchange`. Adds up and awaits, too, as soon as the peers' parts are there."""
+        params, sums, size = self._params.copy(), self._sums, len(own_sum)
+        place = layer % sums.num_slots
+        sums.place(params, block, place)
+        layers = [layer] if self._is_last else self._layers[block]
+        params["per_block"], params["index"] = len(layers), layers.index(layer)
+        params["own_sum_ptr"], params["size"] = own_sum.data_ptr(), size
+        whole = params.tobytes() + self._peers
+        num_ctas = min(self._num_ctas, _num_chunks(size))
         with self._queues.sending():
-            self._launch("send_sum", num_ctas, SUM_THREADS, whole)
+            self._launch("send_parts", num_ctas, SUM_THREADS, whole)
         with self._queues.collecting():
-            self._launch("collect_sum", num_ctas, SUM_THREADS, whole)
-        self._arrived[block, layer % self._kept_layers] = (layer, self._queues.collected())
+            self._launch("add_parts", min(self._num_ctas, -(-_num_chunks(size) // self._num_ranks)), SUM_THREADS, whole)
+            self._launch("await_totals", 1, SUM_THREADS, whole)
+        self._arrived[block, place] = (layer, self._queues.collected(), sums.total(self._heap, block, place, size))
 
     def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
         """See `SumExchange`."""
-        collected_layer, wait = self._arrived[block, layer % self._kept_layers]
-        assert collected_layer == layer, f"the sum of layer {layer} was not published; its place holds layer {collected_layer}"
+        found_layer, wait, total = self._arrived[block, layer % self._sums.num_slots]
+        assert found_layer == layer, f"the sum of layer {layer} was not published; its place holds layer {found_layer}"
         wait()
-        return self._total(block, layer, own_sum)
+        return total
 
     def share_overflow(self, overflow: Tensor) -> None:
         """See `SumExchange`."""
         params = self._params.copy()
         params["num_blocks_ptr"], params["overflow_ptr"] = self._state.data_ptr() + _NUM_ENDS, overflow.data_ptr()
-        params["num_slots"] = 2
-        self._launch("share_overflow", 1, 32, self._placed(params, self._ends))
+        params["first_word"], params["row_words"], params["mailbox"] = (
+            self._ends.first_word,
+            self._ends.row_words,
+            self._ends.index,
+        )
+        params["num_slots"] = self._ends.spec.num_slots
+        self._launch("share_overflow", 1, 32, params.tobytes() + self._peers)
         self._seen.copy_(self._state, non_blocking=True)
 
     def stop(self) -> None:
@@ -179,18 +217,15 @@ class PeerExchange:
         if record.elapsed_ns:
             raise DeviceError(record)
 
-    def _of_last(self) -> Any:
+    @property
+    def _sums(self) -> _Sums:
+        return self._of_last if self._is_last else self._of_blocks
+
+    def _begin(self, *, is_last: bool) -> None:
+        self._is_last = is_last
         params = self._params.copy()
-        params["num_blocks_ptr"], params["flag_word"] = self._state.data_ptr() + _NUM_LASTS, self._last_flag_word
-        return params
-
-    def _total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
-        return self._totals[block, layer % self._kept_layers, : len(own_sum)]
-
-    def _placed(self, params: Any, box: Mailbox) -> bytes:
-        params["first_word"], params["row_words"], params["mailbox"] = box.first_word, box.row_words, box.index
-        whole: bytes = params.tobytes() + self._peers
-        return whole
+        params["num_blocks_ptr"] = self._sums.num_blocks_ptr
+        self._launch("begin_sums", 1, 1, params.tobytes() + self._peers)
 
 
 class SideStreams:
@@ -233,28 +268,32 @@ def peer_exchange(
 ) -> PeerExchange:
     """The exchange of a rank whose communicator has `mailboxes`. Raises CompileError or LaunchError.
 
-    `limit_s` bounds every wait; `num_ctas` thread blocks send a sum, and as many collect one.
+    `limit_s` bounds every wait; `num_ctas` thread blocks send a sum, and as many add its share up.
     """
+    import torch
+
     cubin = compiled.build("sums", sums_header(comm.world_size))
     kernels = {name: Kernel(cubin.path, name, 0) for name in _KERNELS}
-    boxes, peers = (comm.mailboxes[SUMS], comm.mailboxes[LASTS], comm.mailboxes[ENDS]), comm.heap.device_handle().tobytes()
+    boxes = [comm.mailboxes[box.name] for box in mailboxes(spec, max_size, comm.world_size)]
+    heap: Tensor = torch.as_tensor(_Floats(comm.heap.peer_ptr(comm.rank, 0), comm.heap.size_bytes // 4), device="cuda")
+    peers = comm.heap.device_handle().tobytes()
     launch = partial(_launch, kernels)
-    return PeerExchange(
-        spec, max_size, boxes, peers, launch, SideStreams(), device="cuda", limit_s=limit_s, num_ctas=num_ctas
-    )  # fmt: skip
+    return PeerExchange(spec, max_size, boxes, heap, peers, launch, SideStreams(), limit_s=limit_s, num_ctas=num_ctas)
+
+
+class _Floats:
+    """Device memory as float32 values, for `torch.as_tensor`, which does not copy it."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "<f4", "data": (address, False), "version": 3}
 
 
 def _launch(kernels: dict[str, Kernel], name: str, num_ctas: int, num_threads: int, params: bytes) -> None:
     compiled.launch(kernels[name], num_ctas, num_threads, params, priority=_FIRST_OF_PRODUCTS)
 
 
-def _totals_shape(spec: ModelSpec, max_size: int) -> tuple[int, int, int, int]:
-    """Attention or FFN, layer in turn, row, column."""
-    return 2, spec.delay + 1, max_size, spec.hidden_size
-
-
-def _num_slots(spec: ModelSpec) -> int:
-    return 2 * spec.delay + 2
+def _num_chunks(size: int) -> int:
+    return -(-size // CHUNK_ROWS)
 
 
 def _value_words(spec: ModelSpec, max_size: int) -> int:

@@ -1,11 +1,13 @@
-// Sums over the lanes of all ranks, from GPU to GPU. A rank pushes its own sum of a layer into every peer's mailbox, chunk of rows by
-// chunk, each followed by a flag; `collect_sum` waits for the peers' flags and adds up. Rows are float32, mailboxes are as
-// `workers/prefill/peer_exchange.py` lays them out.
+// Sums over the lanes of all ranks, from GPU to GPU, in two steps. Chunks of rows belong to the ranks in turn: a rank sends each
+// chunk of its own sum to the rank that it belongs to (`send_parts`), which adds the parts up and writes the total into every
+// rank's memory (`add_parts`); `await_totals` waits for those of the other ranks. So a rank sends less than twice its sum, however
+// many ranks there are. Rows are float32; mailboxes are as `workers/prefill/peer_exchange.py` lays them out.
 //
-// Memory contract. All threads of a block store a chunk, meet, and one thread per peer passes a system-scope fence and stores the
-// flag: whoever sees the flag sees the chunk. The reader's thread fences after it saw the flag, its block meets, and the chunk is
-// read past L1, where what a slot held before may still lie. A slot is written again only when the reader is known to be done
-// with it (docs/prefill.md). `send_sum` never waits, so a wait of one rank never depends on a wait of another.
+// Memory contract. All threads of a block store a chunk, meet, and one thread passes a system-scope fence and stores the flag:
+// whoever sees the flag sees the chunk. The reader's thread fences after it saw the flag, its block meets, and parts are read past
+// L1, where what a slot held before may still lie; totals are read by later kernels. A slot of parts, and a total, are written
+// again only when the reader is known to be done with them (docs/prefill.md). `send_parts` never waits, `add_parts` waits for sent
+// parts, and `await_totals` for added ones: no cycle, in whatever order a rank's thread blocks come to run.
 #include "ptx.cuh"
 #include "tree.cuh"
 #include "sums_shape.cuh"
@@ -17,20 +19,52 @@ struct SumLaunch {
     KogPeers peers;
 };
 constexpr int kPeers = kRanks - 1;
+// Values that a thread asks for before it stores the first, and for how many totals it does.
+constexpr u32 kSendBatch = 4, kAddBatch = kRanks < 8 ? 8 / kRanks : 1;
 static_assert(kRanks > 1, "one rank has nobody to send to");
 
 __device__ __forceinline__ u32 peer_at(const KogPeers& peers, u32 i) {  // every rank begins with another one
     const u32 peer = peers.rank + 1 + i;
     return peer < kRanks ? peer : peer - kRanks;
 }
+__device__ __forceinline__ u64* heap_of(const SumLaunch& launch, u32 rank) {
+    return reinterpret_cast<u64*>(launch.peers.heap_ptr[rank]);
+}
+__device__ __forceinline__ u32 slot_of(const KogSumParams& params, u64 epoch) {
+    return params.first_slot + static_cast<u32>(epoch % params.num_slots);
+}
 // What `source` pushes into a slot of the mailbox of `reader`.
 __device__ __forceinline__ u64* row_at(const SumLaunch& launch, u32 reader, u32 source, u64 epoch) {
     const KogSumParams& params = launch.params;
-    const u64 slot = params.first_slot + epoch % params.num_slots;
-    return reinterpret_cast<u64*>(launch.peers.heap_ptr[reader]) + params.first_word + (slot * kRanks + source) * params.row_words;
+    const u64 row = static_cast<u64>(slot_of(params, epoch)) * kRanks + source;
+    return heap_of(launch, reader) + params.first_word + row * params.row_words;
+}
+__device__ __forceinline__ float4* total_at(const SumLaunch& launch, u32 rank) {
+    return reinterpret_cast<float4*>(heap_of(launch, rank) + launch.params.total_word);
+}
+__device__ __forceinline__ u64* total_flag_at(const SumLaunch& launch, u32 rank, u32 chunk) {
+    return heap_of(launch, rank) + launch.params.total_flag_word + chunk;
 }
 __device__ __forceinline__ u64 epoch_of(const KogSumParams& params) {
     return *reinterpret_cast<const u64*>(params.num_blocks_ptr) * params.per_block + params.index;
+}
+__device__ __forceinline__ u32 num_chunks(const KogSumParams& params) { return (params.size + kChunkRows - 1) / kChunkRows; }
+
+// Which float4 of a sum are a chunk.
+struct Span {
+    u32 first, count;
+};
+__device__ __forceinline__ Span span_of(const KogSumParams& params, u32 chunk) {
+    const u32 row = chunk * kChunkRows, left = params.size - row, row_units = params.width / 4;
+    return {row * row_units, (left < kChunkRows ? left : kChunkRows) * row_units};
+}
+
+__device__ __forceinline__ float4 sum_of(const float4 (&part)[kRanks]) {
+    float x[kRanks], y[kRanks], z[kRanks], w[kRanks];
+#pragma unroll
+    for (u32 source = 0; source < kRanks; ++source)
+        x[source] = part[source].x, y[source] = part[source].y, z[source] = part[source].z, w[source] = part[source].w;
+    return make_float4(tree_sum<kRanks>(x), tree_sum<kRanks>(y), tree_sum<kRanks>(z), tree_sum<kRanks>(w));
 }
 
 // Whether this rank's work is given up. One answer for all threads of a block, whenever it comes to be.
@@ -38,8 +72,9 @@ __device__ __forceinline__ bool is_stopped(const KogSumParams& params) {
     return __syncthreads_or(threadIdx.x == 0 && load_system_u32(reinterpret_cast<const u32*>(params.stopped_ptr)));
 }
 
-// Wait for one word of a peer; false when this rank's work is given up. Called by one thread for each peer.
-__device__ __forceinline__ bool await_word(const SumLaunch& launch, const u64* word, u32 peer, u64 wanted, u64 mask) {
+// Wait for one word of a peer; false when this rank's work is given up. Called by one thread for a word.
+__device__ __forceinline__ bool await_word(
+    const SumLaunch& launch, const u64* word, u32 peer, u64 wanted, u64 mask, u32 mailbox, u32 slot) {
     const KogSumParams& params = launch.params;
     u32* stopped = reinterpret_cast<u32*>(params.stopped_ptr);
     const u64 since_ns = globaltimer_ns();
@@ -50,9 +85,8 @@ __device__ __forceinline__ bool await_word(const SumLaunch& launch, const u64* w
         if (waited_ns > params.limit_ns) {
             if (atomicCAS(stopped, 0u, 1u) == 0) {
                 KogWaitRecord* record = reinterpret_cast<KogWaitRecord*>(params.record_ptr);
-                record->rank = launch.peers.rank, record->cta = blockIdx.x, record->op = 1, record->mailbox = params.mailbox;
-                record->slot = params.first_slot + static_cast<u32>(epoch_of(params) % params.num_slots);
-                record->peer = peer, record->num_missing = 1;
+                record->rank = launch.peers.rank, record->cta = blockIdx.x, record->op = 1, record->mailbox = mailbox;
+                record->slot = slot, record->peer = peer, record->num_missing = 1;
                 record->epoch_wanted = wanted, record->epoch_seen = seen & mask, record->elapsed_ns = waited_ns;
             }
             return false;
@@ -72,65 +106,97 @@ extern "C" {
 // A block of tokens begins. One thread.
 __global__ void begin_sums(const __grid_constant__ SumLaunch launch) { ++*reinterpret_cast<u64*>(launch.params.num_blocks_ptr); }
 
-__global__ void __launch_bounds__(kSumThreads) send_sum(const __grid_constant__ SumLaunch launch) {
+// The chunks that belong to the peers. The part for the k-th chunk of a rank is the k-th chunk of the row.
+__global__ void __launch_bounds__(kSumThreads) send_parts(const __grid_constant__ SumLaunch launch) {
     const KogSumParams& params = launch.params;
     if (is_stopped(params)) return;  // sums are not what they should be
     const u64 epoch = epoch_of(params);
-    const u32 num_chunks = (params.size + kChunkRows - 1) / kChunkRows, row_units = params.width / 4;
+    const u32 most = (num_chunks(params) + kRanks - 1) / kRanks * kPeers;
     const float4* own = reinterpret_cast<const float4*>(params.own_sum_ptr);
-    float4* to[kPeers];
+    for (u32 turn = blockIdx.x; turn < most; turn += gridDim.x) {
+        const u32 peer = peer_at(launch.peers, turn % kPeers), k = turn / kPeers, chunk = k * kRanks + peer;
+        if (chunk >= num_chunks(params)) continue;
+        u64* row = row_at(launch, peer, launch.peers.rank, epoch);
+        const Span span = span_of(params, chunk);
+        float4* to = reinterpret_cast<float4*>(row) + k * kChunkRows * (params.width / 4);
+        for (u32 first = threadIdx.x; first < span.count; first += kSendBatch * blockDim.x) {
+            float4 values[kSendBatch];
 #pragma unroll
-    for (u32 p = 0; p < kPeers; ++p)
-        to[p] = reinterpret_cast<float4*>(row_at(launch, peer_at(launch.peers, p), launch.peers.rank, epoch));
-    for (u32 chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-        const u32 first = chunk * kChunkRows * row_units, rest = params.size - chunk * kChunkRows;
-        const u32 count = (rest < kChunkRows ? rest : kChunkRows) * row_units;
-        for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
-            const float4 value = own[first + i];
+            for (u32 b = 0, i = first; b < kSendBatch; ++b, i += blockDim.x)
+                if (i < span.count) values[b] = __ldcg(own + span.first + i);
 #pragma unroll
-            for (u32 p = 0; p < kPeers; ++p) to[p][first + i] = value;
+            for (u32 b = 0, i = first; b < kSendBatch; ++b, i += blockDim.x)
+                if (i < span.count) to[i] = values[b];
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence_system();
+            store_system(row + params.flag_word + k, epoch);
+        }
+    }
+}
+
+// The chunks that belong to this rank: totals, for all ranks.
+__global__ void __launch_bounds__(kSumThreads) add_parts(const __grid_constant__ SumLaunch launch) {
+    const KogSumParams& params = launch.params;
+    const u64 epoch = epoch_of(params);
+    const u32 rank = launch.peers.rank;
+    const float4* own = reinterpret_cast<const float4*>(params.own_sum_ptr);
+    for (u32 k = blockIdx.x; k * kRanks + rank < num_chunks(params); k += gridDim.x) {
+        bool is_there = true;
+        if (threadIdx.x < kPeers) {
+            const u32 peer = peer_at(launch.peers, threadIdx.x);
+            const u64* flag = row_at(launch, rank, peer, epoch) + params.flag_word + k;
+            is_there = await_word(launch, flag, peer, epoch, ~0ull, params.mailbox, slot_of(params, epoch));
+        }
+        if (!__syncthreads_and(is_there)) return;  // `share_overflow` sees why
+        const u32 chunk = k * kRanks + rank;
+        const Span span = span_of(params, chunk);
+        const float4* from[kRanks];
+        float4* to[kRanks];
+#pragma unroll
+        for (u32 source = 0; source < kRanks; ++source) {
+            const float4* row = reinterpret_cast<const float4*>(row_at(launch, rank, source, epoch));
+            from[source] = source == rank ? own + span.first : row + k * kChunkRows * (params.width / 4);
+            to[source] = total_at(launch, source) + span.first;
+        }
+        for (u32 first = threadIdx.x; first < span.count; first += kAddBatch * blockDim.x) {
+            float4 parts[kAddBatch][kRanks];
+#pragma unroll
+            for (u32 b = 0, i = first; b < kAddBatch; ++b, i += blockDim.x)
+                if (i < span.count)
+#pragma unroll
+                    for (u32 source = 0; source < kRanks; ++source) parts[b][source] = __ldcg(from[source] + i);
+#pragma unroll
+            for (u32 b = 0, i = first; b < kAddBatch; ++b, i += blockDim.x)
+                if (i < span.count) {
+                    const float4 total = sum_of(parts[b]);
+#pragma unroll
+                    for (u32 reader = 0; reader < kRanks; ++reader) to[reader][i] = total;
+                }
         }
         __syncthreads();
         if (threadIdx.x < kPeers) {
             __threadfence_system();
-            store_system(row_at(launch, peer_at(launch.peers, threadIdx.x), launch.peers.rank, epoch) + params.flag_word + chunk, epoch);
+            store_system(total_flag_at(launch, peer_at(launch.peers, threadIdx.x), chunk), epoch);
         }
     }
 }
 
-__global__ void __launch_bounds__(kSumThreads) collect_sum(const __grid_constant__ SumLaunch launch) {
+// Until the totals of the peers' chunks are here. A thread for each chunk.
+__global__ void __launch_bounds__(kSumThreads) await_totals(const __grid_constant__ SumLaunch launch) {
     const KogSumParams& params = launch.params;
     const u64 epoch = epoch_of(params);
-    const u32 num_chunks = (params.size + kChunkRows - 1) / kChunkRows, row_units = params.width / 4, rank = launch.peers.rank;
-    const float4* own = reinterpret_cast<const float4*>(params.own_sum_ptr);
-    float4* total = reinterpret_cast<float4*>(params.total_ptr);
-    const float4* from[kRanks];
-#pragma unroll
-    for (u32 source = 0; source < kRanks; ++source)
-        from[source] = source == rank ? own : reinterpret_cast<const float4*>(row_at(launch, rank, source, epoch));
-    for (u32 chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-        bool is_there = true;
-        if (threadIdx.x < kPeers) {
-            const u32 peer = peer_at(launch.peers, threadIdx.x);
-            is_there = await_word(launch, row_at(launch, rank, peer, epoch) + params.flag_word + chunk, peer, epoch, ~0ull);
-        }
-        if (!__syncthreads_and(is_there)) return;  // `share_overflow` sees why
-        const u32 first = chunk * kChunkRows * row_units, rest = params.size - chunk * kChunkRows;
-        const u32 count = (rest < kChunkRows ? rest : kChunkRows) * row_units;
-        for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
-            float x[kRanks], y[kRanks], z[kRanks], w[kRanks];
-#pragma unroll
-            for (u32 source = 0; source < kRanks; ++source) {
-                const float4 part = __ldcg(from[source] + first + i);
-                x[source] = part.x, y[source] = part.y, z[source] = part.z, w[source] = part.w;
-            }
-            total[first + i] = make_float4(tree_sum<kRanks>(x), tree_sum<kRanks>(y), tree_sum<kRanks>(z), tree_sum<kRanks>(w));
-        }
+    const u32 rank = launch.peers.rank;
+    for (u32 chunk = threadIdx.x; chunk < num_chunks(params); chunk += blockDim.x) {
+        const u32 peer = chunk % kRanks;
+        if (peer != rank)
+            await_word(launch, total_flag_at(launch, rank, chunk), peer, epoch, ~0ull, params.total_mailbox, params.total_slot);
     }
 }
 
-// `overflow` of any rank becomes that of all: what is stored, and where decoding goes on, must be the same everywhere. It is set, too,
-// when a wait was given up before. One warp.
+// `overflow` of any rank becomes that of all: what is stored, and where decoding goes on, must be the same everywhere. It is set,
+// too, when a wait was given up before. One warp.
 // `num_blocks_ptr` counts these calls, and the word carries its number and, in its lowest bit, the flag.
 __global__ void share_overflow(const __grid_constant__ SumLaunch launch) {
     const KogSumParams& params = launch.params;
@@ -144,7 +210,8 @@ __global__ void share_overflow(const __grid_constant__ SumLaunch launch) {
         const u32 peer = peer_at(launch.peers, threadIdx.x);
         store_system(row_at(launch, peer, launch.peers.rank, epoch), word);
         const u64* theirs = row_at(launch, launch.peers.rank, peer, epoch);
-        any = !await_word(launch, theirs, peer, epoch << 1, ~1ull) || (load_system(theirs) & 1) || own;
+        const bool is_there = await_word(launch, theirs, peer, epoch << 1, ~1ull, params.mailbox, slot_of(params, epoch));
+        any = !is_there || (load_system(theirs) & 1) || own;
     }
     any = __syncthreads_or(any);
     if (threadIdx.x == 0) {
