@@ -3,6 +3,7 @@
 One thread block stands for all. Its tape is simulated tile by tile: a tile arrives at the memory's rate once a ring slot is free,
 is consumed at the drain rate once its product's input is there, and a product's input is there a hop after what it depends on.
 The same order of products, reductions and hops as in the kernel (decode/order.py, docs/kccl.md); no jitter, no contention.
+What several GPUs cost once a token beyond that is fitted to two of them, where they were measured; four stay a prediction.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 _TOKENS = 2  # the second one is steady: its weights ran ahead during the first
 _WORLD_SIZES = (1, 2, 4, 8)
+_WITHIN = 0.05  # of what was measured, is wanted
+_STREAMED = (1.0, 0.98, 0.96, 0.94)  # of the ceiling's rate
 _FITTED = ("drain_kb_per_us", "product_us", "hop_us", "attention_us", "finalise_us", "token_end_us")
 
 
@@ -36,6 +39,7 @@ class Costs:
     finalise_us: float = 0.3
     token_end_us: float = 2.0  # from the last candidate to the next token's embedding, and what else a token costs once
     peer_hop_us: float = 1.0  # from publishing to visible, on another GPU
+    peers_us: float = 0.0  # a token, once, among several GPUs: all lanes' last streams, all candidates, and who is last
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class _Simulation:
                 block = Block.ATTENTION if product.phase is Phase.OUT else Block.MLP
                 self._residual(block, product, finished, ready, partial)
         self.begin_us = finished + max(costs.hop_us, self.exchange_us) + costs.token_end_us
+        self.begin_us += costs.peers_us if self.exchange_us else 0.0
         return finished
 
     def _residual(
@@ -129,6 +134,12 @@ class _Simulation:
         return now_us + self.costs.finalise_us
 
 
+def fit_below(spec: ModelSpec, measured: Mapping[int, float], costs: Costs) -> Costs:
+    """`fit` where `stream_kb_per_us` is the ceiling's rate, of which kernels get a little less: the best of a few shares."""
+    fits = [fit(spec, measured, replace(costs, stream_kb_per_us=share * costs.stream_kb_per_us)) for share in _STREAMED]
+    return min(fits, key=lambda found: _error(spec, measured, found))
+
+
 def fit(spec: ModelSpec, measured: Mapping[int, float], costs: Costs) -> Costs:
     """Costs that come closest to `measured`: microseconds per token by hosted lanes on one GPU, exchange left out.
 
@@ -136,10 +147,7 @@ def fit(spec: ModelSpec, measured: Mapping[int, float], costs: Costs) -> Costs:
     they began. A model this simple has more costs than such figures tell apart: take what traces say for the beginning.
     """
 
-    def error(candidate: Costs) -> float:
-        return sum((token_us(spec, lanes, 1, candidate) / us - 1) ** 2 for lanes, us in measured.items())
-
-    best, least, step = costs, error(costs), 0.3
+    best, least, step = costs, _error(spec, measured, costs), 0.3
     while step > 0.02:
         better = False
         for name in _FITTED:
@@ -147,10 +155,14 @@ def fit(spec: ModelSpec, measured: Mapping[int, float], costs: Costs) -> Costs:
                 candidate = replace(best, **{name: getattr(best, name) * factor})
                 if name != "token_end_us" and not 0.2 < getattr(candidate, name) / getattr(costs, name) < 5:
                     continue
-                if (found := error(candidate)) < least:
+                if (found := _error(spec, measured, candidate)) < least:
                     best, least, better = candidate, found, True
         step = step if better else step / 2
     return best
+
+
+def _error(spec: ModelSpec, measured: Mapping[int, float], costs: Costs) -> float:
+    return sum((token_us(spec, lanes, 1, costs) / us - 1) ** 2 for lanes, us in measured.items())
 
 
 def predict(spec: ModelSpec, costs: Costs) -> dict[int, float]:
@@ -158,19 +170,51 @@ def predict(spec: ModelSpec, costs: Costs) -> dict[int, float]:
     return {n: token_us(spec, spec.num_lanes // n, n, costs) for n in _WORLD_SIZES if spec.num_lanes % n == 0}
 
 
-def run(spec: ModelSpec, name: str, measured: Mapping[int, float], gpus: Mapping[int, float], costs: Costs) -> None:
-    """Fit to one GPU's figures, print the prediction beside what was measured on several GPUs, and the JSON object."""
+def run(
+    spec: ModelSpec,
+    name: str,
+    measured: Mapping[int, float],
+    gpus: Mapping[int, float],
+    costs: Costs,
+    *,
+    has_ceiling: bool = False,
+) -> bool:
+    """Fit to one GPU's figures, print the prediction beside what was measured on several GPUs, and the JSON object.
+
+    A second column has what two GPUs cost once a token in it, if they were measured. False: a prediction for 1, 2 or 4 GPUs that
+    should be within 5 % of what was measured is not; of the second column where there is one. `has_ceiling`: the rate of
+    memory is what the ceiling was measured to be.
+    """
     before = machine()
-    costs = fit(spec, measured, costs) if measured else costs
-    print(f"{'GPUs':>5}{'predicted us':>14}{'tokens/s':>10}{'measured us':>13}{'error':>8}")
+    if measured:
+        costs = (fit_below if has_ceiling else fit)(spec, measured, costs)
+    alone = predict(spec, costs)
+    fitted = replace(costs, peers_us=max(gpus[2] - alone[2], 0.0)) if 2 in gpus else costs
+    told = predict(spec, fitted)
+    print(f"{'GPUs':>5}{'measured us':>13}{'from one GPU':>14}{'error':>8}{'from two':>10}{'error':>8}{'tokens/s':>10}")
     figures: list[dict[str, Any]] = []
-    for count, us in predict(spec, costs).items():
+    for count, us in alone.items():
         seen = gpus.get(count)
-        error = None if seen is None else us / seen - 1
-        shown = f"{'-':>13}{'-':>8}" if seen is None or error is None else f"{seen:13.1f}{100 * error:7.1f}%"
-        print(f"{count:5}{us:14.1f}{1e6 / us:10.0f}{shown}")
-        figures.append({"gpus": count, "predicted_us": us, "measured_us": seen, "error": error})
+        errors = [None if seen is None else one / seen - 1 for one in (us, told[count])]
+        shown = ["-" if error is None else f"{100 * error:+.1f}%" for error in errors]
+        first = f"{count:5}{'-' if seen is None else format(seen, '.1f'):>13}{us:14.1f}{shown[0]:>8}"
+        print(f"{first}{told[count]:10.1f}{shown[1]:>8}{1e6 / told[count]:10.0f}")
+        figures.append(
+            {"gpus": count, "predicted_us": us, "measured_us": seen, "error": errors[0], "from_two_us": told[count]}
+            | {"error_from_two": errors[1]}
+        )
+    good = all(abs(figure["error_from_two"] or 0.0) <= _WITHIN for figure in figures)
+    if gpus:
+        print(f"  what was measured is met within {100 * _WITHIN:g} %: {'yes' if good else 'NO'}")
     for field in fields(Costs):
-        print(f"  {field.name} {getattr(costs, field.name):.3f}{' (fitted)' if measured and field.name in _FITTED else ''}")
-    configuration = {"spec": name, "measured_by_lanes": dict(measured), "costs": asdict(costs)}
+        how = (
+            " (fitted)"
+            if measured and field.name in _FITTED
+            else " (from two GPUs)"
+            if fitted.peers_us and field.name == "peers_us"
+            else ""
+        )
+        print(f"  {field.name} {getattr(fitted, field.name):.3f}{how}")
+    configuration = {"spec": name, "measured_by_lanes": dict(measured), "costs": asdict(fitted)}
     finish("scaling", configuration, before, figures)
+    return good

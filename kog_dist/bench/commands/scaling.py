@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,12 +28,17 @@ def scaling(
     ] = "",
     gpus_us: Annotated[str, typer.Option(help="Measured on several GPUs, to compare with: 1:1122,2:590,4:350.")] = "",
     peer_hop_us: Annotated[
-        float, typer.Option(help="Publish to visible on another GPU; `kog-bench collectives` measures it.")
-    ] = 1.0,
+        float | None, typer.Option(help="Publish to visible on another GPU, 1 unless given; `kog-bench collectives` measures it.")
+    ] = None,
+    measured: Annotated[
+        str, typer.Option(help="Files with the output of latency, scaling and collectives, instead of these three: A,B.")
+    ] = "",
+    context: Annotated[int, typer.Option(help="Of the figures that are taken from --measured.")] = 64,
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
 ) -> None:
     """Microseconds per token on several GPUs, and whether the bits are the same (else code 1); or a prediction."""
     from kog_dist.bench import scaling as benchmark
+    from kog_dist.bench.scaling_files import measured_in
     from kog_dist.bench.shapes import named_spec
 
     if not model:
@@ -49,7 +56,14 @@ def scaling(
             trace=trace,
         )
         raise typer.Exit(0 if scaling_run.run(plan, counts) else 1)
-    if not peer_hop_us > 0:
+    if peer_hop_us is not None and not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")
-    costs = benchmark.Costs(peer_hop_us=peer_hop_us)
-    benchmark.run(named_spec(spec), spec, times_of(lanes_us, "--lanes-us"), times_of(gpus_us, "--gpus-us"), costs)
+    files = measured_in([Path(name) for name in measured.split(",") if name], context)
+    hop_us, rate = peer_hop_us or files.peer_hop_us, files.stream_kb_per_us
+    costs = benchmark.Costs()
+    costs = replace(costs, peer_hop_us=hop_us or costs.peer_hop_us, stream_kb_per_us=rate or costs.stream_kb_per_us)
+    lanes = files.lanes_us | times_of(lanes_us, "--lanes-us")
+    good = benchmark.run(
+        named_spec(spec), spec, lanes, files.gpus_us | times_of(gpus_us, "--gpus-us"), costs, has_ceiling=rate is not None
+    )
+    raise typer.Exit(0 if good else 1)
