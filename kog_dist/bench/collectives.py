@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,10 @@ from typing import Any
 
 from kog_dist.bench.collectives_kccl import chains
 from kog_dist.bench.collectives_mpi import in_mpi
-from kog_dist.bench.collectives_table import table, write
+from kog_dist.bench.collectives_table import kccl_table, kill_line, library_table, write
 from kog_dist.bench.collectives_torch import ENVIRON, TUNED
 from kog_dist.bench.gpu import require_gpus
-from kog_dist.bench.report import finish, machine
+from kog_dist.bench.report import finishing, machine
 from kog_dist.collectives.ranks import run_ranks
 from kog_dist.errors import LaunchError
 from kog_dist.rank_env import read_rank_variables
@@ -47,7 +48,10 @@ def _fits(rows: int) -> bool:
 def run(
     world_size: int, sizes: Sequence[int], *, steps: int, repeats: int, libraries: bool, kills: int, folder: str | None
 ) -> bool:  # fmt: skip
-    """Measure, print a table, write it and a picture into `folder`. False: a killed rank held the others up."""
+    """Measure, print tables, write them and a picture into `folder`. False: a killed rank held the others up.
+
+    What was measured before an error or an interrupt is printed and written.
+    """
     before = machine()
     arguments = {"shapes": shapes(sizes), "steps": steps, "repeats": repeats}
     started = read_rank_variables(os.environ)
@@ -60,21 +64,34 @@ def run(
     else:
         require_gpus(world_size)
         kccl = _run(world_size, f"{_KCCL}:chains", arguments, {})[0]
-    figures: dict[str, Any] = {"world_size": world_size, "kccl": kccl, "libraries": {}}
-    for name, environ, methods in _LIBRARIES if libraries else ():
-        try:
-            with _store() as store:
-                task = {"store": store, "sizes": list(sizes), "methods": methods, "repeats": repeats}
-                figures["libraries"][name] = _run(world_size, _TORCH, task, environ)[0]
-        except LaunchError as error:  # another library's failure is a result
-            figures["libraries"][name] = f"{str(error).strip().splitlines()[-1][:300]}"
-    figures["kills"] = [_kill(world_size) for _ in range(kills)]
-    print("\n".join(table(figures, sizes)), flush=True)
+    figures: dict[str, Any] = {"world_size": world_size, "kccl": kccl, "libraries": {}, "kills": []}
     configuration = {"world_size": world_size, "sizes": list(sizes), "steps": steps, "repeats": repeats}
-    if folder is not None:
-        write(Path(folder), figures, sizes)
-    finish("collectives", configuration, before, figures)
+    with finishing("collectives", configuration, before, figures):
+        try:
+            print("\n".join(kccl_table(figures, sizes)), flush=True)
+            for name, environ, methods in _LIBRARIES if libraries else ():
+                figures["libraries"][name] = _library(world_size, sizes, environ, methods, repeats)
+            print("\n".join(library_table(figures, sizes)), flush=True)
+            for _ in range(kills):
+                figures["kills"].append(_kill(world_size))
+                print(kill_line(figures["kills"][-1]), flush=True)
+        finally:
+            if folder is not None:
+                write(Path(folder), figures, sizes)
     return all(kill["good"] for kill in figures["kills"])
+
+
+def _library(
+    world_size: int, sizes: Sequence[int], environ: Mapping[str, str], methods: Sequence[str], repeats: int
+) -> dict[str, Any] | str:
+    """Microseconds by method and bytes; the failure of another library is a result, too: a text."""
+    try:
+        with _store() as store:
+            task = {"store": store, "sizes": list(sizes), "methods": list(methods), "repeats": repeats}
+            found: dict[str, Any] = _run(world_size, _TORCH, task, environ)[0]
+            return found
+    except (LaunchError, subprocess.TimeoutExpired) as error:
+        return f"{str(error).strip().splitlines()[-1][:300]}"
 
 
 def _run(world_size: int, body: str, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> list[Any]:

@@ -35,7 +35,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     prepare(context, [hashing, plain])
     weights = random_weights(hashing, SEED)
     with rank_kernel(context, hashing, weights) as kernel:
-        rounds = medians_in_turn(context, kernel, plain, _CONTEXT, _TIMED_TOKENS, _ROUNDS)
+        rounds, _ = medians_in_turn(context, kernel, [plain], _CONTEXT, _TIMED_TOKENS, _ROUNDS)
     with rank_kernel(context, hashing, weights) as kernel:
         assert kernel.hashes is not None
         decoded, begin_s = 0, time.monotonic()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.report import percentile
 from kog_dist.collectives.ranks import RankContext, run_ranks
-from kog_dist.errors import KogError
+from kog_dist.errors import ConfigError, KogError
 
 if TYPE_CHECKING:
     from kog_dist.decode.masks import MaskSlots
@@ -78,12 +78,13 @@ def rank_kernel(
 
 
 def medians_in_turn(
-    context: RankContext, kernel: Monokernel, other: KernelShape, at: int, tokens: int, rounds: int
-) -> list[tuple[float, float]]:
-    """Median us per token of the kernel as it is and as a build of `other`, round by round. Collective.
+    context: RankContext, kernel: Monokernel, others: Sequence[KernelShape], at: int, tokens: int, rounds: int
+) -> tuple[list[list[float]], list[bool]]:
+    """Median us per token of the kernel as it is and as builds of `others`, round by round; and of each whether its logits had
+    the bits of the first one. Collective.
 
     In turn, since a GPU that gets warm gets slower, and in the same memory, since the place of a kernel's words changes its time
-    by up to 3 %. `other` must lay out its memory alike; what it leaves in the KV cache may be wrong.
+    by up to 3 %. `others` must lay out their memory alike (ConfigError); what they leave in the KV cache may be wrong.
     """
     from kog_dist.bench.latency import token_times_us
     from kog_dist.cuda.driver import Kernel
@@ -91,18 +92,22 @@ def medians_in_turn(
     from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES
     from kog_dist.workers.cuda.monokernel import KERNEL_NAME
 
-    assert (other.num_words, other.kv_bytes) == (kernel.shape.num_words, kernel.shape.kv_bytes)
-    own = kernel._kernel
-    builds = own, Kernel(build(other.headers()).path, KERNEL_NAME, SHARED_BYTES)
-    found = []
+    own, builds = kernel.shape, [kernel._kernel]
+    for shape in others:
+        if (shape.num_words, shape.kv_bytes, shape.cluster) != (own.num_words, own.kv_bytes, own.cluster):
+            raise ConfigError("builds with other words, another KV cache or other clusters cannot be compared in the same memory")
+        builds.append(Kernel(build(shape.headers()).path, KERNEL_NAME, SHARED_BYTES))
+    found, same = list[list[float]](), [True] * len(builds)
     for _ in range(rounds):
-        medians = []
+        medians, digests = [], []
         for kernel._kernel in builds:
             context.rendezvous.barrier(context.deadline)
             medians.append(percentile(token_times_us(kernel, at, tokens), 0.5))
-        found.append((medians[0], medians[1]))
-    kernel._kernel = own
-    return found
+            digests.append(lane_digests(kernel))
+        found.append(medians)
+        same = [before and one == digests[0] for before, one in zip(same, digests, strict=True)]
+    kernel._kernel = builds[0]
+    return found, same
 
 
 def lane_digests(kernel: Monokernel) -> list[str]:

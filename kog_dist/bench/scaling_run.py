@@ -3,7 +3,8 @@
 Every number of GPUs runs the same model with random weights and the same prompts. What is compared are the logits of each
 lane's slice of the vocabulary after many greedy tokens, in repeated launches, too, and with `--long-run` every token of one
 launch up to the end of the context. `--yardstick` measures the same kernel in the same memory with the delayed sums left out, in
-turn: what they cost where they are not hidden. What one number of GPUs had measured is not lost with an error of another.
+turn: what they cost where they are not hidden. `--builds` compares other builds of the kernel in the same way. What one number
+of GPUs had measured is not lost with an error of another.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Plan:
     samplings: Sequence[str] = ()
     long_run: bool = False
     yardstick: bool = False
+    builds: Sequence[Mapping[str, int]] = ()  # options of KernelShape
     trace: str | None = None  # folder of its pictures
 
 
@@ -73,7 +75,8 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     shape = rank_shape(context, spec)
     bare = rank_shape(context, spec, leaves_out_delayed=True) if arguments.get("yardstick") and world_size > 1 else None
     traced = rank_shape(context, spec, traced_step=TRACED_STEP) if arguments.get("trace") else None
-    prepare(context, [one for one in (bare, traced) if one is not None])
+    builds = [rank_shape(context, spec, **options) for options in arguments.get("builds", ())]
+    prepare(context, [*builds, *(one for one in (bare, traced) if one is not None)])
     prepare(context, [shape], shaped=bool(samplings))
     weights = random_weights(shape, SEED)
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
@@ -94,8 +97,10 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             for name in samplings:
                 context.rendezvous.barrier(context.deadline)
                 found["samplings"] |= times_us(kernel, page, [name], max(contexts), max_tokens)
+        if builds:
+            found["builds"] = {str(at): medians_in_turn(context, kernel, builds, at, max_tokens, _ROUNDS) for at in contexts}
         if bare is not None:  # the last one: it leaves wrong keys and values
-            found["rounds"] = {str(at): medians_in_turn(context, kernel, bare, at, max_tokens, _ROUNDS) for at in contexts}
+            found["rounds"] = {str(at): medians_in_turn(context, kernel, [bare], at, max_tokens, _ROUNDS)[0] for at in contexts}
     if traced is not None:
         found["trace"] = _trace(context, traced, weights, Path(str(arguments["trace"])))
     return found
@@ -139,6 +144,7 @@ def run(plan: Plan, gpu_counts: Sequence[int]) -> bool:
     arguments = {
         "spec": plan.spec, "contexts": list(plan.contexts), "tokens": plan.tokens, "repeats": plan.repeats,
         "samplings": list(plan.samplings), "long_run": plan.long_run, "yardstick": plan.yardstick,
+        "builds": [dict(options) for options in plan.builds],
         "trace": None if plan.trace is None else str(Path(plan.trace).absolute()),
     }  # fmt: skip
     with finishing("scaling", configuration, before, figures):
@@ -153,6 +159,8 @@ def run(plan: Plan, gpu_counts: Sequence[int]) -> bool:
             if plan.long_run:
                 tokens = tokens or ranks[0]["long"]["tokens"]
                 figures.append(_long_figure(count, [rank["long"] for rank in ranks], tokens))
+            for context in plan.contexts if plan.builds else ():
+                figures += _build_figures(plan, count, context, [rank["builds"][str(context)] for rank in ranks])
             if plan.samplings:
                 figures += shaped_figures(ranks[0]["samplings"], max(plan.contexts), gpus=count)
             if plan.trace is not None:
@@ -205,6 +213,23 @@ def _long_figure(count: int, ranks: Sequence[Mapping[str, Any]], reference: Sequ
         "gpus": count, "long_run": len(reference), "same": differs_at is None,
         "tokens_per_s": {at: round(1e6 / us, 1) for at, us in times.items()},
     }  # fmt: skip
+
+
+def _build_figures(plan: Plan, count: int, context: int, ranks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Every build beside the kernel as it is, printed: medians of the rounds of rank 0, and whether any rank had other bits."""
+    rounds = ranks[0][0]
+    figures = []
+    for number, options in enumerate(({}, *plan.builds)):
+        times = [medians[number] for medians in rounds]
+        same = all(of_rank[1][number] for of_rank in ranks)
+        name = ", ".join(f"{key}={value}" for key, value in options.items()) or "as it is"
+        print(
+            f"{count} GPUs, context {context:>5}, {name:>24}: {percentile(times, 0.5):8.1f} us "
+            f"({', '.join(f'{us:.1f}' for us in times)}), bits {'the same' if same else 'OTHERS'}",
+            flush=True,
+        )
+        figures.append({"gpus": count, "at": context, "build": dict(options), "rounds_us": times, "same": same})
+    return figures
 
 
 def _wanted(limit: float | None) -> str:

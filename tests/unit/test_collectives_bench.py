@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kog_dist.bench import collectives
 from kog_dist.bench.collectives import shapes
-from kog_dist.bench.collectives_table import rows_of, table, write
+from kog_dist.bench.collectives_table import kccl_table, kill_line, library_table, rows_of, write
 from kog_dist.collectives.cuda_kernels import ChainShape
 from kog_dist.errors import ConfigError
 
@@ -55,9 +57,11 @@ def test_rows_that_do_not_divide_are_refused(rows: int) -> None:
 
 
 def test_table_has_every_figure_and_says_what_did_not_work(tmp_path: Path) -> None:
-    text = "\n".join(table(figures(), SIZES))
-    line = next(line for line in text.splitlines() if line.startswith("KCCL, to every thread block, 128 thread blocks"))
+    lines = [*kccl_table(figures(), SIZES), *library_table(figures(), SIZES), *map(kill_line, figures()["kills"])]
+    text = "\n".join(lines)
+    line = next(line for line in lines if line.startswith("KCCL, to every thread block, 128 thread blocks"))
     assert line.split()[-2:] == ["2.54", "4.07"]
+    assert [line.split()[-2:] for line in lines if line.startswith("  ")][1:] == [["2.54", "4.07"], ["2.00", "2.30"]]
     assert "nccl (default), CUDA graph" in text
     assert "torch one-shot (default): RuntimeError: not here" in text
     assert "tuned" in text
@@ -68,3 +72,28 @@ def test_table_has_every_figure_and_says_what_did_not_work(tmp_path: Path) -> No
     write(tmp_path, figures(), SIZES)
     assert json.loads((tmp_path / "collectives.json").read_text())["world_size"] == 4
     assert (tmp_path / "collectives.png").stat().st_size > 1000
+
+
+def test_what_was_measured_survives_other_libraries_and_an_interrupt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_part(world_size: int, body: str, arguments: Any, environ: Any) -> list[Any]:
+        if body.endswith(":chains"):
+            return [figures()["kccl"]]
+        if arguments["methods"] == ["nccl window"]:
+            raise subprocess.TimeoutExpired("ranks", 160)
+        return [{method: {"6144": 5.0, "12288": 6.0} for method in arguments["methods"]}]
+
+    def kill(world_size: int) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collectives, "require_gpus", lambda count: "played")
+    monkeypatch.setattr(collectives, "_run", run_part)
+    monkeypatch.setattr(collectives, "_kill", kill)
+    with pytest.raises(KeyboardInterrupt):
+        collectives.run(4, SIZES, steps=1, repeats=1, libraries=True, kills=1, folder=str(tmp_path))
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert any("timed out" in line for line in lines)
+    for found in (json.loads(last)["figures"], json.loads((tmp_path / "collectives.json").read_text())):
+        assert found["libraries"]["tuned"] == {"nccl": {"6144": 5.0, "12288": 6.0}}
+        assert len(found["kccl"]) == len(shapes(SIZES))

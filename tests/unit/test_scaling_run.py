@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,16 @@ def test_an_error_on_four_gpus_costs_the_others_nothing(ranks: dict[int, Any], c
     text, figures = figures_of(capsys)
     assert "rank 3: planted" in text
     assert [figure.get("us_per_token") for figure in figures if "context" in figure] == [520.0, 520.0, 1000.0, 1000.0]
+
+
+def test_other_builds_stand_beside_the_kernel(ranks: dict[int, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = [[280.0, 277.0], [281.0, 278.0], [282.0, 290.0]]
+    found = rank_of(4, 280.0) | {"builds": dict.fromkeys(("64", "512"), (rounds, [True, True]))}
+    ranks |= {4: [found] * 3 + [found | {"builds": dict.fromkeys(("64", "512"), (rounds, [True, False]))}]}
+    assert not scaling_run.run(replace(PLAN, builds=({"ahead_tiles": 12},)), (4,)), "rank 3 had other bits"
+    text = figures_of(capsys)[0]
+    assert "as it is:    281.0 us (280.0, 281.0, 282.0), bits the same" in text
+    assert "ahead_tiles=12:    278.0 us (277.0, 278.0, 290.0), bits OTHERS" in text
 
 
 def test_an_interrupt_leaves_what_was_measured(

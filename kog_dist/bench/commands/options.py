@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated
 
 import typer
@@ -46,3 +47,19 @@ def samplings_of(text: str) -> tuple[str, ...]:
     if not set(names) <= set(SAMPLINGS):
         raise ConfigError(f"--sampling must be one or more of {', '.join(SAMPLINGS)}, got {text!r}")
     return names
+
+
+def builds_of(text: str) -> tuple[dict[str, int], ...]:
+    """Options of builds: ahead_tiles=12;pieces=2,pieces_in_flight=5. Raises ConfigError."""
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+    known = {field.name for field in fields(KernelShape) if field.type == "int"}
+    builds: list[dict[str, int]] = []
+    for part in filter(None, text.split(";")):
+        try:
+            builds.append({name: int(value) for name, value in (option.split("=") for option in part.split(","))})
+        except ValueError:
+            raise ConfigError(f"--builds must be like ahead_tiles=12;pieces=2,pieces_in_flight=5, got {text!r}") from None
+        if not builds[-1].keys() <= known:
+            raise ConfigError(f"--builds takes {', '.join(sorted(known))}, got {text!r}")
+    return tuple(builds)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import SAMPLING_HELP, counts_of, samplings_of, times_of
+from kog_dist.bench.commands.options import SAMPLING_HELP, builds_of, counts_of, samplings_of, times_of
 from kog_dist.errors import ConfigError
 
 
@@ -21,6 +21,9 @@ def scaling(
     repeats: Annotated[int, typer.Option(help="Short launches whose bits are compared.")] = 20,
     long_run: Annotated[bool, typer.Option("--long-run", help="Also one launch to the end of the context; its tokens.")] = False,
     yardstick: Annotated[bool, typer.Option("--yardstick", help="Also, in turn, with the delayed sums left out.")] = False,
+    builds: Annotated[
+        str, typer.Option(help="Also other builds, in turn: options of KernelShape, ahead_tiles=12;pieces=2,pieces_in_flight=5")
+    ] = "",
     trace: Annotated[str | None, typer.Option(help="Also trace a token on each number of GPUs; folder for the pictures.")] = None,
     lanes_us: Annotated[
         str,
@@ -46,15 +49,9 @@ def scaling(
 
         counts, samplings = counts_of(gpus, "--gpus"), samplings_of(sampling)
         plan = scaling_run.Plan(
-            spec,
-            counts_of(contexts, "--contexts"),
-            tokens,
-            repeats,
-            samplings,
-            long_run=long_run,
-            yardstick=yardstick,
-            trace=trace,
-        )
+            spec, counts_of(contexts, "--contexts"), tokens, repeats, samplings,
+            long_run=long_run, yardstick=yardstick, builds=builds_of(builds), trace=trace,
+        )  # fmt: skip
         raise typer.Exit(0 if scaling_run.run(plan, counts) else 1)
     if peer_hop_us is not None and not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")
