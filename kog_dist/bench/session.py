@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kog_dist.env import PREFIX
 from kog_dist.errors import KogError, LaunchError
+from kog_dist.instance import process_start_time
 from kog_dist.rank_env import read_rank_variables
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.paths import SOCKET_NAME
@@ -114,7 +115,10 @@ class EngineSession:
         With MPI host 1 ..., mpirun; with replicas router, and what belongs to one is `rank 0 of r1`.
         """
         found: dict[str, int] = {}
-        for pid, command, environ in sorted(self._marked()):
+        # A launcher comes before the reaper that it forks. Pids alone do not say so: at their end they begin anew.
+        for pid, command, environ in sorted(
+            self._marked(), key=lambda process: (process_start_time(process[0]) or 0, process[0])
+        ):
             found.setdefault(_role(command, environ, found), pid)
         return found
 

@@ -20,7 +20,7 @@ EOS_ID = 256
 def grammar_processes() -> list[psutil.Process]:
     """The runner, then the checker."""
     found = [child for child in psutil.Process().children() if "kog_dist.workers.grammar.process" in child.cmdline()]
-    return sorted(found, key=lambda child: child.pid)
+    return sorted(found, key=lambda child: (child.create_time(), child.pid))  # pids begin anew at their end
 
 
 def stop_checking(engine: Any) -> None:

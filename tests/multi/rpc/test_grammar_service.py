@@ -59,7 +59,7 @@ def service(tmp_path: Path, control: ControlPage, clock: Clock) -> Iterator[Gram
 def children() -> list[psutil.Process]:
     """Grammar processes of this test, the checker last started last."""
     found = [child for child in psutil.Process().children() if "kog_dist.workers.grammar.process" in child.cmdline()]
-    return sorted(found, key=lambda child: child.pid)
+    return sorted(found, key=lambda child: (child.create_time(), child.pid))  # pids begin anew at their end
 
 
 def verdicts(service: GrammarService[str], count: int) -> list[Verdict[str]]:
