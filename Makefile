@@ -28,8 +28,8 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 # These measure promises in seconds, or whether a page stays smooth: they have the machine to themselves. All other files share it.
-ALONE := $(addprefix tests/e2e/,test_faults.py test_http.py test_mpi.py test_ray.py test_replicas.py test_replicas_on_hosts.py \
-	test_stopping.py browser/test_rendering_speed.py) tests/gpu
+ALONE := $(addprefix tests/e2e/,test_faults.py test_http.py test_mpi.py test_prefill.py test_ray.py test_replicas.py \
+	test_replicas_on_hosts.py test_stopping.py browser/test_rendering_speed.py) tests/gpu
 
 check: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests $(addprefix --ignore=,$(ALONE))

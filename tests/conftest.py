@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Threads that spin for each other take the cores from everything else: 64 tokens of the oracle took 44 s instead of 2 s on two
 # busy cores. Read when NumPy and torch are imported; children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-settings.register_profile("suite", deadline=None)  # how long an example takes is a matter of the machine
+# Every run has the same examples, and how long they take is a matter of the machine.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 

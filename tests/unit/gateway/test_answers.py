@@ -207,6 +207,7 @@ def _flood(engine: ScriptedEngine) -> None:
         if engine.cancelled:
             return
         time.sleep(0.0005)
+    engine.wait_cancelled(received.message.request_id)
 
 
 def test_clients_of_other_connections_have_their_own_turn(running: RunningGateway, engine: ScriptedEngine) -> None:

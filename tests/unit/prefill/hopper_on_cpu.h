@@ -59,7 +59,7 @@ inline void fence_barrier_init() {  // a thread block begins: nobody waits
 }
 template <class Condition>
 void wait_for(std::unique_lock<std::mutex>& lock, Condition condition) {
-    if (changed.wait_for(lock, std::chrono::seconds(20), condition)) return;
+    if (changed.wait_for(lock, std::chrono::seconds(60), condition)) return;
     std::fprintf(stderr, "thread %u waits in vain\n", threadIdx.x);
     std::abort();
 }

@@ -499,7 +499,7 @@ def test_deadline_counts_from_the_arrival_here(world: World, pair: Pair) -> None
     assert (only_error(client).request_id, only_error(client).code) == ("late", ErrorCode.DEADLINE_EXCEEDED)
     pair[0].finish()
     world.until(lambda: pair[0].running)
-    assert pair[0].running[0].deadline_s == pytest.approx(43.5, abs=0.5)
+    assert 34.0 < (pair[0].running[0].deadline_s or 0.0) <= 44.0  # of a machine that took up to 10 s for all this
 
 
 def test_drain_finishes_what_runs_and_ends_the_rest(world: World, pair: Pair) -> None:
