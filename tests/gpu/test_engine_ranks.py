@@ -182,7 +182,9 @@ def test_a_lost_rank_is_one_error_and_the_next_engine_serves(session: EngineSess
         await_memory(before)
         clean_s = time.monotonic() - lost_at_s
         figures.append({"ready_s": round(ready_s, 2), "error_s": round(error_s, 3), "clean_s": round(clean_s, 2)})
-    print(json.dumps({"gpus": count, "signal": signum.name, "rounds": figures}))
+        print(f"{count} GPUs, {signum.name} of rank {number % count}, round {number + 1} of {ROUNDS}: {figures[-1]}", flush=True)
+    spans = {name: [min(values), max(values)] for name in figures[0] for values in [[figure[name] for figure in figures]]}
+    print(json.dumps({"gpus": count, "signal": signum.name, "lost": len(figures), "from_to": spans, "rounds": figures}))
     launcher = session.launch(f"--gpus={count}", name="after")
     with session.connect(READY_S) as client:
         assert answer(client, max_tokens=100)["tokens"] == whole
