@@ -15,11 +15,9 @@ from dataclasses import replace
 
 from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.decode.ring import Finish
-from kog_dist.errors import RequestError
 from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.listener import RpcListener, error_event
 from kog_dist.rpc.messages import (
-    Accepted,
     Cancel,
     Done,
     Drain,
@@ -35,6 +33,7 @@ from kog_dist.rpc.messages import (
     Tokens,
     Welcome,
 )
+from kog_dist.workers.admission import Admission
 from kog_dist.workers.client_events import ClientEvents
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.decode_slot import DecodeSlot
@@ -45,6 +44,7 @@ from kog_dist.workers.reports import status_report, welcome
 from kog_dist.workers.request_queue import RequestQueue
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
+from kog_dist.workers.text_reader import TextReader
 
 ROUSE_EVERY_NS = 10_000_000
 FAREWELL_S = 0.25  # for the last events, once the loop has ended
@@ -70,9 +70,15 @@ class Coordinator:
         self._life = EngineLife(args, control, supervisor_fd)
         self._slot = DecodeSlot(control, model.spec.sliding_window if model.spec.window_layers else None)
         self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control.fd)
-        self.requests = OpenRequests(RequestQueue(args.queue_limit, args.client_queue_limit), self._slot, self._grammars)
+        self._texts: TextReader[RequestStream] = TextReader()
+        queue = RequestQueue(args.queue_limit, args.client_queue_limit)
+        self.requests = OpenRequests(queue, self._slot, self._grammars, self._texts)
         self.counters = Counters()
         self._clients = ClientEvents(listener, self.requests, self.counters, clock)
+        self._admission = Admission(
+            model, self.requests, self._grammars, self._texts, self._clients, self.counters, listener, clock,
+            is_draining=lambda: self._life.draining, start_next=self._start_next,
+        )  # fmt: skip
         self._farewell: Farewell | None = None
         self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
@@ -95,7 +101,7 @@ class Coordinator:
         received_ns = self._clock()
         for peer, message in self._listener.receive(_MESSAGES_PER_TURN, self._rouse_ranks):
             self._answer(peer, message, received_ns)
-        self._read_verdicts()
+        self._accept_checked()
         self._end_expired()
         self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
         self._look_after_engine()
@@ -114,10 +120,10 @@ class Coordinator:
         if self._farewell is not None or self._listener.has_input():
             return
         if self._slot.busy:
-            self._slot.wait(_TOKEN_WAIT_S, self._listener.has_input)
+            self._slot.wait(_TOKEN_WAIT_S, lambda: self._listener.has_input() or self._texts.has_answers())
             return
         timeout_s = _QUEUE_WAIT_S if len(self.requests.queue) or self._listener.has_backlog else _IDLE_WAIT_S
-        if wakeup_fd in select.select([*wake_fds, *self._grammars.fds], [], [], timeout_s)[0]:
+        if wakeup_fd in select.select([*wake_fds, *self._grammars.fds, *self._texts.fds], [], [], timeout_s)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup_fd, 512)
 
@@ -125,6 +131,7 @@ class Coordinator:
         for stream in self.requests:
             self._fail(stream, farewell.code, farewell.message)
         self._grammars.close()
+        self._texts.close()
         self._listener.close(FAREWELL_S)
         return farewell.exit_code
 
@@ -132,7 +139,7 @@ class Coordinator:
     def _answer(self, peer: bytes, message: Request, received_ns: int) -> None:
         match message:
             case Generate():
-                self._take_request(peer, message, received_ns)
+                self._admission.take(peer, message, received_ns)
             case Cancel():
                 self._cancel(peer, message.request_id)
             case Hello():
@@ -146,59 +153,6 @@ class Coordinator:
     def _send_to(self, peer: bytes, event: Welcome | StatusReport | Error) -> None:
         """Send an answer that belongs to no stream; a client that does not read it goes without."""
         self._listener.send(peer, event)
-
-    def _take_request(self, peer: bytes, message: Generate, received_ns: int) -> None:
-        try:
-            self._check_room(peer, message.request_id)
-            stream = RequestStream(peer, message, self._model.admit(message), None, received_ns)
-            if stream.constraint is not None:
-                self._grammars.ask(stream, stream.constraint)
-                stream.told_position = len(self.requests) - 1
-        except RequestError as error:
-            self._refuse(peer, message.request_id, error)
-            return
-        if stream.constraint is None:
-            self._accept(stream)
-
-    def _accept(self, stream: RequestStream) -> None:
-        self.requests.queue.add(stream)
-        stream.timings.stage("admitted", self._clock())
-        self._start_next()  # ranks that have nothing to do need not wait for the rest, nor until the client is told
-        if (tokenizer := self._model.tokenizer) is not None:
-            stream.decoder = tokenizer.stream(after=stream.request.prompt)
-        stream.told_position = self.requests.place(stream)
-        self._clients.send(
-            stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
-        )
-
-    def _refuse(self, peer: bytes, request_id: str, error: RequestError) -> None:
-        self.counters.num_refused += 1
-        code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
-        self._send_to(peer, error_event(code, str(error), request_id, error.retry_after_s))
-
-    def _read_verdicts(self) -> None:
-        """Requests with a grammar are accepted, or refused, once it is known whether it can be used."""
-        num_runners_lost, running = self._grammars.num_runners_lost, self.requests.running  # not one that a verdict starts
-        for stream, refusal in self._grammars.verdicts():
-            try:
-                if refusal is not None:
-                    raise RequestError(ErrorCode.INVALID_CONSTRAINT, refusal)
-                self._check_room(stream.peer, stream.request_id)
-            except RequestError as error:
-                self._refuse(stream.peer, stream.request_id, error)
-            else:
-                self._accept(stream)
-        if running is None or running.constraint is None or running is not self.requests.running:
-            return
-        if num_runners_lost != self._grammars.num_runners_lost:
-            self._fail(
-                running, ErrorCode.CONSTRAINT_FAILED, f"the process that followed {running.constraint.kind} ended; try again"
-            )
-
-    def _check_room(self, peer: bytes, request_id: str) -> None:
-        if self._life.draining:
-            raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
-        self.requests.check_room(peer, request_id)
 
     def _cancel(self, peer: bytes, request_id: str) -> None:
         stream = self.requests.find(request_id)
@@ -215,6 +169,16 @@ class Coordinator:
             self._args, self._control, self._model, self.state, self.requests, self._slot, self.counters,
             uptime_s=(self._clock() - self._begin_ns) / 1e9, num_bad_messages=self._listener.num_bad_messages,
         )  # fmt: skip
+
+    def _accept_checked(self) -> None:
+        num_runners_lost, running = self._grammars.num_runners_lost, self.requests.running  # not one that this starts
+        self._admission.go_on()
+        if running is None or running.constraint is None or running is not self.requests.running:
+            return
+        if num_runners_lost != self._grammars.num_runners_lost:
+            self._fail(
+                running, ErrorCode.CONSTRAINT_FAILED, f"the process that followed {running.constraint.kind} ended; try again"
+            )
 
     def _remove(self, stream: RequestStream) -> bool:
         return self.requests.remove(stream, self._clock())

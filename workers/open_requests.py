@@ -10,26 +10,29 @@ from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.grammar.service import GrammarService
 from kog_dist.workers.request_queue import RequestQueue
 from kog_dist.workers.streams import RequestStream
+from kog_dist.workers.text_reader import TextReader
 
 
 class OpenRequests:
-    """The running request, those that wait for their turn, and those whose grammar is still being checked."""
+    """The running request, those that wait for their turn, and those whose text is being read or whose grammar is checked."""
 
-    def __init__(self, queue: RequestQueue, slot: DecodeSlot, grammars: GrammarService[RequestStream]) -> None:
+    def __init__(
+        self, queue: RequestQueue, slot: DecodeSlot, grammars: GrammarService[RequestStream], texts: TextReader[RequestStream]
+    ) -> None:
         self.running: RequestStream | None = None
         self.queue = queue
-        self._slot, self._grammars = slot, grammars
+        self._slot, self._grammars, self._texts = slot, grammars, texts
 
     def __iter__(self) -> Iterator[RequestStream]:
-        """In the order in which they run; last those whose grammar is being checked. Any of them may be removed meanwhile."""
+        """In the order in which they run; last those that cannot be accepted yet. Any of them may be removed meanwhile."""
         return iter([*([self.running] if self.running is not None else []), *self.not_running()])
 
     def __len__(self) -> int:
-        return (self.running is not None) + len(self.queue) + len(self._grammars.askers)
+        return (self.running is not None) + len(self.not_running())
 
     def not_running(self) -> list[RequestStream]:
         """Those that have not begun."""
-        return [*self.queue, *self._grammars.askers]
+        return [*self.queue, *self._grammars.askers, *self._texts.askers]
 
     def of_client(self, peer: bytes) -> list[RequestStream]:
         """Those of one connection."""
@@ -58,7 +61,8 @@ class OpenRequests:
             self._slot.cancel()
             self.queue.turn_over(stream.timings.running_s(now_ns))
             return True
-        if stream in self._grammars.askers:
-            self._grammars.forget(stream)
-            return True
+        for service in (self._grammars, self._texts):
+            if stream in service.askers:
+                service.forget(stream)
+                return True
         return self.queue.remove(stream)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from kog_dist.control import ControlPage, KvLayout, RankState
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.listener import Delivery, RpcListener
@@ -95,6 +96,50 @@ class Wire:
     has_backlog = False
 
     def close(self, linger_s: float = 0.0) -> None:
+        """Nothing to close."""
+
+
+class Texts:
+    """Stands in for TextReader: texts above a length are read when a test says so."""
+
+    fds: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.longest_at_once = CONTEXT
+        self._readings: list[tuple[Any, Callable[[], DecodeRequest]]] = []
+        self._read: list[tuple[Any, DecodeRequest | RequestError]] = []
+
+    @property
+    def askers(self) -> list[Any]:
+        return [asker for asker, _ in (*self._read, *self._readings)]
+
+    def is_for(self, message: Generate) -> bool:
+        return message.prompt is not None and len(message.prompt) > self.longest_at_once
+
+    def ask(self, asker: Any, read: Callable[[], DecodeRequest]) -> None:
+        self._readings.append((asker, read))
+
+    def forget(self, asker: Any) -> None:
+        self._read = [one for one in self._read if one[0] is not asker]
+        self._readings = [one for one in self._readings if one[0] is not asker]
+
+    def read(self) -> None:
+        """The first one that waits."""
+        for asker, read in self._readings[:1]:
+            try:
+                self._read.append((asker, read()))
+            except RequestError as error:
+                self._read.append((asker, error))
+        del self._readings[:1]
+
+    def has_answers(self) -> bool:
+        return bool(self._read)
+
+    def answers(self) -> list[tuple[Any, DecodeRequest | RequestError]]:
+        found, self._read = self._read, []
+        return found
+
+    def close(self) -> None:
         """Nothing to close."""
 
 
@@ -193,6 +238,9 @@ class HandTurned:
             client_queue_limit=client_queue_limit,
         )
         self.coordinator = Coordinator(args, self.control, model, cast(RpcListener, self.wire), clock=lambda: self.now_ns)
+        self.texts = Texts()
+        for user in (self.coordinator, self.coordinator.requests, self.coordinator._admission):
+            user._texts = cast(Any, self.texts)
 
     def pass_ms(self, milliseconds: float) -> None:
         self.now_ns += round(milliseconds * MS)

@@ -25,6 +25,7 @@ class Lifecycle(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engine = HandTurned(queue_limit=4, client_queue_limit=3)
+        self.engine.texts.longest_at_once = 3
         self.wire, self.control, self.coordinator = self.engine.wire, self.engine.control, self.engine.coordinator
         self.sent: dict[str, tuple[bytes, Generate]] = {}
         self.is_over = False
@@ -46,6 +47,10 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(milliseconds=st.sampled_from([1, 60, 300]))
     def time_passes(self, milliseconds: int) -> None:
         self.engine.pass_ms(milliseconds)
+
+    @rule()
+    def a_long_text_is_read(self) -> None:
+        self.engine.texts.read()
 
     # ---- clients ----
     @rule(
@@ -129,7 +134,7 @@ class Lifecycle(RuleBasedStateMachine):
             ends = [event for event in events if isinstance(event, Done | Error)]
             assert len(ends) <= 1
             assert not ends or events[-1] is ends[0], "nothing follows the terminal event"
-            assert isinstance(events[0], Accepted) or (isinstance(events[0], Error) and len(events) == 1)
+            assert isinstance(events[0], Accepted) or (len(events) == 1 and _ends_unaccepted(events[0]))
             self._check_answer(message, [event for event in events if isinstance(event, Tokens)], events[-1])
 
     @invariant()
@@ -166,6 +171,11 @@ class Lifecycle(RuleBasedStateMachine):
             ends = [e for e in self._events_of(request_id) if isinstance(e, Done | Error) and not _is_cancel_refusal(e)]
             assert len(ends) == 1, f"request {request_id} has {len(ends)} terminal events"
         self.engine.close()
+
+
+def _ends_unaccepted(event: Event) -> bool:
+    """Refused, or cancelled while its text was still to be read."""
+    return isinstance(event, Error) or (isinstance(event, Done) and event.finish_reason is FinishReason.CANCELLED)
 
 
 def _is_cancel_refusal(event: Event) -> bool:

@@ -13,6 +13,7 @@ from kog_dist.rpc.listener import Delivery
 from kog_dist.rpc.messages import (
     Accepted,
     Alive,
+    Cancel,
     Done,
     Drain,
     Error,
@@ -24,7 +25,7 @@ from kog_dist.rpc.messages import (
     StatusReport,
     Tokens,
 )
-from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
+from tests.unit.hand_turned import CONTEXT, PEERS, HandTurned, Letters, answer_of
 
 A, B, C = PEERS
 WORD = "aab"  # an answer of nine tokens follows
@@ -219,7 +220,8 @@ class Grammars:
 
 def test_a_lost_runner_ends_the_request_that_it_served_and_not_the_one_that_begins(engine: HandTurned) -> None:
     grammars: Any = Grammars()
-    engine.coordinator._grammars = engine.coordinator.requests._grammars = grammars
+    for user in (engine.coordinator, engine.coordinator.requests, engine.coordinator._admission):
+        user._grammars = grammars
     engine.ask(A, "a1", max_tokens=2, regex="a+")
     grammars.loses_runner = grammars.answers = True
     engine.coordinator.turn()
@@ -247,6 +249,55 @@ def test_idle_ranks_are_roused_when_a_request_comes_but_not_by_each_of_many(
         engine.ask(A, f"refused{number}", max_tokens=1000)
         engine.pass_ms(4)
     assert doorbells == [0, 2], "once in 10 ms"
+
+
+# ---- long texts ----
+def test_nobody_waits_for_the_text_of_another(engine: HandTurned) -> None:
+    engine.texts.longest_at_once = 4
+    engine.ask(A, "a1", "abababab", max_tokens=1)
+    engine.ask(B, "b1", WORD, max_tokens=2)
+    engine.decode(2)
+    assert [type(event) for event in engine.events("b1")] == [Accepted, Tokens, Tokens, Done]
+    assert [event for event in engine.events("a1") if not isinstance(event, Alive)] == []
+    engine.texts.read()
+    engine.decode(2)
+    assert [type(event) for event in engine.events("a1") if not isinstance(event, Alive)] == [Accepted, Tokens, Done]
+    assert last(engine, "a1").num_prompt_tokens == 8
+
+
+@pytest.mark.parametrize("end", ["cancelled", "late", "too long", "no room", "drained", "gone", "read in vain"])
+def test_a_text_that_is_being_read_ends_like_any_request(end: str) -> None:
+    engine = HandTurned(queue_limit=1)
+    engine.texts.longest_at_once = 4
+    engine.ask(A, "a1", "ab" * (CONTEXT if end == "too long" else 4), max_tokens=1, deadline_s=0.5)
+    match end:
+        case "cancelled" | "read in vain":
+            if end == "read in vain":
+                engine.texts.read()
+            engine.wire.inbox.append((A, Cancel("a1")))
+        case "late":
+            engine.pass_ms(600)
+        case "no room":
+            engine.ask(B, "b1", WORD)
+        case "drained":
+            engine.wire.inbox.append((B, Drain()))
+        case "gone":
+            engine.wire.gone.add(A)
+            engine.pass_ms(300)
+    for _ in range(2):
+        engine.coordinator.turn()
+        engine.texts.read()
+    counters = engine.coordinator.counters
+    wanted = {"late": ErrorCode.DEADLINE_EXCEEDED, "too long": ErrorCode.CONTEXT_LENGTH_EXCEEDED, "no room": ErrorCode.QUEUE_FULL}
+    if end == "gone":
+        assert counters.num_cancelled == counters.num_dropped_clients == 1
+    elif end in ("cancelled", "read in vain"):
+        assert (last(engine, "a1").finish_reason, counters.num_cancelled) == (FinishReason.CANCELLED, 1)
+    else:
+        assert [type(event) for event in engine.events("a1") if not isinstance(event, Alive)] == [Error]
+        assert last(engine, "a1").code is wanted.get(end, ErrorCode.DRAINING)
+    assert engine.coordinator.requests.find("a1") is None
+    engine.close()
 
 
 # ---- progress and timings ----

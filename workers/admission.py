@@ -1,0 +1,103 @@
+"""What a request goes through until it waits for its turn: room, its text, its grammar. Each step may refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kog_dist.errors import RequestError
+from kog_dist.rpc.counters import Counters
+from kog_dist.rpc.listener import RpcListener, error_event
+from kog_dist.rpc.messages import Accepted, ErrorCode, Generate
+from kog_dist.workers.client_events import ClientEvents
+from kog_dist.workers.grammar.service import GrammarService
+from kog_dist.workers.open_requests import OpenRequests
+from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.streams import RequestStream
+from kog_dist.workers.text_reader import UNREAD, TextReader
+
+
+class Admission:
+    """`take` is told of every request; `go_on` of time that has passed. `start_next`: a request has been queued."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        requests: OpenRequests,
+        grammars: GrammarService[RequestStream],
+        texts: TextReader[RequestStream],
+        clients: ClientEvents,
+        counters: Counters,
+        listener: RpcListener,
+        clock: Callable[[], int],
+        *,
+        is_draining: Callable[[], bool],
+        start_next: Callable[[], None],
+    ) -> None:
+        self._model, self._requests, self._grammars, self._texts = model, requests, grammars, texts
+        self._clients, self._counters, self._listener, self._clock = clients, counters, listener, clock
+        self._is_draining, self._start_next = is_draining, start_next
+
+    def take(self, peer: bytes, message: Generate, received_ns: int) -> None:
+        """A client wants this: queue it, have its text read, or refuse it."""
+        try:
+            self._check_room(peer, message.request_id)
+            if self._texts.is_for(message):
+                self._wait_for_text(RequestStream(peer, message, UNREAD, None, received_ns), message)
+            else:
+                self._go_on_with(RequestStream(peer, message, self._model.admit(message), None, received_ns))
+        except RequestError as error:
+            self._refuse(peer, message.request_id, error)
+
+    def go_on(self) -> None:
+        """Accept or refuse the requests of which something has become known; others may have taken their room meanwhile."""
+        for stream, request in self._texts.answers():
+            try:
+                if isinstance(request, RequestError):
+                    raise request
+                self._check_room(stream.peer, stream.request_id)
+                stream.request = request
+                self._go_on_with(stream)
+            except RequestError as error:
+                self._refuse(stream.peer, stream.request_id, error)
+        for stream, refusal in self._grammars.verdicts():
+            try:
+                if refusal is not None:
+                    raise RequestError(ErrorCode.INVALID_CONSTRAINT, refusal)
+                self._check_room(stream.peer, stream.request_id)
+            except RequestError as error:
+                self._refuse(stream.peer, stream.request_id, error)
+            else:
+                self._accept(stream)
+
+    def _wait_for_text(self, stream: RequestStream, message: Generate) -> None:
+        self._texts.ask(stream, lambda: self._model.admit(message))
+        stream.told_position = len(self._requests) - 1
+
+    def _go_on_with(self, stream: RequestStream) -> None:
+        """It fits the model."""
+        if stream.constraint is None:
+            self._accept(stream)
+            return
+        self._grammars.ask(stream, stream.constraint)
+        stream.told_position = len(self._requests) - 1
+
+    def _check_room(self, peer: bytes, request_id: str) -> None:
+        if self._is_draining():
+            raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
+        self._requests.check_room(peer, request_id)
+
+    def _accept(self, stream: RequestStream) -> None:
+        self._requests.queue.add(stream)
+        stream.timings.stage("admitted", self._clock())
+        self._start_next()  # ranks that have nothing to do need not wait for the rest, nor until the client is told
+        if (tokenizer := self._model.tokenizer) is not None:
+            stream.decoder = tokenizer.stream(after=stream.request.prompt)
+        stream.told_position = self._requests.place(stream)
+        self._clients.send(
+            stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
+        )
+
+    def _refuse(self, peer: bytes, request_id: str, error: RequestError) -> None:
+        self._counters.num_refused += 1
+        code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
+        self._listener.send(peer, error_event(code, str(error), request_id, error.retry_after_s))
