@@ -1,6 +1,7 @@
 """`kog-launch --gpus N`: N workers that share nothing but mapped memory answer like one GPU, bit by bit; a lost one is an error.
 
 KILL_ROUNDS=20 python -m pytest -s tests/gpu/test_engine_ranks.py -k lost      # the promise: 20 times in a row
+ENGINE_PREFILL=on ...                                                          # engines go through prompts in blocks
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ FORGIVEN_BYTES = 32 << 20  # what others may have taken meanwhile
 @pytest.fixture
 def session() -> Iterator[EngineSession]:
     with engine_session() as made:
+        made.variables["KOG_PREFILL"] = os.environ.get("ENGINE_PREFILL", "auto")
         yield made
 
 
