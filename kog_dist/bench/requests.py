@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.random_model import random_model
-from kog_dist.bench.report import finish, machine
+from kog_dist.bench.report import finishing, machine
 from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import Measures, Workload
 from kog_dist.bench.request_stages import show_steps
@@ -28,6 +28,7 @@ from kog_dist.rpc.transport import Access
 WANTED_MS: dict[int, dict[int | None, float]] = {
     1: {128: 3, 512: 6, 2048: 16, 4000: 32, None: 4}, 4: {128: 2.5, 512: 4, 2048: 8, 4000: 14},
 }  # fmt: skip
+WANTED_JSON_PER_S = {4: 2000}  # tokens, by GPUs
 OBEYED_MS = 250.0
 ABORTS = ("prefill", "decode")
 Measure = Callable[[], list[dict[str, Any]]]
@@ -58,20 +59,20 @@ def run(
         configuration["write_s"] = round(time.monotonic() - begin_s, 2)
         has_bare = on_gpus and model is None and spec_name != "tiny"
         bare = {count: _bare_kernel(spec_name, count, workload) if has_bare else None for count in counts}
-        wanted = WANTED_MS if has_bare and spec_name == "2b" else {}
-        figures = []
-        for count in counts:
-            # With auto an engine that went on without prefill would be measured as one with it.
-            use = "on" if prefill == "auto" and count == 1 else prefill
-            flags = [f"--gpus={count}", f"--prefill={use}"] if on_gpus else ["--device=cpu", f"--ranks={count}"]
-            figures.append(
+        is_2b = has_bare and spec_name == "2b"
+        wanted, wanted_json = (WANTED_MS, WANTED_JSON_PER_S) if is_2b else ({}, {})
+        figures: list[dict[str, Any]] = []
+        with finishing("requests", configuration, before, figures):
+            for count in counts:
+                # With auto an engine that went on without prefill would be measured as one with it.
+                use = "on" if prefill == "auto" and count == 1 else prefill
+                flags = [f"--gpus={count}", f"--prefill={use}"] if on_gpus else ["--device=cpu", f"--ranks={count}"]
+                figures.append({"gpus" if on_gpus else "ranks": count, "bare": bare[count]})
                 _engine(
-                    [str(folder), *flags], spec, workload, count,
-                    on_gpus=on_gpus, bare=bare[count], wanted=wanted.get(count, {}), aborts=aborts,
+                    figures[-1], [str(folder), *flags], spec, workload, count,
+                    on_gpus=on_gpus, wanted=wanted.get(count, {}), wanted_json=wanted_json.get(count), aborts=aborts,
                     must_abort=model is not None or spec_name != "tiny",
-                )
-            )  # fmt: skip
-    finish("requests", configuration, before, figures)
+                )  # fmt: skip
     return not any("errors" in figure for figure in figures)
 
 
@@ -96,14 +97,14 @@ def _bare_kernel(spec_name: str, count: int, workload: Workload) -> dict[str, An
 
 
 def _engine(
-    flags: Sequence[str], spec: ModelSpec, workload: Workload, count: int, *, on_gpus: bool, bare: dict[str, Any] | None,
-    wanted: dict[int | None, float], aborts: Sequence[str], must_abort: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """The figures of one number of ranks: an engine that answers and ends with the first abort, others for further aborts.
+    figures: dict[str, Any], flags: Sequence[str], spec: ModelSpec, workload: Workload, count: int, *, on_gpus: bool,
+    wanted: dict[int | None, float], wanted_json: int | None, aborts: Sequence[str], must_abort: bool,
+) -> None:  # fmt: skip
+    """Add the figures of one number of ranks: an engine that answers and ends with the first abort, others for further aborts.
 
     `must_abort`: a request that was over before its abort is an error. Those of a tiny model may be.
     """
-    figures: dict[str, Any] = {"gpus" if on_gpus else "ranks": count, "bare": bare}
+    bare = figures["bare"]
     name = f"{count} {'GPU' if on_gpus else 'rank'}{'s' if count > 1 else ''}"
     with engine_session() as session:
         launcher, client, figures["ready_s"] = _start(session, flags)
@@ -112,7 +113,7 @@ def _engine(
         steps: dict[str, tuple[Measure, Show]] = {
             "first_tokens": (measures.first_tokens, lambda found: _show_first_tokens(name, found, wanted)),
             "kinds": (measures.kinds, lambda found: _show_speeds(name, found, bare)),
-            "constrained": (measures.constrained, lambda found: _show_speeds(name, found, bare)),
+            "constrained": (measures.constrained, lambda found: _show_speeds(name, found, bare, wanted_json)),
             "cancels": (measures.cancels, lambda found: _show_cancels(name, found)),
             "aborts": (lambda: [_abort(measures, session, launcher, client, aborts[0])], lambda found: _show_aborts(name, found)),
         }
@@ -130,7 +131,6 @@ def _engine(
     for figure in figures["aborts"]:
         if must_abort and not figure["counts"]:
             figures.setdefault("errors", []).append(f"abort during {figure['during']}: the request was over before")
-    return figures
 
 
 @contextmanager
@@ -176,8 +176,11 @@ def _show_first_tokens(name: str, figures: list[dict[str, Any]], wanted: dict[in
     show_steps(f"{name}: ms after a pause until", figures, "rested_steps_ms")
 
 
-def _show_speeds(name: str, figures: list[dict[str, Any]], bare: dict[str, Any] | None) -> None:
+def _show_speeds(
+    name: str, figures: list[dict[str, Any]], bare: dict[str, Any] | None, wanted_per_s: int | None = None
+) -> None:  # fmt: skip
     """Also adds how much slower each is than the bare kernel: by medians, and by the best of either."""
+    wanted = f" (wanted {wanted_per_s})" if wanted_per_s else ""
     for figure in figures:
         if bare is not None:
             figure |= {"of_bare": figure["us"] / bare["us"], "of_bare_best": figure["best_us"] / bare["best_us"]}
@@ -185,7 +188,8 @@ def _show_speeds(name: str, figures: list[dict[str, Any]], bare: dict[str, Any] 
         first = f", first one after {figure['first_s']:.2f} s, then {figure['ttft_ms']:.1f} ms" if "first_s" in figure else ""
         print(
             f"{name}: {figure['kind']:>20}: {figure['us']:8.1f} us (best {figure['best_us']:.1f}), "
-            f"{figure['tokens_per_s']:.1f} tokens/s, {figure['client_tokens_per_s']:.1f} in the client, {figure['tokens']} tokens"
+            f"{figure['tokens_per_s']:.1f} tokens/s{wanted}, {figure['client_tokens_per_s']:.1f} in the client, "
+            f"{figure['tokens']} tokens"
             f"{first}{': ' if beside else ''}{', '.join(beside)}",
             flush=True,
         )
