@@ -9,30 +9,23 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 
-from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError
-from kog_dist.launch import local
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.fleet_folder import FleetFolder
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
-from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import (
-    EXIT_CANNOT_START,
     EXIT_OK,
     EXIT_RANK_DIED,
     EXIT_TIMEOUT,
     INTERRUPTED,
     Outcome,
-    how_it_ended,
-    signal_name,
 )
 from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.replica_places import LocalReplica, Replica, StartReplica, gpus_of_replica
@@ -40,11 +33,9 @@ from kog_dist.launch.replica_remote import RemoteReplicas
 from kog_dist.launch.replica_scaling import Scaler
 from kog_dist.launch.replica_set import ReplicaSet
 from kog_dist.launch.request import PromptRequest
-from kog_dist.launch.restarts import RestartBudget
+from kog_dist.launch.router_process import RouterProcess
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import model_folder
-from kog_dist.router.args import RouterArgs
-from kog_dist.router.orders import FleetOrder, FleetReport, latest_packet, socket_pair
 from kog_dist.wait import Deadline
 
 TICK_S = 0.05
@@ -125,11 +116,7 @@ class FleetLauncher:
         self._num_first = min(max(settings.replicas, self._low), self._high)
         self._begin_s = time.monotonic()
         self._scaler = Scaler(self._low, self._high, settings.scale_down_after, self._begin_s)
-        self._router: Child | None = None
-        self._router_restarts = RestartBudget()
-        self._orders: socket.socket | None = None
-        self._last_order = b""
-        self._report: FleetReport | None = None
+        self._router = RouterProcess(settings, folder, events)
         self._is_announced = False
         self._num_rolls = 0
         self._drain_deadline: Deadline | None = None
@@ -140,7 +127,7 @@ class FleetLauncher:
         previous = signal.signal(signal.SIGUSR1, self._ask_for_roll)
         outcome: Outcome | None = None
         try:
-            self._start_router()
+            self._router.start()
             if self._http is not None:
                 self._http.start(self._seen_by_gateway(), self._events.log_dir)
             self._replicas.grow(self._num_first)
@@ -165,79 +152,14 @@ class FleetLauncher:
     def _ask_for_roll(self, _signum: int, _frame: FrameType | None) -> None:
         self._num_rolls += 1
 
-    # ---- the router ----
-    def _start_router(self) -> None:
-        ours, theirs = socket_pair()
-        arguments = RouterArgs(
-            self._folder.name, str(self._folder.path), self._folder.lease_fd, theirs.fileno(), self._settings.shutdown_timeout,
-            self._settings.rpc_port, self._settings.rpc_host,
-        )  # fmt: skip
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
-        with theirs:
-            self._router = local.spawn(
-                "router", "kog_dist.router.process", [arguments.to_json()], environment=environment,
-                pass_fds=(theirs.fileno(), self._folder.lease_fd), log_dir=self._events.log_dir,
-            )  # fmt: skip
-        self._folder.watch(self._router.pid)
-        self._orders, self._last_order = ours, b""
-
-    def _talk(self) -> None:
-        """Send the router what it shall do, if that has changed, and read what it has seen."""
-        if self._orders is None:
-            return
-        replicas = (*self._replicas.orders(), *self._remotes.orders())
-        order = FleetOrder(replicas, self._drain_deadline is not None).to_bytes()
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # it is busy, or gone, which is seen elsewhere
-            if order != self._last_order:
-                self._orders.send(order)
-                self._last_order = order
-        with contextlib.suppress(EOFError):
-            if (packet := latest_packet(self._orders)) is not None:
-                self._report = FleetReport.from_bytes(packet)
-
-    def _router_ended(self) -> Outcome | None:
-        """Start a router that was killed again; an outcome when it was drained, or dies too often."""
-        assert self._router is not None
-        code = self._router.exit_code
-        if code is None:
-            return None
-        self._router.read_output()
-        if code == EXIT_OK:
-            return Outcome(EXIT_OK, "drained")
-        if code == EXIT_TIMEOUT:
-            sentence = f"running requests did not finish within {self._settings.shutdown_timeout:g} s and were ended"
-            return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
-        said = self._router.last_line().removeprefix("router: ")
-        why = said if said and code > 0 else f"the router (pid {self._router.pid}) {how_it_ended(code)}"
-        if not self._is_announced or not self._router_restarts.take():
-            exit_code = EXIT_RANK_DIED if self._is_announced else EXIT_CANNOT_START
-            return Outcome(exit_code, "router_died", why, pid=self._router.pid, signal=signal_name(code))
-        self._events.say(f"{why}; its clients have lost their requests, and it is started again", error=True)
-        self._close_router()
-        self._start_router()
-        return None
-
     def _gateway_ended(self) -> Outcome | None:
         return None if self._http is None else self._http.look(self._events.say, has_served=self._is_announced)
-
-    def _close_router(self) -> None:
-        if self._router is not None:
-            self._router.send(signal.SIGKILL)
-            self._router.process.wait()
-            self._router.close()
-        if self._orders is not None:
-            self._orders.close()
-        self._router = self._orders = None
 
     # ---- the loop ----
     def _wait(self) -> None:
         """Until something happens, at most a tick."""
         with selectors.DefaultSelector() as selector:
-            fds = {self._signals.wakeup_fd, *(self._http.wake_fds() if self._http is not None else ())}
-            if self._orders is not None:
-                fds.add(self._orders.fileno())
-            if self._router is not None:
-                fds |= {fd for fd in (self._router.ended_fd, self._router.stderr_fd) if fd >= 0}
+            fds = {self._signals.wakeup_fd, *(self._http.wake_fds() if self._http is not None else ())} | self._router.wake_fds()
             for slot in self._replicas.slots.values():
                 fds |= set(slot.replica.wake_fds() if slot.replica is not None else [])
             for fd in fds:
@@ -246,11 +168,10 @@ class FleetLauncher:
 
     def _look(self) -> None:
         self._signals.clear_wakeup()
-        if self._router is not None:
-            self._router.read_output()
+        self._router.read_output()
         self._talk()
-        self._replicas.look(self._report)
-        self._remotes.look(self._report, time.monotonic())
+        self._replicas.look(self._router.report)
+        self._remotes.look(self._router.report, time.monotonic())
         if (gone := self._folder.mend()) is not None:
             self._events.say(f"the process that cleans up (pid {gone}) was killed and has been started again", error=True)
         if self._num_rolls and self._drain_deadline is None:
@@ -261,24 +182,29 @@ class FleetLauncher:
         self._scale()
         self._talk()
 
+    def _talk(self) -> None:
+        self._router.talk((*self._replicas.orders(), *self._remotes.orders()), is_draining=self._drain_deadline is not None)
+
     def _scale(self) -> None:
-        if self._report is None or self._high == self._low or self._drain_deadline is not None or not self._is_announced:
+        report = self._router.report
+        if report is None or self._high == self._low or self._drain_deadline is not None or not self._is_announced:
             return
         change = self._scaler.decide(
-            time.monotonic(), num_replicas=len(self._replicas.slots), num_waiting=self._report.num_waiting,
-            num_running=sum(replica.num_running for replica in self._report.replicas), is_settled=self._replicas.is_settled,
+            time.monotonic(), num_replicas=len(self._replicas.slots), num_waiting=report.num_waiting,
+            num_running=sum(replica.num_running for replica in report.replicas), is_settled=self._replicas.is_settled,
         )  # fmt: skip
         if change > 0:
-            self._events.say(f"{self._report.num_waiting} requests wait: starting one replica more")
+            self._events.say(f"{report.num_waiting} requests wait: starting one replica more")
             self._replicas.grow()
         elif change < 0:
             self._events.say(f"one replica is not needed since {self._settings.scale_down_after:g} s: stopping it")
             self._replicas.shrink()
 
     def _announce(self) -> None:
-        if self._is_announced or self._report is None:
+        report = self._router.report
+        if self._is_announced or report is None:
             return
-        ready = [replica for replica in self._report.replicas if replica.state == "ready"]
+        ready = [replica for replica in report.replicas if replica.state == "ready"]
         answers = self._http is None or self._http.is_ready()
         if not ready or not answers or self._replicas.num_serving < self._num_first:
             self._progress.show(f"waiting for {self._still()}")
@@ -288,7 +214,7 @@ class FleetLauncher:
         ranks = ready[0].world_size
         what = f"{len(ready)} replica{'s' if len(ready) > 1 else ''} of {ranks} rank{'s' if ranks > 1 else ''}"
         self._events.say(
-            f"{ready[0].model} on {what}, instance {self._folder.name}, {self._report.address}, "
+            f"{ready[0].model} on {what}, instance {self._folder.name}, {report.address}, "
             f"{f'{self._http.url}, ' if self._http is not None else ''}ready after {time.monotonic() - self._begin_s:.1f} s"
         )
 
@@ -296,7 +222,7 @@ class FleetLauncher:
     def _decide(self) -> Outcome | None:
         if self._replicas.failure is not None:
             return self._replicas.failure
-        outcome = self._router_ended() or self._gateway_ended() or self._answer_signals()
+        outcome = self._router.ended(has_served=self._is_announced) or self._gateway_ended() or self._answer_signals()
         if outcome is not None:
             return outcome
         if self._replicas.is_lost() and not len(self._remotes):
@@ -309,7 +235,8 @@ class FleetLauncher:
 
     def _still(self) -> str:
         """What start-up waits for: `replica r1: loading`."""
-        reported = {replica.name: replica for replica in self._report.replicas} if self._report is not None else {}
+        report = self._router.report
+        reported = {replica.name: replica for replica in report.replicas} if report is not None else {}
         doing = {name: slot.replica.doing for name, slot in self._replicas.slots.items() if slot.replica is not None}
         doing |= {name: f"{replica.state} {replica.reason}".strip() for name, replica in reported.items()}
         late = [f"replica {name}: {what}" for name, what in doing.items() if what != "ready"]
@@ -325,7 +252,7 @@ class FleetLauncher:
             return None
         if signals.count > 1 or (signals.count and not self._is_announced):
             return self._interrupted()
-        if signals.count or (self._report is not None and self._report.is_draining):
+        if signals.count or ((report := self._router.report) is not None and report.is_draining):
             limit_s = self._settings.shutdown_timeout
             self._drain_deadline = Deadline.after(limit_s + DRAIN_MARGIN_S)
             if self._http is not None:
@@ -343,12 +270,11 @@ class FleetLauncher:
         """End every process; replicas whose requests are finished, or given up, do not take long."""
         if self._http is not None:
             self._http.begin_stop()
-        if self._router is not None and self._router.exit_code is None:
-            self._router.send(signal.SIGTERM)  # it tells its clients
+        self._router.begin_stop()
         is_orderly = outcome is not None and outcome.exit_code == EXIT_OK
         self._replicas.begin_stop(drain=is_orderly)
         deadline = Deadline.after(STOP_S)
         while not self._replicas.ended() and not deadline.expired():
             self._wait()
         self._replicas.close()
-        self._close_router()
+        self._router.close()

@@ -1,0 +1,110 @@
+"""The router's process: started, told what to do, heard, and started again when it was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Sequence
+
+from kog_dist import env
+from kog_dist.config import LaunchConfig
+from kog_dist.launch import local
+from kog_dist.launch.events import EventLog
+from kog_dist.launch.fleet_folder import FleetFolder
+from kog_dist.launch.local import Child
+from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_OK, EXIT_RANK_DIED, EXIT_TIMEOUT, Outcome, how_it_ended, signal_name
+from kog_dist.launch.restarts import RestartBudget
+from kog_dist.router.args import RouterArgs
+from kog_dist.router.orders import FleetOrder, FleetReport, ReplicaOrder, latest_packet, socket_pair
+
+
+class RouterProcess:
+    """The router of a fleet. `report`: what it said last; None before."""
+
+    def __init__(self, settings: LaunchConfig, folder: FleetFolder, events: EventLog) -> None:
+        self._settings, self._folder, self._events = settings, folder, events
+        self._child: Child | None = None
+        self._orders: socket.socket | None = None
+        self._last_order = b""
+        self._restarts = RestartBudget()
+        self.report: FleetReport | None = None
+
+    def start(self) -> None:
+        """Start it. Raises LaunchError if no process can be started."""
+        ours, theirs = socket_pair()
+        arguments = RouterArgs(
+            self._folder.name, str(self._folder.path), self._folder.lease_fd, theirs.fileno(), self._settings.shutdown_timeout,
+            self._settings.rpc_port, self._settings.rpc_host,
+        )  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
+        with theirs:
+            self._child = local.spawn(
+                "router", "kog_dist.router.process", [arguments.to_json()], environment=environment,
+                pass_fds=(theirs.fileno(), self._folder.lease_fd), log_dir=self._events.log_dir,
+            )  # fmt: skip
+        self._folder.watch(self._child.pid)
+        self._orders, self._last_order = ours, b""
+
+    def wake_fds(self) -> set[int]:
+        """What becomes readable when it has something to say, or has ended."""
+        fds = {self._orders.fileno()} if self._orders is not None else set()
+        if self._child is not None:
+            fds |= {fd for fd in (self._child.ended_fd, self._child.stderr_fd) if fd >= 0}
+        return fds
+
+    def read_output(self) -> None:
+        """Pass on what it has printed."""
+        if self._child is not None:
+            self._child.read_output()
+
+    def talk(self, replicas: Sequence[ReplicaOrder], *, is_draining: bool) -> None:
+        """Send it what it shall do, if that has changed, and read what it has seen."""
+        if self._orders is None:
+            return
+        order = FleetOrder(tuple(replicas), is_draining).to_bytes()
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # it is busy, or gone, which is seen elsewhere
+            if order != self._last_order:
+                self._orders.send(order)
+                self._last_order = order
+        with contextlib.suppress(EOFError):
+            if (packet := latest_packet(self._orders)) is not None:
+                self.report = FleetReport.from_bytes(packet)
+
+    def ended(self, *, has_served: bool) -> Outcome | None:
+        """Start it again if it was killed; an outcome when it was drained, or dies too often, or before it has served."""
+        assert self._child is not None
+        code = self._child.exit_code
+        if code is None:
+            return None
+        self._child.read_output()
+        if code == EXIT_OK:
+            return Outcome(EXIT_OK, "drained")
+        if code == EXIT_TIMEOUT:
+            sentence = f"running requests did not finish within {self._settings.shutdown_timeout:g} s and were ended"
+            return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
+        said = self._child.last_line().removeprefix("router: ")
+        why = said if said and code > 0 else f"the router (pid {self._child.pid}) {how_it_ended(code)}"
+        if not has_served or not self._restarts.take():
+            exit_code = EXIT_RANK_DIED if has_served else EXIT_CANNOT_START
+            return Outcome(exit_code, "router_died", why, pid=self._child.pid, signal=signal_name(code))
+        self._events.say(f"{why}; its clients have lost their requests, and it is started again", error=True)
+        self.close()
+        self.start()
+        return None
+
+    def begin_stop(self) -> None:
+        """Ask it to end: it tells its clients."""
+        if self._child is not None and self._child.exit_code is None:
+            self._child.send(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End it now."""
+        if self._child is not None:
+            self._child.send(signal.SIGKILL)
+            self._child.process.wait()
+            self._child.close()
+        if self._orders is not None:
+            self._orders.close()
+        self._child = self._orders = None
