@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kog_dist.bench.session import until
@@ -68,7 +69,9 @@ def url(engine: Access, root: Path, demo_model: Path) -> Iterator[str]:
         assert child.stderr is not None
         line = child.stderr.readline()
         assert "url=" in line, line
-        yield line.partition("url=")[2].split()[0]
+        url = line.partition("url=")[2].split()[0]
+        until(lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 200, 30, lambda: "the gateway is not ready")
+        yield url
 
 
 def test_it_is_found_and_answers_like_an_engine(engine: Access) -> None:

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,9 +42,12 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 @functools.cache
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port below those that the system chooses: no test beside this one is given it meanwhile."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def here(text: str) -> str:
@@ -64,11 +68,13 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def answers(instance: str) -> bool:
-    """Whether an engine of this name does so; asked from here, since an engine that starts needs the cores that commands take."""
+def is_ready(command: str, instance: str, said: str) -> bool:
+    """Whether the engine that `command` started takes requests. One that greets may still refuse them."""
+    if command.startswith("kog-launch"):
+        return "ready after" in said
     try:
         Client.of_instance(instance).close()
-    except (LaunchError, DeadlineExceeded):  # a router greets once a replica is ready
+    except (LaunchError, DeadlineExceeded):
         return False
     return True
 
@@ -79,9 +85,14 @@ def engine(command: str) -> Iterator[None]:
     name = re.search(r"--instance (\S+)", command)
     assert name is not None, f"`{command} &` must name its --instance, so that the test can wait for it"
     deadline = time.monotonic() + TIMEOUT_S
-    with subprocess.Popen(f"exec {command}", shell=True, cwd=ROOT, env=environment(), start_new_session=True) as process:
+    with (
+        tempfile.NamedTemporaryFile() as out,
+        subprocess.Popen(
+            f"exec {command}", shell=True, cwd=ROOT, env=environment(), stdout=out, start_new_session=True
+        ) as process,
+    ):  # fmt: skip
         try:
-            while not answers(name.group(1)):
+            while not is_ready(command, name.group(1), Path(out.name).read_text(encoding="utf-8")):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     pytest.fail(f"`{command}` ended with {process.wait(0.05)} before it was ready")
                 assert time.monotonic() < deadline, f"`{command}` was not ready in {TIMEOUT_S:.0f} s"
