@@ -12,7 +12,7 @@ import numpy as np
 
 from kog_dist.bench import shaped as shaped_requests
 from kog_dist.bench.gpu import free_memory, gpu_name
-from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.bench.report import finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.control import ControlPage
 from kog_dist.decode.sampling import Sampling
@@ -45,25 +45,25 @@ def run(
     before = machine()
     figures: list[dict[str, Any]] = []
     traces: dict[str, Any] = {}
-    for lanes in lane_counts:
-        page = _mask_page(model, spec_name) if samplings else None
-        kernel = _kernel(model, spec_name, lanes, page=page)
-        figures += _measure(kernel, contexts, tokens)
-        if page is not None:
-            at = _nearest(contexts, 512)
-            figures += shaped_requests.figures(shaped_requests.times_us(kernel, page, samplings, at, tokens), at, lanes=lanes)
-            kernel.close()
-            page.close()
-        if trace is not None:
-            traces[str(lanes)] = write_trace(kernel, _nearest(contexts, 512), Path(trace) / f"token-{lanes}-lanes")
-        spec = kernel.shape.spec
-        del kernel
-        free_memory()
-    if traces:
-        configuration["traces_us"] = traces
-    for form in baselines:
-        figures += _measure_baseline(spec, form, contexts, tokens)
-    finish("latency", configuration, before, figures)
+    with finishing("latency", configuration, before, figures):
+        for lanes in lane_counts:
+            page = _mask_page(model, spec_name) if samplings else None
+            kernel = _kernel(model, spec_name, lanes, page=page)
+            figures += _measure(kernel, contexts, tokens)
+            if page is not None:
+                at = _nearest(contexts, 512)
+                figures += shaped_requests.figures(shaped_requests.times_us(kernel, page, samplings, at, tokens), at, lanes=lanes)
+                kernel.close()
+                page.close()
+            if trace is not None:
+                traces[str(lanes)] = write_trace(kernel, _nearest(contexts, 512), Path(trace) / f"token-{lanes}-lanes")
+            spec = kernel.shape.spec
+            del kernel
+            free_memory()
+        if traces:
+            configuration["traces_us"] = traces
+        for form in baselines:
+            figures += _measure_baseline(spec, form, contexts, tokens)
 
 
 def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int) -> list[dict[str, Any]]:
