@@ -134,7 +134,7 @@ def test_an_abort_ends_waits_without_a_record(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [ChainShape(4, 24, 6, False), ChainShape(2, 64, 32, True, 3)],
+    [ChainShape(4, 72, 24, False), ChainShape(2, 64, 32, True, 3)],
     ids=["owners", "everyone"],
 )
 def test_chains_have_the_bits_of_their_definition(folder: Path, shape: ChainShape) -> None:
@@ -149,7 +149,7 @@ def test_chains_have_the_bits_of_their_definition(folder: Path, shape: ChainShap
 
 
 def test_every_thread_block_finds_the_same_best_candidate(folder: Path) -> None:
-    num_ranks, num_ctas, rows = 3, 3, 6
+    num_ranks, num_ctas, rows = 4, 3, 24  # more stores than a warp has threads, as of the 2B shape
     program = built(folder, "handoff", "handoff_shape.cuh", handoff_header(num_ranks, num_ctas, rows))
     run(program, 11, 6, folder / "out.bin")
     found = np.fromfile(folder / "out.bin", np.uint32).reshape(num_ranks, 6, num_ctas, 4)
