@@ -24,19 +24,14 @@ _CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 5  # where the cost of hashes is me
 
 
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
-    """What one rank does: `hashes` (hexadecimal) of the long run, the seconds it `took_s`, and `us` per token with and without
-    them, round by round.
-    """
+    """What one rank does: `hashes` (hexadecimal) of the long run, and the seconds it `took_s`."""
     from kog_dist.workers.cuda.device_weights import random_weights
 
     tokens = int(context.arguments["tokens"])
     spec = named_spec(str(context.arguments["spec"]))
-    hashing, plain = (rank_shape(context, spec, keeps_hashes=keeps) for keeps in (True, False))
-    prepare(context, [hashing, plain])
-    weights = random_weights(hashing, SEED)
-    with rank_kernel(context, hashing, weights) as kernel:
-        rounds, _ = medians_in_turn(context, kernel, [plain], _CONTEXT, _TIMED_TOKENS, _ROUNDS)
-    with rank_kernel(context, hashing, weights) as kernel:
+    shape = rank_shape(context, spec, keeps_hashes=True)
+    prepare(context, [shape])
+    with rank_kernel(context, shape, random_weights(shape, SEED)) as kernel:
         assert kernel.hashes is not None
         decoded, begin_s = 0, time.monotonic()
         while decoded < tokens:
@@ -49,7 +44,18 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             decoded += steps
         took_s = time.monotonic() - begin_s
         hashes = [f"{value:016x}" for value in kernel.hashes.get().tolist() if value]
-    return {"us": rounds, "hashes": hashes, "took_s": took_s}
+    return {"hashes": hashes, "took_s": took_s}
+
+
+def cost_on_ranks(context: RankContext) -> list[list[float]]:
+    """What one rank does to measure what hashes cost: `us` per token with and without them, round by round."""
+    from kog_dist.workers.cuda.device_weights import random_weights
+
+    spec = named_spec(str(context.arguments["spec"]))
+    hashing, plain = (rank_shape(context, spec, keeps_hashes=keeps) for keeps in (True, False))
+    prepare(context, [hashing, plain])
+    with rank_kernel(context, hashing, random_weights(hashing, SEED)) as kernel:
+        return medians_in_turn(context, kernel, [plain], _CONTEXT, _TIMED_TOKENS, _ROUNDS)[0]
 
 
 def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: float) -> bool:
@@ -70,37 +76,54 @@ def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: floa
     reference: list[str] = []  # of the first number of GPUs that did not fail
     with finishing("endurance", {"model": f"{spec_name}, random weights", "gpu": gpu_name()}, before, figures):
         for count in gpu_counts:
-            try:
-                found = results_of_ranks(count, "kog_dist.bench.endurance:decode_on_ranks", arguments, deadline_s)
-            except KogError as error:
-                print(f"{count} GPUs: {error}", flush=True)
-                figures.append({"gpus": count, "error": str(error)[-2000:], "same": False})
-                continue
-            reference = reference or found[0]["hashes"]
-            figures.append(_figure(count, tokens, found, reference))
-    return all(figure["same"] for figure in figures)
+            if ranks := _attempt(count, "decode_on_ranks", arguments, deadline_s, figures):
+                reference = reference or ranks[0]["hashes"]
+                figures.append(_figure(count, tokens, ranks, reference))
+            if costs := _attempt(count, "cost_on_ranks", arguments, deadline_s, figures):
+                figures.append(_cost(count, costs[0]))
+    return all(figure.get("same", True) for figure in figures)
+
+
+def _attempt(count: int, body: str, arguments: dict[str, Any], deadline_s: float, figures: list[dict[str, Any]]) -> list[Any]:
+    """What ranks found; nothing after an error, which is printed and becomes a figure."""
+    try:
+        return results_of_ranks(count, f"kog_dist.bench.endurance:{body}", arguments, deadline_s)
+    except KogError as error:
+        print(f"{count} GPUs: {error}", flush=True)
+        figures.append({"gpus": count, "error": str(error)[-2000:], "same": False})
+        return []
 
 
 def _figure(count: int, tokens: int, ranks: Sequence[dict[str, Any]], reference: Sequence[str]) -> dict[str, Any]:
     """One number of GPUs, printed."""
     from kog_dist.workers.cuda.kernel_shape import HASH_TOKENS
 
-    rounds = ranks[0]["us"]
-    hashed, bare = (min(medians[number] for medians in rounds) for number in (0, 1))
-    cost = percentile([with_hashes / without - 1 for with_hashes, without in rounds], 0.5)
     differs_at = first_difference([rank["hashes"] for rank in ranks], reference)
     figure = {
         "gpus": count, "tokens": tokens, "hashes": len(ranks[0]["hashes"]),
         "same": differs_at is None and len(reference) == tokens // HASH_TOKENS, "last_hash": ranks[0]["hashes"][-1:],
-        "took_s": round(ranks[0]["took_s"], 2), "us_per_token": round(bare, 1), "us_with_hashes": round(hashed, 1),
-        "cost": round(cost, 5), "rounds": rounds,
+        "took_s": round(ranks[0]["took_s"], 2),
     }  # fmt: skip
     told = f"all {count} {'rank has' if count == 1 else 'ranks have'} "
     told += "the same" if differs_at is None else f"OTHERS from hash {differs_at} on"
     print(
         f"{count} GPUs: {tokens} tokens in {figure['took_s']} s, {figure['hashes']} hashes of {tokens // HASH_TOKENS}, "
-        f"{told}, the last {''.join(figure['last_hash'])}; {bare:.1f} us per token, {hashed:.1f} with hashes "
-        f"({100 * cost:+.2f} %, median of {len(rounds)} rounds, wanted {_WANTED_PERCENT:g})",
+        f"{told}, the last {''.join(figure['last_hash'])}",
         flush=True,
     )
     return figure
+
+
+def _cost(count: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """What hashes cost, printed."""
+    hashed, bare = (min(medians[number] for medians in rounds) for number in (0, 1))
+    cost = percentile([with_hashes / without - 1 for with_hashes, without in rounds], 0.5)
+    print(
+        f"{count} GPUs: {bare:.1f} us per token, {hashed:.1f} with hashes ({100 * cost:+.2f} %, median of {len(rounds)} rounds, "
+        f"wanted {_WANTED_PERCENT:g})",
+        flush=True,
+    )
+    return {
+        "gpus": count, "us_per_token": round(bare, 1), "us_with_hashes": round(hashed, 1), "cost": round(cost, 5),
+        "rounds": rounds,
+    }  # fmt: skip

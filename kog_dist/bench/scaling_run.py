@@ -35,6 +35,7 @@ from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import KogError
 
 if TYPE_CHECKING:
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
 
 # What is wanted of the 2B shape on H200s, tokens per second by GPUs and context, and how many us delayed sums may cost by GPUs.
@@ -65,7 +66,7 @@ class Plan:
 def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     """What one rank does. By context: `us` of its tokens, `bits` of each of its lanes' logits (SHA-256), `repeated_bits` of a
     launch that is repeated, and how many of the `repeats` had others. What the arguments ask for besides: `long`, `samplings`,
-    `rounds` of the yardstick, `trace`.
+    `builds`, `rounds` of the yardstick; or the `trace` alone.
     """
     from kog_dist.workers.cuda.device_weights import random_weights
 
@@ -74,9 +75,10 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     contexts, samplings = [int(at) for at in arguments["contexts"]], list(arguments.get("samplings", ()))
     shape = rank_shape(context, spec)
     bare = rank_shape(context, spec, leaves_out_delayed=True) if arguments.get("yardstick") and world_size > 1 else None
-    traced = rank_shape(context, spec, traced_step=TRACED_STEP) if arguments.get("trace") else None
+    if arguments.get("trace"):
+        return {"trace": _trace(context, rank_shape(context, spec, traced_step=TRACED_STEP), Path(str(arguments["trace"])))}
     builds = [rank_shape(context, spec, **options) for options in arguments.get("builds", ())]
-    prepare(context, [*builds, *(one for one in (bare, traced) if one is not None)])
+    prepare(context, [*builds, *([] if bare is None else [bare])])
     prepare(context, [shape], shaped=bool(samplings))
     weights = random_weights(shape, SEED)
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
@@ -101,8 +103,6 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             found["builds"] = {str(at): medians_in_turn(context, kernel, builds, at, max_tokens, _ROUNDS) for at in contexts}
         if bare is not None:  # the last one: it leaves wrong keys and values
             found["rounds"] = {str(at): medians_in_turn(context, kernel, [bare], at, max_tokens, _ROUNDS)[0] for at in contexts}
-    if traced is not None:
-        found["trace"] = _trace(context, traced, weights, Path(str(arguments["trace"])))
     return found
 
 
@@ -123,9 +123,12 @@ def long_run(kernel: Monokernel, contexts: Sequence[int]) -> dict[str, Any]:
     return {"tokens": [-1 if entry is None else entry.token_id for entry in entries], "us": medians}
 
 
-def _trace(context: RankContext, shape: Any, weights: Any, folder: Path) -> dict[str, Any]:
+def _trace(context: RankContext, shape: KernelShape, folder: Path) -> dict[str, Any]:
     """Rank 0's trace of a token, as a table and a summary; a picture goes into `folder`."""
-    with rank_kernel(context, shape, weights) as kernel:
+    from kog_dist.workers.cuda.device_weights import random_weights
+
+    prepare(context, [shape])
+    with rank_kernel(context, shape, random_weights(shape, SEED)) as kernel:
         context.rendezvous.barrier(context.deadline)
         trace = traced_token(kernel, _TRACED_CONTEXT)
     if context.info.rank:
@@ -141,29 +144,26 @@ def run(plan: Plan, gpu_counts: Sequence[int]) -> bool:
     before, figures = machine(), list[dict[str, Any]]()
     configuration = {"model": f"{plan.spec}, random weights", "tokens": plan.tokens, "gpu": gpu_name()}
     bits, tokens = dict[str, list[str]](), list[int]()  # of the first number of GPUs that did not fail
-    arguments = {
-        "spec": plan.spec, "contexts": list(plan.contexts), "tokens": plan.tokens, "repeats": plan.repeats,
-        "samplings": list(plan.samplings), "long_run": plan.long_run, "yardstick": plan.yardstick,
-        "builds": [dict(options) for options in plan.builds],
-        "trace": None if plan.trace is None else str(Path(plan.trace).absolute()),
-    }  # fmt: skip
+    whole = {"spec": plan.spec, "contexts": list(plan.contexts), "tokens": plan.tokens, "repeats": plan.repeats}
+    once_more = {**whole, "repeats": 0, "yardstick": plan.yardstick, "builds": [dict(options) for options in plan.builds]}
+    trace = {**whole, "trace": None if plan.trace is None else str(Path(plan.trace).absolute())}
+    whole |= {"samplings": list(plan.samplings), "long_run": plan.long_run}
     with finishing("scaling", configuration, before, figures):
-        for count in gpu_counts:
-            try:
-                ranks = decode(count, arguments)
-            except KogError as error:
-                print(f"{count} GPUs: {error}", flush=True)
-                figures.append({"gpus": count, "error": str(error)[-2000:]})
-                continue
-            figures += [_figure(plan, count, context, ranks, bits) for context in plan.contexts]
-            if plan.long_run:
-                tokens = tokens or ranks[0]["long"]["tokens"]
-                figures.append(_long_figure(count, [rank["long"] for rank in ranks], tokens))
-            for context in plan.contexts if plan.builds else ():
-                figures += _build_figures(plan, count, context, [rank["builds"][str(context)] for rank in ranks])
-            if plan.samplings:
-                figures += shaped_figures(ranks[0]["samplings"], max(plan.contexts), gpus=count)
-            if plan.trace is not None:
+        for count in gpu_counts:  # parts in processes of their own: one that fails takes nothing from the others
+            if ranks := _attempt(count, whole, figures):
+                figures += [_figure(plan, count, context, ranks, bits) for context in plan.contexts]
+                if plan.long_run:
+                    tokens = tokens or ranks[0]["long"]["tokens"]
+                    figures.append(_long_figure(count, [rank["long"] for rank in ranks], tokens))
+                if plan.samplings:
+                    figures += shaped_figures(ranks[0]["samplings"], max(plan.contexts), gpus=count)
+            if (plan.builds or (plan.yardstick and count > 1)) and (ranks := _attempt(count, once_more, figures)):
+                for context in plan.contexts:
+                    if "rounds" in ranks[0]:
+                        figures.append(_exposed_figure(count, context, ranks[0]["rounds"][str(context)]))
+                    if plan.builds:
+                        figures += _build_figures(plan, count, context, [rank["builds"][str(context)] for rank in ranks])
+            if plan.trace is not None and (ranks := _attempt(count, trace, figures)):
                 print(f"{count} GPUs, rank 0: {ranks[0]['trace']['text']}", flush=True)
                 figures.append({"gpus": count, "trace_us": ranks[0]["trace"]["summary"]})
     return not any(
@@ -190,16 +190,29 @@ def _figure(
         f"{figure['tokens_per_s']:8.1f} tokens/s{_wanted(WANTED_PER_S.get((count, context)))}, "
         f"bits {'the same' if figure['same_bits'] else 'OTHERS'}, {figure['different_repeats']} of {plan.repeats} repeats differ"
     )
-    if "rounds" in ranks[0]:
-        rounds = ranks[0]["rounds"][at]
-        exposed = percentile([with_sums - without for with_sums, without in rounds], 0.5)
-        figure |= {"exposed_us": round(exposed, 2), "rounds_us": [[round(us, 1) for us in pair] for pair in rounds]}
-        line += (
-            f", delayed sums cost {exposed:+.1f} us{_wanted(WANTED_EXPOSED_US.get(count))} "
-            f"({', '.join(f'{with_sums:.1f} - {without:.1f}' for with_sums, without in rounds)})"
-        )
     print(line, flush=True)
     return figure
+
+
+def _attempt(count: int, arguments: dict[str, Any], figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `decode` gives; nothing after an error, which is printed and becomes a figure."""
+    try:
+        return decode(count, arguments)
+    except KogError as error:
+        print(f"{count} GPUs: {error}", flush=True)
+        figures.append({"gpus": count, "error": str(error)[-2000:]})
+        return []
+
+
+def _exposed_figure(count: int, context: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """What the delayed sums cost, printed: the median of the rounds' differences."""
+    exposed = percentile([with_sums - without for with_sums, without in rounds], 0.5)
+    print(
+        f"{count} GPUs, context {context:>5}: delayed sums cost {exposed:+.1f} us{_wanted(WANTED_EXPOSED_US.get(count))}: "
+        f"{', '.join(f'{with_sums:.1f} - {without:.1f}' for with_sums, without in rounds)}",
+        flush=True,
+    )
+    return {"gpus": count, "at": context, "exposed_us": round(exposed, 2), "rounds_us": [list(pair) for pair in rounds]}
 
 
 def _long_figure(count: int, ranks: Sequence[Mapping[str, Any]], reference: Sequence[int]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     """By number of GPUs what its ranks found, or the error."""
     found: dict[int, Any] = {}
 
-    def results(count: int, *_: object) -> Any:
+    def results(count: int, body: str, *_: object) -> Any:
         if isinstance(found[count], KogError):
             raise found[count]
-        return found[count]
+        return [rank["cost"] for rank in found[count]] if body.endswith(":cost_on_ranks") else found[count]
 
     for module in (scaling_run, endurance):
         monkeypatch.setattr(module, "require_gpus", lambda count: "played")
@@ -53,10 +53,11 @@ def test_four_gpus_beside_one(ranks: dict[int, Any], capsys: pytest.CaptureFixtu
     ranks |= {4: [rank_of(4, 280.0)] * 4, 1: [rank_of(1, 1000.0)]}
     assert scaling_run.run(PLAN, (4, 1))
     text, figures = figures_of(capsys)
-    assert "3571.4 tokens/s (wanted 3500), bits the same, 0 of 3 repeats differ, delayed sums cost +1.2 us (wanted 2)" in text
+    assert "3571.4 tokens/s (wanted 3500), bits the same, 0 of 3 repeats differ" in text
+    assert "512: delayed sums cost +1.2 us (wanted 2): 280.0 - 278.5, 289.0 - 288.0, 280.0 - 278.8" in text
     assert "one launch of 3 tokens: 3571.4 at 64 (wanted 3500), 3571.4 at 512 (wanted 3300) tokens/s; tokens the same" in text
-    assert figures[0]["exposed_us"] == 1.25
-    assert [figure["gpus"] for figure in figures] == [4, 4, 4, 1, 1, 1]
+    assert figures[3]["exposed_us"] == 1.25
+    assert [figure["gpus"] for figure in figures] == [4, 4, 4, 4, 4, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -101,18 +102,18 @@ def test_an_interrupt_leaves_what_was_measured(
     monkeypatch.setattr(scaling_run, "decode", decode)
     with pytest.raises(KeyboardInterrupt):
         scaling_run.run(PLAN, (2, 1))
-    assert len(figures_of(capsys)[1]) == 3
+    assert len(figures_of(capsys)[1]) == 5
 
 
 def test_hashes_of_all_ranks_are_compared(ranks: dict[int, Any], capsys: pytest.CaptureFixture[str]) -> None:
     hashes = ["a1", "b2", "c3"]
     rounds = [[101.0, 100.0], [100.2, 100.0], [100.0, 100.0]]
-    rank = {"us": rounds, "hashes": hashes, "took_s": 1.0}
+    rank = {"cost": rounds, "hashes": hashes, "took_s": 1.0}
     ranks |= {4: [rank] * 4, 2: [rank, {**rank, "hashes": ["a1", "b2", "d3"]}], 1: KogError("no GPU")}
     assert endurance.run("2b", (4,), 3 * 64, 10.0)
-    text, (figure,) = figures_of(capsys)
-    assert "3 hashes of 3, all 4 ranks have the same, the last c3; 100.0 us per token, 100.0 with hashes (+0.20 %" in text
-    assert (figure["cost"], figure["last_hash"]) == (0.002, ["c3"])
+    text, (hashed, cost) = figures_of(capsys)
+    assert "3 hashes of 3, all 4 ranks have the same, the last c3\n4 GPUs: 100.0 us per token, 100.0 with hashes (+0.20 %" in text
+    assert (cost["cost"], hashed["last_hash"]) == (0.002, ["c3"])
     assert not endurance.run("2b", (4,), 4 * 64, 10.0), "a hash is missing"
     assert not endurance.run("2b", (1, 4, 2), 3 * 64, 10.0)
     text = figures_of(capsys)[0]
