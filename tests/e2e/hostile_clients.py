@@ -1,6 +1,6 @@
-"""Clients that read slowly, say half of what they should, or vanish: `python -m tests.e2e.hostile_clients PORT COUNT SECONDS`.
+"""Clients that read slowly, say half of what they should, or vanish: `python -m tests.e2e.hostile_clients PORT COUNT`.
 
-A process of its own, so that what it costs is not counted as the gateway's. Prints what it did as one JSON object.
+A process of its own, so that what it costs is not counted as the gateway's. At SIGTERM prints what it did as one JSON object.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import socket
 import sys
 from collections import Counter
@@ -39,21 +40,25 @@ async def act(port: int, done: Counter[str]) -> None:
     done[kind] += 1
 
 
-async def client(port: int, end_s: float, done: Counter[str]) -> None:
-    loop = asyncio.get_running_loop()
-    while loop.time() < end_s:
+async def client(port: int, done: Counter[str]) -> None:
+    while True:
         await asyncio.sleep(random.uniform(0, 2 * PAUSE_S))
         with contextlib.suppress(TimeoutError):
             await act(port, done)
 
 
-async def main(port: int, count: int, seconds: float) -> None:
+async def main(port: int, count: int) -> None:
     random.seed(1)
     done: Counter[str] = Counter()
-    end_s = asyncio.get_running_loop().time() + seconds
-    await asyncio.gather(*(client(port, end_s, done) for _ in range(count)))
+    is_over = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
+    clients = [asyncio.create_task(client(port, done)) for _ in range(count)]
+    await is_over.wait()
+    for each in clients:
+        each.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
     print(json.dumps(done))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import httpx
 import psutil  # type: ignore[import-untyped]
@@ -27,24 +29,23 @@ CHECKS = (
     "unsupported_method,allow_header_conformance"
 )
 CASES = 20_000
-HOSTILE, HOSTILE_S = 500, 40.0
+HOSTILE, ROUNDS, BEGUN_S = 500, 5, 5.0  # after so many seconds all hostile clients are at it
 ASK = {"prompt": "def add(a, b):", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
-def gateway_of_replay(session: EngineSession, rate: int) -> Iterator[tuple[str, psutil.Process]]:
-    """A synthetic engine and `kog-gateway` in front of it."""
-    engine = session.start("kog_dist.bench.cli", ["replay", "--instance=engine", f"--rate={rate}"], "replay")
-    until(lambda: "tokens/s" in session.output("replay"), READY_S, lambda: session.output("replay"))
+def gateway_of_replay(session: EngineSession, rate: int, name: str = "engine") -> Iterator[tuple[str, psutil.Process]]:
+    """A synthetic engine of that name and `kog-gateway` in front of it, whose output is that of `name`-gateway."""
+    replay, gateway = f"{name}-replay", f"{name}-gateway"
+    engine = session.start("kog_dist.bench.cli", ["replay", f"--instance={name}", f"--rate={rate}"], replay)
+    until(lambda: "tokens/s" in session.output(replay), READY_S, lambda: session.output(replay))
     model = Path(__file__).parents[2] / "kog_dist" / "models" / "demo"
     process = session.start(
-        "kog_dist.gateway.cli", ["--instance=engine", "--port=0", f"--model={model}", "--log-format=json"], "gateway"
+        "kog_dist.gateway.cli", [f"--instance={name}", "--port=0", f"--model={model}", "--log-format=json"], gateway
     )  # fmt: skip
-    until(
-        lambda: "serving" in session.output("gateway") or process.poll() is not None, READY_S, lambda: session.output("gateway")
-    )
-    url = json.loads(session.output("gateway").splitlines()[0])["url"]
-    until(lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 200, READY_S, lambda: session.output("gateway"))
+    until(lambda: "serving" in session.output(gateway) or process.poll() is not None, READY_S, lambda: session.output(gateway))
+    url = json.loads(session.output(gateway).splitlines()[0])["url"]
+    until(lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 200, READY_S, lambda: session.output(gateway))
     yield url, psutil.Process(process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
@@ -91,51 +92,86 @@ def test_20000_fuzzed_requests(session: EngineSession, tmp_path: Path) -> None:
         assert httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
         whole = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 3}, trust_env=False)
         assert whole.status_code == 200
-        problems = [line for line in session.output("gateway").splitlines() if json.loads(line)["level"] == "error"]
+        problems = [line for line in session.output("engine-gateway").splitlines() if json.loads(line)["level"] == "error"]
         assert not problems, problems[:3]
         grown = (process.memory_info().rss - before_bytes) / 2**20
         print(f"\n{num_cases} cases in {seed - 1} rounds, the gateway grew by {grown:.1f} MiB")
         assert grown < 100
 
 
-def good_gaps_ms(url: str, num_answers: int) -> list[float]:
-    """Gaps between the chunks of answers that a well-behaved client reads; it repeats what is refused as busy."""
-    gaps: list[float] = []
+def gaps_ms(url: str) -> list[float]:
+    """Gaps between the chunks of an answer that a well-behaved client reads, sorted; it repeats what is refused as busy."""
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
-        for _ in range(num_answers):
-            while True:
-                with http.stream("POST", "/v1/completions", json=ASK) as response:
-                    if response.status_code == 429:
-                        time.sleep(0.1)
-                        continue
-                    assert response.status_code == 200, response.read()
-                    stamps = [time.perf_counter() for line in response.iter_lines() if line.startswith("data: {")]
-                break
-            gaps += [1000 * (after - before) for before, after in pairwise(stamps)]
-    return sorted(gaps)
+        while True:
+            with http.stream("POST", "/v1/completions", json=ASK) as response:
+                if response.status_code == 429:
+                    time.sleep(0.1)
+                    continue
+                assert response.status_code == 200, response.read()
+                stamps = [time.perf_counter() for line in response.iter_lines() if line.startswith("data: {")]
+            return sorted(1000 * (after - before) for before, after in pairwise(stamps))
+
+
+class Hostility:
+    """Hostile clients of one gateway or the other, and what they did."""
+
+    def __init__(self, session: EngineSession) -> None:
+        self.done: Counter[str] = Counter()
+        self._session, self._num_times = session, 0
+
+    @contextmanager
+    def towards(self, url: str, process: psutil.Process) -> Iterator[None]:
+        """They are all at it; afterwards they are stopped, and the gateway is waited for to have let go of them."""
+        self._num_times += 1
+        name = f"hostile-{self._num_times}"
+        clients = self._session.start("tests.e2e.hostile_clients", [url.rpartition(":")[2], str(HOSTILE)], name)
+        time.sleep(BEGUN_S)
+        yield
+        clients.send_signal(signal.SIGTERM)
+        assert clients.wait(30) == 0, self._session.output(name)
+        self.done.update(json.loads(self._session.output(name, "out")))
+        until(lambda: _num_connections(process) <= 2, 60.0, lambda: f"{_num_connections(process)} connections are left")
+
+
+def middle(answers: list[list[float]], share: float) -> float:
+    """The median over answers of their gap at this share, such as 0.99 for p99."""
+    return median(at(gaps, share) for gaps in answers)
+
+
+def at(gaps: list[float], share: float) -> float:
+    return gaps[int(share * len(gaps))]
 
 
 def test_500_hostile_clients_and_one_good_one(session: EngineSession) -> None:
-    with gateway_of_replay(session, rate=1000) as (url, process):
-        alone = good_gaps_ms(url, 2)
-        before_bytes = process.memory_info().rss
-        port = url.rpartition(":")[2]
-        hostile = session.start("tests.e2e.hostile_clients", [port, str(HOSTILE), str(HOSTILE_S)], "hostile")
-        time.sleep(5.0)  # until all of them are at it
-        among = good_gaps_ms(url, 4)
-        peak_bytes = process.memory_info().rss
-        assert hostile.wait(120) == 0, session.output("hostile")
-        p99 = [gaps[int(0.99 * len(gaps))] for gaps in (alone, among)]
-        p50 = [gaps[len(gaps) // 2] for gaps in (alone, among)]
+    """Its p99 at most doubles because they are clients of the same gateway.
+
+    Compared with, in turns, is its p99 while they are clients of another gateway: that costs the machine's cores as much. Other
+    work on the machine comes and goes, so the neighbours of a round are compared, and of the rounds the middle one counts.
+    """
+    with ExitStack() as stack:
+        url, process = stack.enter_context(gateway_of_replay(session, 1000))
+        other_url, other = stack.enter_context(gateway_of_replay(session, 1000, "other"))
+        hostility = Hostility(session)
+        alone, beside, among = list[list[float]](), list[list[float]](), list[list[float]]()
+        before_bytes, peak_bytes = process.memory_info().rss, 0
+        for _ in range(ROUNDS):
+            alone.append(gaps_ms(url))
+            with hostility.towards(other_url, other):
+                beside.append(gaps_ms(url))
+            with hostility.towards(url, process):
+                among.append(gaps_ms(url))
+                peak_bytes = max(peak_bytes, process.memory_info().rss)
         grown = (peak_bytes - before_bytes) / 2**20
+        p50, p99 = ([middle(each, share) for each in (alone, beside, among)] for share in (0.5, 0.99))
+        ratios = sorted(at(after, 0.99) / at(before, 0.99) for before, after in zip(beside, among, strict=True))
         print(
-            f"\ngaps between the good client's chunks: p50 {p50[0]:.3f} ms alone, {p50[1]:.3f} ms among {HOSTILE}; "
-            f"p99 {p99[0]:.3f} ms, {p99[1]:.3f} ms; the gateway grew by {grown:.1f} MiB; "
-            f"they did {session.output('hostile', 'out').strip()}"
+            f"\ngaps between the good client's chunks, alone, beside {HOSTILE} at another gateway, and among them: "
+            f"p50 {p50[0]:.3f}, {p50[1]:.3f}, {p50[2]:.3f} ms; p99 {p99[0]:.2f}, {p99[1]:.2f}, {p99[2]:.2f} ms; "
+            f"p99 among over beside, by round: {', '.join(f'{ratio:.2f}' for ratio in ratios)}; "
+            f"the gateway grew by {grown:.1f} MiB; they did {json.dumps(hostility.done)}"
         )
-        assert p99[1] <= 2 * p99[0], "the good client's p99 at most doubles"
+        assert median(ratios) <= 2, "the good client's p99 at most doubles"
         assert grown < 200
-        until(lambda: _num_connections(process) <= 2, 60.0, lambda: f"{_num_connections(process)} connections are left")
         assert httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
 
 
