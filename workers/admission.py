@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import RequestError
 from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.listener import RpcListener, error_event
@@ -42,7 +43,10 @@ class Admission:
         try:
             self._check_room(peer, message.request_id)
             if self._texts.is_for(message):
-                self._wait_for_text(RequestStream(peer, message, UNREAD, None, received_ns), message)
+                self._model.check_text(message)
+                stream = RequestStream(peer, message, UNREAD, None, received_ns)
+                self._texts.ask(stream, peer, lambda: self._model.admit(message))
+                stream.told_position = self._requests.place(stream)
             else:
                 self._go_on_with(RequestStream(peer, message, self._model.admit(message), None, received_ns))
         except RequestError as error:
@@ -50,15 +54,8 @@ class Admission:
 
     def go_on(self) -> None:
         """Accept or refuse the requests of which something has become known; others may have taken their room meanwhile."""
-        for stream, request in self._texts.answers():
-            try:
-                if isinstance(request, RequestError):
-                    raise request
-                self._check_room(stream.peer, stream.request_id)
-                stream.request = request
-                self._go_on_with(stream)
-            except RequestError as error:
-                self._refuse(stream.peer, stream.request_id, error)
+        if (answer := self._texts.answer()) is not None:
+            self._take_read(*answer)
         for stream, refusal in self._grammars.verdicts():
             try:
                 if refusal is not None:
@@ -69,9 +66,15 @@ class Admission:
             else:
                 self._accept(stream)
 
-    def _wait_for_text(self, stream: RequestStream, message: Generate) -> None:
-        self._texts.ask(stream, lambda: self._model.admit(message))
-        stream.told_position = len(self._requests) - 1
+    def _take_read(self, stream: RequestStream, request: DecodeRequest | BaseException) -> None:
+        try:
+            if isinstance(request, BaseException):
+                raise request
+            self._check_room(stream.peer, stream.request_id)
+            stream.request = request
+            self._go_on_with(stream)
+        except RequestError as error:
+            self._refuse(stream.peer, stream.request_id, error)
 
     def _go_on_with(self, stream: RequestStream) -> None:
         """It fits the model."""
@@ -79,7 +82,7 @@ class Admission:
             self._accept(stream)
             return
         self._grammars.ask(stream, stream.constraint)
-        stream.told_position = len(self._requests) - 1
+        stream.told_position = self._requests.place(stream)
 
     def _check_room(self, peer: bytes, request_id: str) -> None:
         if self._is_draining():

@@ -88,6 +88,7 @@ class Coordinator:
     # ---- the loop ----
     def run(self, wakeup_fd: int = -1) -> int:
         """Serve until drained, aborted or orphaned. Returns the exit code. `wakeup_fd` becomes readable on a signal."""
+        self._texts.start()
         wake_fds = self._wake_fds + ([wakeup_fd] if wakeup_fd >= 0 else [])
         while self._farewell is None:
             self.turn()
@@ -120,7 +121,7 @@ class Coordinator:
         if self._farewell is not None or self._listener.has_input():
             return
         if self._slot.busy:
-            self._slot.wait(_TOKEN_WAIT_S, lambda: self._listener.has_input() or self._texts.has_answers())
+            self._slot.wait(_TOKEN_WAIT_S, lambda: self._listener.has_input() or self._texts.has_answer())
             return
         timeout_s = _QUEUE_WAIT_S if len(self.requests.queue) or self._listener.has_backlog else _IDLE_WAIT_S
         if wakeup_fd in select.select([*wake_fds, *self._grammars.fds, *self._texts.fds], [], [], timeout_s)[0]:
@@ -131,8 +132,8 @@ class Coordinator:
         for stream in self.requests:
             self._fail(stream, farewell.code, farewell.message)
         self._grammars.close()
-        self._texts.close()
         self._listener.close(FAREWELL_S)
+        self._texts.close()
         return farewell.exit_code
 
     # ---- messages ----

@@ -32,7 +32,10 @@ class OpenRequests:
 
     def not_running(self) -> list[RequestStream]:
         """Those that have not begun."""
-        return [*self.queue, *self._grammars.askers, *self._texts.askers]
+        return [*self.queue, *self._not_accepted()]
+
+    def _not_accepted(self) -> list[RequestStream]:
+        return [*self._grammars.askers, *self._texts.askers]
 
     def of_client(self, peer: bytes) -> list[RequestStream]:
         """Those of one connection."""
@@ -48,7 +51,8 @@ class OpenRequests:
         """Raises RequestError when there is no place for this request of that connection."""
         if self.find(request_id) is not None:
             raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, f"a request {request_id!r} is not finished yet; choose another id")
-        self.queue.check_room(peer)
+        peers = [stream.peer for stream in self._not_accepted()]
+        self.queue.check_room(peer, num_others=len(peers), num_own_others=peers.count(peer))
 
     def place(self, stream: RequestStream) -> int:
         """How many run before a request that is not finished."""

@@ -40,9 +40,12 @@ class RequestQueue:
         rounds = zip_longest(*(self._lines[peer] for peer in self._turns()))
         return (stream for turns in rounds for stream in turns if stream is not None)
 
-    def check_room(self, peer: bytes) -> None:
-        """Raises RequestError `queue_full`, with an estimate of when there is room, if one more of `peer` may not wait."""
-        num_all, num_own = len(self), len(self._lines.get(peer, ()))
+    def check_room(self, peer: bytes, *, num_others: int = 0, num_own_others: int = 0) -> None:
+        """Raises RequestError `queue_full`, with an estimate of when there is room, if one more of `peer` may not wait.
+
+        `num_others` requests wait elsewhere, to get here, `num_own_others` of them of `peer`.
+        """
+        num_all, num_own = len(self) + num_others, len(self._lines.get(peer, ())) + num_own_others
         if num_all >= self.limit:
             raise self._full(f"{num_all} requests are waiting already, the most this engine takes (--queue-limit)", 1)
         if num_own >= self.client_limit:

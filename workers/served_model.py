@@ -68,6 +68,15 @@ class ServedModel:
             shaping=self._shaping(message, max_tokens), logprobs=message.logprobs,
         )  # fmt: skip
 
+    def check_text(self, message: Generate) -> Tokenizer:
+        """What reads the text of a request. Raises RequestError if nothing does, or if it is too long before it is read."""
+        if self.tokenizer is None:
+            raise text_unavailable(self.folder)
+        num_bytes, most = len((message.prompt or "").encode()), MAX_BYTES_PER_TOKEN * self.spec.max_context
+        if num_bytes > most:
+            raise _too_long(f"the prompt has {num_bytes} bytes, at most {most} can fit {self.spec.max_context} tokens of context")
+        return self.tokenizer
+
     def _check_constraint(self, message: Generate) -> None:
         """Refuse what no grammar could help; the grammar itself is checked elsewhere (workers/grammar)."""
         constraint = constraint_of(message)
@@ -112,14 +121,10 @@ class ServedModel:
                 ErrorCode.TOKEN_ID_OUT_OF_RANGE,
                 f"prompt_ids[{idx}] is {ids[idx]}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
             )
+        tokenizer = self.check_text(message)
         assert message.prompt is not None, "a Generate message has one of the two"
-        if self.tokenizer is None:
-            raise text_unavailable(self.folder)
-        num_bytes, most = len(message.prompt.encode()), MAX_BYTES_PER_TOKEN * self.spec.max_context
-        if num_bytes > most:
-            raise _too_long(f"the prompt has {num_bytes} bytes, at most {most} can fit {self.spec.max_context} tokens of context")
         try:
-            return self.tokenizer.encode(message.prompt)
+            return tokenizer.encode(message.prompt)
         except RequestError:
             raise
         except BaseException as error:  # the library's panics derive from BaseException

@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, zip_longest
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.errors import RequestError
-from kog_dist.rpc.messages import ErrorCode, Generate
+from kog_dist.rpc.messages import Generate
 
 LONG_TEXT = 2048  # characters, which take about a millisecond: shorter ones are read at once
-MAX_ASKERS = 64
 UNREAD = DecodeRequest(prompt=(), max_tokens=1)  # what is known of a request while its text is being read
 
 Asker = TypeVar("Asker")
+Read = Callable[[], DecodeRequest]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Reading(Generic[Asker]):
     asker: Asker
-    request: Future[DecodeRequest]
+    read: Read
+    is_wanted: bool = True
+    found: DecodeRequest | BaseException | None = None  # None: not read yet
 
 
 class TextReader(Generic[Asker]):
-    """One thread, started when it is first needed. An asker is whatever wants to know (a request's stream)."""
+    """One thread. It has one text at a time; clients whose texts wait take turns. An asker is whatever wants to know (a request's
+    stream). All but the thread itself is for one thread.
+    """
 
     def __init__(self) -> None:
-        self._readings: deque[_Reading[Asker]] = deque()
-        self._thread: ThreadPoolExecutor | None = None
-        self._event_fd = -1  # counts texts that have been read
+        self._lines: dict[bytes, deque[_Reading[Asker]]] = {}  # by client, in the order of their turns
+        self._reading: _Reading[Asker] | None = None  # what the thread has
+        self._orders: SimpleQueue[_Reading[Asker] | None] = SimpleQueue()  # None: end
+        self._lock = threading.Lock()  # of the event, which the thread must not write once it is closed
+        self._event_fd = -1
+
+    def start(self) -> None:
+        """Before the first `ask`: nothing that later requests do may need a file or a thread that cannot be had."""
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        threading.Thread(target=self._work, name="text-reader", daemon=True).start()  # nobody waits for it at the end
 
     def is_for(self, message: Generate) -> bool:
         """Whether this request has a text, and reading it would hold others up."""
@@ -41,55 +52,77 @@ class TextReader(Generic[Asker]):
 
     @property
     def askers(self) -> list[Asker]:
-        """Those whose text is being read or waits for that, in their order."""
-        return [reading.asker for reading in self._readings]
+        """Those whose text is being read or waits for that, in the order of their turns."""
+        current = [self._reading] if self._reading is not None and self._reading.is_wanted else []
+        rounds = chain.from_iterable(zip_longest(*self._lines.values()))
+        return [reading.asker for reading in (*current, *rounds) if reading is not None]
 
     @property
     def fds(self) -> list[int]:
         """What becomes readable when a text has been read."""
-        return [self._event_fd] if self._thread is not None else []
+        return [self._event_fd] if self._event_fd >= 0 else []
 
-    def ask(self, asker: Asker, read: Callable[[], DecodeRequest]) -> None:
-        """Have `read` called in the thread; `answers` will name the asker. Raises RequestError when too many wait for that."""
-        if len(self._readings) >= MAX_ASKERS:
-            raise RequestError(ErrorCode.QUEUE_FULL, f"{MAX_ASKERS} long texts are waiting to be read already; try again later")
-        if self._thread is None:
-            self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._thread = ThreadPoolExecutor(1, "text-reader")
-        request = self._thread.submit(read)
-        request.add_done_callback(lambda _: os.eventfd_write(self._event_fd, 1))
-        self._readings.append(_Reading(asker, request))
+    def ask(self, asker: Asker, client: bytes, read: Read) -> None:
+        """Have `read` called in the thread; `answer` will name the asker."""
+        assert self._event_fd >= 0, "start it first"
+        self._lines.setdefault(client, deque()).append(_Reading(asker, read))
+        self._give()
 
     def forget(self, asker: Asker) -> None:
         """The asker does not want to know any more."""
-        for reading in self._readings:
-            if reading.asker is asker:
-                reading.request.cancel()
-                self._readings.remove(reading)
-                return
+        if self._reading is not None and self._reading.asker is asker:
+            self._reading.is_wanted = False
+            return
+        for client, line in self._lines.items():
+            for reading in line:
+                if reading.asker is asker:
+                    line.remove(reading)
+                    if not line:
+                        del self._lines[client]
+                    return
 
-    def has_answers(self) -> bool:
-        """Whether `answers` has something to tell."""
-        return bool(self._readings) and self._readings[0].request.done()
+    def has_answer(self) -> bool:
+        """Whether `answer` has something to do."""
+        return self._reading is not None and self._reading.found is not None
 
-    def answers(self) -> list[tuple[Asker, DecodeRequest | RequestError]]:
-        """What has been read since the last call. Raises what `read` raised if it was no RequestError."""
-        found: list[tuple[Asker, DecodeRequest | RequestError]] = []
-        if self._thread is not None:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._event_fd)  # texts that were forgotten have been counted, too
-        while self.has_answers():
-            reading = self._readings.popleft()
-            try:
-                found.append((reading.asker, reading.request.result()))
-            except RequestError as error:
-                found.append((reading.asker, error))
-        return found
+    def answer(self) -> tuple[Asker, DecodeRequest | BaseException] | None:
+        """A text that has been read, or what `read` raised; None: there is nothing to tell. Gives the thread the next one."""
+        reading = self._reading
+        if reading is None or reading.found is None:
+            return None
+        os.eventfd_read(self._event_fd)
+        self._reading = None
+        self._give()
+        return (reading.asker, reading.found) if reading.is_wanted else None
 
     def close(self) -> None:
-        """Forget everybody; a text that is being read is still read to its end."""
-        self._readings.clear()
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-            self._thread = None
-            os.close(self._event_fd)
+        """Forget everybody; a text that is being read is still read to its end, for nobody."""
+        self._lines.clear()
+        self._reading = None
+        self._orders.put(None)
+        with self._lock:
+            if self._event_fd >= 0:
+                os.close(self._event_fd)
+            self._event_fd = -1
+
+    def _give(self) -> None:
+        if self._reading is not None or not self._lines:
+            return
+        client = next(iter(self._lines))
+        line = self._lines.pop(client)
+        self._reading = line.popleft()
+        if line:
+            self._lines[client] = line  # behind all others
+        self._orders.put(self._reading)
+
+    def _work(self) -> None:
+        while (reading := self._orders.get()) is not None:
+            try:
+                found: DecodeRequest | BaseException = reading.read()
+            except BaseException as error:  # the asker's thread raises what is a defect
+                found = error
+            with self._lock:
+                if self._event_fd < 0:
+                    return
+                os.eventfd_write(self._event_fd, 1)
+            reading.found = found  # after the event: whoever sees it takes the event away, and nobody is woken for nothing

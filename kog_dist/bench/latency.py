@@ -49,24 +49,24 @@ def run(
         for lanes in lane_counts:
             page = _mask_page(model, spec_name) if samplings else None
             kernel = _kernel(model, spec_name, lanes, page=page)
-            figures += _measure(kernel, contexts, tokens)
+            _measure(kernel, contexts, tokens, figures)
             if page is not None:
                 at = _nearest(contexts, 512)
                 figures += shaped_requests.figures(shaped_requests.times_us(kernel, page, samplings, at, tokens), at, lanes=lanes)
                 kernel.close()
                 page.close()
             if trace is not None:
+                configuration["traces_us"] = traces
                 traces[str(lanes)] = write_trace(kernel, _nearest(contexts, 512), Path(trace) / f"token-{lanes}-lanes")
             spec = kernel.shape.spec
             del kernel
             free_memory()
-        if traces:
-            configuration["traces_us"] = traces
         for form in baselines:
             figures += _measure_baseline(spec, form, contexts, tokens)
 
 
-def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int) -> list[dict[str, Any]]:
+def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int, figures: list[dict[str, Any]]) -> None:
+    """Add a figure for each context to `figures` as soon as it is there."""
     shape = kernel.shape
     ceiling_us = kernel.stream_us(_STREAMED_TOKENS)
     tape_bytes = 2 * shape.tape_values * shape.num_ctas
@@ -74,7 +74,6 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int) -> list
         f"{shape.num_lanes} lanes hosted: {tape_bytes / 1e6:.1f} MB per token, read alone in {ceiling_us:.1f} us "
         f"({tape_bytes / ceiling_us / 1e6:.3f} TB/s)"
     )
-    figures = []
     for context in contexts:
         times_us = token_times_us(kernel, context, tokens)
         median, kv_bytes = percentile(times_us, 0.5), kv_bytes_read(shape, context)
@@ -99,7 +98,6 @@ def _measure(kernel: Monokernel, contexts: tuple[int, ...], tokens: int) -> list
             f"{figure['percent_of_ceiling']:5.1f} % of the ceiling",
             flush=True,
         )
-    return figures
 
 
 def _measure_baseline(spec: ModelSpec, form: str, contexts: tuple[int, ...], tokens: int) -> list[dict[str, Any]]:

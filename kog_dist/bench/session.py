@@ -116,9 +116,9 @@ class EngineSession:
         """
         found: dict[str, int] = {}
         # A launcher comes before the reaper that it forks. Pids alone do not say so: at their end they begin anew.
-        for pid, command, environ in sorted(
-            self._marked(), key=lambda process: (process_start_time(process[0]) or 0, process[0])
-        ):
+        started = [(process_start_time(pid), pid, command, environ) for pid, command, environ in self._marked()]
+        alive = [(start, pid, command, environ) for start, pid, command, environ in started if start is not None]
+        for _, pid, command, environ in sorted(alive, key=lambda process: process[:2]):
             found.setdefault(_role(command, environ, found), pid)
         return found
 

@@ -107,16 +107,19 @@ class Texts:
     def __init__(self) -> None:
         self.longest_at_once = CONTEXT
         self._readings: list[tuple[Any, Callable[[], DecodeRequest]]] = []
-        self._read: list[tuple[Any, DecodeRequest | RequestError]] = []
+        self._read: list[tuple[Any, DecodeRequest | BaseException]] = []
 
     @property
     def askers(self) -> list[Any]:
         return [asker for asker, _ in (*self._read, *self._readings)]
 
+    def start(self) -> None:
+        """There is no thread."""
+
     def is_for(self, message: Generate) -> bool:
         return message.prompt is not None and len(message.prompt) > self.longest_at_once
 
-    def ask(self, asker: Any, read: Callable[[], DecodeRequest]) -> None:
+    def ask(self, asker: Any, client: bytes, read: Callable[[], DecodeRequest]) -> None:
         self._readings.append((asker, read))
 
     def forget(self, asker: Any) -> None:
@@ -132,12 +135,11 @@ class Texts:
                 self._read.append((asker, error))
         del self._readings[:1]
 
-    def has_answers(self) -> bool:
+    def has_answer(self) -> bool:
         return bool(self._read)
 
-    def answers(self) -> list[tuple[Any, DecodeRequest | RequestError]]:
-        found, self._read = self._read, []
-        return found
+    def answer(self) -> tuple[Any, DecodeRequest | BaseException] | None:
+        return self._read.pop(0) if self._read else None
 
     def close(self) -> None:
         """Nothing to close."""

@@ -265,7 +265,7 @@ def test_nobody_waits_for_the_text_of_another(engine: HandTurned) -> None:
     assert last(engine, "a1").num_prompt_tokens == 8
 
 
-@pytest.mark.parametrize("end", ["cancelled", "late", "too long", "no room", "drained", "gone", "read in vain"])
+@pytest.mark.parametrize("end", ["cancelled", "late", "too long", "drained", "gone", "read in vain"])
 def test_a_text_that_is_being_read_ends_like_any_request(end: str) -> None:
     engine = HandTurned(queue_limit=1)
     engine.texts.longest_at_once = 4
@@ -277,8 +277,6 @@ def test_a_text_that_is_being_read_ends_like_any_request(end: str) -> None:
             engine.wire.inbox.append((A, Cancel("a1")))
         case "late":
             engine.pass_ms(600)
-        case "no room":
-            engine.ask(B, "b1", WORD)
         case "drained":
             engine.wire.inbox.append((B, Drain()))
         case "gone":
@@ -288,7 +286,7 @@ def test_a_text_that_is_being_read_ends_like_any_request(end: str) -> None:
         engine.coordinator.turn()
         engine.texts.read()
     counters = engine.coordinator.counters
-    wanted = {"late": ErrorCode.DEADLINE_EXCEEDED, "too long": ErrorCode.CONTEXT_LENGTH_EXCEEDED, "no room": ErrorCode.QUEUE_FULL}
+    wanted = {"late": ErrorCode.DEADLINE_EXCEEDED, "too long": ErrorCode.CONTEXT_LENGTH_EXCEEDED}
     if end == "gone":
         assert counters.num_cancelled == counters.num_dropped_clients == 1
     elif end in ("cancelled", "read in vain"):
@@ -298,6 +296,18 @@ def test_a_text_that_is_being_read_ends_like_any_request(end: str) -> None:
         assert last(engine, "a1").code is wanted.get(end, ErrorCode.DRAINING)
     assert engine.coordinator.requests.find("a1") is None
     engine.close()
+
+
+def test_a_client_has_no_more_texts_read_than_it_may_have_waiting(engine: HandTurned) -> None:
+    engine.texts.longest_at_once = 4
+    for number in range(20):
+        engine.ask(A, f"a{number}", "ababab", max_tokens=1)
+    engine.ask(B, "b1", "ababab", max_tokens=1)
+    refused = [engine.events(f"a{number}")[-1] for number in range(16, 20)]
+    assert [(event.code, event.retry_after_s is not None) for event in refused] == 4 * [(ErrorCode.QUEUE_FULL, True)]
+    assert len(engine.texts.askers) == 17
+    engine.ask(B, "b2", "ab" * 32 * CONTEXT + "a")
+    assert last(engine, "b2").code is ErrorCode.CONTEXT_LENGTH_EXCEEDED, "what nobody needs to read is refused at once"
 
 
 # ---- progress and timings ----

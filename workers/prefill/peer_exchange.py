@@ -34,9 +34,8 @@ PARTS, TOTALS, LAST_PARTS, LAST_TOTALS, ENDS = (
     "prefill parts", "prefill totals", "prefill parts of the last token", "prefill totals of the last token", "prefill ends"
 )  # fmt: skip
 DEFAULT_CTAS = 16  # thread blocks that send one sum, or add it up, beside the products
-_KERNELS = {
-    "begin_sums": 1, "send_parts": SUM_THREADS, "add_parts": SUM_THREADS, "await_totals": SUM_THREADS, "share_overflow": 32
-}  # threads  # fmt: skip
+WAIT_THREADS = 64  # that look for totals, of a few chunks each
+_KERNELS = ("begin_sums", "send_parts", "add_parts", "await_totals", "share_overflow")
 _NUM_BLOCKS, _NUM_ENDS, _NUM_LASTS, _STOPPED, _RECORD = 0, 8, 16, 64, 128  # bytes of the state
 _STATE_BYTES = _RECORD + WAIT_RECORD.size_bytes
 _FIRST_OF_PRODUCTS = -1  # launch priority: among products a thread block would get no place until they end
@@ -177,7 +176,7 @@ class PeerExchange:
             self._launch("send_parts", num_ctas, SUM_THREADS, whole)
         with self._queues.collecting():
             self._launch("add_parts", min(self._num_ctas, -(-_num_chunks(size) // self._num_ranks)), SUM_THREADS, whole)
-            self._launch("await_totals", 1, SUM_THREADS, whole)
+            self._launch("await_totals", 1, WAIT_THREADS, whole)
         self._arrived[block, place] = (layer, self._queues.collected(), sums.total(self._heap, block, place, size))
 
     def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ __device__ __forceinline__ bool is_stopped(const KogSumParams& params) {
 
 // Wait for one word of a peer; false when this rank's work is given up. Called by one thread for a word.
 __device__ __forceinline__ bool await_word(
-    const SumLaunch& launch, const u64* word, u32 peer, u64 wanted, u64 mask, u32 mailbox, u32 slot) {
+    const SumLaunch& launch, const u64* word, u32 peer, u64 wanted, u64 mask, u32 mailbox, u32 slot, u64 limit_ns) {
     const KogSumParams& params = launch.params;
     u32* stopped = reinterpret_cast<u32*>(params.stopped_ptr);
     const u64 since_ns = globaltimer_ns();
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool await_word(
     while (((seen = load_system(word)) & mask) != wanted) {
         if (load_system_u32(stopped)) return false;
         const u64 waited_ns = globaltimer_ns() - since_ns;
-        if (waited_ns > params.limit_ns) {
+        if (waited_ns > limit_ns) {
             if (atomicCAS(stopped, 0u, 1u) == 0) {
                 KogWaitRecord* record = reinterpret_cast<KogWaitRecord*>(params.record_ptr);
                 record->rank = launch.peers.rank, record->cta = blockIdx.x, record->op = 1, record->mailbox = mailbox;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kSumThreads) add_parts(const __grid_constant__
         if (threadIdx.x < kPeers) {
             const u32 peer = peer_at(launch.peers, threadIdx.x);
             const u64* flag = row_at(launch, rank, peer, epoch) + params.flag_word + k;
-            is_there = await_word(launch, flag, peer, epoch, ~0ull, params.mailbox, slot_of(params, epoch));
+            is_there = await_word(launch, flag, peer, epoch, ~0ull, params.mailbox, slot_of(params, epoch), params.limit_ns);
         }
         if (!__syncthreads_and(is_there)) return;  // `share_overflow` sees why
         const u32 chunk = k * kRanks + rank;
@@ -183,15 +183,17 @@ __global__ void __launch_bounds__(kSumThreads) add_parts(const __grid_constant__
     }
 }
 
-// Until the totals of the peers' chunks are here. A thread for each chunk.
-__global__ void __launch_bounds__(kSumThreads) await_totals(const __grid_constant__ SumLaunch launch) {
+// Until the totals of the peers' chunks are here. Whoever adds them up is given longer than those that he waits for: he is the one
+// who can name the rank that did not come.
+__global__ void await_totals(const __grid_constant__ SumLaunch launch) {
     const KogSumParams& params = launch.params;
     const u64 epoch = epoch_of(params);
     const u32 rank = launch.peers.rank;
     for (u32 chunk = threadIdx.x; chunk < num_chunks(params); chunk += blockDim.x) {
         const u32 peer = chunk % kRanks;
         if (peer != rank)
-            await_word(launch, total_flag_at(launch, rank, chunk), peer, epoch, ~0ull, params.total_mailbox, params.total_slot);
+            await_word(launch, total_flag_at(launch, rank, chunk), peer, epoch, ~0ull, params.total_mailbox, params.total_slot,
+                       params.limit_ns + params.limit_ns / 2);
     }
 }
 
@@ -210,7 +212,7 @@ __global__ void share_overflow(const __grid_constant__ SumLaunch launch) {
         const u32 peer = peer_at(launch.peers, threadIdx.x);
         store_system(row_at(launch, peer, launch.peers.rank, epoch), word);
         const u64* theirs = row_at(launch, launch.peers.rank, peer, epoch);
-        const bool is_there = await_word(launch, theirs, peer, epoch << 1, ~1ull, params.mailbox, slot_of(params, epoch));
+        const bool is_there = await_word(launch, theirs, peer, epoch << 1, ~1ull, params.mailbox, slot_of(params, epoch), params.limit_ns);
         any = !is_there || (load_system(theirs) & 1) || own;
     }
     any = __syncthreads_or(any);

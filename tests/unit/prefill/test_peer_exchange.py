@@ -101,7 +101,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
 
 @pytest.fixture(autouse=True)
 def few_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(peer_exchange, "SUM_THREADS", 4)  # threads are expensive here
+    for name in ("SUM_THREADS", "WAIT_THREADS"):
+        monkeypatch.setattr(peer_exchange, name, 4)  # threads are expensive here
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
