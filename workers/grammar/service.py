@@ -43,14 +43,20 @@ class GrammarProcess:
     """One child process and the socket to it. Never blocks but to end it."""
 
     def __init__(self, model: Path, control_fd: int) -> None:
+        """Raises OSError if there is no process or no file to be had."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         arguments = GrammarArgs(str(model), control_fd, theirs.fileno(), os.getpid())
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "kog_dist.workers.grammar.process", arguments.to_json()],
-            pass_fds=(control_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        theirs.close()
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "kog_dist.workers.grammar.process", arguments.to_json()],
+                pass_fds=(control_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self.channel = ours
         self.is_ready = False
         self._begin_s = time.monotonic()
@@ -103,6 +109,7 @@ class GrammarService(Generic[Asker]):
         self._asked_s: float | None = None  # when the first of them was put to the checker
         self._number = 0  # of that question
         self._next_epoch = 1
+        self._has_no_runner = False  # for the request that wants one: `verdicts` counts it as lost
         self.num_runners_lost = 0
 
     @property
@@ -136,10 +143,15 @@ class GrammarService(Generic[Asker]):
             self._runner.end()
             self._runner = None
             self.num_runners_lost += 1
+        self.num_runners_lost += self._has_no_runner
+        self._has_no_runner = False
         found = self._hear_checker()
         if self._pending and not found:
-            self._runner = self._runner or self._start()
-            self._checker = self._checker or self._start()
+            try:
+                self._runner = self._runner or self._start()
+                self._checker = self._checker or self._start()
+            except OSError as error:
+                return [self._answered(_no_process(self._pending[0].constraint, error))]
             if self._asked_s is None and self._checker.is_ready and self._runner.is_ready:
                 self._number += 1
                 self._asked_s = self._clock()
@@ -165,7 +177,11 @@ class GrammarService(Generic[Asker]):
 
     def run(self, seq: int, mask_epoch: int, constraint: Constraint) -> None:
         """Have the masks of request `seq` made, which the ranks have been given."""
-        self._runner = self._runner or self._start()
+        try:
+            self._runner = self._runner or self._start()
+        except OSError:
+            self._has_no_runner = True
+            return
         self._runner.send(run_message(seq, mask_epoch, constraint))
 
     def close(self) -> None:
@@ -192,3 +208,9 @@ class GrammarService(Generic[Asker]):
             return []
         kind = self._pending[0].constraint.kind
         return [self._answered(f"{kind} cannot be used: {reason}")]
+
+
+def _no_process(constraint: Constraint, error: OSError) -> str:
+    return (
+        f"{constraint.kind} cannot be checked now: the engine could start no process for it ({error.strerror}); try again later"
+    )

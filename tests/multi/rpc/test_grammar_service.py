@@ -167,3 +167,24 @@ def test_askers_are_bounded(service: GrammarService[str], monkeypatch: pytest.Mo
     with pytest.raises(RequestError, match="2 grammars are waiting") as caught:
         service.ask("three", GOOD)
     assert caught.value.code == "queue_full"
+
+
+def test_an_engine_without_a_process_to_spare_refuses_and_goes_on(
+    service: GrammarService[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    def start() -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "_start", start)
+        service.ask("one", GOOD)
+        ((asker, refusal),) = service.verdicts()
+        assert asker == "one"
+        assert refusal == (
+            "regex cannot be checked now: the engine could start no process for it (Too many open files); try again later"
+        )
+        service.run(1, 1, GOOD)
+        assert (service.verdicts(), service.num_runners_lost) == ([], 1), "its request cannot go on"
+        assert (service.verdicts(), service.num_runners_lost) == ([], 1)
+    service.ask("two", GOOD)
+    assert verdicts(service, 1) == [Verdict("two", None)]
