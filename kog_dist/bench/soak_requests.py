@@ -123,6 +123,7 @@ class RequestMix:
             ({"prompt_ids": (*ids, spec.vocab_size)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE),
             ({"prompt_ids": ids, "max_tokens": spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
             ({"prompt": "x" * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+            ({"prompt": "x" * 12 * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),  # read beside the loop
         ]
         fields, code = self._chance.choice(choices)
         return Planned(Generate(request_id, **fields), Fate.REFUSED, code=code)
