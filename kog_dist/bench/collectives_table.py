@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kog_dist.bench.report import drawn
+
 _KCCL = "KCCL, "
 _OWNERS, _EVERYONE = f"{_KCCL}row owner to row owner", f"{_KCCL}to every thread block"
 # Of an all-reduce that leaves the whole vector with everybody, on H200s: by GPUs and bytes.
@@ -73,12 +75,7 @@ def write(folder: Path, figures: Mapping[str, Any], sizes: Sequence[int]) -> Non
     """`collectives.json`, and `collectives.png` where matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "collectives.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    try:
-        _draw(folder / "collectives.png", figures, sizes)
-    except ImportError:
-        print("no picture: matplotlib is not installed (pip install 'kog-dist[bench]')")
-    except Exception as error:  # what was measured must not be lost with a picture of it
-        print(f"no picture: {type(error).__name__}: {error}")
+    drawn(lambda: _draw(folder / "collectives.png", figures, sizes))
 
 
 def _draw(path: Path, figures: Mapping[str, Any], sizes: Sequence[int]) -> None:

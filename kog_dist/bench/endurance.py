@@ -11,13 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from kog_dist.bench.gpu import gpu_name, require_gpus
-from kog_dist.bench.rank_kernel import first_difference, medians_in_turn, prepare, rank_kernel, rank_shape, results_of_ranks
+from kog_dist.bench.rank_kernel import (
+    attempted,
+    first_difference,
+    medians_in_turn,
+    prepare,
+    rank_kernel,
+    rank_shape,
+    results_of_ranks,
+)
 from kog_dist.bench.report import finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import Sampling
-from kog_dist.errors import ConfigError, KogError
+from kog_dist.errors import ConfigError
 
+_HERE = "kog_dist.bench.endurance"
 _PROMPT_TOKENS = 64
 _WANTED_PERCENT = 0.5  # more time per token, at most
 _CONTEXT, _TIMED_TOKENS, _ROUNDS = 512, 400, 5  # where the cost of hashes is measured
@@ -76,22 +85,12 @@ def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: floa
     reference: list[str] = []  # of the first number of GPUs that did not fail
     with finishing("endurance", {"model": f"{spec_name}, random weights", "gpu": gpu_name()}, before, figures):
         for count in gpu_counts:
-            if ranks := _attempt(count, "decode_on_ranks", arguments, deadline_s, figures):
+            if ranks := attempted(figures, results_of_ranks, count, f"{_HERE}:decode_on_ranks", arguments, deadline_s):
                 reference = reference or ranks[0]["hashes"]
                 figures.append(_figure(count, tokens, ranks, reference))
-            if costs := _attempt(count, "cost_on_ranks", arguments, deadline_s, figures):
+            if costs := attempted(figures, results_of_ranks, count, f"{_HERE}:cost_on_ranks", arguments, deadline_s):
                 figures.append(_cost(count, costs[0]))
     return all(figure.get("same", True) for figure in figures)
-
-
-def _attempt(count: int, body: str, arguments: dict[str, Any], deadline_s: float, figures: list[dict[str, Any]]) -> list[Any]:
-    """What ranks found; nothing after an error, which is printed and becomes a figure."""
-    try:
-        return results_of_ranks(count, f"kog_dist.bench.endurance:{body}", arguments, deadline_s)
-    except KogError as error:
-        print(f"{count} GPUs: {error}", flush=True)
-        figures.append({"gpus": count, "error": str(error)[-2000:], "same": False})
-        return []
 
 
 def _figure(count: int, tokens: int, ranks: Sequence[dict[str, Any]], reference: Sequence[str]) -> dict[str, Any]:

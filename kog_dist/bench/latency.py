@@ -12,7 +12,7 @@ import numpy as np
 
 from kog_dist.bench import shaped as shaped_requests
 from kog_dist.bench.gpu import free_memory, gpu_name
-from kog_dist.bench.report import finishing, machine, percentile
+from kog_dist.bench.report import drawn, finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.control import ControlPage
 from kog_dist.decode.sampling import Sampling
@@ -215,13 +215,12 @@ def traced_token(kernel: Monokernel, context: int) -> Trace:
 
 
 def draw_trace(trace: Trace, path: Path) -> None:
-    """A picture, if it can be drawn: what was measured must not be lost with it."""
-    try:
-        from kog_dist.bench.trace_picture import draw
+    """A picture, if it can be drawn."""
+
+    def draw() -> None:
+        from kog_dist.bench import trace_picture
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw(trace, path)
-    except ImportError:
-        print("no picture: matplotlib is not installed (pip install 'kog-dist[bench]')")
-    except Exception as error:
-        print(f"no picture: {type(error).__name__}: {error}")
+        trace_picture.draw(trace, path)
+
+    drawn(draw)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -137,3 +137,13 @@ def results_of_ranks(num_gpus: int, body: str, arguments: Mapping[str, Any], dea
     if failed:
         raise KogError(f"decoding on {num_gpus} GPUs failed:\n" + "\n".join(failed))
     return [outcome.result for outcome in outcomes]
+
+
+def attempted(figures: list[dict[str, Any]], measure: Callable[..., list[Any]], num_gpus: int, *arguments: Any) -> list[Any]:
+    """What `measure(num_gpus, ...)` found on the ranks; nothing after an error, which is printed and becomes a figure."""
+    try:
+        return measure(num_gpus, *arguments)
+    except KogError as error:
+        print(f"{num_gpus} GPUs: {error}", flush=True)
+        figures.append({"gpus": num_gpus, "error": str(error)[-2000:], "same": False})
+        return []

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,16 @@ def finishing(benchmark: str, configuration: dict[str, Any], before: dict[str, A
         yield
     finally:
         finish(benchmark, configuration, before, figures)
+
+
+def drawn(draw: Callable[[], None]) -> None:
+    """Draw a picture if it can be drawn: what was measured must not be lost with a picture of it."""
+    try:
+        draw()
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install 'kog-dist[bench]')")
+    except Exception as error:
+        print(f"no picture: {type(error).__name__}: {error}")
 
 
 def _processor() -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.bench.gpu import gpu_name, require_gpus
 from kog_dist.bench.latency import TRACED_STEP, draw_trace, token_times_us, traced_token
 from kog_dist.bench.rank_kernel import (
+    attempted,
     first_difference,
     lane_digests,
     medians_in_turn,
@@ -32,7 +33,6 @@ from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.control import ControlPage
 from kog_dist.decode.sampling import Sampling
-from kog_dist.errors import KogError
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -150,25 +150,24 @@ def run(plan: Plan, gpu_counts: Sequence[int]) -> bool:
     whole |= {"samplings": list(plan.samplings), "long_run": plan.long_run}
     with finishing("scaling", configuration, before, figures):
         for count in gpu_counts:  # parts in processes of their own: one that fails takes nothing from the others
-            if ranks := _attempt(count, whole, figures):
+            if ranks := attempted(figures, decode, count, whole):
                 figures += [_figure(plan, count, context, ranks, bits) for context in plan.contexts]
                 if plan.long_run:
                     tokens = tokens or ranks[0]["long"]["tokens"]
                     figures.append(_long_figure(count, [rank["long"] for rank in ranks], tokens))
                 if plan.samplings:
                     figures += shaped_figures(ranks[0]["samplings"], max(plan.contexts), gpus=count)
-            if (plan.builds or (plan.yardstick and count > 1)) and (ranks := _attempt(count, once_more, figures)):
+            if (plan.builds or (plan.yardstick and count > 1)) and (ranks := attempted(figures, decode, count, once_more)):
                 for context in plan.contexts:
                     if "rounds" in ranks[0]:
                         figures.append(_exposed_figure(count, context, ranks[0]["rounds"][str(context)]))
                     if plan.builds:
                         figures += _build_figures(plan, count, context, [rank["builds"][str(context)] for rank in ranks])
-            if plan.trace is not None and (ranks := _attempt(count, trace, figures)):
+            if plan.trace is not None and (ranks := attempted(figures, decode, count, trace)):
                 print(f"{count} GPUs, rank 0: {ranks[0]['trace']['text']}", flush=True)
                 figures.append({"gpus": count, "trace_us": ranks[0]["trace"]["summary"]})
     return not any(
-        "error" in figure or figure.get("different_repeats") or not figure.get("same_bits", True) or not figure.get("same", True)
-        for figure in figures
+        figure.get("different_repeats") or not figure.get("same_bits", True) or not figure.get("same", True) for figure in figures
     )
 
 
@@ -192,16 +191,6 @@ def _figure(
     )
     print(line, flush=True)
     return figure
-
-
-def _attempt(count: int, arguments: dict[str, Any], figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `decode` gives; nothing after an error, which is printed and becomes a figure."""
-    try:
-        return decode(count, arguments)
-    except KogError as error:
-        print(f"{count} GPUs: {error}", flush=True)
-        figures.append({"gpus": count, "error": str(error)[-2000:]})
-        return []
 
 
 def _exposed_figure(count: int, context: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
