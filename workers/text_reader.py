@@ -53,7 +53,9 @@ class TextReader(Generic[Asker]):
     @property
     def askers(self) -> list[Asker]:
         """Those whose text is being read or waits for that, in the order of their turns."""
-        current = [self._reading] if self._reading is not None and self._reading.is_wanted else []
+        if self._reading is None:  # nobody waits: this is asked between any two tokens
+            return []
+        current = [self._reading] if self._reading.is_wanted else []
         rounds = chain.from_iterable(zip_longest(*self._lines.values()))
         return [reading.asker for reading in (*current, *rounds) if reading is not None]
 

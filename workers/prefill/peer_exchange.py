@@ -67,8 +67,7 @@ def mailboxes(spec: ModelSpec, max_size: int, num_ranks: int) -> list[MailboxSpe
         (PARTS, TOTALS, spec.delay + 1, max_size),
         (LAST_PARTS, LAST_TOTALS, 1, 1),  # all ranks share their overflows between one last token and the next
     ):
-        num_chunks = _num_chunks(size)
-        share = -(-num_chunks // num_ranks)
+        num_chunks, share = _num_chunks(size), _share(size, num_ranks)
         boxes.append(MailboxSpec(parts, 2 * num_slots, _value_words(spec, share * CHUNK_ROWS) + share))
         boxes.append(MailboxSpec(totals, 2 * num_slots, -(-(_value_words(spec, size) + num_chunks) // num_ranks)))
     return [*boxes, MailboxSpec(ENDS, 2, 1)]
@@ -92,7 +91,7 @@ class _Sums:
         self._parts, self._totals, self._width = parts, totals, spec.hidden_size
         self.num_blocks_ptr = num_blocks_ptr
         self.num_slots = parts.spec.num_slots // 2
-        self._flag_word = _value_words(spec, -(-_num_chunks(max_size) // parts.world_size) * CHUNK_ROWS)
+        self._flag_word = _value_words(spec, _share(max_size, parts.world_size) * CHUNK_ROWS)
         self._total_flags = _value_words(spec, max_size)
 
     def place(self, params: Any, block: Block, total: int) -> None:
@@ -175,7 +174,7 @@ class PeerExchange:
         with self._queues.sending():
             self._launch("send_parts", num_ctas, SUM_THREADS, whole)
         with self._queues.collecting():
-            self._launch("add_parts", min(self._num_ctas, -(-_num_chunks(size) // self._num_ranks)), SUM_THREADS, whole)
+            self._launch("add_parts", min(self._num_ctas, _share(size, self._num_ranks)), SUM_THREADS, whole)
             self._launch("await_totals", 1, WAIT_THREADS, whole)
         self._arrived[block, place] = (layer, self._queues.collected(), sums.total(self._heap, block, place, size))
 
@@ -293,6 +292,11 @@ def _launch(kernels: dict[str, Kernel], name: str, num_ctas: int, num_threads: i
 
 def _num_chunks(size: int) -> int:
     return -(-size // CHUNK_ROWS)
+
+
+def _share(size: int, num_ranks: int) -> int:
+    """Most chunks that belong to one rank."""
+    return -(-_num_chunks(size) // num_ranks)
 
 
 def _value_words(spec: ModelSpec, max_size: int) -> int:
