@@ -43,7 +43,7 @@ class LaunchConfig:
     remote_replicas: str | None = None  # access files of engines that others started: a.json,b.json
     kv_dtype: str = "auto"  # float32 on CPU ranks, the 16-bit type of the weights on GPUs
     kv_caches: int = 0  # requests whose keys and values are kept for those that extend them; 0 = 4 on CPU ranks, 1 on GPUs
-    prefill: str = "auto"  # whether GPUs take prompts in blocks of many tokens; auto: one GPU does
+    prefill: str = "auto"  # whether GPUs take prompts in blocks of many tokens; auto: up to four GPUs do if they can
     queue_limit: int = 64  # requests that may wait while another runs
     client_queue_limit: int = 16  # of them those of one connection
     verify: bool = True  # compare the checkpoint with its hash manifest, if it has one

@@ -47,7 +47,7 @@ def launch(
     remote_replicas: Annotated[str | None, typer.Option(help="Access files of engines on other hosts: a.json,b.json.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Type of the KV cache: auto, float32, float16 or bfloat16.")] = None,
     kv_caches: Annotated[int | None, typer.Option(help="Requests whose KV is kept. Default: 4 on CPU ranks, 1 on GPUs.")] = None,
-    prefill: Annotated[str | None, typer.Option(help="Prompts in blocks of tokens: auto (on one GPU), on or off.")] = None,
+    prefill: Annotated[str | None, typer.Option(help="Prompts in blocks of tokens: auto (on 1, 2 or 4 GPUs), on or off.")] = None,
     queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait. Default: 64.")] = None,
     client_queue_limit: Annotated[int | None, typer.Option(help="Of them those of one connection. Default: 16.")] = None,
     verify: Annotated[bool | None, typer.Option("--verify/--no-verify", help="Check values and hashes while loading.")] = None,

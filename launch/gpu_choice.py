@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
-# At most that many go through prompts in blocks unless told otherwise: of two not all tests have run. Several ranks must be
-# alike, so `auto` means nothing to them.
-_PREFILLED_GPUS = 1
+PREFILLED_GPUS = 4  # with `--prefill auto` at most that many take prompts in blocks: with more it has not run
 _BESIDES_BYTES = 1 << 30  # the CUDA context with its kernels, and what loading takes for a while
 
 
@@ -102,7 +100,7 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
         uses = gpu_rank_bytes(checkpoint, 0, count, kv_dtype, prefill=prefill != "off" and not obstacle)
         return _Need(uses, prefill, note, obstacle)
 
-    if settings.prefill == "off" or (settings.prefill == "auto" and count > _PREFILLED_GPUS):
+    if settings.prefill == "off" or (settings.prefill == "auto" and count > PREFILLED_GPUS):
         return [need("off")]
     obstacle = obstacle_to_prefill(checkpoint.spec)
     if settings.prefill == "on":

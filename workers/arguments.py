@@ -25,7 +25,7 @@ class WorkerArgs:
     step_timeout_s: float
     num_kv_caches: int = 1
     placement: Placement = ANYWHERE
-    prefill: str = "off"  # whether a GPU takes prompts in blocks of many tokens: on, off, or auto: one GPU does if it can
+    prefill: str = "off"  # whether a GPU takes prompts in blocks of many tokens: on, off, or auto: if it can
 
     def to_json(self) -> str:
         """One line for the command line."""

@@ -21,6 +21,7 @@ from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import Measures, Workload
 from kog_dist.bench.request_stages import show_steps
 from kog_dist.bench.session import EngineSession, engine_session
+from kog_dist.launch.gpu_choice import PREFILLED_GPUS
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.transport import Access
 
@@ -65,7 +66,7 @@ def run(
         with finishing("requests", configuration, before, figures):
             for count in counts:
                 # With auto an engine that went on without prefill would be measured as one with it.
-                use = "on" if prefill == "auto" and count == 1 else prefill
+                use = "on" if prefill == "auto" and count <= PREFILLED_GPUS else prefill
                 flags = [f"--gpus={count}", f"--prefill={use}"] if on_gpus else ["--device=cpu", f"--ranks={count}"]
                 figures.append({"gpus" if on_gpus else "ranks": count, "bare": bare[count]})
                 _engine(

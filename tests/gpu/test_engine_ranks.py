@@ -1,7 +1,7 @@
 """`kog-launch --gpus N`: N workers that share nothing but mapped memory answer like one GPU, bit by bit; a lost one is an error.
 
 KILL_ROUNDS=20 python -m pytest -s tests/gpu/test_engine_ranks.py -k lost      # the promise: 20 times in a row
-ENGINE_PREFILL=on ...                                                          # engines go through prompts in blocks
+ENGINE_PREFILL=off ...                                          # lost ranks and mpirun without prefill; by default it is on
 """
 
 from __future__ import annotations
@@ -123,9 +123,11 @@ def test_answers_are_those_of_one_gpu(session: EngineSession, count: int, prefil
 
 
 @pytest.mark.parametrize("count", RANKS)
-def test_a_cancel_ends_the_answer_on_all_ranks(session: EngineSession, count: int) -> None:
-    launcher = session.launch(f"--gpus={count}")
+@pytest.mark.parametrize("prefill", ["off", "auto"])
+def test_a_cancel_ends_the_answer_on_all_ranks(session: EngineSession, count: int, prefill: str) -> None:
+    launcher = session.launch(f"--gpus={count}", f"--prefill={prefill}")
     with session.connect(READY_S) as client:
+        assert client.status().prefill == (prefill != "off"), session.output()
         whole = answer(client, max_tokens=200, reuse_kv=False)["tokens"]
         for options in ({}, {"logprobs": 1}, {"logit_digests": True}) * 5:
             events = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, reuse_kv=False, **options)

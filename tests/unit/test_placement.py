@@ -140,10 +140,10 @@ def test_what_stands_in_the_way_is_said(demo: Checkpoint, with_cupy: None) -> No
         obstacle("free", 2**20, prefill="on"),
     )
     assert "for prefill" not in obstacle("free", 2**20), "which is not what stands in the way"
-    assert "for prefill" not in obstacle("free", 2**20, "2"), "several GPUs take prompts token by token"
+    assert "for prefill" not in obstacle("free", 2**20, "2")
     assert "for prefill" in obstacle("free", 2**20, "2", prefill="on")
-    chosen = [choose(demo, inventory_from(node()), gpus=count) for count in ("1", "2", "4")]
-    assert [choice and choice.prefill for choice in chosen] == ["auto", "off", "off"]
+    chosen = [choose(demo, inventory_from(node()), gpus=count) for count in ("1", "2", "4", "8")]
+    assert [choice and choice.prefill for choice in chosen] == ["auto", "auto", "auto", "off"], "with eight it has not run"
     assert obstacle("name", "NVIDIA H200", "8") == ""
 
 
@@ -174,6 +174,14 @@ def test_a_driver_that_hangs_does_not_lead_to_cpu_ranks_unasked(demo: Checkpoint
     with pytest.raises(LaunchError, match="has not answered; --device cpu uses CPU ranks"):
         choose(demo, stuck)
     assert choose(demo, stuck, device="cpu") is None
+
+
+def test_one_gpu_without_room_for_prefill_is_enough_for_all_to_go_without(demo: Checkpoint, with_cupy: None) -> None:
+    def narrow(index: int, gpu: FakeGpu) -> None:
+        gpu.free = round(1.2 * 2**30) if index == 2 else gpu.free
+
+    found = [choose(demo, inventory_from(node(4, narrow)), gpus=gpus) for gpus in ("4", "0,1")]
+    assert [choice and (choice.prefill, choice.obstacles) for choice in found] == [("off", ()), ("auto", ())]
 
 
 @pytest.mark.parametrize("asked", [{"gpus": "1"}, {"device": "cuda"}, {"ranks": 1}])

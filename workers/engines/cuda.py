@@ -97,6 +97,7 @@ class CudaEngine:
             self._args, shape, checkpoint, self._control.masks,
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
             link=self._link, sums=None if peers is None else peers.prefill_sums,
+            first_cause=str if peers is None else peers.first_cause,
         ).load()  # fmt: skip
         return kernel
 
@@ -126,8 +127,12 @@ class CudaEngine:
             self._peers.compare_trials(entry.token_id)
 
     def _tried(self, prefill: Prefiller) -> Prefiller | None:
-        """Prefill if it runs; with `auto` None if not, and the kernel's own trial shows whether the GPU is still usable."""
-        ids = (0,) * 2
+        """Prefill if it runs; with `auto` None if not, and the kernel's own trial shows whether the GPU is still usable.
+
+        Among several ranks an error here is the end, since the others may be anywhere in theirs; that a value leaves the range
+        of its type they all know.
+        """
+        ids, cause = (0,) * 2, ""
         try:
             reached = prefill.run(
                 ids, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None,
@@ -136,13 +141,17 @@ class CudaEngine:
             if self._control.aborted():
                 return prefill  # the kernel's own trial ends, too
             if reached < len(ids):
-                raise LaunchError("a value of two tokens leaves the range of its binary16")
+                cause = "a value of two tokens leaves the range of its binary16"
         except Exception as error:
             if isinstance(error, KogError) and not isinstance(error, LaunchError):
                 raise
-            if self._args.prefill != "auto":
-                raise refusal(cause_of(error)) from error
-            note(f"prompts go token by token, since prefill failed on trial: {cause_of(error)}")
+            cause = cause_of(error)
+            if self._peers is not None:
+                raise refusal(cause) from error
+        if cause and self._args.prefill == "on":
+            raise refusal(cause)
+        if cause:
+            note(f"prompts go token by token, since prefill failed on trial: {cause}")
             return None
         prefill.forget(0)
         self._control.set_prefill(self._rank)

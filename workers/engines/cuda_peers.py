@@ -42,7 +42,7 @@ class CudaPeers:
         """`shapes`: what every rank's kernel is compiled for, in the order of ranks."""
         self._args, self._control, self._deadline = args, control, deadline
         self._rank, self._shapes = args.info.rank, shapes
-        self._sources = (*KERNEL_SOURCES, *(HEAD_SOURCES if args.prefill == "on" else ()))  # `auto` has none on several ranks
+        self._sources = (*KERNEL_SOURCES, *(HEAD_SOURCES if args.prefill != "off" else ()))
         self._slices = [last - first for first, last in (shape.vocab_rows for shape in shapes)]
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=control.aborted)
         self._comm: CudaCommunicator | None = None
@@ -108,6 +108,11 @@ class CudaPeers:
     def meet(self) -> None:
         """Return when all ranks have come as often."""
         self._rendezvous.barrier(self._deadline)
+
+    def first_cause(self, cause: str) -> str:
+        """Of what all ranks give, with the rank's name: the first that is not empty; empty if nobody gives one."""
+        found = [raw.decode() for raw in self._rendezvous.all_gather_bytes(cause.encode(), self._deadline)]
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), "")
 
     def compare_trials(self, token_id: int) -> None:
         """Return when all ranks chose the same token on trial. LaunchError if not: memory does not work."""

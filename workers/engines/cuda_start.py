@@ -1,4 +1,4 @@
-"""A GPU rank's weights, kernel and prefill. With `--prefill auto` a rank goes on without prefill where that cannot start."""
+"""A GPU rank's weights, kernel and prefill. With `--prefill auto` all ranks go without prefill where one cannot start it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kog_dist.errors import AbortedError, CheckpointError, LaunchError
 from kog_dist.workers.notes import note
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
     from kog_dist.workers.engines.launches import Kernel
+    from kog_dist.workers.prefill.matrices import Matrices
     from kog_dist.workers.prefill.peer_exchange import PeerExchange
 
 _CAUSE_CHARACTERS = 300
+_T = TypeVar("_T")
 _REFUSED, _REMEDY = "prefill cannot start: ", "; with --prefill off prompts go token by token"
 
 
@@ -61,29 +64,31 @@ class Start:
     limit_us: int  # of the kernel's waits
     link: Callable[[int], CudaHeap | None]
     sums: Callable[[float], PeerExchange] | None  # the exchange of prefill whose waits are bounded by so many seconds
+    first_cause: Callable[[str], str] = str  # of all ranks, which call it together: one that is not empty; `str` for one rank
 
     def load(self) -> tuple[Kernel, Prefiller | None]:
-        """The kernel, and prefill if it is wanted and can be had. Raises CheckpointError, CompileError or LaunchError."""
-        args = self.args
-        if args.prefill == "off" or (args.prefill == "auto" and args.info.world_size > 1):
+        """The kernel, and prefill if it is wanted and can be had. Raises CheckpointError, CompileError or LaunchError.
+
+        Collective. With `auto` all ranks have prefill, or none: where one fails before the peers' memory is mapped, or when it
+        has been, all go on without. One that fails meanwhile ends the engine.
+        """
+        if self.args.prefill == "off":
             return self.without_prefill(), None
-        cause = obstacle(self.shape)
+        loaded: tuple[Any, Matrices] | None = None
+        kernel: Kernel | None = None
+        cause = self._agreed(obstacle(self.shape))
         if not cause:
-            try:
-                return self.with_prefill()
-            except (AbortedError, CheckpointError):
-                raise
-            except Exception as error:
-                if args.prefill == "on":
-                    if type(error).__name__ == "OutOfMemoryError":  # also of weights and kernel, which had less room
-                        raise refusal(cause_of(error)) from error
-                    raise
-                cause = cause_of(error)
-            free_memory()  # not within the handler: its traceback holds on to what has been made
-        if args.prefill == "on":
-            raise refusal(cause)
+            loaded, cause = self._attempt(self._load_both)
+        if loaded is not None:
+            kernel, cause = self._make_kernel(loaded[0])
+        if loaded is not None and kernel is not None:
+            made, cause = self._attempt(partial(self._make_prefill, kernel, loaded[1]))
+            if made is not None:
+                return kernel, made
+        loaded = None
+        free_memory()
         note(f"prompts go token by token, since prefill cannot start: {cause}")
-        return self.without_prefill(), None
+        return kernel or self.without_prefill(), None
 
     def without_prefill(self) -> Kernel:
         """The kernel alone."""
@@ -91,11 +96,30 @@ class Start:
 
         return self._kernel(load_weights(self.shape, self.checkpoint), 0)
 
-    def with_prefill(self) -> tuple[Kernel, Prefiller]:
-        """Both. Errors of prefill's own are `LaunchError`s that name it."""
+    def _attempt(self, make: Callable[[], _T]) -> tuple[_T | None, str]:
+        """What `make` makes, None if it failed on any rank, and why. Raises a refusal instead where prefill was told `on`."""
+        made, cause = None, ""
+        try:
+            made = make()
+        except (AbortedError, CheckpointError):
+            raise
+        except Exception as error:
+            if self.args.prefill == "on":
+                _refuse_without_memory(error)
+                raise
+            cause = cause_of(error)
+        cause = self._agreed(cause)  # not within the handler: its traceback holds on to what has been made
+        return (None if cause else made), cause
+
+    def _agreed(self, cause: str) -> str:
+        if cause and self.args.prefill == "on":
+            raise refusal(cause)
+        return self.first_cause(cause)
+
+    def _load_both(self) -> tuple[Any, Matrices]:
+        """The kernel's weights, and prefill's. Errors of prefill's own are `LaunchError`s that name it."""
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.prefill import gpu
-        from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 
         with _of_prefill():
             matrices, observe = gpu.matrices_for(self.shape)
@@ -107,14 +131,27 @@ class Start:
         weights = load_weights(self.shape, self.checkpoint, show)
         with _of_prefill():
             gpu.release_unused()
-        kernel = self._kernel(weights, max(BLOCK_SIZES))
+        return weights, matrices
+
+    def _make_kernel(self, weights: Any) -> tuple[Kernel | None, str]:
+        """The kernel, with room for prefill in the memory that the peers map; once they have begun, there is no way back."""
+        from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+
+        make = partial(self._kernel, weights, max(BLOCK_SIZES))
+        if self.args.info.world_size == 1:
+            return self._attempt(make)
         try:
-            with _of_prefill():
-                exchange = None if self.sums is None else self.sums(self.limit_us / 1e6)
-                return kernel, gpu.prefill_for(kernel, matrices, exchange=exchange)
-        except BaseException:
-            kernel.close()
+            return make(), ""
+        except Exception as error:
+            _refuse_without_memory(error)
             raise
+
+    def _make_prefill(self, kernel: Any, matrices: Matrices) -> Prefiller:
+        from kog_dist.workers.prefill import gpu
+
+        with _of_prefill():
+            exchange = None if self.sums is None else self.sums(self.limit_us / 1e6)
+            return gpu.prefill_for(kernel, matrices, exchange=exchange)
 
     def _kernel(self, weights: Any, prefill_tokens: int) -> Monokernel:
         from kog_dist.workers.cuda.monokernel import Monokernel
@@ -134,8 +171,14 @@ def obstacle(shape: KernelShape) -> str:
 
 
 def refusal(cause: str) -> LaunchError:
-    """What a rank says that was told `--prefill on`."""
+    """What a rank says that cannot have prefill, and cannot go on without."""
     return LaunchError(f"{_REFUSED}{cause}{_REMEDY}")
+
+
+def _refuse_without_memory(error: Exception) -> None:
+    """Also of weights and kernel, which had less room."""
+    if type(error).__name__ == "OutOfMemoryError":
+        raise refusal(cause_of(error)) from error
 
 
 def cause_of(error: Exception) -> str:

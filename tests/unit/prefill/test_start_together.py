@@ -1,0 +1,138 @@
+"""Whether several ranks start with prefill: all, none, or not at all, where one of them has a reason. A thread for each rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kog_dist.errors import AbortedError, LaunchError
+from kog_dist.workers.cuda import load
+from kog_dist.workers.engines import cuda, cuda_peers, cuda_start
+from kog_dist.workers.notes import NOTE
+from kog_dist.workers.prefill import gpu
+from tests.unit.prefill.test_engine_with_prefill import ScriptedPrefill
+from tests.unit.test_cuda_engine_ranks import Ranks, ranks, request, runtime
+
+__all__ = ["ranks", "runtime"]  # fixtures
+pytestmark = pytest.mark.parametrize("ranks", [2], indirect=True)
+
+
+class OutOfMemoryError(Exception):
+    """As cupy and torch call theirs."""
+
+
+class Trial(ScriptedPrefill):
+    """Prefill whose first run overflows, or raises."""
+
+    def __init__(self, failing: str) -> None:
+        super().__init__()
+        self._failing = failing
+
+    def run(self, *arguments: Any, **options: Any) -> int:
+        if self._failing == "trial":
+            raise RuntimeError("CUDA error: invalid argument")
+        return 0 if self._failing == "overflow" else super().run(*arguments, **options)
+
+
+@pytest.fixture
+def tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each heap had room for."""
+    found: list[int] = []
+    link = cuda_peers.CudaPeers.link
+
+    def observed(peers: Any, device: int, prefill_tokens: int = 0) -> Any:
+        found.append(prefill_tokens)
+        return link(peers, device, prefill_tokens)
+
+    monkeypatch.setattr(cuda_peers.CudaPeers, "link", observed)
+    return found
+
+
+def start(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, failing: str = "", prefill: str = "auto") -> list[Any]:
+    """What the ranks' start-ups give. Rank 1 fails in `failing`; all overflow together."""
+
+    def is_failing(name: str, rank: int) -> bool:
+        return name == failing and rank == 1
+
+    def rank_of(shape: Any) -> int:
+        return int(shape.vocab_rows[0] > 0)
+
+    def obstacle(shape: Any) -> str:
+        return "torch finds no GPU" if is_failing("torch", rank_of(shape)) else ""
+
+    def make(name: str, rank: int, found: Any) -> Any:
+        if is_failing(name, rank):
+            raise OutOfMemoryError("2 GiB")
+        return found
+
+    monkeypatch.setattr(cuda_start, "obstacle", obstacle)
+    monkeypatch.setattr(gpu, "matrices_for", lambda shape: make("matrices", rank_of(shape), ("", lambda name, words: None)))
+    monkeypatch.setattr(gpu, "release_unused", lambda: None)
+    monkeypatch.setattr(cuda_peers.CudaPeers, "prefill_sums", lambda peers, limit_s: None)
+    monkeypatch.setattr(
+        gpu, "prefill_for", lambda kernel, matrices, exchange: make(
+            "prefill", rank_of(kernel.shape), Trial(failing if failing == "overflow" or rank_of(kernel.shape) == 1 else ""),
+        ),
+    )  # fmt: skip
+    for module in (cuda, cuda_start):
+        monkeypatch.setattr(module, "free_memory", lambda: None)
+    monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, observe=None: None)
+    for engine in ranks.engines:
+        engine._args = replace(engine._args, prefill=prefill)
+    return ranks.on_all(lambda engine: engine.startup())
+
+
+@pytest.mark.parametrize("prefill", ["auto", "on"])
+def test_all_have_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, prefill: str) -> None:
+    assert start(ranks, monkeypatch, prefill=prefill) == [None, None], ranks.happened
+    assert ranks.page.has_prefill()
+    assert len(ranks.answer(1, request(num_prompt=100, max_tokens=5))) == 5
+    assert {kernel.begun[-1] for kernel in ranks.kernels.values()} == {(100, 99)}
+
+
+@pytest.mark.parametrize(("failing", "cause", "room"), [
+    ("torch", "cannot start: rank 1: torch finds no GPU", 0),
+    ("matrices", "cannot start: rank 1: OutOfMemoryError: 2 GiB", 0),
+    ("prefill", "cannot start: rank 1: OutOfMemoryError: 2 GiB", 2048),
+    ("overflow", "failed on trial: a value of two tokens leaves the range of its binary16", 2048),
+])  # fmt: skip
+def test_one_that_cannot_is_enough_for_all_to_go_without(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tokens: list[int],
+    failing: str, cause: str, room: int,
+) -> None:  # fmt: skip
+    assert start(ranks, monkeypatch, failing) == [None, None], ranks.happened
+    assert [engine._prefill for engine in ranks.engines] == [None, None]
+    assert tokens == [room, room], "memory is mapped once"
+    assert not ranks.page.has_prefill()
+    said = f"{NOTE}prompts go token by token, since prefill {cause}"
+    assert capfd.readouterr().err.count(said) == 2, "each in its own log"
+    assert len(ranks.answer(1, request(num_prompt=100, max_tokens=5))) == 5
+
+
+@pytest.mark.parametrize(("failing", "prefill"), [
+    ("torch", "on"), ("matrices", "on"), ("prefill", "on"), ("trial", "on"), ("trial", "auto"),
+])  # fmt: skip
+def test_one_that_cannot_ends_the_engine_with_the_way_out(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, failing: str, prefill: str
+) -> None:
+    other, failed = start(ranks, monkeypatch, failing, prefill)
+    assert isinstance(other, AbortedError), "it waits for the one that failed until it is told to stop"
+    assert isinstance(failed, LaunchError)
+    assert str(failed).startswith("prefill cannot start: ")
+    assert str(failed).endswith("with --prefill off prompts go token by token")
+
+
+def test_memory_that_cannot_be_mapped_is_no_reason_to_go_without(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = cuda_peers.CudaPeers.link
+
+    def scarce(peers: Any, device: int, prefill_tokens: int = 0) -> Any:
+        if peers._rank == 1:
+            raise OutOfMemoryError("1 GiB")
+        return link(peers, device, prefill_tokens)
+
+    monkeypatch.setattr(cuda_peers.CudaPeers, "link", scarce)
+    other, failed = start(ranks, monkeypatch)
+    assert isinstance(other, AbortedError)
+    assert str(failed).startswith("prefill cannot start: OutOfMemoryError: 1 GiB; with --prefill off")
