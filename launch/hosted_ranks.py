@@ -146,6 +146,11 @@ class HostedWorker(EngineProcess):
             self._exit_code = int(_received(raw)["exit_code"]) if raw else -signal.SIGKILL
         return self._exit_code
 
+    @property
+    def pidfd(self) -> int:
+        """See `EngineProcess`."""
+        return self._pidfd
+
     def how_it_ended(self) -> str:
         """See `EngineProcess`."""
         return f"was killed with its {self._host}" if self._has_lost_host else super().how_it_ended()

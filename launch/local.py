@@ -36,6 +36,11 @@ class Child(EngineProcess):
         """See `EngineProcess`. Reaps the process."""
         return self.process.poll()
 
+    @property
+    def pidfd(self) -> int:
+        """See `EngineProcess`."""
+        return self.ended_fd
+
     def send(self, signum: int) -> None:
         """See `EngineProcess`."""
         if self.process.returncode is None:

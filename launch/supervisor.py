@@ -32,6 +32,7 @@ from kog_dist.wait import Deadline
 
 TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests to abort are looked at every tick
 DRAIN_MARGIN_S = 1.0  # the coordinator ends a request that takes too long; this is for a coordinator that does not
+EXITING_S = 2.0  # for the system to say how a rank ended that is ending; it gives GPU memory back first
 COORDINATOR_STALL_FACTOR = 5  # the coordinator may be busy with one large message; ranks never are
 
 
@@ -87,6 +88,7 @@ class Supervisor:
         self._is_ready = False
         self._drain_deadline: Deadline | None = None
         self._lost_lifeline: str | None = None
+        self._exiting: tuple[EngineProcess, Deadline] | None = None  # the rank that is ending while the engine serves
         self._progress = StartupProgress(under_starter=bool(engine.ranks.origin))
         self._last_tick_s = time.monotonic()
         self._begin_s = time.monotonic()
@@ -141,7 +143,12 @@ class Supervisor:
             self._is_ready = True
             self._progress.clear()
             self._announce()
-        outcome = self._orphaned() or self._killed() or self._abort_requested() or self._death()
+        outcome = self._rank_ended()
+        if outcome is None and self._exiting is None:
+            outcome = self._orphaned() or self._killed() or self._abort_requested() or self._death()
+        if outcome is None and (self._exiting is not None or self._has_exiting_rank()):
+            self._last_tick_s = time.monotonic()
+            return None
         outcome = outcome or self._gateway_ended() or self._interrupted_or_draining()
         if outcome is None and not self._is_ready:
             outcome = self._startup(startup_deadline)
@@ -151,6 +158,28 @@ class Supervisor:
         return outcome
 
     # ---- deaths ----
+    def _has_exiting_rank(self) -> bool:
+        """Whether a rank is ending. Its peers and the clients are told at once, everybody else when it is known how it ended."""
+        if not self._is_ready or self._signals.count:  # where mpirun ends everything, ranks end with it
+            return False
+        child = next((child for child in self._engine.children if child.rank is not None and child.is_exiting()), None)
+        if child is None or child.rank is None:
+            return False
+        self._engine.abort(AbortCause.RANK_DIED, child.rank)
+        self._exiting = child, Deadline.after(EXITING_S)
+        return True
+
+    def _rank_ended(self) -> Outcome | None:
+        """The end of the rank that was ending. What the others do meanwhile follows from the abort, unless somebody kills one."""
+        if self._exiting is None:
+            return None
+        child, deadline = self._exiting
+        if child.exit_code is None:
+            sentence = f"{child.role} (pid {child.pid}) has been ending for {EXITING_S:g} s; the engine was stopped"
+            return Outcome(EXIT_RANK_DIED, "rank_died", sentence, child.rank, child.pid) if deadline.expired() else None
+        child.read_output()
+        return self._process_died(child) if child.exit_code < 0 else self._killed() or self._process_died(child)
+
     def _gateway_ended(self) -> Outcome | None:
         """The engine is not harmed by the end of its gateway; one that cannot start, or ends again and again, stops the run."""
         if self._http is None:

@@ -21,6 +21,10 @@ class Printed(EngineProcess):
     def exit_code(self) -> int | None:
         return 70
 
+    @property
+    def pidfd(self) -> int:
+        return -1
+
     def send(self, signum: int) -> None:
         pass
 

@@ -1,0 +1,129 @@
+"""A rank that is ending: its peers and clients are told before the system says how it ended, and nobody else is blamed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kog_dist.config import LaunchConfig
+from kog_dist.control import AbortCause, RankState
+from kog_dist.launch import supervisor
+from kog_dist.launch.local import Child
+from kog_dist.launch.process import EngineProcess
+from kog_dist.launch.supervisor import Supervisor
+
+
+def test_a_process_is_exiting_from_the_kill_until_it_is_reaped() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child = Child("rank 0", process, -1, None)
+    assert not child.is_exiting()
+    process.kill()
+    assert select.select([child.pidfd], [], [], 20)[0], "it does not end"
+    assert child.is_exiting(), "it has ended, and nobody has asked how"
+    assert child.exit_code == -signal.SIGKILL
+    assert not child.is_exiting()
+    child.close()
+    assert not child.is_exiting()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+class PlayedRank(EngineProcess):
+    """Runs until a test says otherwise."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank}", 1000 + rank, ended_fd=-1, stderr_fd=-1, log=None)
+        self.code: int | None = None
+        self.exiting = False
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.code
+
+    @property
+    def pidfd(self) -> int:
+        return -1
+
+    def is_exiting(self) -> bool:
+        return self.exiting and self.code is None
+
+    def send(self, signum: int) -> None:
+        raise AssertionError(f"{self.role} gets signal {signum}")
+
+
+class Run:
+    """A supervisor of four played ranks that serve. `aborts`: what they were told, and for whom."""
+
+    def __init__(self) -> None:
+        self.ranks = [PlayedRank(rank) for rank in range(4)]
+        self.aborts: list[tuple[AbortCause, int]] = []
+        control = SimpleNamespace(abort_requests=list, beat_age_s=lambda rank: 0.0, state=lambda rank: RankState.RUNNING)
+        engine: Any = SimpleNamespace(
+            ranks=SimpleNamespace(origin=""), children=self.ranks, control=control, world_size=4, request=None,
+            mend_reaper=lambda: None, is_ready=lambda: True, abort=lambda cause, rank: self.aborts.append((cause, rank)),
+        )  # fmt: skip
+        signals: Any = SimpleNamespace(count=0)
+        events: Any = SimpleNamespace(say=print, note=print)
+        self.supervisor = Supervisor(LaunchConfig(), engine, signals, events)
+        self.supervisor._is_ready = True
+
+    def decide(self) -> Any:
+        return self.supervisor._decide(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("code", "how"), [(-9, "was killed by SIGKILL"), (70, "stopped with exit code 70")])
+def test_others_are_told_at_once_and_the_right_one_is_blamed(code: int, how: str) -> None:
+    run = Run()
+    assert run.decide() is None
+    assert run.aborts == []
+    run.ranks[2].exiting = True
+    assert run.decide() is None
+    assert run.aborts == [(AbortCause.RANK_DIED, 2)]
+    run.ranks[0].code = 70  # it leaves because of the abort, and is gone earlier
+    assert run.decide() is None
+    run.ranks[2].code = code
+    outcome = run.decide()
+    assert outcome.sentence == f"rank 2 (pid 1002) {how} while serving; the engine was stopped"
+    assert (outcome.exit_code, outcome.rank, outcome.reason) == (4, 2, "rank_died")
+
+
+def test_who_was_killed_meanwhile_is_no_consequence() -> None:
+    run = Run()
+    run.ranks[1].exiting = True
+    assert run.decide() is None
+    run.ranks[3].code, run.ranks[1].code = -9, 70
+    assert "rank 3 (pid 1003) was killed by SIGKILL" in run.decide().sentence
+
+
+def test_a_rank_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "EXITING_S", 0.0)
+    run = Run()
+    run.ranks[1].exiting = True
+    assert run.decide() is None
+    outcome = run.decide()
+    assert (outcome.exit_code, outcome.rank) == (4, 1)
+    assert outcome.sentence == "rank 1 (pid 1001) has been ending for 0 s; the engine was stopped"
+
+
+def test_start_up_has_its_own_words() -> None:
+    run = Run()
+    run.supervisor._is_ready = False
+    run.ranks[1].exiting = True
+    assert not run.supervisor._has_exiting_rank()
+    assert run.aborts == []
+
+
+def test_pids_of_other_processes_are_not_taken_for_the_ranks() -> None:
+    read_fd, write_fd = os.pipe()  # no pidfd: it says no pid
+    child = Child.__new__(Child)
+    child.ended_fd = read_fd
+    assert not child.is_exiting()
+    os.close(read_fd)
+    os.close(write_fd)
