@@ -25,6 +25,7 @@ class EngineProcess(ABC):
         self.pid = pid
         self.ended_fd = ended_fd
         self.stderr_fd = stderr_fd
+        self._stat_fd = -1  # what the system tells of it
         self._log = log
         self._partial = b""
         self.notes: list[str] = []  # that it has made for the log
@@ -45,12 +46,14 @@ class EngineProcess(ABC):
         which takes a rank with much of it on a GPU 0.2 s. False when it has been reaped.
         """
         try:
-            info = Path(f"/proc/self/fdinfo/{self.pidfd}").read_text(encoding="ascii")
-            pid = next(line for line in info.splitlines() if line.startswith("Pid:")).split()[1]
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+            if self._stat_fd < 0:
+                info = Path(f"/proc/self/fdinfo/{self.pidfd}").read_text(encoding="ascii")
+                pid = next(line for line in info.splitlines() if line.startswith("Pid:")).split()[1]
+                self._stat_fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # of this process, whoever has its number later
+            stat = os.pread(self._stat_fd, _LINE_BYTES, 0)
         except (OSError, StopIteration):
             return False
-        return bool(int(stat.rpartition(")")[2].split()[_FLAGS_FIELD]) & _PF_EXITING)
+        return bool(int(stat.rpartition(b")")[2].split()[_FLAGS_FIELD]) & _PF_EXITING)
 
     @abstractmethod
     def send(self, signum: int) -> None:
@@ -107,7 +110,7 @@ class EngineProcess(ABC):
 
     def close(self) -> None:
         """Release the descriptors of a process that has ended."""
-        for name in ("stderr_fd", "ended_fd"):
+        for name in ("stderr_fd", "ended_fd", "_stat_fd"):
             if getattr(self, name) >= 0:
                 os.close(getattr(self, name))
                 setattr(self, name, -1)

@@ -123,7 +123,7 @@ def test_start_up_has_its_own_words() -> None:
 def test_pids_of_other_processes_are_not_taken_for_the_ranks() -> None:
     read_fd, write_fd = os.pipe()  # no pidfd: it says no pid
     child = Child.__new__(Child)
-    child.ended_fd = read_fd
+    child.ended_fd, child._stat_fd = read_fd, -1
     assert not child.is_exiting()
     os.close(read_fd)
     os.close(write_fd)
