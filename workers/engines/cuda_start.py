@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,16 +75,23 @@ class Start:
         """
         if self.args.prefill == "off":
             return self.without_prefill(), None
+        watch = _Watch()
         loaded: tuple[Any, Matrices] | None = None
         kernel: Kernel | None = None
         cause = self._agreed(obstacle(self.shape))
+        watch.ended("torch")
         if not cause:
             loaded, cause = self._attempt(self._load_both)
+            watch.ended("weights")
         if loaded is not None:
             kernel, cause = self._make_kernel(loaded[0])
+            watch.ended("kernel")
         if loaded is not None and kernel is not None:
             made, cause = self._attempt(partial(self._make_prefill, kernel, loaded[1]))
+            watch.ended("products and graphs")
             if made is not None:
+                if self.args.info.rank == 0:
+                    note(f"started prefill in {watch}")
                 return kernel, made
         loaded = None
         free_memory()
@@ -159,6 +167,22 @@ class Start:
         options: Any = {"shaped": True, "masks": self.masks}
         heap = self.link(prefill_tokens)
         return Monokernel(self.shape, weights, rank=self.args.info.rank, wait_limit_us=self.limit_us, heap=heap, **options)
+
+
+class _Watch:
+    """What the steps of a start took."""
+
+    def __init__(self) -> None:
+        self._steps: list[str] = []
+        self._begin_s = self._last_s = time.monotonic()
+
+    def ended(self, step: str) -> None:
+        now_s = time.monotonic()
+        self._steps.append(f"{step} {now_s - self._last_s:.1f}")
+        self._last_s = now_s
+
+    def __str__(self) -> str:
+        return f"{self._last_s - self._begin_s:.1f} s ({', '.join(self._steps)})"
 
 
 def obstacle(shape: KernelShape) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -85,11 +86,15 @@ WITHOUT = ["weights", "kernel"]
 @pytest.mark.parametrize(("prefill", "world_size", "calls"), [
     ("on", 1, WITH), ("on", 2, WITH), ("auto", 1, WITH), ("auto", 2, WITH), ("off", 1, WITHOUT), ("off", 2, WITHOUT),
 ])  # fmt: skip
-def test_who_has_prefill(parts: Parts, prefill: str, world_size: int, calls: list[str]) -> None:
+def test_who_has_prefill(
+    parts: Parts, capfd: pytest.CaptureFixture[str], prefill: str, world_size: int, calls: list[str]
+) -> None:  # fmt: skip
     kernel, made = parts.start(prefill, world_size)
     assert parts.calls == calls
     assert kernel is parts.kernels[0]
     assert made == ("prefill" if calls == WITH else None)
+    steps = r"note: started prefill in [\d.]+ s \(torch [\d.]+, weights [\d.]+, kernel [\d.]+, products and graphs [\d.]+\)\n"
+    assert (re.fullmatch(steps, capfd.readouterr().err) is not None) == (made is not None)
 
 
 FAILURES = [
