@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.monokernel import Monokernel
 
 WAIT_LIMIT_US = 2_000_000  # ranks do not begin at the same moment
+_PAUSE_S = 0.05  # before each turn: without it figures drift by several per cent as GPUs get warm
 
 
 def rank_shape(context: RankContext, spec: ModelSpec, **options: Any) -> KernelShape:
@@ -83,8 +85,9 @@ def medians_in_turn(
     """Median us per token of the kernel as it is and as builds of `others`, round by round; and of each whether its logits had
     the bits of the first one. Collective.
 
-    In turn, since a GPU that gets warm gets slower, and in the same memory, since the place of a kernel's words changes its time
-    by up to 3 %. `others` must lay out their memory alike (ConfigError); what they leave in the KV cache may be wrong.
+    In turn and behind a pause, since GPUs that get warm get slower, and in the same memory, since the place of a kernel's words
+    changes its time by up to 3 %. `others` must lay out their memory alike (ConfigError); what they leave in the KV cache may be
+    wrong. A turn before the first one leaves in the rings of windowed layers what all later ones find there.
     """
     from kog_dist.bench.latency import token_times_us
     from kog_dist.cuda.driver import Kernel
@@ -98,12 +101,15 @@ def medians_in_turn(
             raise ConfigError("builds with other words, another KV cache or other clusters cannot be compared in the same memory")
         builds.append(Kernel(build(shape.headers()).path, KERNEL_NAME, SHARED_BYTES))
     found, same = list[list[float]](), [True] * len(builds)
-    for _ in range(rounds):
+    for turn in range(rounds + 1):
         medians, digests = [], []
-        for kernel._kernel in builds:
+        for kernel._kernel in builds if turn else builds[:1]:
             context.rendezvous.barrier(context.deadline)
+            time.sleep(_PAUSE_S)
             medians.append(percentile(token_times_us(kernel, at, tokens), 0.5))
             digests.append(lane_digests(kernel))
+        if turn == 0:
+            continue
         found.append(medians)
         same = [before and one == digests[0] for before, one in zip(same, digests, strict=True)]
     kernel._kernel = builds[0]
