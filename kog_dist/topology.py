@@ -129,7 +129,8 @@ class LocalRendezvous:
         if len(payload) > limit:
             raise ValueError(f"a rendezvous carries at most {limit} bytes per rank, got {len(payload)}")
         self._round += 1
-        self._write(payload)
+        if not self._aborted():  # a rank that leaves must not look like one that has come
+            self._write(payload)
         arrived: dict[int, bytes] = {}
 
         def complete() -> bool:

@@ -47,13 +47,7 @@ def run(arguments: str) -> int:
     rank = args.info.rank
     args.placement.apply()
     try:
-        engine = make_engine(args, control)
-        try:
-            engine.startup()
-            gc.freeze()  # what it has made by now stays, and need not be looked through while somebody waits for a token
-            serve(engine, control, rank)
-        finally:
-            engine.close()
+        live(make_engine(args, control), control, rank)
     except AbortedError:
         control.set_state(rank, RankState.STOPPED)
         cause = control.abort()
@@ -73,6 +67,21 @@ def run(arguments: str) -> int:
         traceback.print_exc()
         return _last_words(error, WorkerExit.RANK_FAILED)
     return WorkerExit.STOPPED
+
+
+def live(engine: Engine, control: ControlPage, rank: int) -> None:
+    """Start, serve and close an engine. Raises what has ended it."""
+    try:
+        engine.startup()
+        gc.freeze()  # what it has made by now stays, and need not be looked through while somebody waits for a token
+        serve(engine, control, rank)
+    except AbortedError:
+        raise
+    except Exception:
+        control.set_state(rank, RankState.FAILED)  # before it is closed: a rank that has failed meets nobody any more
+        raise
+    finally:
+        engine.close()
 
 
 def make_engine(args: WorkerArgs, control: ControlPage) -> Engine:

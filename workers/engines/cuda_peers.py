@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cuda import CudaCommunicator
-from kog_dist.control import ControlPage
+from kog_dist.control import ControlPage, RankState
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.topology import LocalRendezvous
@@ -44,7 +44,7 @@ class CudaPeers:
         self._rank, self._shapes = args.info.rank, shapes
         self._sources = (*KERNEL_SOURCES, *(HEAD_SOURCES if args.prefill != "off" else ()))
         self._slices = [last - first for first, last in (shape.vocab_rows for shape in shapes)]
-        self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=control.aborted)
+        self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, self._rank, aborted=self._is_over)
         self._comm: CudaCommunicator | None = None
         self._num_gathered = self._num_chosen = self._prefill_tokens = 0
 
@@ -111,7 +111,7 @@ class CudaPeers:
 
     def first_cause(self, cause: str) -> str:
         """Of what all ranks give, with the rank's name: the first that is not empty; empty if nobody gives one."""
-        found = [raw.decode() for raw in self._rendezvous.all_gather_bytes(cause.encode(), self._deadline)]
+        found = [raw.decode() for raw in self._rendezvous.all_gather_bytes(cause.encode(errors="replace"), self._deadline)]
         return next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), "")
 
     def compare_trials(self, token_id: int) -> None:
@@ -149,6 +149,12 @@ class CudaPeers:
         upper, lower, ended = map(int, self._comm.all_gather(_CHOICE, epoch % _SLOTS, epoch, values)[0])
         word = upper << 16 | lower
         return (word - 1 if word else NO_TOKEN), Finish(ended)
+
+    def _is_over(self) -> bool:
+        """Whether this rank must not meet the others any more: what it gave would be taken for an answer of a rank that is well,
+        and it would wait for them before anybody hears why it failed.
+        """
+        return self._control.aborted() or self._control.state(self._rank) is RankState.FAILED
 
     def close(self) -> None:
         """Unmap the peers' memory, meet, free the own; the kernel must have left. Never hangs, and raises nothing: see below."""
