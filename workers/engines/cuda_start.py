@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kog_dist.cuda.errors import is_out_of_memory
 from kog_dist.errors import AbortedError, CheckpointError, LaunchError
 from kog_dist.workers.notes import note
 
@@ -200,8 +201,8 @@ def refusal(cause: str) -> LaunchError:
 
 
 def _refuse_without_memory(error: Exception) -> None:
-    """Also of weights and kernel, which had less room."""
-    if type(error).__name__ == "OutOfMemoryError":
+    """Also of weights and kernel, which had less room, and of the memory that peers map."""
+    if is_out_of_memory(error) and not str(error).startswith(_REFUSED):
         raise refusal(cause_of(error)) from error
 
 

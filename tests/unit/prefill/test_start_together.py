@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import AbortedError, LaunchError
+from kog_dist.workers import worker
 from kog_dist.workers.cuda import load
 from kog_dist.workers.engines import cuda, cuda_peers, cuda_start
+from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.notes import NOTE
 from kog_dist.workers.prefill import gpu
+from tests.unit.played_cupy import CUDARuntimeError
 from tests.unit.prefill.test_engine_with_prefill import ScriptedPrefill
 from tests.unit.test_cuda_engine_ranks import Ranks, ranks, request, runtime
 
@@ -50,7 +55,10 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def start(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, failing: str = "", prefill: str = "auto") -> list[Any]:
+def start(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, failing: str = "", prefill: str = "auto",
+    body: Callable[[CudaEngine], Any] = CudaEngine.startup,
+) -> list[Any]:  # fmt: skip
     """What the ranks' start-ups give. Rank 1 fails in `failing`; all overflow together."""
 
     def is_failing(name: str, rank: int) -> bool:
@@ -81,7 +89,7 @@ def start(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, failing: str = "", pref
     monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, observe=None: None)
     for engine in ranks.engines:
         engine._args = replace(engine._args, prefill=prefill)
-    return ranks.on_all(lambda engine: engine.startup())
+    return ranks.on_all(body)
 
 
 @pytest.mark.parametrize("prefill", ["auto", "on"])
@@ -124,15 +132,27 @@ def test_one_that_cannot_ends_the_engine_with_the_way_out(
     assert str(failed).endswith("with --prefill off prompts go token by token")
 
 
+def test_one_that_has_failed_is_not_taken_for_one_that_agrees(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(engine: CudaEngine) -> None:
+        worker.live(engine, engine._control, engine._rank)
+
+    other, failed = start(ranks, monkeypatch, "prefill", "on", live)
+    assert isinstance(other, AbortedError), "until somebody tells it why, it waits"
+    assert isinstance(failed, LaunchError)
+    assert "begin" not in ranks.happened, "it met the one that was leaving, and went on"
+
+
 def test_memory_that_cannot_be_mapped_is_no_reason_to_go_without(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     link = cuda_peers.CudaPeers.link
 
     def scarce(peers: Any, device: int, prefill_tokens: int = 0) -> Any:
         if peers._rank == 1:
-            raise OutOfMemoryError("1 GiB")
+            with cuda_errors("allocating 1 GiB on GPU 1"):
+                raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
         return link(peers, device, prefill_tokens)
 
     monkeypatch.setattr(cuda_peers.CudaPeers, "link", scarce)
     other, failed = start(ranks, monkeypatch)
     assert isinstance(other, AbortedError)
-    assert str(failed).startswith("prefill cannot start: OutOfMemoryError: 1 GiB; with --prefill off")
+    assert str(failed).startswith("prefill cannot start: allocating 1 GiB on GPU 1 failed: too little free GPU memory (cuda")
+    assert str(failed).endswith("; stop what else uses the GPU; with --prefill off prompts go token by token")
