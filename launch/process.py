@@ -51,9 +51,10 @@ class EngineProcess(ABC):
                 pid = next(line for line in info.splitlines() if line.startswith("Pid:")).split()[1]
                 self._stat_fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # of this process, whoever has its number later
             stat = os.pread(self._stat_fd, _LINE_BYTES, 0)
-        except (OSError, StopIteration):
+            flags = int(stat.rpartition(b")")[2].split()[_FLAGS_FIELD])
+        except (OSError, StopIteration, ValueError, IndexError):  # reaped, or a system that does not tell: its end will
             return False
-        return bool(int(stat.rpartition(b")")[2].split()[_FLAGS_FIELD]) & _PF_EXITING)
+        return bool(flags & _PF_EXITING)
 
     @abstractmethod
     def send(self, signum: int) -> None:

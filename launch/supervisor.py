@@ -175,10 +175,15 @@ class Supervisor:
             return None
         child, deadline = self._exiting
         if child.exit_code is None:
-            sentence = f"{child.role} (pid {child.pid}) has been ending for {EXITING_S:g} s; the engine was stopped"
+            sentence = (
+                f"{child.role} (pid {child.pid}) has been ending for {EXITING_S:g} s while serving, and how is not known yet "
+                f"(its GPU memory is given back first; if that takes long, see the kernel log); the engine was stopped"
+            )
             return Outcome(EXIT_RANK_DIED, "rank_died", sentence, child.rank, child.pid) if deadline.expired() else None
         child.read_output()
-        return self._process_died(child) if child.exit_code < 0 else self._killed() or self._process_died(child)
+        if child.exit_code < 0:
+            return self._orphaned() or self._process_died(child)
+        return self._orphaned() or self._killed() or self._abort_requested() or self._process_died(child)
 
     def _gateway_ended(self) -> Outcome | None:
         """The engine is not harmed by the end of its gateway; one that cannot start, or ends again and again, stops the run."""

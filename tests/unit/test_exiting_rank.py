@@ -7,13 +7,14 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kog_dist.config import LaunchConfig
-from kog_dist.control import AbortCause, RankState
+from kog_dist.control import NO_RANK, AbortCause, RankState
 from kog_dist.launch import supervisor
 from kog_dist.launch.local import Child
 from kog_dist.launch.process import EngineProcess
@@ -64,10 +65,13 @@ class Run:
     def __init__(self) -> None:
         self.ranks = [PlayedRank(rank) for rank in range(4)]
         self.aborts: list[tuple[AbortCause, int]] = []
-        control = SimpleNamespace(abort_requests=list, beat_age_s=lambda rank: 0.0, state=lambda rank: RankState.RUNNING)
+        self.control: Any = SimpleNamespace(
+            abort_requests=list, beat_age_s=lambda rank: 0.0, state=lambda rank: RankState.RUNNING
+        )  # fmt: skip
         engine: Any = SimpleNamespace(
-            ranks=SimpleNamespace(origin=""), children=self.ranks, control=control, world_size=4, request=None,
-            mend_reaper=lambda: None, is_ready=lambda: True, abort=lambda cause, rank: self.aborts.append((cause, rank)),
+            ranks=SimpleNamespace(origin=""), children=self.ranks, control=self.control, world_size=4, request=None,
+            mend_reaper=lambda: None, is_ready=lambda: True, rank_pid=lambda rank: 1000 + rank,
+            abort=lambda cause, rank=NO_RANK: self.aborts.append((cause, rank)),
         )  # fmt: skip
         signals: Any = SimpleNamespace(count=0)
         events: Any = SimpleNamespace(say=print, note=print)
@@ -102,6 +106,22 @@ def test_who_was_killed_meanwhile_is_no_consequence() -> None:
     assert "rank 3 (pid 1003) was killed by SIGKILL" in run.decide().sentence
 
 
+def test_causes_come_before_consequences() -> None:
+    """A rank that gave up waiting has said for whom; and ranks whose starter is gone end with it."""
+    run = Run()
+    run.ranks[1].exiting = True
+    assert run.decide() is None
+    run.control.abort_requests = lambda: [(1, "rank 1 waited for rank 2")]
+    run.ranks[1].code = 71
+    outcome = run.decide()
+    assert (outcome.reason, outcome.sentence) == ("requested_by_rank", "rank 1 waited for rank 2; the engine was stopped")
+    run = Run()
+    run.ranks[1].exiting = True
+    assert run.decide() is None
+    run.supervisor._lost_lifeline, run.ranks[1].code = "mpirun (pid 9)", -9
+    assert run.decide().sentence == "mpirun (pid 9) is gone, which had started the ranks; so they stopped"
+
+
 def test_a_rank_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "EXITING_S", 0.0)
     run = Run()
@@ -109,7 +129,8 @@ def test_a_rank_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest
     assert run.decide() is None
     outcome = run.decide()
     assert (outcome.exit_code, outcome.rank) == (4, 1)
-    assert outcome.sentence == "rank 1 (pid 1001) has been ending for 0 s; the engine was stopped"
+    assert outcome.sentence.startswith("rank 1 (pid 1001) has been ending for 0 s while serving, and how is not known yet")
+    assert outcome.sentence.endswith("; the engine was stopped")
 
 
 def test_start_up_has_its_own_words() -> None:
@@ -127,3 +148,12 @@ def test_pids_of_other_processes_are_not_taken_for_the_ranks() -> None:
     assert not child.is_exiting()
     os.close(read_fd)
     os.close(write_fd)
+
+
+@pytest.mark.parametrize("stat", [b"", b"7 (python) S 1 7", b"7 (python) S 1 7 7 0 -1 ? 0", b"7 (a) R) S 1 7 7 0 -1 0 0 0"])
+def test_a_system_that_does_not_tell_flags_costs_the_early_notice_only(tmp_path: Path, stat: bytes) -> None:
+    (tmp_path / "stat").write_bytes(stat)
+    child = Child.__new__(Child)
+    child._stat_fd = os.open(tmp_path / "stat", os.O_RDONLY)
+    assert not child.is_exiting()
+    os.close(child._stat_fd)
