@@ -290,7 +290,8 @@ class Supervisor:
         if not deadline.expired():
             self._progress.show("waiting for the HTTP gateway" if engine.is_ready() else waiting_for(states))
             return None
-        waiting = [rank for rank, state in enumerate(states) if state not in (RankState.READY, RankState.RUNNING)]
+        unready = (rank for rank, state in enumerate(states) if state not in (RankState.READY, RankState.RUNNING))
+        waiting = sorted(unready, key=states.__getitem__)  # first the one that is furthest behind, on which others wait
         engine.abort(AbortCause.STARTUP_FAILED, waiting[0] if waiting else COORDINATOR)
         if waiting:
             doing = DOING[states[waiting[0]]]

@@ -19,6 +19,7 @@ from kog_dist.launch import supervisor
 from kog_dist.launch.local import Child
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.supervisor import Supervisor
+from kog_dist.wait import Deadline
 
 
 def test_a_process_is_exiting_from_the_kill_until_it_is_reaped() -> None:
@@ -139,6 +140,15 @@ def test_start_up_has_its_own_words() -> None:
     run.ranks[1].exiting = True
     assert not run.supervisor._has_exiting_rank()
     assert run.aborts == []
+
+
+def test_a_start_that_takes_too_long_names_the_rank_on_which_others_wait() -> None:
+    run = Run()
+    run.control.state = lambda rank: RankState.LOADING if rank == 2 else RankState.LINKING
+    outcome = run.supervisor._startup(Deadline(0.0))
+    assert outcome is not None
+    assert (outcome.rank, run.aborts) == (2, [(AbortCause.STARTUP_FAILED, 2)])
+    assert "rank 2 is still loading weights, 3 more not ready" in str(outcome.sentence)
 
 
 def test_pids_of_other_processes_are_not_taken_for_the_ranks() -> None:

@@ -97,7 +97,7 @@ class CudaEngine:
             self._args, shape, checkpoint, self._control.masks,
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
             link=self._link, sums=None if peers is None else peers.prefill_sums,
-            first_cause=str if peers is None else peers.first_cause,
+            first_cause=str if peers is None else self._first_cause,
         ).load()  # fmt: skip
         return kernel
 
@@ -106,12 +106,23 @@ class CudaEngine:
         if self._peers is None:
             return None
         self._control.set_state(self._rank, RankState.LINKING)
-        return self._peers.link(device_index(self._args.device), prefill_tokens)
+        heap = self._peers.link(device_index(self._args.device), prefill_tokens)
+        self._control.set_state(self._rank, RankState.LOADING)
+        return heap
+
+    def _first_cause(self, cause: str) -> str:
+        """See `CudaPeers.first_cause`. Says meanwhile that it waits, so that the launcher names the rank that others wait for."""
+        assert self._peers is not None
+        self._control.set_state(self._rank, RankState.LINKING)
+        found = self._peers.first_cause(cause)
+        self._control.set_state(self._rank, RankState.LOADING)
+        return found
 
     def _try_kernel(self, kernel: Kernel) -> None:
         """A token on trial: maps everything, and shows that the kernel runs and that its peers answer. Collective."""
         kernel.begin((0,), 1, Sampling())  # for which cupy may have to compile
         if self._peers is not None:
+            self._control.set_state(self._rank, RankState.LINKING)
             self._peers.meet()  # all have loaded all, so nobody's first wait is for somebody's weights
         if self._prefill is not None:
             self._prefill = self._tried(self._prefill)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from kog_dist.control import RankState
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import AbortedError, LaunchError
+from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers import worker
 from kog_dist.workers.cuda import load
 from kog_dist.workers.engines import cuda, cuda_peers, cuda_start
@@ -130,6 +132,23 @@ def test_one_that_cannot_ends_the_engine_with_the_way_out(
     assert isinstance(failed, LaunchError)
     assert str(failed).startswith("prefill cannot start: ")
     assert str(failed).endswith("with --prefill off prompts go token by token")
+
+
+def test_the_one_that_others_wait_for_is_seen(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ranks.page.state
+
+    def slow(kernel: Any, matrices: Any, exchange: Any) -> Trial:
+        if kernel.shape.vocab_rows[0] > 0:
+            assert state(1) is RankState.LOADING
+            deadline = Deadline.after(20.0)
+            assert wait(lambda: state(0) is RankState.LINKING, aborted=ranks.page.aborted, deadline=deadline) is WaitResult.OK
+        return Trial("")
+
+    def startup(engine: CudaEngine) -> None:
+        monkeypatch.setattr(gpu, "prefill_for", slow)
+        engine.startup()
+
+    assert start(ranks, monkeypatch, body=startup) == [None, None], ranks.happened
 
 
 def test_one_that_has_failed_is_not_taken_for_one_that_agrees(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
