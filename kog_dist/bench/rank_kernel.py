@@ -86,9 +86,11 @@ def medians_in_turn(
     the bits of the first one. Collective.
 
     In turn and behind a pause, since GPUs that get warm get slower, and in the same memory, since the place of a kernel's words
-    changes its time by up to 3 %. `others` must lay out their memory alike (ConfigError); what they leave in the KV cache may be
-    wrong. A turn before the first one leaves in the rings of windowed layers what all later ones find there.
+    changes its time by up to 3 %. `others` must lay out their memory alike (ConfigError). Each begins with an empty KV cache:
+    past the window, what a launch leaves there would change the bits of the next one.
     """
+    import cupy
+
     from kog_dist.bench.latency import token_times_us
     from kog_dist.cuda.driver import Kernel
     from kog_dist.workers.cuda.build import build
@@ -101,15 +103,15 @@ def medians_in_turn(
             raise ConfigError("builds with other words, another KV cache or other clusters cannot be compared in the same memory")
         builds.append(Kernel(build(shape.headers()).path, KERNEL_NAME, SHARED_BYTES))
     found, same = list[list[float]](), [True] * len(builds)
-    for turn in range(rounds + 1):
+    for _ in range(rounds):
         medians, digests = [], []
-        for kernel._kernel in builds if turn else builds[:1]:
+        for kernel._kernel in builds:
+            kernel.kv.fill(0)
+            cupy.cuda.Device().synchronize()
             context.rendezvous.barrier(context.deadline)
             time.sleep(_PAUSE_S)
             medians.append(percentile(token_times_us(kernel, at, tokens), 0.5))
             digests.append(lane_digests(kernel))
-        if turn == 0:
-            continue
         found.append(medians)
         same = [before and one == digests[0] for before, one in zip(same, digests, strict=True)]
     kernel._kernel = builds[0]
