@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import signal
 import time
@@ -33,6 +34,7 @@ from kog_dist.wait import Deadline
 TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests to abort are looked at every tick
 DRAIN_MARGIN_S = 1.0  # the coordinator ends a request that takes too long; this is for a coordinator that does not
 EXITING_S = 2.0  # for the system to say how a rank ended that is ending; it gives GPU memory back first
+FAILED_STALL_FACTOR = 3  # a rank that has failed does not beat while it gives back what it has
 COORDINATOR_STALL_FACTOR = 5  # the coordinator may be busy with one large message; ranks never are
 
 
@@ -271,8 +273,9 @@ class Supervisor:
         if now_s - self._last_tick_s > 4 * TICK_S:
             return None  # this process itself was held up, so the ranks may have been; ages count from the next tick
         control = self._engine.control
+        limits_s = {RankState.READY: limit_s, RankState.RUNNING: limit_s, RankState.FAILED: FAILED_STALL_FACTOR * limit_s}
         for rank in range(self._engine.world_size):
-            if control.state(rank) in (RankState.READY, RankState.RUNNING) and (age_s := control.beat_age_s(rank)) > limit_s:
+            if (age_s := control.beat_age_s(rank)) > limits_s.get(control.state(rank), math.inf):
                 self._engine.abort(AbortCause.RANK_STALLED, rank)
                 pid = self._engine.rank_pid(rank)
                 sentence = f"rank {rank} (pid {pid}) gave no sign of life for {age_s:.2f} s; the engine was stopped"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kog_dist.config import LaunchConfig
-from kog_dist.control import NO_RANK, AbortCause, RankState
+from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, RankState
 from kog_dist.launch import supervisor
 from kog_dist.launch.local import Child
 from kog_dist.launch.process import EngineProcess
@@ -140,6 +140,16 @@ def test_start_up_has_its_own_words() -> None:
     run.ranks[1].exiting = True
     assert not run.supervisor._has_exiting_rank()
     assert run.aborts == []
+
+
+@pytest.mark.parametrize(("state", "limit_s"), [(RankState.RUNNING, 1.0), (RankState.FAILED, 3.0)])
+def test_a_rank_that_hangs_is_found_also_while_it_leaves(state: RankState, limit_s: float) -> None:
+    run = Run()
+    run.control.state = lambda rank: state if rank == 3 else RankState.STOPPED
+    for age_s in (limit_s - 0.1, limit_s + 0.1):
+        run.control.beat_age_s = {0: 9.0, 1: 9.0, 2: 9.0, 3: age_s, COORDINATOR: 0.0}.__getitem__
+        outcome = run.supervisor._stalled()
+        assert (outcome and (outcome.reason, outcome.rank)) == (("rank_stalled", 3) if age_s > limit_s else None)
 
 
 def test_a_start_that_takes_too_long_names_the_rank_on_which_others_wait() -> None:
