@@ -11,18 +11,15 @@ import time
 from kog_dist.config import LaunchConfig
 from kog_dist.control import COORDINATOR, AbortCause, RankState
 from kog_dist.errors import KogError
+from kog_dist.launch.deaths import Deaths
 from kog_dist.launch.engine import EngineProcesses, RankSource
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import HttpGateway
 from kog_dist.launch.outcome import (
-    EXIT_CANNOT_START,
-    EXIT_OK,
     EXIT_RANK_DIED,
     EXIT_TIMEOUT,
     INTERRUPTED,
     Outcome,
-    client_outcome,
-    signal_name,
 )
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.progress import DOING, StartupProgress, waiting_for
@@ -87,6 +84,7 @@ class Supervisor:
         self._engine = engine
         self._http = http
         self._signals = signals
+        self._deaths = Deaths(engine, settings.shutdown_timeout, lambda: self._is_ready)
         self._is_ready = False
         self._drain_deadline: Deadline | None = None
         self._lost_lifeline: str | None = None
@@ -147,7 +145,7 @@ class Supervisor:
             self._announce()
         outcome = self._rank_ended()
         if outcome is None and self._exiting is None:
-            outcome = self._orphaned() or self._killed() or self._abort_requested() or self._death()
+            outcome = self._orphaned() or self._deaths.by_signal() or self._abort_requested() or self._deaths.first()
         if outcome is None and (self._exiting is not None or self._has_exiting_rank()):
             self._last_tick_s = time.monotonic()
             return None
@@ -184,8 +182,8 @@ class Supervisor:
             return Outcome(EXIT_RANK_DIED, "rank_died", sentence, child.rank, child.pid) if deadline.expired() else None
         child.read_output()
         if child.exit_code < 0:
-            return self._orphaned() or self._process_died(child)
-        return self._orphaned() or self._killed() or self._abort_requested() or self._process_died(child)
+            return self._orphaned() or self._deaths.of(child)
+        return self._orphaned() or self._deaths.by_signal() or self._abort_requested() or self._deaths.of(child)
 
     def _gateway_ended(self) -> Outcome | None:
         """The engine is not harmed by the end of its gateway; one that cannot start, or ends again and again, stops the run."""
@@ -203,60 +201,6 @@ class Supervisor:
         return Outcome(
             EXIT_RANK_DIED, "starter_lost", f"{self._lost_lifeline} is gone, which had started the ranks; so they stopped"
         )
-
-    def _killed(self) -> Outcome | None:
-        """A death by signal, which what the others say about the loss must not hide; a client is no cause of anything."""
-        is_killed = any((child.exit_code or 0) < 0 and child.role != "client" for child in self._engine.children)
-        return self._death() if is_killed else None
-
-    def _death(self) -> Outcome | None:
-        dead = [child for child in self._engine.children if child.exit_code is not None]
-        for child in dead:
-            child.read_output()
-        for child in sorted(dead, key=_blame):
-            if child.role == "client":
-                return client_outcome(child.pid, child.exit_code or 0)
-            if child.role == "coordinator" and (outcome := self._drained(child)) is not None:
-                if self._engine.request is not None:
-                    continue  # somebody drained it; the client has its answer, or says what it was told
-                return outcome
-            return self._process_died(child)
-        return None
-
-    def _drained(self, coordinator: EngineProcess) -> Outcome | None:
-        """How a drain ended, None if the coordinator ended for another reason."""
-        if coordinator.exit_code == 0:
-            return Outcome(EXIT_OK, "drained")
-        return self._cut_off() if self._is_ready and coordinator.exit_code == EXIT_TIMEOUT else None
-
-    def _cut_off(self) -> Outcome:
-        sentence = f"the running request did not finish within {self._settings.shutdown_timeout:g} s and was ended"
-        return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
-
-    def _process_died(self, child: EngineProcess) -> Outcome:
-        code = child.exit_code
-        assert code is not None
-        rank = child.rank
-        last = child.last_line().removeprefix(f"{child.role}: ")
-        if not self._is_ready:
-            return self._startup_death(child, code, last)
-        cause = AbortCause.COORDINATOR_DIED if rank is None else AbortCause.RANK_DIED
-        self._engine.abort(cause, COORDINATOR if rank is None else rank)
-        why = f": {last}" if last and code >= 0 else ""
-        sentence = f"{child.role} (pid {child.pid}) {child.how_it_ended()} while serving{why}; the engine was stopped"
-        return Outcome(EXIT_RANK_DIED, cause.name.lower(), sentence, rank, child.pid, signal_name(code))
-
-    def _startup_death(self, child: EngineProcess, code: int, last: str) -> Outcome:
-        rank = child.rank
-        self._engine.abort(AbortCause.STARTUP_FAILED, COORDINATOR if rank is None else rank)
-        if code >= 0 and last:
-            sentence = f"{child.role} could not start: {last}"
-        else:
-            sentence = f"{child.role} (pid {child.pid}) {child.how_it_ended()} during start-up"
-        others = self._engine.world_size - (rank is not None)
-        if others:
-            sentence += f" ({others} rank{'s' if others > 1 else ''} stopped because of {child.role})"
-        return Outcome(EXIT_CANNOT_START, "startup_failed", sentence, rank, child.pid, signal_name(code))
 
     # ---- ranks that live but do not go on ----
     def _abort_requested(self) -> Outcome | None:
@@ -332,7 +276,7 @@ class Supervisor:
                 return None
             if engine.request is not None and signals.last is signal.SIGINT:
                 return self._interrupted()
-            return self._cut_off()
+            return self._deaths.cut_off()
         if signals.count == 0:
             return None
         if not self._is_ready or signals.count > 1 or engine.ranks.is_killed_soon:
@@ -353,8 +297,3 @@ class Supervisor:
         signum = self._signals.last
         assert signum is not None
         return Outcome(128 + signum, f"{INTERRUPTED}{signum.name.lower()}", signal=signum.name)
-
-
-def _blame(child: EngineProcess) -> tuple[bool, bool]:
-    """Sorts deaths seen together: what was killed before what stopped by itself (perhaps for missing a peer), the client last."""
-    return child.role == "client", (child.exit_code or 0) >= 0
