@@ -43,7 +43,7 @@ def obstacle_in_torch() -> str:
     """Why there is no torch that can use a GPU; empty if there is one."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+    except Exception as error:  # a missing library is an OSError; an installation that does not fit together raises anything
         return f"torch cannot be loaded ({error})"
     if torch.version.cuda is None:
         return "torch was built without CUDA"

@@ -144,10 +144,11 @@ def test_what_is_not_prefills_fault_is_raised(parts: Parts, prefill: str) -> Non
     assert parts.calls == ["matrices", "take", "weights"]
 
 
-def test_torch_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError, AttributeError])
+def test_torch_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     def broken(name: str, *rest: Any) -> Any:
         if name == "torch":
-            raise OSError("libcudart.so.13: cannot open shared object file")
+            raise error("libcudart.so.13: cannot open shared object file")
         return real(name, *rest)
 
     real: Any = __builtins__["__import__"]  # type: ignore[index]
