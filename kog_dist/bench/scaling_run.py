@@ -101,7 +101,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
                 found["samplings"] |= times_us(kernel, page, [name], max(contexts), max_tokens)
         if builds:
             found["builds"] = {str(at): medians_in_turn(context, kernel, builds, at, max_tokens, _ROUNDS) for at in contexts}
-        if bare is not None:  # the last one: it leaves wrong keys and values
+        if bare is not None:
             found["rounds"] = {str(at): medians_in_turn(context, kernel, [bare], at, max_tokens, _ROUNDS)[0] for at in contexts}
     return found
 
