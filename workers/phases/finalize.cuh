@@ -219,8 +219,9 @@ struct Finalizer {
 #endif
                 publish_stream(kind, layer, lane_idx, first_row, stream, tag);
                 if (mine) now[lane_idx][row] = sum, shared.residual[lane_idx][row] = stream;
-                if (kSendsDelayed && summed) publish_sum(kind, layer, first_row, lane_sum(now, row));
                 end_block();
+                if (block == OutOp::kBlocks - 1) count_vector(lane_idx);  // nobody here waits for what goes to the peers
+                if (kSendsDelayed && summed) publish_sum(kind, layer, first_row, lane_sum(now, row));
                 continue;
             }
             if (mine) now[lane_idx][row] = sum;
@@ -239,8 +240,8 @@ struct Finalizer {
                 publish_stream(kind, layer, from, first_row, stream, tag);
             }
             end_block();
+            if (block == OutOp::kBlocks - 1) count_vector(lane_idx);
         }
-        count_vector(lane_idx);
         return true;
     }
 

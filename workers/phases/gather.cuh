@@ -234,10 +234,11 @@ struct Gatherer {
                 loaded = true;
             }
         }
-        if (at.is_last() || at.index() == 0) return;
+        if (at.is_last()) return;
         if (at.phase() == 0 || at.phase() == 2) load_norm(at);
-        if (kLanes == 1 || !is_near(role, at.lane(), at.index())) return;
-        if (at.phase() == 1) {
+        if (at.index() == 0) load_embedding();
+        else if (kLanes == 1 || !is_near(role, at.lane(), at.index())) return;
+        else if (at.phase() == 1) {
             if (kCluster > 1 && part() >= OutOp::kPer) return;
             load_splits(splits(at, part()));
         }
@@ -255,8 +256,8 @@ struct Gatherer {
             write_units<FfnSlice, false>(squares);
         } else {
             if (at.index() == 0) {
-                load_norm(at);
-                load_embedding();
+                if (!loaded) load_norm(at), load_embedding();
+                widen_embedding();
             } else if (!gather_units<HiddenSlice>(at)) {
                 return false;
             }
@@ -358,13 +359,18 @@ struct Gatherer {
             if (mine) store_cluster(cluster_address(at, to), value, cluster_address(bar, to));
         }
     }
+    // The token's embedding, where the words of a stream will lie later.
     __device__ __forceinline__ void load_embedding() {
-        const uint2* row = reinterpret_cast<const uint2*>(params.embedding_ptr) + static_cast<u64>(token) * (kHidden / 4) +
-                           warp * HiddenSlice::kUnits + lane;
+        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(token) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
+#pragma unroll
+        for (int i = 0; i < HiddenSlice::kLoads; ++i)
+            if (HiddenSlice::is_real(warp, lane, i)) got[i].x = row[32 * i];
+    }
+    __device__ __forceinline__ void widen_embedding() {
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) {
-                const float4 v = widen(row[32 * i]);
+                const float4 v = widen(make_uint2(static_cast<u32>(got[i].x), static_cast<u32>(got[i].x >> 32)));
                 got[i] = make_ulonglong2(make_pair_word(v.x, v.y, 0), make_pair_word(v.z, v.w, 0));
             }
     }
@@ -379,25 +385,42 @@ struct Gatherer {
                                          : reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
         return first + lane_idx * kStreamWords;
     }
-    static constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // streams that are asked for at a time
+    // Up to so many last streams stay in registers, 24 bits of each value; of more the scaled ones are read a second time.
+    static constexpr bool kKeepsStreams = !kPreNormSum && kFinalNormLanes == 1 && kMatrixRegisters >= 88 && kModelLanes * WholeSlice::kLoads <= 16;
+    // A norm that all lanes share is multiplied into their sum. Its weights wait in x, where the sum will be, while registers are full.
+    static constexpr bool kParksNorm = (kPreNormSum || kFinalNormLanes == 1) && kCluster == 1;
+    // Streams are asked for in the order in which they come: those of the lanes that are half a layer ahead first (decode/order.py). Where
+    // they are added up as they come, that is the order of lanes.
+    static __device__ __forceinline__ constexpr u32 asked_lane(u32 i) {
+        if (!kKeepsStreams || kLanes == 1) return i;
+        constexpr u32 kAhead = kLanes == 1 ? 1 : kLanes / 2, kBehind = kLanes == 1 ? 1 : kLanes - kAhead;
+        if (i < kRanks * kAhead) return i / kAhead * kLanes + i % kAhead;
+        return (i - kRanks * kAhead) / kBehind * kLanes + kAhead + (i - kRanks * kAhead) % kBehind;
+    }
+    // The hosted lane whose end tells that those asked for from `first` on are near.
+    static __device__ __forceinline__ constexpr u32 last_hosted_lane(u32 first) {
+        u32 last = 0;
+        for (u32 k = 0; k < kTogether; ++k) last = asked_lane(first + k) % kLanes > last ? asked_lane(first + k) % kLanes : last;
+        return kKeepsStreams ? last : kLanes - 1;
+    }
     struct Streams {
         ulonglong2 got[kTogether][WholeSlice::kLoads];
     };
-    __device__ __forceinline__ void load_streams(u32 first_lane, Streams& streams) {
-        const u64* mine = last_stream(first_lane) + 2 * (slice() * WholeSlice::kUnits + lane);
+    __device__ __forceinline__ void load_streams(u32 first, Streams& streams) {
+        const u64* mine = last_stream(asked_lane(first)) + 2 * (slice() * WholeSlice::kUnits + lane);
 #pragma unroll
         for (u32 k = 0; k < kTogether; ++k)
 #pragma unroll
             for (int i = 0; i < WholeSlice::kLoads; ++i)
                 if (WholeSlice::is_real(slice(), lane, i)) {
-                    const u64* at = mine + k * kStreamWords + 64 * i;
+                    const u64* at = mine + (asked_lane(first + k) - asked_lane(first)) * kStreamWords + 64 * i;
                     streams.got[k][i] = kRanks > 1 ? load_system_x2(at) : load_relaxed_x2(at);
                 }
     }
-    __device__ __forceinline__ bool wait_for_streams(u32 first_lane, u32 tag, Streams& streams) {
+    __device__ __forceinline__ bool wait_for_streams(u32 first, u32 tag, Streams& streams) {
 #pragma unroll 1
         for (u32 rounds = 1;; ++rounds) {
-            load_streams(first_lane, streams);
+            load_streams(first, streams);
             u32 wrong = 0;
 #pragma unroll
             for (u32 k = 0; k < kTogether; ++k)
@@ -406,8 +429,24 @@ struct Gatherer {
                     if (WholeSlice::is_real(slice(), lane, i)) wrong |= tag_difference(streams.got[k][i], tag);
             if (__all_sync(kFullWarp, wrong == 0)) return true;
             if (must_leave(role.stopped())) return false;
-            if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, first_lane, tag, last_stream(first_lane), kHidden / 2);
+            if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, asked_lane(first), tag, last_stream(asked_lane(first)), kHidden / 2);
         }
+    }
+    // Four values of two pair words in three registers: the byte of the tag that each carries gives way to a byte of the fourth.
+    struct Kept {
+        u32 bits[3];
+    };
+    static __device__ __forceinline__ Kept keep(const ulonglong2& words) {
+        const u32 fourth = static_cast<u32>(words.y >> 32);
+        return {{opaque(__byte_perm(static_cast<u32>(words.x), fourth, 0x3217)),
+                 opaque(__byte_perm(static_cast<u32>(words.x >> 32), fourth, 0x3216)),
+                 opaque(__byte_perm(static_cast<u32>(words.y), fourth, 0x3215))}};
+    }
+    static __device__ __forceinline__ float4 values(const Kept& kept) {
+        const u32 upper = __byte_perm(kept.bits[0], kept.bits[1], 0x0400);
+        return make_float4(__uint_as_float(kept.bits[0] & 0xffffff00u), __uint_as_float(kept.bits[1] & 0xffffff00u),
+                           __uint_as_float(kept.bits[2] & 0xffffff00u),
+                           __uint_as_float((upper & 0xffff0000u) | (kept.bits[2] & 0xffu) << 8));
     }
     __device__ __forceinline__ bool gather_head(const Place& at, float& squares) {
         if constexpr (kStreamHead) return gather_last_stream(at, squares);
@@ -421,61 +460,94 @@ struct Gatherer {
         float4 sum[S::kLoads];
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) sum[i] = make_float4(0, 0, 0, 0);
-        if (!wait_until_near(role, kLanes - 1, 4 * kLayers)) return false;
-        Streams streams;
-#pragma unroll 1
-        for (u32 first = 0; first < kModelLanes; first += kTogether) {
-            if (!wait_for_streams(first, tag, streams)) return false;
+        const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * S::kUnits + lane;
+        if constexpr (kParksNorm) {
+#pragma unroll
+            for (int i = 0; i < S::kLoads; ++i)
+                if (S::is_real(warp, lane, i)) store_shared(place_of(i * 32 + lane), norm[32 * i]);
+        }
+        [[maybe_unused]] Kept kept[kKeepsStreams ? kModelLanes : 1][S::kLoads];
+        // An abort ends the waits, but nobody leaves before the end: on a way around, registers would be kept for what is not there yet.
+        bool alive = true;
+        auto take = [&](u32 first) {
+            Streams streams;
+            alive = wait_until_near(role, last_hosted_lane(first), 4 * kLayers) && alive;
+            alive = wait_for_streams(first, tag, streams) && alive;
+            float squares[kTogether];
 #pragma unroll
             for (u32 k = 0; k < kTogether; ++k) {
-                float squares = 0;
+                squares[k] = 0;
 #pragma unroll
                 for (int i = 0; i < S::kLoads; ++i) {
                     if (!S::is_real(warp, lane, i)) continue;
-                    if (kPreNormSum) sum[i] = add_scaled(sum[i], 1.0f, values(streams.got[k][i]));
-                    else squares += square_sum(values(streams.got[k][i]));
+                    if constexpr (kKeepsStreams) {
+                        Kept& own = kept[asked_lane(first + k)][i];
+                        own = keep(streams.got[k][i]);
+                        squares[k] += square_sum(values(own));
+                    } else if (kPreNormSum) {
+                        sum[i] = add_scaled(sum[i], 1.0f, values(streams.got[k][i]));
+                    } else {
+                        squares[k] += square_sum(values(streams.got[k][i]));
+                    }
                 }
-                if (!kPreNormSum) add_squares(squares, first + k);
             }
+            if (!kPreNormSum) add_squares(squares, first);
+        };
+        if constexpr (kKeepsStreams) {
+#pragma unroll
+            for (u32 first = 0; first < kModelLanes; first += kTogether) take(first);
+        } else {
+#pragma unroll 1
+            for (u32 first = 0; first < kModelLanes; first += kTogether) take(first);
         }
         if (kPreNormSum) {
-            float squares = 0;
+            float squares[1] = {0};
 #pragma unroll
-            for (int i = 0; i < S::kLoads; ++i) squares += square_sum(sum[i]);
+            for (int i = 0; i < S::kLoads; ++i) squares[0] += square_sum(sum[i]);
             add_squares(squares, 0);
         }
         __syncwarp();
         if (kCluster == 1 && lane == 0) mbar_arrive(role.base + KOG_OFFSET(head_squares_full));
-        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(head_squares_full), num_heads & 1)) return false;
+        alive = mbar_wait(role.stopped(), role.base + KOG_OFFSET(head_squares_full), num_heads & 1) && alive;
         const u32 mine = lane < (kPreNormSum ? 1 : kModelLanes) ? lane : 0;
         float total = 0;
-#pragma unroll 1
+#pragma unroll 4
         for (int i = 0; i < kMatrixWarps; ++i) total += shared.head_squares[num_heads & 1][i][mine];
         const float factor = inverse_root_approx(total * (1.0f / kHidden) + kNormEps) * (kPreNormSum ? 1.0f : 1.0f / kModelLanes);
-        const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * S::kUnits + lane;
-        if (!kPreNormSum) {
+        // A stream's share of the mean.
+        auto add_stream = [&](u32 lane_idx, auto&& value_of) {
+            const float lane_factor = __shfl_sync(kFullWarp, factor, lane_idx);
+#pragma unroll
+            for (int i = 0; i < S::kLoads; ++i) {
+                if (!S::is_real(warp, lane, i)) continue;
+                float4 value = value_of(i);
+                if (kFinalNormLanes > 1) value = times(value, widen(norm[lane_idx * (kHidden / 4) + 32 * i]));
+                sum[i] = add_scaled(sum[i], lane_factor, value);
+            }
+        };
+        if constexpr (kKeepsStreams) {
+#pragma unroll
+            for (u32 lane_idx = 0; lane_idx < kModelLanes; ++lane_idx)
+                add_stream(lane_idx, [&](int i) { return values(kept[lane_idx][i]); });
+        } else if (!kPreNormSum) {
 #pragma unroll 1
             for (u32 first = 0; first < kModelLanes; first += kTogether) {
+                Streams streams;
                 load_streams(first, streams);
 #pragma unroll
-                for (u32 k = 0; k < kTogether; ++k) {
-                    const float lane_factor = __shfl_sync(kFullWarp, factor, first + k);
-#pragma unroll
-                    for (int i = 0; i < S::kLoads; ++i) {
-                        if (!S::is_real(warp, lane, i)) continue;
-                        const uint2 weights = norm[(kFinalNormLanes == 1 ? 0 : (first + k) * (kHidden / 4)) + 32 * i];
-                        sum[i] = add_scaled(sum[i], lane_factor, times(values(streams.got[k][i]), widen(weights)));
-                    }
-                }
+                for (u32 k = 0; k < kTogether; ++k) add_stream(first + k, [&](int i) { return values(streams.got[k][i]); });
             }
         }
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) {
             if (!S::is_mine(lane, i)) continue;
             float4 v = sum[i];
-            if (kPreNormSum) {
-                v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
-                if (S::is_real(warp, lane, i)) v = times(v, widen(norm[32 * i]));
+            if (kPreNormSum) v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+            if ((kPreNormSum || kFinalNormLanes == 1) && S::is_real(warp, lane, i)) {
+                uint2 weights;
+                if constexpr (kParksNorm) load_shared(place_of(i * 32 + lane), weights);
+                else weights = norm[32 * i];
+                v = times(v, widen(weights));
             }
             if (kCluster > 1 && (i * 32 + lane) / HiddenSlice::kUnits != part()) continue;
             write_x(place_of(i * 32 + lane), v);
@@ -483,7 +555,7 @@ struct Gatherer {
         ++num_heads;
         forget();
         __syncwarp();
-        return true;
+        return alive;
     }
     // Nothing read ahead is wanted: its registers were free meanwhile.
     __device__ __forceinline__ void forget() {
@@ -492,14 +564,34 @@ struct Gatherer {
 #pragma unroll
         for (int i = 0; i < kMany; ++i) scale[i] = make_uint2(0, 0);
     }
-    __device__ __forceinline__ void add_squares(float squares, u32 lane_idx) {
+    // Sums over the warp of kMany values at once, each in the order of a butterfly: thread i has that of value i / (32 / kMany).
+    template <u32 kMany>
+    __device__ __forceinline__ float sums_of_warp(float (&values)[kMany]) {
+        u32 offset = 16;
 #pragma unroll
-        for (int offset = 16; offset > 0; offset >>= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+        for (u32 left = kMany / 2; left > 0; left /= 2, offset /= 2) {
+            const bool upper = lane & offset;
+#pragma unroll
+            for (u32 k = 0; k < left; ++k) {
+                const float mine = upper ? values[k + left] : values[k], others = upper ? values[k] : values[k + left];
+                values[k] = mine + __shfl_xor_sync(kFullWarp, others, offset);
+            }
+        }
+#pragma unroll
+        for (; offset > 0; offset /= 2) values[0] += __shfl_xor_sync(kFullWarp, values[0], offset);
+        return values[0];
+    }
+    // This warp's sums of squares of the streams that were asked for from `first` on, to all warps.
+    template <u32 kMany>
+    __device__ __forceinline__ void add_squares(float (&squares)[kMany], u32 first) {
+        const float sum = sums_of_warp(squares);
+        const u32 lane_idx = asked_lane(first + lane / (32 / kMany));
+        const bool is_mine = lane % (32 / kMany) == 0;
         if constexpr (kCluster == 1) {
-            if (lane == 0) role.shared->head_squares[num_heads & 1][warp][lane_idx] = squares;
+            if (is_mine) role.shared->head_squares[num_heads & 1][warp][lane_idx] = sum;
         } else if (part() == 0) {
-            share(role.base + KOG_OFFSET(head_squares[num_heads & 1][slice()][lane_idx]), squares, lane == 0,
-                  role.base + KOG_OFFSET(head_squares_full), 4);
+            share(role.base + KOG_OFFSET(head_squares[num_heads & 1][slice()][lane_idx]), sum, is_mine,
+                  role.base + KOG_OFFSET(head_squares_full), 4 * kMany);
         }
     }
 };

@@ -25,9 +25,16 @@ constexpr int kCluster = KOG_CLUSTER, kCtaSlices = kMatrixWarps / kCluster;
 static_assert(kMatrixWarps % kCluster == 0 && 8 % kCluster == 0 && kNumCtas % kCluster == 0, "clusters");
 
 constexpr int kLaunchRegisters = 96;
-// Exchanging with peers costs the finaliser registers; the matrix warps give them.
-constexpr int kMatrixRegisters = kRanks > 1 ? 72 : 80, kServiceRegisters = kRanks > 4 ? 96 : kRanks > 1 ? 80 : kLanes <= 2 ? 56 : 64;
-constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks > 1 || kLanes <= 2 ? 184 : 176;
+// Exchanging with peers costs the finaliser and the sampler registers, most with many peers and where requests are shaped. With 88 the
+// matrix warps keep last streams (gather.cuh).
+#ifdef KOG_SHAPED
+constexpr bool kIsShaped = true;
+#else
+constexpr bool kIsShaped = false;
+#endif
+constexpr int kMatrixRegisters = kRanks > 4 ? 72 : kRanks > 1 && kIsShaped ? 80 : 88;
+constexpr int kServiceRegisters = kRanks > 4 ? 96 : kRanks == 1 ? 56 : kIsShaped ? 80 : 72;
+constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks == 1 || kIsShaped ? 160 : 144;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
@@ -43,7 +50,8 @@ constexpr int kModelLanes = kLanes * kRanks;
 // The LM head of the forms `lane` and `vocab_parallel` is made of products of single streams, which the finaliser scales like QKV's. Only
 // with `vocab_parallel` a rank needs no other rank's last streams.
 constexpr bool kStreamHead = kLaneHead || kVocabParallelHead, kStreamsToAll = kRanks > 1 && !kVocabParallelHead;
-constexpr int kHeadSums = kCluster == 1 || kPreNormSum ? 1 : kModelLanes;  // arrivals of a slice at `head_squares_full`
+constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // last streams that are asked for at a time
+constexpr int kHeadSums = kCluster == 1 || kPreNormSum ? 1 : kModelLanes / kTogether;  // arrivals of a slice at `head_squares_full`
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
 static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) for each query head");
 
