@@ -66,8 +66,7 @@ def _kernel(spec: ModelSpec, num_lanes: int) -> tuple[KernelShape, list[_Work]]:
     ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
 
     def work(product: Product | None, op: OpShape) -> _Work:
-        num_tiles = op.blocks * (op.per // op.steps)
-        return _Work(product, num_tiles, 2 * op.num_values / num_tiles / 1000)
+        return _Work(product, op.num_tiles, 2 * op.tile_values / 1000)
 
     heads = [work(None, shape.head)] * shape.num_head_products
     return shape, [*(work(product, ops[product.phase]) for product in shape.products), *heads]

@@ -1,8 +1,8 @@
-"""The weight tape: what each compute CTA of the kernel reads from memory, in the order of use, as one contiguous stream.
+"""The weight tape: what each compute CTA of the kernel reads from memory, in the order of use.
 
 A segment is a range of rows of one lane's matrix. Weights do not depend on activations, so a loader streams the segments one
-after another and wraps at the end of a token. How rows become tiles (16-bit words in the order that one warp consumes them)
-is decided by the kernel's packer; which rows, and in which order, is decided here.
+after another and wraps at the end of a token. How rows become tiles (16-bit words in the order that one warp consumes them),
+and where these lie, is decided by the kernel's packer; which rows, and in which order, is decided here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The physical form of a weight tape: how a matrix becomes the stream that each thread block of the monokernel reads.
+"""The physical form of weight tapes: how a matrix becomes the stream that each thread block of the monokernel reads.
 
 A product y = W x is cut by rows over the thread blocks, and within one by columns over its matrix warps. The tape of a thread
 block holds, for each block of at most 24 rows, tiles in the order of use; a tile holds, for each warp, a few steps of 32 columns,
 each step row by row: [block][tile][warp][step][row][32]. Of each eight neighbouring columns the tape holds 0 1 4 5 2 3 6 7: the
 order of the registers that one thread gives to the matrix unit. Rows and columns that do not divide are filled with zeros.
+
+The tapes of all thread blocks are one array, [product][tile][thread block]: what they read at about the same time lies together.
 
 In a cluster of thread blocks (`cluster` > 1) each takes n = MATRIX_WARPS / cluster of the slices of columns that warps take else,
 and of them the rows of all: warp w of thread block r has slice r * n + w / cluster of the rows of thread block w % cluster.
@@ -47,6 +49,11 @@ class OpShape:
         return self.per // self.steps
 
     @property
+    def num_tiles(self) -> int:
+        """Tiles of all blocks of rows."""
+        return self.blocks * self.tiles
+
+    @property
     def num_columns(self) -> int:
         """K with its padding."""
         return self.per * MATRIX_WARPS * STEP_COLUMNS
@@ -55,6 +62,11 @@ class OpShape:
     def num_values(self) -> int:
         """Weights on the tape of one thread block."""
         return self.cta_rows * self.num_columns
+
+    @property
+    def tile_values(self) -> int:
+        """Weights in one tile of one thread block."""
+        return self.rows * self.steps * MATRIX_WARPS * STEP_COLUMNS
 
 
 def op_shape(cta_rows: int, num_columns: int, multiple: int) -> OpShape:
@@ -78,8 +90,17 @@ def interleave(gate: AnyArray, up: AnyArray) -> AnyArray:
     return both.reshape(-1, gate.shape[1])
 
 
+def tiles_on_tape(tape: AnyArray, position: int, shape: OpShape, num_ctas: int) -> AnyArray:
+    """View (num_tiles, num_ctas, tile_values) of a product on the tapes (values,) of all thread blocks.
+
+    `position`: values of one thread block's tape that come before it.
+    """
+    first, size = position * num_ctas, shape.num_values * num_ctas
+    return tape[first : first + size].reshape(shape.num_tiles, num_ctas, shape.tile_values)
+
+
 def pack(matrix: AnyArray, shape: OpShape, num_ctas: int, cluster: int = 1) -> AnyArray:
-    """The tape segments (num_ctas, shape.num_values) of a matrix (rows, K), 16 bit. Raises ValueError if it is too large."""
+    """The tiles (num_tiles, num_ctas, tile_values) of a matrix (rows, K), 16 bit. Raises ValueError if it is too large."""
     rows, columns = matrix.shape
     if rows > num_ctas * shape.cta_rows or columns > shape.num_columns:
         raise ValueError(
@@ -90,14 +111,14 @@ def pack(matrix: AnyArray, shape: OpShape, num_ctas: int, cluster: int = 1) -> A
     padded[:rows, :columns] = matrix
     slices = (cluster, MATRIX_WARPS // cluster)
     parts = padded.reshape(num_ctas // cluster, cluster, shape.blocks, shape.rows, *slices, shape.tiles, shape.steps, *_STEP)
-    # cluster, owner of the rows, block, row, thread block, its slice, tile, step, column (4)
-    return parts.transpose(0, 4, 2, 6, 5, 1, 7, 3, 8, 10, 9, 11).reshape(num_ctas, shape.num_values)
+    # block, tile, cluster, thread block, its slice, owner of the rows, step, row, column (4)
+    return parts.transpose(2, 6, 0, 4, 5, 1, 7, 3, 8, 10, 9, 11).reshape(shape.num_tiles, num_ctas, shape.tile_values)
 
 
-def unpack(segments: AnyArray, shape: OpShape, num_rows: int, num_columns: int, cluster: int = 1) -> AnyArray:
+def unpack(tiles: AnyArray, shape: OpShape, num_rows: int, num_columns: int, cluster: int = 1) -> AnyArray:
     """The inverse of `pack`: the matrix (num_rows, num_columns), without its padding."""
-    num_ctas = segments.shape[0]
+    num_ctas = tiles.shape[1]
     slices = (MATRIX_WARPS // cluster, cluster)
-    parts = segments.reshape(num_ctas // cluster, cluster, shape.blocks, shape.tiles, *slices, shape.steps, shape.rows, *_STEP)
-    whole = parts.transpose(0, 5, 2, 7, 1, 4, 3, 6, 8, 10, 9, 11).reshape(num_ctas * shape.cta_rows, shape.num_columns)
+    parts = tiles.reshape(shape.blocks, shape.tiles, num_ctas // cluster, cluster, *slices, shape.steps, shape.rows, *_STEP)
+    whole = parts.transpose(2, 5, 0, 7, 3, 4, 1, 6, 8, 10, 9, 11).reshape(num_ctas * shape.cta_rows, shape.num_columns)
     return whole[:num_rows, :num_columns]

@@ -18,7 +18,7 @@ import pytest
 from kog_dist.decode.plan import Plan, make_plan
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape import tape
-from kog_dist.decode.tape_packing import OpShape, unpack
+from kog_dist.decode.tape_packing import OpShape, tiles_on_tape, unpack
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
@@ -102,9 +102,11 @@ class Tapes:
         self.tape, self.shape, self.position = np.asarray(weights.tape), shape, 0
 
     def next(self, op: OpShape, rows: int, columns: int) -> np.ndarray[Any, Any]:
-        segments = self.tape[:, self.position : self.position + op.num_values]
+        return np.asarray(unpack(self._tiles(op), op, rows, columns))
+
+    def _tiles(self, op: OpShape) -> Any:
         self.position += op.num_values
-        return np.asarray(unpack(segments, op, rows, columns))
+        return tiles_on_tape(self.tape, self.position - op.num_values, op, self.shape.num_ctas)
 
     def head(self) -> np.ndarray[Any, Any]:
         """The LM head's rows of the hosted lanes."""
@@ -112,10 +114,9 @@ class Tapes:
         op, columns = shape.head, shape.spec.hidden_size
         if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
             return np.concatenate([self.next(op, last - first, columns) for _ in range(shape.num_head_products)], axis=1)
-        segments = self.tape[:, self.position : self.position + op.num_values]
-        self.position += op.num_values
-        parts = [segments[lane * shape.head_ctas : (lane + 1) * shape.head_ctas] for lane in range(shape.num_lanes)]
-        assert not segments[shape.num_lanes * shape.head_ctas :].any(), "thread blocks without rows"
+        tiles = self._tiles(op)
+        parts = [tiles[:, lane * shape.head_ctas : (lane + 1) * shape.head_ctas] for lane in range(shape.num_lanes)]
+        assert not tiles[:, shape.num_lanes * shape.head_ctas :].any(), "thread blocks without rows"
         return np.concatenate([unpack(part, op, shape.lane_vocab, columns) for part in parts])
 
 
@@ -217,15 +218,15 @@ def packed_products(shape: KernelShape) -> list[tuple[Phase, int, int]]:
 
     def source(phase: Phase, layer: int, lane: int) -> Any:
         asked.append((phase, layer, lane))
-        return np.full((1, 1), len(asked), np.uint16)  # the first value of the first thread block's segment
+        return np.full((1, 1), len(asked), np.uint16)  # the first value of the first thread block's first tile
 
-    tapes = np.zeros((shape.num_ctas, shape.tape_values), np.uint16)
+    tapes = np.zeros(shape.num_ctas * shape.tape_values, np.uint16)
     pack_tape(shape, source, tapes)
     layers = [layer for phase, layer, _ in asked if phase is not Phase.HEAD]
     assert layers == sorted(layers), "a layer's tensors are read together"
     found, position = [], 0
     while position < shape.tape_values:
-        number = int(tapes[0, position])
+        number = int(tapes[position * shape.num_ctas])
         assert number, f"no product begins at value {position}"
         found.append(asked[number - 1])
         position += ops[found[-1][0]].num_values

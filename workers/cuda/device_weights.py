@@ -11,7 +11,7 @@ import numpy as np
 
 from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
-from kog_dist.decode.tape_packing import interleave, pack
+from kog_dist.decode.tape_packing import interleave, pack, tiles_on_tape
 from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -30,7 +30,7 @@ TensorSource = Callable[[str], GpuArray]
 class DeviceWeights:
     """All arrays are on the GPU; 16-bit ones are kept as uint16 words of `KernelShape.weight_dtype`."""
 
-    tape: GpuArray  # (num_ctas, tape_values)
+    tape: GpuArray  # (num_ctas * tape_values,): those of all thread blocks, see decode/tape_packing.py
     embedding: GpuArray  # (vocab, hidden)
     norms: GpuArray  # (layers, 2, lanes or 1, hidden)
     final_norm: GpuArray  # (KernelShape.final_norm_lanes, hidden)
@@ -60,7 +60,7 @@ def needed_rows(shape: KernelShape, name: str) -> tuple[int, int]:
 
 
 def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
-    """Fill `tape` (num_ctas, tape_values) with all thread blocks' weights, in the order in which the kernel's loader reads them.
+    """Fill `tape` (num_ctas * tape_values,) with all thread blocks' weights, in the order in which the kernel's loaders read.
 
     That is the order of the plan (decode/tape.py), but for the LM head: there it is one product for each lane's slice of the
     vocabulary, here see `KernelShape.head`.
@@ -74,21 +74,21 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
     for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
         op = ops[product.phase]
         matrix = source(product.phase, product.layer, product.lane - shape.hosted_lanes[0])
-        tape[:, start : start + op.num_values] = pack(matrix, op, shape.num_ctas, shape.cluster)
+        tiles_on_tape(tape, start, op, shape.num_ctas)[:] = pack(matrix, op, shape.num_ctas, shape.cluster)
     for index in range(shape.num_head_products):
-        _pack_head(shape, source, index, tape[:, position : position + shape.head.num_values])
+        _pack_head(shape, source, index, tiles_on_tape(tape, position, shape.head, shape.num_ctas))
         position += shape.head.num_values
 
 
-def _pack_head(shape: KernelShape, source: MatrixSource, index: int, segments: GpuArray) -> None:
-    """Fill the segments (num_ctas, head.num_values) of a product of the LM head."""
+def _pack_head(shape: KernelShape, source: MatrixSource, index: int, tiles: GpuArray) -> None:
+    """Fill the tiles (head.num_tiles, num_ctas, head.tile_values) of a product of the LM head."""
     if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
-        segments[:] = pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas, shape.cluster)
+        tiles[:] = pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas, shape.cluster)
         return
     for lane in range(shape.num_lanes):  # each has its own thread blocks
         own = slice(lane * shape.head_ctas, (lane + 1) * shape.head_ctas)
-        segments[own] = pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas, shape.cluster)
-    segments[shape.num_lanes * shape.head_ctas :] = 0
+        tiles[:, own] = pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas, shape.cluster)
+    tiles[:, shape.num_lanes * shape.head_ctas :] = 0
 
 
 def from_tensors(shape: KernelShape, tensors: TensorSource) -> DeviceWeights:
@@ -99,7 +99,7 @@ def from_tensors(shape: KernelShape, tensors: TensorSource) -> DeviceWeights:
     import cupy
 
     spec = shape.spec
-    tape = cupy.empty((shape.num_ctas, shape.tape_values), cupy.uint16)
+    tape = cupy.empty(shape.num_ctas * shape.tape_values, cupy.uint16)
     embedding = tensors(EMBEDDING)
     layer = _LayerTensors(shape, tensors, embedding)
     pack_tape(shape, layer.matrix, tape)

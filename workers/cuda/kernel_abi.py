@@ -12,7 +12,7 @@ DECODE_PARAMS = Struct(
     "DecodeParams",
     "Parameters of one launch; passed by value. Pointers are device addresses.",
     (
-        Field("tape_ptr", "u64", "16-bit weights, one tape per thread block"),
+        Field("tape_ptr", "u64", "16-bit weights, the tapes of all thread blocks"),
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden)"),
         Field("norms_ptr", "u64", "16-bit (layers, 2, lanes or 1, hidden)"),
         Field("final_norm_ptr", "u64", "16-bit (lanes or 1, hidden)"),

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         multiply(params, peers, role, warp);
     } else if (warp < kAttendWarp) {
         drop_registers<kServiceRegisters>();
-        if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr) + role.cta * kTapeBytes, num_steps);
+        if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr), num_steps);
         else if (warp == kFinalWarp) finalize(params, peers, role);
         else if (warp == kSampleWarp) {
 #ifdef KOG_SHAPED

@@ -15,12 +15,11 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
         fence_barrier_init();
     }
     __syncthreads();
-    if (warp == kLoaderWarp)
-        load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr) + role.cta * kTapeBytes, params.num_steps);
+    if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr), params.num_steps);
     if (warp >= kMatrixWarps) return;
     constexpr u32 kLayerTiles = QkvOp::kBlocks * QkvOp::kTiles + OutOp::kBlocks * OutOp::kTiles + GateUpOp::kBlocks * GateUpOp::kTiles +
                                 DownOp::kBlocks * DownOp::kTiles;
-    const u32 num_tiles = params.num_steps * (kLayers * kLanes * kLayerTiles + HeadOp::kBlocks * HeadOp::kTiles);
+    const u32 num_tiles = params.num_steps * (kLayers * kLanes * kLayerTiles + kHeadProducts * HeadOp::kBlocks * HeadOp::kTiles);
     const u32 first = warp / (kMatrixWarps / kPieces);
     u32 piece = first, parity = 0;
     for (u32 i = 0; i < num_tiles; ++i) {

@@ -12,24 +12,26 @@ __device__ __forceinline__ void init_ring(const Role& role) {
 }
 
 // Reading ahead of the ring into L2. Where lanes wait for each other, in layers that sum blocking, the ring is full and memory would stand
-// still; what it reads meanwhile comes from L2 later. A bounded number of tiles, one at a time: nothing tells when they have come.
+// still; what it reads meanwhile comes from L2 later. A bounded number of slots, one at a time: nothing tells when they have come. All thread
+// blocks read about the same place of the tape, and each asks for its share of what comes next: its own tile, where tiles fill their slots.
 struct Ahead {
-    static constexpr u32 kMaxBytes = kAheadTiles * kSlotBytes, kCycles = 1000;  // for a tile: as long as memory takes for all thread blocks'
-    const unsigned char* end;         // of what the present token reads of the tape
-    bool is_on = false;               // in the present layer
-    u32 bytes = 0, asked_cycles = 0;  // behind the last copy, that L2 was asked for; when memory was last asked for anything
+    static constexpr u32 kShares = kNumCtas * kSlotBytes, kCycles = 1000;  // of all thread blocks; as long as memory takes for them
+    const unsigned char *copied, *asked;  // to where, in the tapes of all: tiles that were copied; shares that memory was asked for
+    const unsigned char* end;             // of what the present token reads
+    bool is_on = false;                   // in the present layer
+    u32 asked_cycles = 0;                 // when memory was last asked for anything
 
-    __device__ __forceinline__ void read(const unsigned char* source) {
-        const unsigned char* from = source + bytes;
-        if (bytes + kSlotBytes > kMaxBytes || from >= end || clock_cycles() - asked_cycles < kCycles) return;
-        const u32 size = min(kSlotBytes, static_cast<u32>(end - from));
-        bulk_prefetch(from, size);
-        bytes += size;
+    __device__ __forceinline__ void begin(const unsigned char* from, const unsigned char* to) { copied = asked = from, end = to; }
+    __device__ __forceinline__ void read(u32 cta) {
+        if (asked >= end || asked - copied >= kAheadTiles * kShares || clock_cycles() - asked_cycles < kCycles) return;
+        const unsigned char* from = asked + cta * kSlotBytes;
+        if (from < end) bulk_prefetch(from, static_cast<u32>(min(u64{kSlotBytes}, static_cast<u64>(end - from))));
+        asked += kShares;
         asked_cycles = clock_cycles();
     }
-    __device__ __forceinline__ void copied(u32 size) {
-        if (bytes < size) bytes = 0, asked_cycles = clock_cycles();  // memory was asked for the rest
-        else bytes -= size;
+    __device__ __forceinline__ void copy(u32 tile_bytes) {
+        copied += kNumCtas * tile_bytes;
+        if (asked < copied) asked = copied, asked_cycles = clock_cycles();  // memory was asked for the rest
     }
 };
 
@@ -37,7 +39,7 @@ struct Ahead {
 // of those who wait for words queue behind it.
 struct Loader {
     const Role& role;
-    const unsigned char* source;
+    const unsigned char* source;  // of the next copy
     u64 policy;
     u32 num_issued = 0, num_landed = 0;
     u32 piece = 0, parity = 1;  // of the next copy: `empty` barriers start as if they had been passed
@@ -50,7 +52,7 @@ struct Loader {
         if constexpr (kAheadTiles > 0) {
             while (ahead.is_on && !mbar_test(bar, parity)) {
                 if (load_shared_u32(role.stopped()) || load_shared_u32(finished)) return false;
-                ahead.read(source);
+                ahead.read(role.cta);
             }
         }
         return mbar_wait_alone(role.stopped(), bar, parity, finished);
@@ -71,24 +73,28 @@ struct Loader {
         }
         bulk_load(to, source, bytes, full, policy);
         source += bytes;
-        if constexpr (kAheadTiles > 0) ahead.copied(bytes);
         ++num_issued;
         if (++piece == kRingPieces) piece = 0, parity ^= 1;
         return true;
     }
+    // Of a product: `source` is where its first tiles lie, those of all thread blocks side by side. It becomes the next product's.
     __device__ __forceinline__ bool issue_tiles(u32 count, u32 bytes) {
+        source += role.cta * bytes;
 #pragma unroll 1
         for (u32 i = 0; i < count; ++i) {
             u32 to = role.base + KOG_OFFSET(ring) + piece / kPieces * kSlotBytes;
 #pragma unroll
             for (u32 k = 0; k < kPieces; ++k, to += bytes / kPieces)
                 if (!issue(to, bytes / kPieces)) return false;
+            source += (kNumCtas - 1) * bytes;
+            if constexpr (kAheadTiles > 0) ahead.copy(bytes);
         }
+        source -= role.cta * bytes;
         return true;
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
-        source = tape + (kHeadOnly ? kLayerBytes : 0);
-        if constexpr (kAheadTiles > 0) ahead.end = tape + (has_head(role, step) ? kTapeBytes : kLayerBytes);
+        source = tape + (kHeadOnly ? kNumCtas * kLayerBytes : 0);
+        if constexpr (kAheadTiles > 0) ahead.begin(source, tape + kNumCtas * (has_head(role, step) ? kTapeBytes : kLayerBytes));
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
@@ -114,6 +120,7 @@ struct Loader {
     }
 };
 
+// `tape`: of all thread blocks, [product][tile][thread block].
 __device__ __forceinline__ void load_tape(const Role& role, const unsigned char* tape, u32 num_steps) {
     if (laneid() != 0) return;
     Loader loader{role, tape, evict_first_policy()};

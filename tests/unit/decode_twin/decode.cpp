@@ -88,8 +88,7 @@ int main(int num_arguments, char** argv) {
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
         state->token = *reinterpret_cast<const u32*>(prompt.at), state->num_prompt = num_prompt, state->max_tokens = max_tokens;
     }
-    for (const Rank& r : ranks)
-        for (u32 cta = 0; cta < kNumCtas; ++cta) tapes.push_back({r.tape.at + cta * kTapeBytes, r.tape.at + (cta + 1) * kTapeBytes});
+    for (const Rank& r : ranks) tapes.push_back({r.tape.at, r.tape.at + kNumCtas * kTapeBytes});
     std::vector<u32> launches = {num_prompt + 1, max_tokens};  // steps: each goes on after the one before
     if (begins_at_head) launches = {num_prompt - 1, 1, 1, 1, max_tokens};
     std::vector<KogDecodeState> before_last;
