@@ -9,6 +9,10 @@ Lanes take turns, so that one lane's waits are covered by another's work. Two th
 So with two lanes or more, and from the first layer on in which no lane waits for another's current work, half of the lanes run
 half a layer behind the others: while these are in their attention block, those go through their MLP block, and a small product
 stands beside each large one. OUT comes as late as it can (docs/results/monokernel-rounds.md has the times of other orders).
+
+At both ends half of the lanes are alone, and a product stands elsewhere for their sake. In the first such layer QKV of the lanes
+behind comes before OUT of those ahead, and covers some of their attention. In the last one OUT of the lanes behind comes before
+DOWN of those ahead, which covers the way from that OUT to what comes next, the same lanes' GATE_UP.
 """
 
 from __future__ import annotations
@@ -50,7 +54,18 @@ def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
                     Product(first_free + half // 2, _HALVES[half % 2][i], group[j]) for half, group in groups if j < len(group)
                 ]
             groups.reverse()  # OUT comes as late as it can: it waits for attention
+    if num_halves:
+        last = spec.num_layers - 1
+        order = _moved(order, [Product(first_free, Phase.QKV, lane) for lane in behind], Product(first_free, Phase.OUT, ahead[0]))
+        order = _moved(order, [Product(last, Phase.OUT, lane) for lane in behind], Product(last, Phase.DOWN, ahead[0]))
     return order
+
+
+def _moved(order: list[Product], products: list[Product], before: Product) -> list[Product]:
+    """The order with `products` together, in front of another one."""
+    rest = [product for product in order if product not in products]
+    place = rest.index(before)
+    return rest[:place] + products + rest[place:]
 
 
 def plain_order(lanes: range, num_layers: int) -> list[Product]:

@@ -70,7 +70,7 @@ def test_the_finaliser_finds_the_partials_that_it_adds(lanes: range) -> None:
 def test_the_mlp_of_half_of_the_lanes_covers_the_attention_of_the_others(lanes: range) -> None:
     """The reason for the order: between QKV and OUT of a lane stand a GATE_UP and a DOWN of another one."""
     order, half = product_order(SMALL, lanes), len(lanes) // 2
-    inner = order[4 * len(lanes) * SMALL.delay + 2 * half : -4 * half]  # without the ends, where half of the lanes are alone
+    inner = order[4 * len(lanes) * SMALL.delay + 3 * half : -4 * half]  # without the ends, where half of the lanes are alone
     for number, product in enumerate(inner):
         if product.phase is Phase.OUT and (queries := Product(product.layer, Phase.QKV, product.lane)) in inner:
             between = inner[inner.index(queries) + 1 : number]
@@ -81,10 +81,42 @@ def test_the_mlp_of_half_of_the_lanes_covers_the_attention_of_the_others(lanes: 
 @pytest.mark.parametrize("lanes", [range(8), range(4), range(2)], ids=str)
 def test_at_most_two_small_products_stand_side_by_side_behind_the_blocking_layers(lanes: range) -> None:
     order, half = product_order(SMALL, lanes), len(lanes) // 2
-    inner = order[4 * len(lanes) * SMALL.delay + 2 * half : -4 * half]
+    inner = order[4 * len(lanes) * SMALL.delay + 3 * half : -4 * half]
     small = "".join("s" if product.phase in (Phase.QKV, Phase.OUT) else "L" for product in inner)
     assert small
     assert "sss" not in small
+
+
+@pytest.mark.parametrize("lanes", [range(8), range(4), range(2), range(4, 7)], ids=str)
+@pytest.mark.parametrize("num_layers", [3, 7], ids="{} layers".format)  # 3: one layer is the first and the last
+def test_at_the_ends_others_cover_attention_and_the_way_to_gate_up(lanes: range, num_layers: int) -> None:
+    spec, half = replace(SMALL, num_layers=num_layers), len(lanes) // 2
+    order, (ahead, behind) = product_order(spec, lanes), (lanes[:half], lanes[half:])
+
+    def between(first: Product, last: Product) -> list[Product]:
+        return order[order.index(first) + 1 : order.index(last)]
+
+    first_free, last = spec.delay, num_layers - 1
+    for lane in ahead:
+        covering = between(Product(first_free, Phase.QKV, lane), Product(first_free, Phase.OUT, lane))
+        assert {product for product in covering if product.phase is Phase.QKV} >= {
+            Product(first_free, Phase.QKV, other) for other in behind
+        }
+    for lane in behind:
+        covering = between(Product(last, Phase.OUT, lane), Product(last, Phase.GATE_UP, lane))
+        assert set(covering) >= {Product(last, Phase.DOWN, other) for other in ahead}
+
+
+def test_the_whole_order_of_four_lanes() -> None:
+    order = product_order(replace(SMALL, num_layers=4), range(4))
+    names = {Phase.QKV: "Q", Phase.OUT: "O", Phase.GATE_UP: "G", Phase.DOWN: "D"}
+    assert " ".join(f"{names[product.phase]}{product.layer}{product.lane}" for product in order) == (
+        "Q00 Q01 Q02 Q03 O00 O01 O02 O03 G00 G01 G02 G03 D00 D01 D02 D03 "
+        "Q10 Q11 Q12 Q13 O10 O11 O12 O13 G10 G11 G12 G13 D10 D11 D12 D13 "
+        "Q20 Q21 Q22 Q23 O20 O21 G20 G21 D20 O22 D21 O23 "
+        "Q30 G22 Q31 G23 D22 O30 D23 O31 Q32 G30 Q33 G31 O32 O33 D30 D31 "
+        "G32 G33 D32 D33"
+    )
 
 
 @pytest.mark.parametrize("lanes", [range(8), range(4, 6)], ids=str)
