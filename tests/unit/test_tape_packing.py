@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kog_dist.decode.tape_packing import MATRIX_WARPS, STEP_COLUMNS, OpShape, interleave, op_shape, owned_rows, pack, unpack
+from kog_dist.decode.tape_packing import (
+    MATRIX_WARPS,
+    STEP_COLUMNS,
+    OpShape,
+    interleave,
+    op_shape,
+    owned_rows,
+    pack,
+    tiles_on_tape,
+    unpack,
+)
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -28,44 +38,53 @@ def numbered(rows: int, columns: int) -> np.ndarray[tuple[int, int], np.dtype[np
 def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_clusters: int, multiple: int, cluster: int) -> None:
     matrix, num_ctas = numbered(rows, columns), num_clusters * cluster
     shape = op_shape(owned_rows(rows, num_ctas, multiple), columns, multiple)
-    segments = pack(matrix, shape, num_ctas, cluster)
-    assert segments.shape == (num_ctas, shape.num_values)
-    assert np.array_equal(unpack(segments, shape, rows, columns, cluster), matrix)
-    assert np.count_nonzero(segments) == rows * columns  # the rest is padding
+    tiles = pack(matrix, shape, num_ctas, cluster)
+    assert tiles.shape == (shape.num_tiles, num_ctas, shape.tile_values)
+    assert shape.num_tiles * shape.tile_values == shape.num_values
+    assert np.array_equal(unpack(tiles, shape, rows, columns, cluster), matrix)
+    assert np.count_nonzero(tiles) == rows * columns  # the rest is padding
 
 
 MEMORY_ORDER = np.array([0, 1, 4, 5, 2, 3, 6, 7])  # of eight neighbouring columns: what one thread gives to the matrix unit
 
 
-def test_tape_order_is_block_tile_warp_step_row_column() -> None:
+def test_tape_order_is_block_tile_thread_block_warp_step_row_column() -> None:
     shape = OpShape(rows=6, blocks=2, per=8, steps=4)
     matrix = numbered(12 * 3, 8 * MATRIX_WARPS * STEP_COLUMNS)
-    segments = pack(matrix, shape, 3)
-    offset = 0
-    for block in range(shape.blocks):
-        for tile in range(shape.tiles):
-            for warp in range(MATRIX_WARPS):
-                for step in range(shape.steps):
-                    first = (warp * shape.per + tile * shape.steps + step) * STEP_COLUMNS
-                    for row in range(shape.rows):
-                        found = segments[2, offset : offset + STEP_COLUMNS].reshape(-1, 8)[:, MEMORY_ORDER.argsort()].ravel()
-                        wanted = matrix[2 * shape.cta_rows + block * shape.rows + row, first : first + STEP_COLUMNS]
-                        assert np.array_equal(found, wanted), (block, tile, warp, step, row)
-                        offset += STEP_COLUMNS
-    assert offset == shape.num_values
+    values, offset = pack(matrix, shape, 3).ravel(), 0
+    for block, tile, cta in np.ndindex(shape.blocks, shape.tiles, 3):
+        for warp in range(MATRIX_WARPS):
+            for step in range(shape.steps):
+                first = (warp * shape.per + tile * shape.steps + step) * STEP_COLUMNS
+                for row in range(shape.rows):
+                    found = values[offset : offset + STEP_COLUMNS].reshape(-1, 8)[:, MEMORY_ORDER.argsort()].ravel()
+                    wanted = matrix[cta * shape.cta_rows + block * shape.rows + row, first : first + STEP_COLUMNS]
+                    assert np.array_equal(found, wanted), (block, tile, cta, warp, step, row)
+                    offset += STEP_COLUMNS
+    assert offset == len(values) == 3 * shape.num_values
+
+
+def test_products_lie_one_after_the_other() -> None:
+    first, second = OpShape(rows=6, blocks=2, per=8, steps=4), OpShape(rows=4, blocks=1, per=3, steps=1)
+    tape = np.zeros(3 * (first.num_values + second.num_values), np.uint16)
+    views = [tiles_on_tape(tape, 0, first, 3), tiles_on_tape(tape, first.num_values, second, 3)]
+    for number, (view, shape) in enumerate(zip(views, (first, second), strict=True)):
+        assert view.shape == (shape.num_tiles, 3, shape.tile_values)
+        view += 1 + number
+    assert tape.tolist() == [1] * (3 * first.num_values) + [2] * (3 * second.num_values)
 
 
 @pytest.mark.parametrize("cluster", [2, 3])
 def test_in_a_cluster_each_thread_block_has_its_slices_of_the_rows_of_all(cluster: int) -> None:
     shape = OpShape(rows=6, blocks=2, per=8, steps=4)
     matrix = numbered(12 * 2 * cluster, 8 * MATRIX_WARPS * STEP_COLUMNS)
-    by_warp = (2 * cluster, shape.blocks, shape.tiles, MATRIX_WARPS, -1)
+    by_warp = (shape.num_tiles, 2 * cluster, MATRIX_WARPS, -1)
     alone, shared = pack(matrix, shape, 2 * cluster).reshape(by_warp), pack(matrix, shape, 2 * cluster, cluster).reshape(by_warp)
     num_slices = MATRIX_WARPS // cluster
     for cta in range(2 * cluster):
         for warp in range(MATRIX_WARPS):
             owner, column_slice = cta - cta % cluster + warp % cluster, cta % cluster * num_slices + warp // cluster
-            assert np.array_equal(shared[cta, :, :, warp], alone[owner, :, :, column_slice])
+            assert np.array_equal(shared[:, cta, warp], alone[:, owner, column_slice])
 
 
 def test_gate_and_up_rows_stand_side_by_side() -> None:
@@ -86,6 +105,14 @@ def test_2b_shape_divides_without_rounding_loss() -> None:
     assert [op.cta_rows for op in (shape.qkv, shape.out, shape.gate_up, shape.down)] == [6, 24, 24, 24]
     tape_bytes = 2 * shape.tape_values * shape.num_ctas
     assert laneformer_2b().bytes_per_token() <= tape_bytes < 1.001 * laneformer_2b().bytes_per_token()
+
+
+def test_few_lanes_have_halves_of_tiles() -> None:
+    shapes = [KernelShape(laneformer_2b(), range(num_lanes)) for num_lanes in (1, 2, 4, 8)]
+    assert [(shape.num_pieces, shape.in_flight) for shape in shapes] == [(2, 5), (2, 5), (1, 3), (1, 3)]
+    whole = replace(shapes[0], pieces=1)
+    assert (whole.num_pieces, whole.in_flight, whole.num_slots) == (1, 2, shapes[0].num_slots)
+    assert (replace(shapes[3], pieces=2).in_flight, replace(shapes[1], pieces_in_flight=4).in_flight) == (6, 4)
 
 
 @pytest.mark.parametrize(("head", "columns"), [(HeadType.LANE, 8), (HeadType.VOCAB_PARALLEL, 1)])

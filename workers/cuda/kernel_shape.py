@@ -23,6 +23,7 @@ PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in t
 NUM_THREADS = 640  # of a thread block
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
+_HALVES_IN_FLIGHT = 5  # of tiles, with one or two lanes; found by measurement
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 
@@ -43,8 +44,8 @@ class KernelShape:
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     cluster: int = 1  # or 2: thread blocks that share the columns of x, of which each reads the words of its half
-    pieces: int = 1  # of a ring tile: what is copied, and given back, by itself
-    pieces_in_flight: int = 0  # 0: 2 tiles for one or two lanes, 3 for more
+    pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
+    pieces_in_flight: int = 0  # 0: see `in_flight`
     max_slots: int = 16
     ahead_tiles: int = 0  # of a thread block, that memory reads into L2 ahead of the ring, in layers that sum blocking
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
@@ -78,7 +79,7 @@ class KernelShape:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
         if self.cluster not in (1, 2) or self.num_ctas % self.cluster or self.head_ctas % self.cluster:
             findings.append(f"{self.num_ctas} thread blocks, {self.head_ctas} of them for a head, in clusters of {self.cluster}")
-        if self.pieces * self.num_slots <= self.in_flight + 1:
+        if self.num_pieces * self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if self.num_ranks > 1 and self.num_lanes * self.num_ranks != spec.num_lanes:
             findings.append(f"{spec.num_lanes} lanes, of which {self.num_ranks} ranks would host {self.num_lanes} each")
@@ -182,9 +183,16 @@ class KernelShape:
         return len(self.products) + self.num_head_products
 
     @property
+    def num_pieces(self) -> int:
+        """Pieces of a ring tile. With few lanes halves: what is under way can then lie between two tiles and three."""
+        return self.pieces or (2 if self.num_lanes <= 2 else 1)
+
+    @property
     def in_flight(self) -> int:
-        """Pieces of ring tiles that may be under way from memory."""
-        return self.pieces_in_flight or (2 if self.num_lanes <= 2 else 3) * self.pieces
+        """Pieces of ring tiles that may be under way from memory: three tiles, with one or two lanes five halves or two tiles."""
+        if not self.pieces_in_flight and self.num_lanes <= 2 and self.num_pieces == 2:
+            return _HALVES_IN_FLIGHT
+        return self.pieces_in_flight or (2 if self.num_lanes <= 2 else 3) * self.num_pieces
 
     @property
     def replicas(self) -> int:
@@ -272,14 +280,15 @@ class KernelShape:
             + (4 * 32 + 2 * lanes * self.num_ranks) * MATRIX_WARPS * 4
         )
         others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
-        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024 + 16 * self.max_slots * (self.pieces - 1)
+        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024
         if self.cluster > 1:
             others += 2 * MATRIX_WARPS // self.cluster * max_per * 8 * 4 + 256
         # The shaped build: a mask, and x and score of the vocabulary rows where attention's room does not hold them.
         others += self.head.cta_rows // 8
         scores = 2 * 4 * self.head.cta_rows
         others += scores if scores > 2 * 4 * group * spec.head_dim * 4 else 0
-        return min(self.max_slots, (SHARED_BYTES - others) // SLOT_BYTES)
+        slot_bytes = SLOT_BYTES + 16 * (self.num_pieces - 1)  # pieces have barriers of their own
+        return min(self.max_slots, (SHARED_BYTES - others) // slot_bytes)
 
     # ---- generated headers ----
     def headers(self) -> dict[str, str]:
@@ -296,7 +305,7 @@ class KernelShape:
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
-            "kPieces": self.pieces, "kPiecesInFlight": self.in_flight, "kAheadTiles": self.ahead_tiles,
+            "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kAheadTiles": self.ahead_tiles,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
