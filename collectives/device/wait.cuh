@@ -38,11 +38,13 @@ __device__ __forceinline__ bool mbar_wait_alone(u32 stopped, u32 bar, u32 parity
     return true;
 }
 
-// Wait until a counter in shared memory has reached `wanted`. Called by full warps.
+// Wait until a counter in shared memory has reached `wanted`. Called by full warps. They look as rarely as they can, since looks at
+// shared memory hold up the warps that read weights from it.
+template <u32 kSleepNs>
 __device__ __forceinline__ bool counter_wait(u32 stopped, u32 counter, u32 wanted) {
     while (!__all_sync(kFullWarp, static_cast<int>(load_shared_u32(counter) - wanted) >= 0)) {
         if (must_leave(stopped)) return false;
-        __nanosleep(40);
+        __nanosleep(kSleepNs);
     }
     return true;
 }

@@ -92,7 +92,6 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
             cluster=cluster,
             copies=2,
             max_slots=6,
-            ahead_tiles=2 if cluster == 1 else 0,
             keeps_hashes=True,
         )
         for rank in range(num_ranks)

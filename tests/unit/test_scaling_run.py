@@ -85,10 +85,10 @@ def test_other_builds_stand_beside_the_kernel(ranks: dict[int, Any], capsys: pyt
     rounds = [[280.0, 277.0], [281.0, 278.0], [282.0, 290.0]]
     found = rank_of(4, 280.0) | {"builds": dict.fromkeys(("64", "512"), (rounds, [True, True]))}
     ranks |= {4: [found] * 3 + [found | {"builds": dict.fromkeys(("64", "512"), (rounds, [True, False]))}]}
-    assert not scaling_run.run(replace(PLAN, builds=({"ahead_tiles": 12},)), (4,)), "rank 3 had other bits"
+    assert not scaling_run.run(replace(PLAN, builds=({"max_slots": 8},)), (4,)), "rank 3 had other bits"
     text = figures_of(capsys)[0]
     assert "as it is:    281.0 us (280.0, 281.0, 282.0), bits the same" in text
-    assert "ahead_tiles=12:    278.0 us (277.0, 278.0, 290.0), bits OTHERS" in text
+    assert "max_slots=8:    278.0 us (277.0, 278.0, 290.0), bits OTHERS" in text
 
 
 def test_an_interrupt_leaves_what_was_measured(

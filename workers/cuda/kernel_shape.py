@@ -47,7 +47,6 @@ class KernelShape:
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
     pieces_in_flight: int = 0  # 0: see `in_flight`
     max_slots: int = 16
-    ahead_tiles: int = 0  # of a thread block, that memory reads into L2 ahead of the ring, in layers that sum blocking
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
@@ -305,7 +304,7 @@ class KernelShape:
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
-            "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kAheadTiles": self.ahead_tiles,
+            "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,

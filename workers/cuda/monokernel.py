@@ -210,7 +210,7 @@ class Monokernel:
         """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""
         import cupy
 
-        shape = replace(self.shape, pieces_in_flight=self.shape.num_pieces * (self.shape.num_slots - 2), ahead_tiles=0)
+        shape = replace(self.shape, pieces_in_flight=self.shape.num_pieces * (self.shape.num_slots - 2))
         cubin = build(shape.headers(), "stream.cu")
         kernel = Kernel(cubin.path, "kog_stream", SHARED_BYTES)
         params = self._params(num_steps).tobytes()

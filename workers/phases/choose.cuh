@@ -115,7 +115,7 @@ struct Chooser {
         const u64* words = reinterpret_cast<const u64*>(shaping.mask_ptr) + (epoch & 1) * shaping.num_mask_words + first;
         // Reading over PCIe before it can be there only slows down those who make it.
         const u32 most = kHeadOnly ? 0 : step * kNumProducts + heads_before(step) * kHeadProducts + kNumProducts * 3 / 4;
-        if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_finalized), most))
+        if (!counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_finalized), most))
             return false;
         const u64 since_ns = globaltimer_ns();
         while (true) {
@@ -177,7 +177,7 @@ struct Chooser {
             const bool allowed = real && in_grammar(id) && !(no_end && ends_answer(id));
             const Adjustment adjustment(shaping, real ? row : 0);
             const float noise = noise_of(row, position);
-            if (!counter_wait(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * HeadOp::kBlocks + block + 1))
+            if (!counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * HeadOp::kBlocks + block + 1))
                 return false;
             if (real) {
                 const float logit = load_shared_f32(x_at(role, row - first_row()));

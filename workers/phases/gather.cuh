@@ -225,7 +225,8 @@ struct Gatherer {
     }
 
     // ---- any vector ----
-    // Read the words of a vector if they may be there already; never waits. One lane alone is never ahead of itself.
+    // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
+    // attention's output is early enough: two of three looks at other words would come too early, and each delays the present product.
     __device__ __forceinline__ void read_ahead(const Place& at) {
         loaded = false;
         if constexpr (kLaneHead) {
@@ -237,7 +238,7 @@ struct Gatherer {
         if (at.is_last()) return;
         if (at.phase() == 0 || at.phase() == 2) load_norm(at);
         if (at.index() == 0) load_embedding();
-        else if (kLanes == 1 || !is_near(role, at.lane(), at.index())) return;
+        else if (kLanes == 1 || (kLanes == 2 && at.phase() != 1) || !is_near(role, at.lane(), at.index())) return;
         else if (at.phase() == 1) {
             if (kCluster > 1 && part() >= OutOp::kPer) return;
             load_splits(splits(at, part()));

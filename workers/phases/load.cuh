@@ -11,90 +11,57 @@ __device__ __forceinline__ void init_ring(const Role& role) {
     }
 }
 
-// Reading ahead of the ring into L2. Where lanes wait for each other, in layers that sum blocking, the ring is full and memory would stand
-// still; what it reads meanwhile comes from L2 later. A bounded number of slots, one at a time: nothing tells when they have come. All thread
-// blocks read about the same place of the tape, and each asks for its share of what comes next: its own tile, where tiles fill their slots.
-struct Ahead {
-    static constexpr u32 kShares = kNumCtas * kSlotBytes, kCycles = 1000;  // of all thread blocks; as long as memory takes for them
-    const unsigned char *copied, *asked;  // to where, in the tapes of all: tiles that were copied; shares that memory was asked for
-    const unsigned char* end;             // of what the present token reads
-    bool is_on = false;                   // in the present layer
-    u32 asked_cycles = 0;                 // when memory was last asked for anything
-
-    __device__ __forceinline__ void begin(const unsigned char* from, const unsigned char* to) { copied = asked = from, end = to; }
-    __device__ __forceinline__ void read(u32 cta) {
-        if (asked >= end || asked - copied >= kAheadTiles * kShares || clock_cycles() - asked_cycles < kCycles) return;
-        const unsigned char* from = asked + cta * kSlotBytes;
-        if (from < end) bulk_prefetch(from, static_cast<u32>(min(u64{kSlotBytes}, static_cast<u64>(end - from))));
-        asked += kShares;
-        asked_cycles = clock_cycles();
-    }
-    __device__ __forceinline__ void copy(u32 tile_bytes) {
-        copied += kNumCtas * tile_bytes;
-        if (asked < copied) asked = copied, asked_cycles = clock_cycles();  // memory was asked for the rest
-    }
-};
-
 // Copies are of pieces of tiles, so that how much is under way can be bounded finely: less leaves memory idle, and with more the polls
-// of those who wait for words queue behind it.
+// of those who wait for words queue behind it. A piece has 0.25 us where tiles are halved, so the way through here is kept short.
 struct Loader {
     const Role& role;
-    const unsigned char* source;  // of the next copy
     u64 policy;
-    u32 num_issued = 0, num_landed = 0;
-    u32 piece = 0, parity = 1;  // of the next copy: `empty` barriers start as if they had been passed
-    u32 landed_piece = 0, landed_parity = 0;
-    Ahead ahead;
+    const unsigned char* source;  // of the next copy
+    u32 first_full, full, slot;   // barriers of the first piece in the ring and of the next copy, whose slot begins at `slot`
+    u32 parity = 1;               // of the `empty` barriers to wait for, which start as if they had been passed
+    u32 landing, landing_parity = 0, num_under_way = 0;  // barrier of the oldest copy that was not seen to land
 
-    // Until the slot of the next copy is empty. False: leave.
-    __device__ __forceinline__ bool wait_for_room() {
-        const u32 bar = role.base + KOG_OFFSET(empty[piece]), finished = role.base + KOG_OFFSET(finished);
-        if constexpr (kAheadTiles > 0) {
-            while (ahead.is_on && !mbar_test(bar, parity)) {
-                if (load_shared_u32(role.stopped()) || load_shared_u32(finished)) return false;
-                ahead.read(role.cta);
-            }
-        }
-        return mbar_wait_alone(role.stopped(), bar, parity, finished);
+    static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
+
+    __device__ __forceinline__ Loader(const Role& role_)
+        : role(role_), policy(evict_first_policy()), first_full(role_.base + KOG_OFFSET(full)), full(first_full),
+          slot(role_.base + KOG_OFFSET(ring)), landing(first_full) {}
+
+    // The first look is not in the loop: there the compiler lets other warps go first, which takes 60 cycles each time.
+    __device__ __forceinline__ bool wait(u32 bar, u32 its_parity, u32 finished) {
+        return mbar_try(bar, its_parity) || mbar_wait_alone(role.stopped(), bar, its_parity, finished);
     }
-    __device__ __forceinline__ u32 next_to_land() const { return role.base + KOG_OFFSET(full[landed_piece]); }
     __device__ __forceinline__ void count_landed() {
-        ++num_landed;
-        if (++landed_piece == kRingPieces) landed_piece = 0, landed_parity ^= 1;
+        --num_under_way, landing += 8;
+        if (landing == first_full + kEmptyOffset) landing = first_full, landing_parity ^= 1;
     }
     __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
-        if (!wait_for_room()) return false;
-        const u32 full = role.base + KOG_OFFSET(full[piece]);
+        if (!wait(full + kEmptyOffset, parity, role.base + KOG_OFFSET(finished))) return false;
         mbar_arrive_expect(full, bytes);
         // All is prepared when the turn comes: between a landing and the next copy memory has less to do.
-        while (num_issued - num_landed >= kPiecesInFlight) {
-            if (!mbar_wait_alone(role.stopped(), next_to_land(), landed_parity, role.stopped())) return false;
+        if (num_under_way == kPiecesInFlight) {
+            if (!wait(landing, landing_parity, role.stopped())) return false;
             count_landed();
         }
         bulk_load(to, source, bytes, full, policy);
-        source += bytes;
-        ++num_issued;
-        if (++piece == kRingPieces) piece = 0, parity ^= 1;
+        source += bytes, full += 8, ++num_under_way;
         return true;
     }
-    // Of a product: `source` is where its first tiles lie, those of all thread blocks side by side. It becomes the next product's.
-    __device__ __forceinline__ bool issue_tiles(u32 count, u32 bytes) {
-        source += role.cta * bytes;
+    // Of a product: its first tiles lie at `tiles`, those of all thread blocks side by side.
+    __device__ __forceinline__ bool issue_tiles(const unsigned char* tiles, u32 count, u32 bytes) {
+        source = tiles + role.cta * bytes;
 #pragma unroll 1
         for (u32 i = 0; i < count; ++i) {
-            u32 to = role.base + KOG_OFFSET(ring) + piece / kPieces * kSlotBytes;
 #pragma unroll
-            for (u32 k = 0; k < kPieces; ++k, to += bytes / kPieces)
-                if (!issue(to, bytes / kPieces)) return false;
-            source += (kNumCtas - 1) * bytes;
-            if constexpr (kAheadTiles > 0) ahead.copy(bytes);
+            for (u32 k = 0; k < kPieces; ++k)
+                if (!issue(slot + k * (bytes / kPieces), bytes / kPieces)) return false;
+            source += (kNumCtas - 1) * bytes, slot += kSlotBytes;
+            if (full == first_full + kEmptyOffset) full = first_full, slot -= kNumSlots * kSlotBytes, parity ^= 1;
         }
-        source -= role.cta * bytes;
         return true;
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
-        source = tape + (kHeadOnly ? kNumCtas * kLayerBytes : 0);
-        if constexpr (kAheadTiles > 0) ahead.begin(source, tape + kNumCtas * (has_head(role, step) ? kTapeBytes : kLayerBytes));
+        const unsigned char* tiles = tape + (kHeadOnly ? kNumCtas * kLayerBytes : 0);
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
@@ -105,15 +72,15 @@ struct Loader {
                 if (at.phase() == 2) count = GateUpOp::kBlocks * GateUpOp::kTiles, bytes = GateUpOp::kTileBytes;
                 if (at.phase() == 3) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
             }
-            if constexpr (kAheadTiles > 0) ahead.is_on = !at.is_last() && in_mask(kAttentionBlocking | kMlpBlocking, at.layer());
-            if (!issue_tiles(count, bytes)) return false;
+            if (!issue_tiles(tiles, count, bytes)) return false;
+            tiles += u64{kNumCtas} * count * bytes;
         }
         return true;
     }
     // Copies still under way write into shared memory: a thread block must not end before they have landed.
     __device__ __forceinline__ void drain() {
-        while (num_landed != num_issued) {
-            while (!mbar_try(next_to_land(), landed_parity)) {  // ends: memory answers every copy
+        while (num_under_way != 0) {
+            while (!mbar_try(landing, landing_parity)) {  // ends: memory answers every copy
             }
             count_landed();
         }
@@ -123,7 +90,7 @@ struct Loader {
 // `tape`: of all thread blocks, [product][tile][thread block].
 __device__ __forceinline__ void load_tape(const Role& role, const unsigned char* tape, u32 num_steps) {
     if (laneid() != 0) return;
-    Loader loader{role, tape, evict_first_policy()};
+    Loader loader(role);
     for (u32 step = 0; step < num_steps; ++step)
         if (!loader.issue_token(tape, step)) break;
     loader.drain();

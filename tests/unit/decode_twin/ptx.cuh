@@ -273,16 +273,11 @@ inline void cluster_sync() {
 inline void fence_barrier_init() {}
 inline u64 evict_first_policy() { return 0; }
 inline std::vector<std::pair<const char*, const char*>> tapes;  // from the first byte to behind the last
-inline u64 num_prefetched;
-inline void bulk_prefetch(const void* src, u32 bytes) {
+inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
     const char* from = static_cast<const char*>(src);
     bool is_inside = false;
-    for (const auto& [first, end] : tapes) is_inside |= bytes > 0 && from >= first && from + bytes <= end;
-    if (!is_inside || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
-    num_prefetched += bytes;
-}
-inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
-    if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
+    for (const auto& [first, end] : tapes) is_inside |= from >= first && from + bytes <= end;
+    if (!is_inside || dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
     memcpy(twin::arena + dst, src, bytes);
     barrier_at(bar).bytes -= bytes;
     mbar_look(barrier_at(bar));
