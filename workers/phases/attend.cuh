@@ -116,7 +116,7 @@ struct Attender {
             const bool more = batch + kAttendWarps < num_batches;
             if (!have_query || fresh) {
                 const u32 count = first_vector + product + 1;
-                if (!have_query && !counter_wait<400>(role.stopped(), role.base + KOG_OFFSET(num_finalized), count))
+                if (!have_query && !counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), count))
                     return false;
                 // Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
                 // The new position's K and V are read by all threads and spread through shared memory.

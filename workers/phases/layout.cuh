@@ -217,7 +217,7 @@ __device__ __forceinline__ bool is_near(const Role& role, u32 lane_idx, u32 inde
 __device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, u32 index) {
     if (index == 0) return true;
     if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1)) return false;
-    while (!__all_sync(kFullWarp, is_due(role, lane_idx, index))) __nanosleep(64);
+    while (!__all_sync(kFullWarp, is_due(role, lane_idx, index))) __nanosleep(200);
     return true;
 }
 
