@@ -516,27 +516,36 @@ struct Gatherer {
         for (int i = 0; i < kMatrixWarps; ++i) total += shared.head_squares[num_heads & 1][i][mine];
         const float factor = inverse_root_approx(total * (1.0f / kHidden) + kNormEps) * (kPreNormSum ? 1.0f : 1.0f / kModelLanes);
         // A stream's share of the mean.
-        auto add_stream = [&](u32 lane_idx, auto&& value_of) {
+        auto add_stream = [&](u32 lane_idx, const float4 (&stream)[S::kLoads]) {
             const float lane_factor = __shfl_sync(kFullWarp, factor, lane_idx);
 #pragma unroll
             for (int i = 0; i < S::kLoads; ++i) {
                 if (!S::is_real(warp, lane, i)) continue;
-                float4 value = value_of(i);
-                if (kFinalNormLanes > 1) value = times(value, widen(norm[lane_idx * (kHidden / 4) + 32 * i]));
-                sum[i] = add_scaled(sum[i], lane_factor, value);
+                const float4 scaled = kFinalNormLanes == 1 ? stream[i] : times(stream[i], widen(norm[lane_idx * (kHidden / 4) + 32 * i]));
+                sum[i] = add_scaled(sum[i], lane_factor, scaled);
             }
         };
+        float4 stream[S::kLoads];
         if constexpr (kKeepsStreams) {
 #pragma unroll
-            for (u32 lane_idx = 0; lane_idx < kModelLanes; ++lane_idx)
-                add_stream(lane_idx, [&](int i) { return values(kept[lane_idx][i]); });
+            for (u32 lane_idx = 0; lane_idx < kModelLanes; ++lane_idx) {
+#pragma unroll
+                for (int i = 0; i < S::kLoads; ++i)
+                    if (S::is_real(warp, lane, i)) stream[i] = values(kept[lane_idx][i]);
+                add_stream(lane_idx, stream);
+            }
         } else if (!kPreNormSum) {
 #pragma unroll 1
             for (u32 first = 0; first < kModelLanes; first += kTogether) {
                 Streams streams;
                 load_streams(first, streams);
 #pragma unroll
-                for (u32 k = 0; k < kTogether; ++k) add_stream(first + k, [&](int i) { return values(streams.got[k][i]); });
+                for (u32 k = 0; k < kTogether; ++k) {
+#pragma unroll
+                    for (int i = 0; i < S::kLoads; ++i)
+                        if (S::is_real(warp, lane, i)) stream[i] = values(streams.got[k][i]);
+                    add_stream(first + k, stream);
+                }
             }
         }
 #pragma unroll

@@ -58,6 +58,8 @@ static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) 
 constexpr u32 kSlotBytes = kMatrixWarps * 1536;      // one ring slot: at most 24 rows x 32 columns of each matrix warp
 constexpr int kRingPieces = kNumSlots * kPieces;     // a piece is what 12 / kPieces warps need of a tile: copied and given back by itself
 static_assert(kMatrixWarps % kPieces == 0, "pieces of a tile");
+// A piece stands at the same place of its slot in tiles of all sizes: what is given back by itself must not lie where another piece was.
+constexpr u32 kPieceWarps = kMatrixWarps / kPieces, kPieceBytes = kSlotBytes / kPieces;
 constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
 
 constexpr int kMaxPieces = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes

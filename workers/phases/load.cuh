@@ -7,7 +7,7 @@ namespace kog {
 __device__ __forceinline__ void init_ring(const Role& role) {
     for (int i = 0; i < kRingPieces; ++i) {
         mbar_init(role.base + KOG_OFFSET(full[i]), 1);
-        mbar_init(role.base + KOG_OFFSET(empty[i]), kMatrixWarps / kPieces);
+        mbar_init(role.base + KOG_OFFSET(empty[i]), kPieceWarps);
     }
 }
 
@@ -54,7 +54,7 @@ struct Loader {
         for (u32 i = 0; i < count; ++i) {
 #pragma unroll
             for (u32 k = 0; k < kPieces; ++k)
-                if (!issue(slot + k * (bytes / kPieces), bytes / kPieces)) return false;
+                if (!issue(slot + k * kPieceBytes, bytes / kPieces)) return false;
             source += (kNumCtas - 1) * bytes, slot += kSlotBytes;
             if (full == first_full + kEmptyOffset) full = first_full, slot -= kNumSlots * kSlotBytes, parity ^= 1;
         }

@@ -16,8 +16,8 @@ struct Multiplier {
     u32 zero;
 
     __device__ __forceinline__ Multiplier(const KogDecodeParams& params_, const Role& role_, u32 warp_, u32 lane_)
-        : params(params_), role(role_), warp(warp_), lane(lane_), full(opaque(role_.base + KOG_OFFSET(full) + warp / (kMatrixWarps / kPieces) * 8)),
-          slot_at(opaque(role_.base + KOG_OFFSET(ring) + lane * 16)), zero(__shfl_sync(kFullWarp, params_.zero, 0)) {}
+        : params(params_), role(role_), warp(warp_), lane(lane_), full(opaque(role_.base + KOG_OFFSET(full) + warp / kPieceWarps * 8)),
+          slot_at(opaque(role_.base + KOG_OFFSET(ring) + warp / kPieceWarps * kPieceBytes + lane * 16)), zero(__shfl_sync(kFullWarp, params_.zero, 0)) {}
 
     static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
 
@@ -117,7 +117,7 @@ struct Multiplier {
 
     template <class O>
     __device__ __forceinline__ bool blocks(u32 x_address, u32 warp_bytes, u32 num_rows, u32 num_blocks_of_rows, u32 num_tiles) {
-        const u32 offset = opaque(warp * warp_bytes);
+        const u32 offset = opaque(warp % kPieceWarps * warp_bytes);
 #pragma unroll 1
         for (u32 i = 0; i < num_blocks_of_rows; ++i) {
             float sums[3][4] = {};

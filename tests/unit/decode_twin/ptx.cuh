@@ -2,12 +2,14 @@
 // thread of a CPU. Fibers take turns; a warp's collective operation lets each wait until all have come. Memory is that of the CPU, so
 // stores arrive at once and in order (kccl_twin/ has a less kind memory). The matrix unit is a loop.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -273,11 +275,21 @@ inline void cluster_sync() {
 inline void fence_barrier_init() {}
 inline u64 evict_first_policy() { return 0; }
 inline std::vector<std::pair<const char*, const char*>> tapes;  // from the first byte to behind the last
+// Copies that different barriers tell of must not share memory, whatever their sizes: each piece of the ring is given back by itself.
+inline std::map<u32, std::pair<u32, u32>> claimed;  // by barrier: first byte and behind the last
+inline void claim(u32 bar, u32 first, u32 end) {
+    auto& own = claimed.try_emplace(bar, first, first).first->second;
+    if (first >= own.first && end <= own.second) return;
+    own = {std::min(own.first, first), std::max(own.second, end)};
+    for (const auto& [other, range] : claimed)
+        if (other != bar && range.first < own.second && own.first < range.second) abort();
+}
 inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
     const char* from = static_cast<const char*>(src);
     bool is_inside = false;
     for (const auto& [first, end] : tapes) is_inside |= from >= first && from + bytes <= end;
     if (!is_inside || dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
+    claim(bar, dst, dst + bytes);
     memcpy(twin::arena + dst, src, bytes);
     barrier_at(bar).bytes -= bytes;
     mbar_look(barrier_at(bar));
