@@ -32,7 +32,7 @@ LONG_PROMPT = [(7 * number + 3) % 4000 for number in range(600)]  # beyond the w
 ROUNDS = int(os.environ.get("KILL_ROUNDS", "2"))
 READY_S, ENDED_S = 120.0, 20.0
 STALL_S = 1.0  # the launcher's default
-# A loaded machine is slow: the promises are 250 ms at the 99th percentile (RELIABILITY), the tests print what was measured.
+# What is promised (RELIABILITY), a stopped rank being noticed when it stalls; the tests print what was measured.
 ERROR_S = {signal.SIGKILL: 0.25, signal.SIGSTOP: STALL_S + 0.25}
 EXIT_CODE = {signal.SIGKILL: 4, signal.SIGSTOP: 5}
 FORGIVEN_BYTES = 32 << 20  # what others may have taken meanwhile
