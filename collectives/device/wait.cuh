@@ -38,8 +38,8 @@ __device__ __forceinline__ bool mbar_wait_alone(u32 stopped, u32 bar, u32 parity
     return true;
 }
 
-// Wait until a counter in shared memory has reached `wanted`. Called by full warps. They look as rarely as they can, since looks at
-// shared memory hold up the warps that read weights from it.
+// Wait until a counter in shared memory has reached `wanted`, looking at it every kSleepNs: as rarely as the caller can bear, since looks
+// at shared memory hold up the warps that read weights from it. Called by full warps.
 template <u32 kSleepNs>
 __device__ __forceinline__ bool counter_wait(u32 stopped, u32 counter, u32 wanted) {
     while (!__all_sync(kFullWarp, static_cast<int>(load_shared_u32(counter) - wanted) >= 0)) {

@@ -32,7 +32,6 @@ __device__ __forceinline__ u32 tag_difference(ulonglong2 words, u32 tag) {
     u32 high = (static_cast<u32>(words.x >> 32) ^ (tag >> 8)) | (static_cast<u32>(words.y >> 32) ^ (tag >> 8));
     return (low | high) & 0xffu;
 }
-__device__ __forceinline__ bool have_tag(ulonglong2 words, u32 tag) { return tag_difference(words, tag) == 0; }
 __device__ __forceinline__ u32 tag_of(u64 word) {
     return (static_cast<u32>(word) & 0xffu) | (static_cast<u32>(word >> 32) & 0xffu) << 8;
 }

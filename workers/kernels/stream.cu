@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     constexpr u32 kLayerTiles = QkvOp::kBlocks * QkvOp::kTiles + OutOp::kBlocks * OutOp::kTiles + GateUpOp::kBlocks * GateUpOp::kTiles +
                                 DownOp::kBlocks * DownOp::kTiles;
     const u32 num_tiles = params.num_steps * (kLayers * kLanes * kLayerTiles + kHeadProducts * HeadOp::kBlocks * HeadOp::kTiles);
-    const u32 first = warp / (kMatrixWarps / kPieces);
+    const u32 first = warp / kPieceWarps;
     u32 piece = first, parity = 0;
     for (u32 i = 0; i < num_tiles; ++i) {
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(full[piece]), parity)) return;

@@ -1,7 +1,7 @@
 // How a matrix warp gets its slice of the next vector: it polls the words of its own columns, applies the norm's weights, and writes
 // x into its own part of shared memory, as the B operand of its products. No other warp takes part, so nothing has to be handed over.
-// The words of the vector after the present one are read before the present one is multiplied: where lanes take turns they have
-// usually arrived by then. The RMS scale is applied to the product, so nothing waits for the sum of squares.
+// The words of the vector after the present one are read before the present one is multiplied, where enough lanes take turns for them to
+// have arrived by then. The RMS scale is applied to the product, so nothing waits for the sum of squares.
 #pragma once
 #include "layout.cuh"
 
@@ -386,7 +386,7 @@ struct Gatherer {
                                          : reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
         return first + lane_idx * kStreamWords;
     }
-    // Up to so many last streams stay in registers, 24 bits of each value; of more the scaled ones are read a second time.
+    // Up to so many last streams stay in registers, 24 bits of each value, until their scales are known; more are read a second time.
     static constexpr bool kKeepsStreams = !kPreNormSum && kFinalNormLanes == 1 && kMatrixRegisters >= 88 && kModelLanes * WholeSlice::kLoads <= 16;
     // A norm that all lanes share is multiplied into their sum. Its weights wait in x, where the sum will be, while registers are full.
     static constexpr bool kParksNorm = (kPreNormSum || kFinalNormLanes == 1) && kCluster == 1;
@@ -404,6 +404,8 @@ struct Gatherer {
         for (u32 k = 0; k < kTogether; ++k) last = asked_lane(first + k) % kLanes > last ? asked_lane(first + k) % kLanes : last;
         return kKeepsStreams ? last : kLanes - 1;
     }
+    // So the first of those that are asked for together has the lowest address: `load_streams` counts from it in unsigned numbers.
+    static_assert(kRanks == 1 || (kModelLanes & (kModelLanes - 1)) == 0, "lanes of a model are a power of two");
     struct Streams {
         ulonglong2 got[kTogether][WholeSlice::kLoads];
     };

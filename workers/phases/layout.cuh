@@ -62,7 +62,7 @@ static_assert(kMatrixWarps % kPieces == 0, "pieces of a tile");
 constexpr u32 kPieceWarps = kMatrixWarps / kPieces, kPieceBytes = kSlotBytes / kPieces;
 constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
 
-constexpr int kMaxPieces = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
+constexpr int kMaxFragments = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
 
 // Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.
 // A tile is kSteps k-steps of 32 columns for each warp; the tape holds [block][tile][warp][step][row][32].
@@ -75,7 +75,7 @@ struct Op {
     static constexpr u32 kWarpBytes = kSteps * kRows * 64;
     static constexpr u32 kTileBytes = kMatrixWarps * kWarpBytes;
     static_assert(kTileBytes <= kSlotBytes && kPer % kSteps == 0 && kRows <= 24, "the tile must fit into a slot");
-    static_assert(kSteps * kRowGroups <= kMaxPieces, "the tile must fit into registers");
+    static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
 using QkvOp = Op<KOG_QKV_OP>;
 using OutOp = Op<KOG_OUT_OP>;

@@ -35,7 +35,7 @@ struct Multiplier {
         if (lane == 0) mbar_arrive(full_barrier + kEmptyOffset + (loaded & zero));
     }
 
-    // What a warp takes from a tile: pieces of eight rows and 32 columns, and x.
+    // What a warp takes from a tile: fragments of eight rows and 32 columns, and x.
     template <int kGroups, int kSteps>
     struct Tile {
         uint4 weights[kSteps * kGroups];
