@@ -1,7 +1,7 @@
 """The whole monokernel on a CPU: the packaged sources, a fiber for each thread of all ranks (decode_twin/), against the oracle.
 
-It shows that indices, protocols and the order of sums are right; what the compiler and the GPU make of it, only a GPU shows. Two
-variants run on two ranks, since every program takes seconds to compile; DECODE_TWIN=all runs all variants on 1, 2 and 4 ranks.
+It shows that indices, protocols and the order of sums are right; what the compiler and the GPU make of it, only a GPU shows.
+Three variants run on two ranks, since every program takes seconds to compile; DECODE_TWIN=all runs all on 1, 2 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SPEC = ModelSpec(
 )  # fmt: skip
 VARIANTS = {
     "replicate": SPEC,
+    "replicate, one norm": replace(SPEC, shared_norm_scale=True),  # the last streams stay in registers, as in the 2B shape
     "lane": replace(SPEC, head_type=HeadType.LANE),
     "vocab_parallel": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
     "vocab_parallel, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, delay=0),
@@ -148,7 +149,7 @@ def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], An
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS if RUNS_ALL else ("lane", "vocab_parallel"))
+@pytest.mark.parametrize("variant", VARIANTS if RUNS_ALL else ("replicate, one norm", "lane", "vocab_parallel"))
 def test_ranks_have_the_logits_of_the_oracle_and_equal_bits(
     variant: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

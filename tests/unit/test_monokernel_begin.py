@@ -171,7 +171,7 @@ def test_one_rank_recovers_with_epochs_from_the_beginning(kernel: Monokernel, mo
     [
         (Phase.HEAD_INPUT, 5, 96, HeadType.REPLICATE, 4, 2),
         (Phase.HEAD_INPUT, 2, 96, HeadType.LANE, 4, 1),  # its own publisher's
-        (Phase.HEAD_INPUT, 4, 0, HeadType.REPLICATE, 4, NO_PEER),  # lanes 4 to 7 are asked for together
+        (Phase.HEAD_INPUT, 0, 0, HeadType.REPLICATE, 4, NO_PEER),  # it was there: one that was asked for with it is late
         (Phase.HEAD_INPUT, 3, 96, HeadType.VOCAB_PARALLEL, 4, 1),
         (Phase.DOWN, 0, 96, HeadType.REPLICATE, 4, 1),
         (0, 0, 8, HeadType.REPLICATE, 4, 3),  # a sum or candidates: the wait knew the peer

@@ -113,6 +113,8 @@ def test_few_lanes_have_halves_of_tiles() -> None:
     whole = replace(shapes[0], pieces=1)
     assert (whole.num_pieces, whole.in_flight, whole.num_slots) == (1, 2, shapes[0].num_slots)
     assert (replace(shapes[3], pieces=2).in_flight, replace(shapes[1], pieces_in_flight=4).in_flight) == (6, 4)
+    with pytest.raises(ConfigError, match="ring tiles in 5 pieces"):
+        replace(shapes[0], pieces=5)
 
 
 @pytest.mark.parametrize(("head", "columns"), [(HeadType.LANE, 8), (HeadType.VOCAB_PARALLEL, 1)])

@@ -78,6 +78,8 @@ class KernelShape:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
         if self.cluster not in (1, 2) or self.num_ctas % self.cluster or self.head_ctas % self.cluster:
             findings.append(f"{self.num_ctas} thread blocks, {self.head_ctas} of them for a head, in clusters of {self.cluster}")
+        if MATRIX_WARPS % self.num_pieces:
+            findings.append(f"ring tiles in {self.num_pieces} pieces (a number that divides {MATRIX_WARPS})")
         if self.num_pieces * self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if self.num_ranks > 1 and self.num_lanes * self.num_ranks != spec.num_lanes:
