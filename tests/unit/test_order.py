@@ -39,8 +39,8 @@ def test_each_lane_computes_its_own_in_order(lanes: range) -> None:
 
 @pytest.mark.parametrize("lanes", LANES, ids=str)
 def test_the_finaliser_finds_the_partials_that_it_adds(lanes: range) -> None:
-    """A row's owner keeps the partials of `delay` + 1 layers (`history` in finalize.cuh). A blocking sum is added when the last
-    lane's partial is there, and no lane may go on before it."""
+    """A row's owner keeps the partials of `delay` + 1 layers (`history` in finalize.cuh). When the last lane's is there, all are:
+    then the sum goes to the peers. A blocking one is added then, too, and no lane may go on before it."""
     for spec in VARIANTS:
         history: dict[tuple[Block, int, int], int] = {}  # block, layer modulo delay + 1, lane -> layer
         streams = dict.fromkeys(lanes, 0)  # blocks that have been added
@@ -56,13 +56,14 @@ def test_the_finaliser_finds_the_partials_that_it_adds(lanes: range) -> None:
                 found = [history[block, past % (spec.delay + 1), other] for other in lanes]
                 assert found == [past] * len(lanes), (spec, product)
             history[block, layer % (spec.delay + 1), lane] = layer
-            if mode is not ReduceMode.BLOCKING:
-                streams[lane] += 1
-            elif lane == lanes[-1]:
+            if lane == lanes[-1]:
                 assert [history[block, layer % (spec.delay + 1), other] for other in lanes] == [layer] * len(lanes), (
                     spec,
                     product,
                 )
+            if mode is not ReduceMode.BLOCKING:
+                streams[lane] += 1
+            elif lane == lanes[-1]:
                 streams = {other: done + 1 for other, done in streams.items()}
 
 
