@@ -1,0 +1,100 @@
+"""Builds device programs on all cores, before the steps that need them: `python -m tests.gpu.prebuild GROUP...`. Needs no GPU.
+
+A group is `name:numbers of GPUs`. What is not foreseen here the step builds itself, one after the other: it only takes longer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kog_dist.bench.tiny_model import TINY_ON_GPUS
+from kog_dist.collectives.cuda_kernels import exchange_cubin
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill import attention, compiled
+from kog_dist.workers.prefill.attention_abi import AttentionShape
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.buffers import misfit
+from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
+
+BLOCKS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest block, where it is not the default
+
+
+def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
+    """Models and options of KernelShape."""
+    if group == "one_gpu":
+        from tests.gpu.test_monokernel import DEMO, HEADS, VARIANTS
+
+        for overrides in (*VARIANTS.values(), *HEADS.values()):
+            yield from ((ModelSpec(**{**DEMO, **overrides}), {"kv_dtype": kv_dtype}) for kv_dtype in ("bfloat16", "float16"))
+    elif group == "ranks":
+        from tests.gpu.rank_bodies import VARIANTS as OF_RANKS
+
+        yield from ((spec, {}) for spec in OF_RANKS.values())
+    elif group == "demo":
+        checkpoint = open_checkpoint(Path(str(resources.files("kog_dist"))) / "models" / "demo", verify=False)
+        dtypes = ({"weight_dtype": checkpoint.dtype, "kv_dtype": kv_dtype} for kv_dtype in ("bfloat16", "float16"))
+        yield from ((checkpoint.spec, options) for options in dtypes)
+    elif group == "benchmarks":
+        for options in ({}, {"traced_step": 8}, {"leaves_out_delayed": True}, {"keeps_hashes": True}):
+            yield laneformer_2b(), options
+    else:
+        yield {"2b": laneformer_2b(), "tiny": TINY_ON_GPUS}[group], {}
+
+
+def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
+    spec, layout = shape.spec, CacheLayout.of(shape)
+    if shape.num_ranks > 1:
+        yield partial(exchange_cubin, shape.num_ranks)
+    if group == "benchmarks" or misfit(spec):
+        yield partial(build, shape.headers(), PLAIN_SOURCE)
+        return
+    yield from (partial(build, shape.headers(), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
+    rows = spec.max_context + BLOCKS.get(group, max(BLOCK_SIZES))
+    header = prefill_header(layout, num_positions=rows, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
+    yield partial(compiled.build, "prefill", header)
+    yield partial(
+        attention.build, AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
+    )
+    if shape.num_ranks > 1:
+        yield partial(compiled.build, "sums", sums_header(shape.num_ranks))
+
+
+def builds_of(groups: Sequence[str]) -> list[partial[Any]]:
+    """Each once: ranks may differ in nothing."""
+    found: dict[str, partial[Any]] = {}
+    for name, _, numbers in (group.partition(":") for group in groups):
+        for spec, options in models(name):
+            for rank, count in _ranks(numbers):
+                shape = KernelShape(spec, spec.lanes_of_rank(rank, count), num_ranks=count, **options)
+                found |= {f"{one.func}{one.args}": one for one in builds(shape, name)}
+    return list(found.values())
+
+
+def _ranks(numbers: str) -> list[tuple[int, int]]:
+    return [(rank, count) for count in map(int, numbers.split(",")) for rank in range(count)]
+
+
+def main(groups: Sequence[str]) -> int:
+    begin_s, cores = time.monotonic(), len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(cores) as pool:
+        done = [pool.submit(one) for one in builds_of(groups)]
+    errors = [error for future in done if (error := future.exception())]
+    print(f"{len(done)} device programs, {len(errors)} errors, {time.monotonic() - begin_s:.1f} s on {cores} cores")
+    print(*errors, sep="\n", end="\n" if errors else "")
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""What runs on GPUs: the tests of this folder and the benchmarks that docs/results.md quotes, in steps with time limits."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, SIG"
+_OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels during|aborted during|[Ee]rror"
+_OF_GPUS = r"GPUs?[,:]|wanted|[Ee]rror"
+_OF_COLLECTIVES = r"KCCL|best of|wanted|one word|nccl|torch|killed|[Ee]rror"
+_TABLE = r"^[^{]"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command and what it needs; `{out}` in it is the folder of the logs.
+
+    `about_s`: on H200s with device programs built, measured or, where nobody has yet, guessed. `alone`: nothing runs
+    beside it, since it measures or promises times. `shown`: lines of its log that are. `builds`: groups of prebuild.py.
+    """
+
+    gpus: int
+    about_s: float
+    limit_s: float
+    command: tuple[str, ...]
+    shown: str = _OF_TESTS
+    alone: bool = True
+    builds: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [*(f"{name}={value}" for name, value in self.environ.items()), shlex.join(self.command)]
+        return " ".join(words).replace(sys.executable, "python")
+
+
+def _tests(gpus: int, about_s: float, limit_s: float, name: str, select: str = "", builds: str = "", alone: bool = False) -> Step:
+    """A file of this folder, or what `pytest -k` selects of it."""
+    chosen = ("-k", select) if select else ()
+    command = (sys.executable, "-m", "pytest", "-q", "--maxfail=3", "-p", "no:cacheprovider", f"tests/gpu/{name}.py", *chosen)
+    return Step(gpus, about_s, limit_s, command, alone=alone, builds=tuple(builds.split()))
+
+
+def _engines(gpus: int, about_s: float, limit_s: float, select: str, prefill: str = "auto") -> Step:
+    step = _tests(gpus, about_s, limit_s, "test_engine_ranks", select, builds=f"demo:1,{gpus}", alone=True)
+    environ = {"KILL_ROUNDS": "3", "ENGINE_PREFILL": prefill}
+    return Step(gpus, about_s, limit_s, (*step.command, "-s"), builds=step.builds, environ=environ)
+
+
+def _bench(gpus: int, about_s: float, limit_s: float, arguments: str, shown: str, builds: str = "") -> Step:
+    command = (sys.executable, "-m", "kog_dist.bench.cli", *arguments.split())
+    return Step(gpus, about_s, limit_s, command, shown, builds=tuple(builds.split()))
+
+
+_REQUESTS = "--spec 2b --prompts 128,512,2048,4000 --kept 3900"
+_SCALING = "--contexts 64,512,4000 --long-run --yardstick --repeats"
+_LATENCY = "latency --random --lanes 8"
+_SAMPLING = "--contexts 512 --tokens 400 --sampling greedy,temperature,penalties,top-p,top-p-logprobs,top-k-top-p,mask"
+_NOT_ON_2 = "1] or 3] or 4] or missing_epoch or dead_rank"
+
+STEPS = {
+    # ---- one GPU ----
+    "monokernel": _tests(1, 45, 200, "test_monokernel", builds="one_gpu:1"),
+    "monokernel_2b": _tests(1, 70, 240, "test_monokernel_2b", builds="benchmarks:1"),
+    "prefill": _tests(1, 50, 240, "test_prefill", builds="one_gpu:1 2b:1"),
+    "attention": _tests(1, 10, 100, "test_prefill_attention"),
+    "shaped": _tests(1, 10, 90, "test_shaped"),
+    "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
+    "same_tokens": _tests(1, 30, 150, "test_same_tokens", builds="demo:1"),
+    "build_paths": _tests(1, 15, 150, "test_build_paths"),
+    "ranks_1": _tests(1, 20, 90, "test_ranks", "1]", builds="ranks:1"),
+    "train": _tests(1, 120, 400, "test_train", "not two_gpus"),
+    "memcheck": Step(1, 240, 900, ("sh", "tests/gpu/memcheck.sh"), r"tokens|=====", False, environ={"PYTHON": sys.executable}),
+    "launch": _tests(1, 100, 300, "test_launch", builds="demo:1 tiny:1", alone=True),
+    "kccl_1": _tests(1, 10, 60, "test_kccl", "1]", alone=True),
+    "latency": _bench(1, 40, 120, f"{_LATENCY},4,2,1", _TABLE, "benchmarks:1"),
+    "baseline": _bench(1, 200, 500, f"{_LATENCY} --baseline lanes,dense", _TABLE, "benchmarks:1"),
+    "sampling": _bench(1, 40, 150, f"{_LATENCY} {_SAMPLING}", _TABLE, "2b:1"),
+    "load": _bench(1, 40, 150, "load --spec 2b", _TABLE, "2b:1"),
+    "prompts": _bench(1, 30, 120, "prefill --spec 2b --only-prompts", _TABLE, "2b:1"),
+    "requests_1": _bench(1, 40, 110, f"requests --gpus 1 {_REQUESTS}", _OF_REQUESTS, "2b:1"),
+    "soak": _bench(1, 100, 300, "soak --gpus 1 --requests 1000", _TABLE, "tiny:1"),
+    "endurance_1": _bench(1, 125, 175, "endurance --gpus 1 --tokens 100000 --deadline-s 150", _OF_GPUS, "benchmarks:1"),
+    # ---- two GPUs ----
+    "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2"),
+    "prefill_ranks_2": _tests(2, 60, 200, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
+    "train_2": _tests(2, 60, 200, "test_train", "two_gpus"),
+    "kccl_2": _tests(2, 60, 180, "test_kccl", f"not ({_NOT_ON_2})", alone=True),
+    "engines_2": _engines(2, 150, 400, "2]"),
+    "lost_2_off": _engines(2, 40, 150, "lost and 2]", prefill="off"),
+    "requests_2": _bench(2, 40, 110, f"requests --gpus 2 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:2"),
+    # ---- four GPUs ----
+    "ranks_4": _tests(4, 70, 220, "test_ranks", "4]", builds="ranks:1,4"),
+    "prefill_ranks_4": _tests(4, 60, 160, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4"),
+    "kccl_4": _tests(4, 60, 150, "test_kccl", "3] or 4] or missing_epoch or dead_rank", alone=True),
+    "answers": _engines(4, 30, 90, "answers and off-4"),
+    "answers_prefill": _engines(4, 25, 110, "answers and on-4"),
+    "cancels": _engines(4, 45, 110, "cancel and 4]"),
+    "mpi": _engines(4, 40, 110, "mpirun and 4]"),
+    "mpi_off": _engines(4, 20, 80, "mpirun and 4]", prefill="off"),
+    "killed": _engines(4, 55, 120, "lost and killed-4"),
+    "stopped": _engines(4, 60, 130, "lost and stopped-4"),
+    "killed_off": _engines(4, 25, 80, "lost and killed-4", prefill="off"),
+    "stopped_off": _engines(4, 30, 80, "lost and stopped-4", prefill="off"),
+    "scaling": _bench(4, 35, 170, f"scaling --gpus 4,2,1 {_SCALING} 200 --trace {{out}}", _OF_GPUS, "benchmarks:4,2,1"),
+    "scaling_short": _bench(4, 20, 60, f"scaling --gpus 4 {_SCALING} 20", _OF_GPUS, "benchmarks:4"),
+    "endurance": _bench(4, 40, 100, "endurance --gpus 4 --tokens 100000 --deadline-s 85", _OF_GPUS, "benchmarks:4"),
+    "collectives": _bench(4, 60, 120, "collectives --gpus 4 --kills 2 --out {out}/collectives", _OF_COLLECTIVES),
+    "requests_4": _bench(4, 35, 110, f"requests --gpus 4 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:4"),
+}  # fmt: skip
