@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kog_dist.bench.processes import marked_processes
 from kog_dist.env import PREFIX
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.instance import process_start_time
@@ -133,17 +134,8 @@ class EngineSession:
         return self.survivors() + [str(path) for path in paths if not _is_free_lease(path)]
 
     def _marked(self) -> Iterator[tuple[int, list[str], dict[str, str]]]:
-        """Pid, command line and environment of every live process of this session."""
-        mark = f"{_MARK}={self.mark}".encode()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                with contextlib.suppress(OSError):  # it may end while it is looked at; a zombie has no environment
-                    raw = (entry / "environ").read_bytes()
-                    if mark in raw.split(b"\0"):
-                        words = raw.decode(errors="replace").split("\0")
-                        environ = {name: value for name, _, value in (word.partition("=") for word in words)}
-                        command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-                        yield int(entry.name), command, environ
+        """Of every live process of this session, as `marked_processes`."""
+        return marked_processes(f"{_MARK}={self.mark}")
 
     def close(self) -> None:
         """Kill what is left and remove the folder."""

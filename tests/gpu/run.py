@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kog_dist.bench.processes import marked_processes
 from kog_dist.hardware.gpus import Gpu, read_inventory
 from kog_dist.hardware.visible import ORDER_VARIABLE, VARIABLE, visible_gpus
 from tests.gpu.steps import STEPS, Step
@@ -53,7 +54,7 @@ class Running:
     step: Step
     gpus: list[Gpu]
     process: subprocess.Popen[bytes]
-    mark: bytes
+    mark: str
     begin_s: float
     until_s: float
     stopped_as: str = ""  # once it got SIGINT
@@ -120,7 +121,7 @@ def _start(result: Result, step: Step, gpus: list[Gpu], are_part: bool, out: Pat
             command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     begin_s = time.monotonic()
-    return Running(result, step, gpus, process, f"{MARK}={mark}".encode(), begin_s, begin_s + step.limit_s)
+    return Running(result, step, gpus, process, f"{MARK}={mark}", begin_s, begin_s + step.limit_s)
 
 
 def _wait(pids: Collection[int], limit_s: float, *, for_all: bool = False) -> None:
@@ -175,21 +176,12 @@ def _finish(one: Running, out: Path) -> bool:
     return not is_stuck
 
 
-def _marked(mark: bytes) -> dict[int, str]:
+def _marked(mark: str) -> dict[int, str]:
     """Command lines of all live processes of a step, by pid."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found[int(entry.name)] = f"{entry.name} {words[:80].strip()}"
-            except OSError:  # it ends, or belongs to somebody else
-                continue
-    return found
+    return {pid: f"{pid} {' '.join(command)[:80]}" for pid, command, _ in marked_processes(mark)}
 
 
-def _kill(mark: bytes) -> list[str]:
+def _kill(mark: str) -> list[str]:
     """End all processes of a step; returns those that do not end."""
     pids = _marked(mark)
     for pid in pids:

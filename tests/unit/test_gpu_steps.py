@@ -174,5 +174,5 @@ def test_who_begins(waiting: list[str], under_way: list[str], free: int, chosen:
     one = python("")
     steps = {"one": one, "four": replace(one, gpus=4), "alone": replace(one, alone=True)}
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
-        running = [runner.Running(Result(name), steps[name], [], process, b"", 0.0, 0.0) for name in under_way]
+        running = [runner.Running(Result(name), steps[name], [], process, "", 0.0, 0.0) for name in under_way]
     assert runner._next({name: steps[name] for name in waiting}, running, free) == chosen

@@ -191,9 +191,11 @@ class KernelShape:
     @property
     def in_flight(self) -> int:
         """Pieces of ring tiles that may be under way from memory: three tiles, with one or two lanes five halves or two tiles."""
-        if not self.pieces_in_flight and self.num_lanes <= 2 and self.num_pieces == 2:
-            return _HALVES_IN_FLIGHT
-        return self.pieces_in_flight or (2 if self.num_lanes <= 2 else 3) * self.num_pieces
+        if self.pieces_in_flight:
+            return self.pieces_in_flight
+        if self.num_lanes > 2:
+            return 3 * self.num_pieces
+        return _HALVES_IN_FLIGHT if self.num_pieces == 2 else 2 * self.num_pieces
 
     @property
     def replicas(self) -> int:

@@ -50,7 +50,7 @@ def samplings_of(text: str) -> tuple[str, ...]:
 
 
 def builds_of(text: str) -> tuple[dict[str, int], ...]:
-    """Options of builds: copies=4;pieces=1,pieces_in_flight=3. Raises ConfigError."""
+    """Options of builds: max_slots=8;pieces=1,pieces_in_flight=3. Raises ConfigError."""
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
     known = {field.name for field in fields(KernelShape) if field.type == "int"}
@@ -59,7 +59,7 @@ def builds_of(text: str) -> tuple[dict[str, int], ...]:
         try:
             builds.append({name: int(value) for name, value in (option.split("=") for option in part.split(","))})
         except ValueError:
-            raise ConfigError(f"--builds must be like copies=4;pieces=1,pieces_in_flight=3, got {text!r}") from None
+            raise ConfigError(f"--builds must be like max_slots=8;pieces=1,pieces_in_flight=3, got {text!r}") from None
         if not builds[-1].keys() <= known:
             raise ConfigError(f"--builds takes {', '.join(sorted(known))}, got {text!r}")
     return tuple(builds)
