@@ -18,6 +18,7 @@ from kog_dist.errors import AbortedError, LaunchError, RequestFailed
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.engines import launches
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_device import device_index, translated_errors
 
@@ -193,6 +194,24 @@ def test_tokens_go_to_the_ring_in_chunks(control: ControlPage, kernel: ScriptedK
     assert [entry.token_id for entry in entries] == list(range(102, 402))
     assert [entry.finish for entry in entries] == [Finish.NONE] * 299 + [Finish.LENGTH]
     assert kernel.launches == [256, 46]  # two prompt steps and 300 tokens
+
+
+def test_a_host_that_lags_behind_queues_launches(
+    kernel: ScriptedKernel, engine: CudaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds every token there; the kernel would run out of launches if it looked at them only when it waits."""
+    monkeypatch.setattr(launches, "ANSWER_STEPS", 64)
+    queued: dict[int, int] = {}  # launches, by the token that is asked for
+    token = kernel.token
+
+    def noted(index: int) -> Entry | None:
+        queued.setdefault(index, len(kernel.launches))
+        return token(index)
+
+    monkeypatch.setattr(kernel, "token", noted)
+    assert engine.run(1, request(num_prompt=1, max_tokens=200)) is Finish.LENGTH
+    assert kernel.launches == [64, 64, 64, 8]
+    assert (queued[0], queued[40]) == (2, 4)
 
 
 def test_an_answer_ends_at_the_end_of_the_context(control: ControlPage, engine: CudaEngine) -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
 FIRST_TOKEN_SPIN_S = 0.004  # behind prefill it comes within about a millisecond, and whoever asked waits for it
+REFILL_TOKENS = 16
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
@@ -283,6 +284,8 @@ class CudaEngine:
         """
         kernel, asked_to_cancel = self._loaded, False
         spin_until_s = time.monotonic() + FIRST_TOKEN_SPIN_S if index == 0 else 0.0
+        if index % REFILL_TOKENS == REFILL_TOKENS - 1:
+            launches.refill(index)  # also if this host lags behind and finds each token there: the kernel is not to wait for it
         while (token := kernel.token(index)) is None:
             if self._control.aborted():
                 self._leave(f"left request {seq}")
