@@ -284,14 +284,14 @@ class KernelShape:
         spec, lanes, rows, slices = self.spec, self.num_lanes, self.out.cta_rows, MATRIX_WARPS // self.cluster
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
         attended = 2 * 4 * (spec.lane_heads // spec.lane_kv_heads) * spec.head_dim
-        scores = 2 * self.head.cta_rows
+        scores, num_squares = 2 * self.head.cta_rows, 3 if self.cluster == 1 else 4
         values = max_per * MATRIX_WARPS * 32  # x
-        values += MATRIX_WARPS * (2 * MAX_ROWS + 4 * 32 + 2 * lanes * self.num_ranks)  # red, squares, head_squares
+        values += MATRIX_WARPS * (2 * MAX_ROWS + num_squares * 32 + 2 * lanes * self.num_ranks)  # red, squares, head_squares
         values += lanes * rows * (1 + 2 * (spec.delay + 1))  # residual, history
         values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
-        barriers = 11 + 2 * self.cluster + lanes
+        barriers = 7 + num_squares + 2 * self.cluster + lanes
         if self.cluster > 1:
             values += 2 * slices * max_per * 8  # unit_squares
             barriers += slices  # x_full

@@ -20,7 +20,7 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
         mbar_init(role.base + KOG_OFFSET(red_full[i]), kCtaSlices);
         for (int k = 0; k < kCluster; ++k) mbar_init(role.base + KOG_OFFSET(red_empty[2 * k + i]), 1);
     }
-    for (int i = 0; i < 4; ++i) mbar_init(role.base + KOG_OFFSET(squares_full[i]), kCtaSlices);
+    for (u32 i = 0; i < kSquares; ++i) mbar_init(role.base + KOG_OFFSET(squares_full[i]), kCtaSlices);
     mbar_init(role.base + KOG_OFFSET(head_squares_full), kCtaSlices * kHeadSums);
 #if KOG_CLUSTER > 1
     for (int i = 0; i < kCtaSlices; ++i) mbar_init(role.base + KOG_OFFSET(x_full[i]), kCluster);

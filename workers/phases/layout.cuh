@@ -25,16 +25,16 @@ constexpr int kCluster = KOG_CLUSTER, kCtaSlices = kMatrixWarps / kCluster;
 static_assert(kMatrixWarps % kCluster == 0 && 8 % kCluster == 0 && kNumCtas % kCluster == 0, "clusters");
 
 constexpr int kLaunchRegisters = 96;
-// Exchanging with peers costs the finaliser and the sampler registers, most with many peers and where requests are shaped. With 88 the
-// matrix warps keep last streams (gather.cuh).
+// Attention keeps two batches of keys and values. Exchanging with peers costs the finaliser and the sampler registers, most with many peers
+// and where requests are shaped.
 #ifdef KOG_SHAPED
 constexpr bool kIsShaped = true;
 #else
 constexpr bool kIsShaped = false;
 #endif
-constexpr int kMatrixRegisters = kRanks > 4 ? 72 : kRanks > 1 && kIsShaped ? 80 : 88;
+constexpr int kMatrixRegisters = kRanks > 4 ? 72 : 80;
 constexpr int kServiceRegisters = kRanks > 4 ? 96 : kRanks == 1 ? 56 : kIsShaped ? 80 : 72;
-constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks == 1 || kIsShaped ? 160 : 144;
+constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks == 1 ? 184 : kIsShaped ? 160 : 168;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
@@ -89,11 +89,15 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
 constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kGroup * kHeadDim * 4;
 
+// Vectors whose sums of squares are kept. A matrix warp that begins a vector has handed over its sums of the one before, for which the finaliser
+// was done with the vector two before that one. In a cluster it has waited for one of the finalisers only.
+constexpr u32 kSquares = kCluster == 1 ? 3 : 4;
+
 struct Shared {
     unsigned char ring[kNumSlots][kSlotBytes];
     unsigned char x[kXBytes];
     float red[2][kMatrixWarps][24];
-    float squares[4][kMatrixWarps][32];                          // sums of squares of the last four vectors, by matrix thread
+    float squares[kSquares][kMatrixWarps][32];                   // sums of squares of the last vectors, by matrix thread
     float head_squares[2][kMatrixWarps][kModelLanes];
     float residual[kLanes][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
@@ -101,7 +105,7 @@ struct Shared {
     alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
     float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
     u64 full[kRingPieces], empty[kRingPieces];
-    u64 red_full[2], red_empty[2 * kCluster], squares_full[4], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
+    u64 red_full[2], red_empty[2 * kCluster], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];
     WaitNote note;
