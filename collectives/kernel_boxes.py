@@ -53,8 +53,8 @@ class KernelBoxes:
 
     @property
     def choice_words(self) -> int:
-        """Words of a rank's choices: four from each thread block, in whole lines, in every copy."""
-        return self.replicas * (-(-4 * self.num_ctas // _LINE_WORDS) * _LINE_WORDS)
+        """Words of a rank's choices: four from each thread block, in whole lines, in every copy; and two beside them."""
+        return self.replicas * (-(-4 * self.num_ctas // _LINE_WORDS) * _LINE_WORDS) + 2 * self.num_ctas
 
     @property
     def report_words(self) -> int:

@@ -118,9 +118,8 @@ struct Shared {
     float unit_squares[2][kCtaSlices][kMaxPer * 8];  // sums of squares of units, of two vectors in turn
 #endif
 #ifdef KOG_SHAPED
-    u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler in this launch
-    u32 num_exchanges, chosen_place;                 // of the sampler, which has too few registers: see Chooser
-    float largest_logit;
+    u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits
+    u32 num_exchanges, chosen_place, max_tokens;     // of the sampler, which has too few registers: see Chooser
     alignas(8) u32 top_p_limit[2];
     u32 mask[kMaskWords];                            // of a grammar, from the word that has the first own id
     u32 scores[kScoresFit ? 1 : kScoreBytes / 4];
