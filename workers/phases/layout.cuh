@@ -25,16 +25,10 @@ constexpr int kCluster = KOG_CLUSTER, kCtaSlices = kMatrixWarps / kCluster;
 static_assert(kMatrixWarps % kCluster == 0 && 8 % kCluster == 0 && kNumCtas % kCluster == 0, "clusters");
 
 constexpr int kLaunchRegisters = 96;
-// Attention keeps two batches of keys and values. Exchanging with peers costs the finaliser and the sampler registers, most with many peers
-// and where requests are shaped.
-#ifdef KOG_SHAPED
-constexpr bool kIsShaped = true;
-#else
-constexpr bool kIsShaped = false;
-#endif
+// Attention holds two batches of keys and values. Exchanging with peers costs the finaliser and the sampler registers.
 constexpr int kMatrixRegisters = kRanks > 4 ? 72 : 80;
-constexpr int kServiceRegisters = kRanks > 4 ? 96 : kRanks == 1 ? 56 : kIsShaped ? 80 : 72;
-constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks == 1 ? 184 : kIsShaped ? 160 : 168;
+constexpr int kServiceRegisters = kRanks > 4 ? 96 : kRanks == 1 ? 56 : 72;
+constexpr int kAttendRegisters = kRanks == 1 ? 184 : 168;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
