@@ -54,10 +54,9 @@ struct Attender {
     u32 warp, lane;
     u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
 
-    // Read kCount words, if this thread wants them; true when all carry the tag.
+    // Read kCount words; true when all carry the tag.
     template <int kCount>
-    static __device__ __forceinline__ bool read(const u64* words, bool wanted, u32 tag, u64 (&got)[kCount]) {
-        if (!wanted) return true;
+    static __device__ __forceinline__ bool read(const u64* words, u32 tag, u64 (&got)[kCount]) {
         bool ready = true;
         if constexpr (kCount % 2 == 0) {
 #pragma unroll
@@ -79,184 +78,206 @@ struct Attender {
         return upper ? __byte_perm(pair, value, 0x5410) : __byte_perm(pair, value, 0x3254);
     }
 
-    __device__ __forceinline__ unsigned char* batch_at(u32 number) const {
-        return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(number) * kBatchBytes;
-    }
-    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
-        const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
-        const u32 kv_head = item_idx / kSplits, split = item_idx % kSplits;
+    // The rows of K and V of an item.
+    struct Rows {
+        u32 first_batch, num_batches;  // in the whole cache; that have rows
+        u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
+        u32 fresh_batch;               // that gets the current position's row, or none
+    };
+    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 position) const {
+        const u32 split = item_idx % kSplits;
         const bool windowed = in_mask(kWindowMask, layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
         const u32 windowed_before = __popcll(kWindowMask & ((1ull << layer) - 1));
         const u32 first_batch = (windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
-                                (lane_idx * kItems + item_idx) * batches;  // of the item, in the whole cache
-
-        // Positions of this split up to the current one, of which `num_seen` are in the window; `last` is the slot of the last one, which is
-        // the current position's if it is this split's.
-        const bool owner = position % kSplits == split;
-        const u32 num_rows = (position + kSplits - split) / kSplits;
-        u32 num_batches = (num_rows + 15) / 16;
-        if (num_batches > batches) num_batches = batches;
-        const u32 last = (num_rows + capacity - 1) % capacity;
+                                (lane_idx * kItems + item_idx) * batches;
+        const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
         const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
-        const u32 num_seen = num_rows - num_past;
+        return {first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
+                position % kSplits == split ? last >> 4 : kNoBatch};
+    }
+    static constexpr u32 kNoBatch = ~0u;
 
-        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
-        const u32 head = (group >> 1) < kGroup ? group >> 1 : kGroup - 1;
-        u32 query[kDimRegisters];
-        float outputs[kHeadDim / 16][4] = {};
-        float peak = -INFINITY, sum = 0;
-        // K and V of two batches are on their way, or here before the query is: the one that comes is worked on, then its registers are filled
-        // with the next but one.
-        struct Batch {
-            u32 keys[2][kDimRegisters], values[2][kDimRegisters];
-        };
-        Batch even, odd;
-        auto keys_at = [&](u32 batch) {
-            const u32 lane = opaque(this->lane);
-            return batch_at(first_batch + batch) + ((lane >> 2) * kHeadDim * 2 + (lane & 3) * kDimRegisters * 4);
-        };
-        auto values_at = [&](u32 batch) {
-            const u32 lane = opaque(this->lane);
-            return batch_at(first_batch + batch) + (16 * kHeadDim * 2 + (lane & 3) * kHeadDim * 4 + (lane >> 2) * kDimRegisters * 4);
-        };
-        auto load_keys = [&](Batch& to, u32 batch) { if (batch < num_batches) load_rows<8 * kHeadDim * 2>(keys_at(batch), to.keys); };
-        auto load_values = [&](Batch& to, u32 batch) { if (batch < num_batches) load_rows<4 * kHeadDim * 4>(values_at(batch), to.values); };
-        load_keys(even, warp), load_values(even, warp), load_keys(odd, warp + kAttendWarps), load_values(odd, warp + kAttendWarps);
+    // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V.
+    struct Batch {
+        u32 keys[2][kDimRegisters], values[2][kDimRegisters];
+    };
+    static constexpr u32 kKeysStride = 8 * kHeadDim * 2, kValuesStride = 4 * kHeadDim * 4;
+    // Where the first of two shares lies. Computed anew each time: registers are full.
+    __device__ __forceinline__ unsigned char* keys_at(const Rows& rows, u32 batch) const {
+        const u32 lane = opaque(this->lane);
+        return batch_at(rows, batch) + ((lane >> 2) * kHeadDim * 2 + (lane & 3) * kDimRegisters * 4);
+    }
+    __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const {
+        const u32 lane = opaque(this->lane);
+        return batch_at(rows, batch) + (16 * kHeadDim * 2 + (lane & 3) * kHeadDim * 4 + (lane >> 2) * kDimRegisters * 4);
+    }
+    __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
+        return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
+    }
+    __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
+        if (batch < rows.num_batches) load_rows<kKeysStride>(keys_at(rows, batch), to.keys);
+    }
+    __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
+        if (batch < rows.num_batches) load_rows<kValuesStride>(values_at(rows, batch), to.values);
+    }
 
-        // Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words. The new position's
-        // K and V are read by all threads of the warp that has its batch, and spread through shared memory.
-        const u32 fresh_batch = owner ? last >> 4 : ~0u;
-        const bool has_fresh = owner && fresh_batch % kAttendWarps == warp;
-        constexpr int kHalf = kDimRegisters / 2, kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
-        const u32 staged = role.base + KOG_OFFSET(fresh);
-        {
-            if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
-            const u32 is_low = group & 1;
-            const u64* query_words = words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters + is_low * kHalf;
-            const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
-            u64 got[kHalf], got_new[kNew];
-            while (true) {
-                bool ready = read(query_words, true, tag, got);
-                if (has_fresh) {
-#pragma unroll
-                    for (int i = 0; i < kNew; ++i)
-                        if (i * 32 + lane < kNewWords)
-                            got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
-#pragma unroll
-                    for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
-                }
-                if (__all_sync(kFullWarp, ready)) break;
-                if (must_leave(role.stopped())) return false;
-            }
-            if (warp == 0) stamp(role, kQuerySeen, step, product);
-#pragma unroll
-            for (int i = 0; i < kHalf; ++i) {
-                const float a = first_of(got[i]), b = second_of(got[i]);
-                const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
-                const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
-                query[i] = is_low ? theirs : high;
-                query[kHalf + i] = is_low ? low : theirs;
-            }
+    // Wait for the query of the thread's head, in high and low halves; the warp that has the batch of the new row stages K and V of it in
+    // shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
+    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 kv_head, bool has_fresh, u32 tag, u32 (&query)[kDimRegisters]) {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
+        if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
+        const u64* query_words = words + ((kv_head * kGroup + head_of(group)) * kHeadDim) / 2 + part * kDimRegisters + is_low * kHalf;
+        const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
+        u64 got[kHalf], got_new[kNew];
+        while (true) {
+            bool ready = read(query_words, tag, got);
             if (has_fresh) {
 #pragma unroll
                 for (int i = 0; i < kNew; ++i)
                     if (i * 32 + lane < kNewWords)
-                        store_shared(staged + (i * 32 + lane) * 4, KvFormat::pack(first_of(got_new[i]), second_of(got_new[i])));
-                __syncwarp();
+                        got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
+#pragma unroll
+                for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
             }
+            if (__all_sync(kFullWarp, ready)) break;
+            if (must_leave(role.stopped())) return false;
         }
-        auto add_batch = [&](Batch& now, u32 batch) {
-            const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, head = (group >> 1) < kGroup ? group >> 1 : kGroup - 1;
-            if (batch == fresh_batch) {
-                const u32 row = last & 15, i = row >> 3;
-                if (group == (row & 7)) {
 #pragma unroll
-                    for (int k = 0; k < kDimRegisters; ++k) {
-                        const u32 both = load_shared_u32(staged + (part * kDimRegisters + k) * 4);
-                        now.keys[0][k] = i == 0 ? both : now.keys[0][k], now.keys[1][k] = i == 0 ? now.keys[1][k] : both;
-                    }
-                    unsigned char* at = keys_at(batch);
-                    if (i == 0) store_dims(at, now.keys[0]);
-                    else store_dims(at + 8 * kHeadDim * 2, now.keys[1]);
-                }
-                if (part == (row >> 1 & 3)) {
+        for (int i = 0; i < kHalf; ++i) {
+            const float a = first_of(got[i]), b = second_of(got[i]);
+            const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
+            const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
+            query[i] = is_low ? theirs : high;
+            query[kHalf + i] = is_low ? low : theirs;
+        }
+        if (has_fresh) {
 #pragma unroll
-                    for (int k = 0; k < kDimRegisters; ++k) {
-                        const u32 both = load_shared_u32(staged + (kNewWords / 2 + group * kHalf + k / 2) * 4);
-                        const u32 one = k & 1 ? both >> 16 : both;
-                        const u32 mixed = with_half(i == 0 ? now.values[0][k] : now.values[1][k], one, row & 1);
-                        now.values[0][k] = i == 0 ? mixed : now.values[0][k], now.values[1][k] = i == 0 ? now.values[1][k] : mixed;
-                    }
-                    unsigned char* at = values_at(batch);
-                    if (i == 0) store_dims(at, now.values[0]);
-                    else store_dims(at + 4 * kHeadDim * 4, now.values[1]);
-                }
-                __syncwarp();
+            for (int i = 0; i < kNew; ++i)
+                if (i * 32 + lane < kNewWords)
+                    store_shared(role.base + KOG_OFFSET(fresh) + (i * 32 + lane) * 4, KvFormat::pack(first_of(got_new[i]), second_of(got_new[i])));
+            __syncwarp();
+        }
+        return true;
+    }
+    static constexpr int kHalf = kDimRegisters / 2, kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
+    static __device__ __forceinline__ u32 head_of(u32 group) { return (group >> 1) < kGroup ? group >> 1 : kGroup - 1; }
+
+    // The staged row goes into the registers of the threads that hold its place, and into the cache.
+    __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, row = rows.last & 15, i = row >> 3;
+        const u32 staged = role.base + KOG_OFFSET(fresh);
+        if (group == (row & 7)) {
+#pragma unroll
+            for (int k = 0; k < kDimRegisters; ++k) {
+                const u32 both = load_shared_u32(staged + (part * kDimRegisters + k) * 4);
+                batch.keys[0][k] = i == 0 ? both : batch.keys[0][k], batch.keys[1][k] = i == 0 ? batch.keys[1][k] : both;
             }
-            // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
-            float scores[4] = {};
+            unsigned char* at = keys_at(rows, rows.fresh_batch);
+            if (i == 0) store_dims(at, batch.keys[0]);
+            else store_dims(at + kKeysStride, batch.keys[1]);
+        }
+        if (part == (row >> 1 & 3)) {
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 16; ++i)
-                KvFormat::mma(scores, now.keys[0][2 * i], now.keys[1][2 * i], now.keys[0][2 * i + 1], now.keys[1][2 * i + 1], query[2 * i],
-                              query[2 * i + 1]);
-            if (warp == 0) stamp(role, kScored, step, product);
-            load_keys(now, batch + 2 * kAttendWarps);
-            bool seen[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 slot = batch * 16 + group + 8 * i;
-                seen[i] = (last >= slot ? last - slot : last + capacity - slot) < num_seen;  // rows before the last one
+            for (int k = 0; k < kDimRegisters; ++k) {
+                const u32 both = load_shared_u32(staged + (kNewWords / 2 + group * kHalf + k / 2) * 4);
+                const u32 mixed = with_half(i == 0 ? batch.values[0][k] : batch.values[1][k], k & 1 ? both >> 16 : both, row & 1);
+                batch.values[0][k] = i == 0 ? mixed : batch.values[0][k], batch.values[1][k] = i == 0 ? batch.values[1][k] : mixed;
             }
-            const float score0 = seen[0] ? (scores[0] + scores[1]) * kScoreScale : -INFINITY;
-            const float score1 = seen[1] ? (scores[2] + scores[3]) * kScoreScale : -INFINITY;
-            float next_peak = fmaxf(peak, fmaxf(score0, score1));
+            unsigned char* at = values_at(rows, rows.fresh_batch);
+            if (i == 0) store_dims(at, batch.values[0]);
+            else store_dims(at + kValuesStride, batch.values[1]);
+        }
+        __syncwarp();
+    }
+
+    // Softmax over a warp's rows so far: the largest score and the sum of weights of the thread's rows for one head, and outputs.
+    struct Mixed {
+        float outputs[kHeadDim / 16][4] = {};
+        float peak = -INFINITY, sum = 0;
+    };
+    // Work on a batch, then have its registers filled with batch `next`.
+    __device__ __forceinline__ void mix(const Rows& rows, u32 number, u32 next, const u32 (&query)[kDimRegisters], Batch& batch, Mixed& mixed) {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3;
+        if (number == rows.fresh_batch) put_fresh(rows, batch);
+        // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
+        float scores[4] = {};
 #pragma unroll
-            for (int offset = 4; offset < 32; offset <<= 1) next_peak = fmaxf(next_peak, __shfl_xor_sync(kFullWarp, next_peak, offset));
-            const float base = next_peak == -INFINITY ? 0.0f : next_peak;
-            const float shrink = exp2_approx(peak - base);
-            const float weight0 = exp2_approx(score0 - base), weight1 = exp2_approx(score1 - base);
-            sum = sum * shrink + (weight0 + weight1);
-            peak = next_peak;
-            const int from = part * 8 + head;  // the thread that holds this head's weight of position 2 * part
-            const float a = __shfl_sync(kFullWarp, weight0, from), b = __shfl_sync(kFullWarp, weight0, from + 4);
-            const float c = __shfl_sync(kFullWarp, weight1, from), d = __shfl_sync(kFullWarp, weight1, from + 4);
-            u32 first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
-            if (group & 1) first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
+        for (int i = 0; i < kHeadDim / 16; ++i)
+            KvFormat::mma(scores, batch.keys[0][2 * i], batch.keys[1][2 * i], batch.keys[0][2 * i + 1], batch.keys[1][2 * i + 1], query[2 * i],
+                          query[2 * i + 1]);
+        if (warp == 0) stamp(role, kScored, step, product);
+        load_keys(rows, next, batch);
+        bool seen[2];
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 16; ++i) {
+        for (int i = 0; i < 2; ++i) {
+            const u32 slot = number * 16 + group + 8 * i;
+            seen[i] = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
+        }
+        const float score0 = seen[0] ? (scores[0] + scores[1]) * kScoreScale : -INFINITY;
+        const float score1 = seen[1] ? (scores[2] + scores[3]) * kScoreScale : -INFINITY;
+        float next_peak = fmaxf(mixed.peak, fmaxf(score0, score1));
 #pragma unroll
-                for (int k = 0; k < 4; ++k) outputs[i][k] *= shrink;
-                KvFormat::mma(outputs[i], now.values[0][2 * i], now.values[0][2 * i + 1], now.values[1][2 * i], now.values[1][2 * i + 1], first, second);
-            }
-            load_values(now, batch + 2 * kAttendWarps);
-        };
+        for (int offset = 4; offset < 32; offset <<= 1) next_peak = fmaxf(next_peak, __shfl_xor_sync(kFullWarp, next_peak, offset));
+        const float base = next_peak == -INFINITY ? 0.0f : next_peak;
+        const float shrink = exp2_approx(mixed.peak - base);
+        const float weight0 = exp2_approx(score0 - base), weight1 = exp2_approx(score1 - base);
+        mixed.sum = mixed.sum * shrink + (weight0 + weight1);
+        mixed.peak = next_peak;
+        const int from = part * 8 + head_of(group);  // the thread that holds this head's weight of position 2 * part
+        const float a = __shfl_sync(kFullWarp, weight0, from), b = __shfl_sync(kFullWarp, weight0, from + 4);
+        const float c = __shfl_sync(kFullWarp, weight1, from), d = __shfl_sync(kFullWarp, weight1, from + 4);
+        u32 first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
+        if (group & 1) first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 16; ++i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) mixed.outputs[i][k] *= shrink;
+            KvFormat::mma(mixed.outputs[i], batch.values[0][2 * i], batch.values[0][2 * i + 1], batch.values[1][2 * i], batch.values[1][2 * i + 1],
+                          first, second);
+        }
+        load_values(rows, next, batch);
+    }
+
+    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
+        const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
+        const Rows rows = rows_of(layer, lane_idx, item_idx, position);
+        // Two batches are on their way, or here before the query is.
+        Batch even, odd;
+        load_keys(rows, warp, even), load_values(rows, warp, even);
+        load_keys(rows, warp + kAttendWarps, odd), load_values(rows, warp + kAttendWarps, odd);
+        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
+        const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kAttendWarps == warp;
+        u32 query[kDimRegisters];
+        if (!wait_for_query(words, kv_head, has_fresh, tag, query)) return false;
+        if (warp == 0) stamp(role, kQuerySeen, step, product);
+        Mixed mixed;
 #pragma unroll 1
-        for (u32 batch = warp; batch < num_batches; batch += 2 * kAttendWarps) {
-            add_batch(even, batch);
-            if (batch + kAttendWarps < num_batches) add_batch(odd, batch + kAttendWarps);
+        for (u32 batch = warp; batch < rows.num_batches; batch += 2 * kAttendWarps) {
+            mix(rows, batch, batch + 2 * kAttendWarps, query, even, mixed);
+            if (batch + kAttendWarps < rows.num_batches) mix(rows, batch + kAttendWarps, batch + 3 * kAttendWarps, query, odd, mixed);
         }
         if (warp == 0) stamp(role, kMixed, step, product);
-        const bool ok = merge(layer, kv_head, split, lane_idx, tag, outputs, peak, sum);
+        const bool ok = merge(kv_head, split, lane_idx, tag, mixed);
         if (warp == 0) stamp(role, kAttended, step, product);
         return ok;
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(u32 layer, u32 kv_head, u32 split, u32 lane_idx, u32 tag,
-                                          const float (&outputs)[kHeadDim / 16][4], float peak, float sum) {
+    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 lane_idx, u32 tag, const Mixed& own) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
         const u32 half = num_items++ & 1;
+        float sum = own.sum;
 #pragma unroll
         for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
         if (part < kGroup) {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
                 *reinterpret_cast<float2*>(&shared.attended[half][warp][part][group * kDimRegisters + 2 * i]) =
-                    make_float2(outputs[i][0] + outputs[i][1], outputs[i][2] + outputs[i][3]);
+                    make_float2(own.outputs[i][0] + own.outputs[i][1], own.outputs[i][2] + own.outputs[i][3]);
             if (group == 0) {
-                shared.attended_max[half][warp][part] = peak;
+                shared.attended_max[half][warp][part] = own.peak;
                 shared.attended_sum[half][warp][part] = sum;
             }
         }
