@@ -12,39 +12,36 @@ namespace kog {
 constexpr u32 kBatchBytes = 2 * 16 * kHeadDim * 2;
 constexpr int kDimRegisters = kHeadDim / 8;  // 16-bit pairs: a thread's share of a row of K, or of a pair of positions of V
 static_assert(kHeadDim % 16 == 0, "the matrix unit takes 16 dimensions at a time");
+// The registers of a share come in chunks of one load. Chunks of neighbouring threads lie side by side, so that a load of a warp takes whole
+// sectors: four threads share a row of K, eight a pair of positions of V. The order of dimensions is the same for K and the query.
+constexpr int kChunk = kDimRegisters % 4 == 0 ? 4 : 2, kChunkBytes = kChunk * 4, kChunks = kDimRegisters / kChunk;
+constexpr u32 kKeyChunks = 4 * kChunkBytes, kValueChunks = 8 * kChunkBytes;  // from a thread's chunk to its next one, in bytes
+// Pair of dimensions in register `k` of a thread's share of K; dimension in that of V.
+__device__ __forceinline__ constexpr u32 key_pair(u32 part, u32 k) { return k / kChunk * (4 * kChunk) + part * kChunk + k % kChunk; }
+__device__ __forceinline__ constexpr u32 value_dim(u32 group, u32 k) { return k / kChunk * (8 * kChunk) + group * kChunk + k % kChunk; }
 
-__device__ __forceinline__ void load_dims(const unsigned char* from, u32 (&to)[kDimRegisters]) {
-    if constexpr (kDimRegisters % 4 == 0) {
+template <u32 kStride>
+__device__ __forceinline__ void load_share(const unsigned char* from, u32 (&to)[kDimRegisters]) {
 #pragma unroll
-        for (int i = 0; i < kDimRegisters; i += 4) {
+    for (int i = 0; i < kChunks; ++i) {
+        if constexpr (kChunk == 4) {
             uint4 v;
-            load_global(from + i * 4, v);
-            to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kDimRegisters; i += 2) {
+            load_global(from + i * kStride, v);
+            to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+        } else {
             uint2 v;
-            load_global(from + i * 4, v);
-            to[i] = v.x, to[i + 1] = v.y;
+            load_global(from + i * kStride, v);
+            to[2 * i] = v.x, to[2 * i + 1] = v.y;
         }
     }
 }
-
-// A thread's shares of two rows that lie kStride bytes apart.
 template <u32 kStride>
-__device__ __forceinline__ void load_rows(const unsigned char* from, u32 (&to)[2][kDimRegisters]) {
-    load_dims(from, to[0]);
-    load_dims(from + kStride, to[1]);
-}
-__device__ __forceinline__ void store_dims(unsigned char* to, const u32 (&from)[kDimRegisters]) {
-    if constexpr (kDimRegisters % 4 == 0) {
+__device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)[kDimRegisters]) {
 #pragma unroll
-        for (int i = 0; i < kDimRegisters; i += 4)
-            *reinterpret_cast<uint4*>(to + i * 4) = make_uint4(from[i], from[i + 1], from[i + 2], from[i + 3]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < kDimRegisters; i += 2) *reinterpret_cast<uint2*>(to + i * 4) = make_uint2(from[i], from[i + 1]);
+    for (int i = 0; i < kChunks; ++i) {
+        if constexpr (kChunk == 4)
+            *reinterpret_cast<uint4*>(to + i * kStride) = make_uint4(from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]);
+        else *reinterpret_cast<uint2*>(to + i * kStride) = make_uint2(from[2 * i], from[2 * i + 1]);
     }
 }
 
@@ -53,25 +50,6 @@ struct Attender {
     const Role& role;
     u32 warp, lane;
     u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
-
-    // Read kCount words; true when all carry the tag.
-    template <int kCount>
-    static __device__ __forceinline__ bool read(const u64* words, u32 tag, u64 (&got)[kCount]) {
-        bool ready = true;
-        if constexpr (kCount % 2 == 0) {
-#pragma unroll
-            for (int i = 0; i < kCount; i += 2) {
-                const ulonglong2 two = load_relaxed_x2(words + i);
-                got[i] = two.x, got[i + 1] = two.y;
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) got[i] = load_relaxed(words + i);
-        }
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) ready = ready && has_tag(got[i], tag);
-        return ready;
-    }
 
     // A pair of 16-bit values with another lower or upper one.
     static __device__ __forceinline__ u32 with_half(u32 pair, u32 value, bool upper) {
@@ -106,20 +84,24 @@ struct Attender {
     // Where the first of two shares lies. Computed anew each time: registers are full.
     __device__ __forceinline__ unsigned char* keys_at(const Rows& rows, u32 batch) const {
         const u32 lane = opaque(this->lane);
-        return batch_at(rows, batch) + ((lane >> 2) * kHeadDim * 2 + (lane & 3) * kDimRegisters * 4);
+        return batch_at(rows, batch) + ((lane >> 2) * kHeadDim * 2 + (lane & 3) * kChunkBytes);
     }
     __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const {
         const u32 lane = opaque(this->lane);
-        return batch_at(rows, batch) + (16 * kHeadDim * 2 + (lane & 3) * kHeadDim * 4 + (lane >> 2) * kDimRegisters * 4);
+        return batch_at(rows, batch) + (16 * kHeadDim * 2 + (lane & 3) * kHeadDim * 4 + (lane >> 2) * kChunkBytes);
     }
     __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
         return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
     }
     __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
-        if (batch < rows.num_batches) load_rows<kKeysStride>(keys_at(rows, batch), to.keys);
+        if (batch >= rows.num_batches) return;
+        const unsigned char* at = keys_at(rows, batch);
+        load_share<kKeyChunks>(at, to.keys[0]), load_share<kKeyChunks>(at + kKeysStride, to.keys[1]);
     }
     __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
-        if (batch < rows.num_batches) load_rows<kValuesStride>(values_at(rows, batch), to.values);
+        if (batch >= rows.num_batches) return;
+        const unsigned char* at = values_at(rows, batch);
+        load_share<kValueChunks>(at, to.values[0]), load_share<kValueChunks>(at + kValuesStride, to.values[1]);
     }
 
     // Wait for the query of the thread's head, in high and low halves; the warp that has the batch of the new row stages K and V of it in
@@ -127,11 +109,23 @@ struct Attender {
     __device__ __forceinline__ bool wait_for_query(const u64* words, u32 kv_head, bool has_fresh, u32 tag, u32 (&query)[kDimRegisters]) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
         if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
-        const u64* query_words = words + ((kv_head * kGroup + head_of(group)) * kHeadDim) / 2 + part * kDimRegisters + is_low * kHalf;
+        const u64* query_words = words + ((kv_head * kGroup + head_of(group)) * kHeadDim) / 2;
         const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
         u64 got[kHalf], got_new[kNew];
         while (true) {
-            bool ready = read(query_words, tag, got);
+            bool ready = true;
+#pragma unroll
+            for (int i = 0; i < kHalf; i += kQueryLoad) {
+                const u64* at = query_words + key_pair(part, is_low * kHalf + i);
+                if constexpr (kQueryLoad == 2) {
+                    const ulonglong2 two = load_relaxed_x2(at);
+                    got[i] = two.x, got[i + 1] = two.y;
+                } else {
+                    got[i] = load_relaxed(at);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) ready = ready && has_tag(got[i], tag);
             if (has_fresh) {
 #pragma unroll
                 for (int i = 0; i < kNew; ++i)
@@ -160,7 +154,8 @@ struct Attender {
         }
         return true;
     }
-    static constexpr int kHalf = kDimRegisters / 2, kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
+    static constexpr int kHalf = kDimRegisters / 2, kQueryLoad = kHalf % 2 == 0 ? 2 : 1;  // registers of the query; words of a load
+    static constexpr int kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
     static __device__ __forceinline__ u32 head_of(u32 group) { return (group >> 1) < kGroup ? group >> 1 : kGroup - 1; }
 
     // The staged row goes into the registers of the threads that hold its place, and into the cache.
@@ -170,23 +165,23 @@ struct Attender {
         if (group == (row & 7)) {
 #pragma unroll
             for (int k = 0; k < kDimRegisters; ++k) {
-                const u32 both = load_shared_u32(staged + (part * kDimRegisters + k) * 4);
+                const u32 both = load_shared_u32(staged + key_pair(part, k) * 4);
                 batch.keys[0][k] = i == 0 ? both : batch.keys[0][k], batch.keys[1][k] = i == 0 ? batch.keys[1][k] : both;
             }
             unsigned char* at = keys_at(rows, rows.fresh_batch);
-            if (i == 0) store_dims(at, batch.keys[0]);
-            else store_dims(at + kKeysStride, batch.keys[1]);
+            if (i == 0) store_share<kKeyChunks>(at, batch.keys[0]);
+            else store_share<kKeyChunks>(at + kKeysStride, batch.keys[1]);
         }
         if (part == (row >> 1 & 3)) {
 #pragma unroll
             for (int k = 0; k < kDimRegisters; ++k) {
-                const u32 both = load_shared_u32(staged + (kNewWords / 2 + group * kHalf + k / 2) * 4);
+                const u32 both = load_shared_u32(staged + (kNewWords / 2 + value_dim(group, k) / 2) * 4);
                 const u32 mixed = with_half(i == 0 ? batch.values[0][k] : batch.values[1][k], k & 1 ? both >> 16 : both, row & 1);
                 batch.values[0][k] = i == 0 ? mixed : batch.values[0][k], batch.values[1][k] = i == 0 ? batch.values[1][k] : mixed;
             }
             unsigned char* at = values_at(rows, rows.fresh_batch);
-            if (i == 0) store_dims(at, batch.values[0]);
-            else store_dims(at + kValuesStride, batch.values[1]);
+            if (i == 0) store_share<kValueChunks>(at, batch.values[0]);
+            else store_share<kValueChunks>(at + kValuesStride, batch.values[1]);
         }
         __syncwarp();
     }
@@ -274,7 +269,7 @@ struct Attender {
         if (part < kGroup) {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
-                *reinterpret_cast<float2*>(&shared.attended[half][warp][part][group * kDimRegisters + 2 * i]) =
+                *reinterpret_cast<float2*>(&shared.attended[half][warp][part][value_dim(group, 2 * i)]) =
                     make_float2(own.outputs[i][0] + own.outputs[i][1], own.outputs[i][2] + own.outputs[i][3]);
             if (group == 0) {
                 shared.attended_max[half][warp][part] = own.peak;
