@@ -24,7 +24,7 @@ NUM_THREADS = 640  # of a thread block
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
 _NOTES_BYTES, _PADDING_BYTES = 40 + 2 * 48, 32  # WaitNote and both PeerNotes; of `Shared`, at most
-_HALVES_IN_FLIGHT = 5, 4  # of tiles, with one or two lanes; before position NEAR_CONTEXT, and from there on; found by measurement
+_HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
@@ -192,18 +192,18 @@ class KernelShape:
 
     @property
     def in_flight(self) -> int:
-        """Pieces of ring tiles that may be under way from memory: three tiles, with one or two lanes five halves or two tiles."""
+        """Pieces of ring tiles that may be under way from memory: three tiles; with one or two lanes halves or two tiles."""
         if self.pieces_in_flight:
             return self.pieces_in_flight
         if self.num_lanes > 2:
             return 3 * self.num_pieces
-        return _HALVES_IN_FLIGHT[0] if self.num_pieces == 2 else 2 * self.num_pieces
+        return _HALVES_IN_FLIGHT[self.num_lanes][0] if self.num_pieces == 2 else 2 * self.num_pieces
 
     @property
     def far_in_flight(self) -> int:
         """The same for tokens at NEAR_CONTEXT and further on."""
         has_halves = self.num_lanes <= 2 and self.num_pieces == 2 and not self.pieces_in_flight
-        return _HALVES_IN_FLIGHT[1] if has_halves else self.in_flight
+        return _HALVES_IN_FLIGHT[self.num_lanes][1] if has_halves else self.in_flight
 
     @property
     def replicas(self) -> int:
@@ -319,7 +319,8 @@ class KernelShape:
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
-            "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight, "kNearContext": NEAR_CONTEXT,
+            "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
+            "kNearContext": NEAR_CONTEXT,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
