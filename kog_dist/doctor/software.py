@@ -16,7 +16,7 @@ _OLDEST_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?[^;]*(?:;.*extra == ['\"](?P<extra>\w+))?"
 )
-_EXTRAS = {"cuda": "GPUs", "mpi": "mpirun", "ray": "Ray", "server": "HTTP", "bench": "plots"}  # what each is for
+EXTRAS = {"cuda": "GPUs", "mpi": "mpirun", "ray": "Ray", "bench": "plots"}  # what each is for
 
 
 def python() -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def packages() -> Iterator[Finding]:
     present = {name: version for name, version in found.items() if version is not None}
     shown = ", ".join(f"{name} {version}" for name, version in present.items())
     yield ok(f"{_DISTRIBUTION} {own}{f' with {shown}' if shown else ''}", version=own, packages=present)
-    for extra, purpose in _EXTRAS.items():
+    for extra, purpose in EXTRAS.items():
         yield _extra(extra, purpose, [(m["name"], m["least"] or "0") for m in matches if m["extra"] == extra])
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
@@ -280,6 +281,12 @@ def test_packages_are_compared_with_what_is_asked_for(monkeypatch: pytest.Monkey
     assert "warning: for GPUs: okapi 2.9 is too old; pip install" in shown(software.packages())
     del versions["kog-dist"]
     assert shown(software.packages()).startswith("warning: kog-dist runs from a folder of sources")
+
+
+def test_extras_are_those_of_the_package() -> None:
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert set(software.EXTRAS) == set(extras) - {"dev"}
 
 
 def test_this_python_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
