@@ -76,7 +76,6 @@ class Monokernel:
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
         self._head_start: HeadStart | None = None
         self._begins_at_head = False  # the next launch
-        self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
         self._shaped_request: ShapedRequest | None = None
         context = shape.spec.max_context
         first, last = shape.vocab_rows
@@ -100,6 +99,8 @@ class Monokernel:
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
         self._forget_epochs()
+        # Last, since it maps memory of the host, which whoever tries again after an error could not.
+        self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
 
