@@ -166,7 +166,7 @@ def test_the_one_that_others_wait_for_is_seen(ranks: Ranks, monkeypatch: pytest.
 
 def test_one_that_has_failed_is_not_taken_for_one_that_agrees(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def live(engine: CudaEngine) -> None:
-        worker.live(engine, engine._control, engine._rank)
+        worker.live(lambda: engine, engine._control, engine._rank)
 
     other, failed = start(ranks, monkeypatch, "prefill", "on", live)
     assert isinstance(other, AbortedError), "until somebody tells it why, it waits"
