@@ -15,10 +15,12 @@ constexpr u32 kQuadTagBit = 56;
 
 __device__ __forceinline__ u64 make_quad_word(u64 payload, u32 tag) { return payload | static_cast<u64>(tag) << kQuadTagBit; }
 __device__ __forceinline__ bool quad_has_tag(u64 word, u32 tag) { return static_cast<u32>(word >> kQuadTagBit) == (tag & 0xffu); }
+// Its upper eight bits are 0 if the word has the tag.
+__device__ __forceinline__ u32 tag_difference(u64 word, u32 tag) { return static_cast<u32>(word >> 32) ^ tag << 24; }
 __device__ __forceinline__ u64 payload_of(u64 word) { return word & ((1ull << kQuadTagBit) - 1); }
 
 // Where quads lie: [slot][source rank][replica][first or second pair][thread block][2], in every rank's heap; with one rank in its own
-// memory at `local`. Behind the replicas of a source rank there is one more pair of each thread block (`aside`).
+// memory at `local`. Behind the replicas of a source rank there is one more word of each thread block (`aside`).
 template <int kRanks, int kReplicas, int kNumCtas>
 struct Quads {
     static constexpr u32 kPairWords = 2 * kNumCtas, kCopyWords = (2 * kPairWords + 15) / 16 * 16, kMany = (kNumCtas + 31) / 32;
@@ -36,10 +38,10 @@ struct Quads {
     __device__ __forceinline__ const u64* pairs(u32 cta, u32 number, u32 source, u32 half) const {
         return row(peers.rank, number & 1, source) + cta % kReplicas * kCopyWords + half * kPairWords;
     }
-    // What a thread block tells everybody beside an exchange: two words with tags of their own, in two slots. The caller sees to it that a
-    // slot is written again only when all have read it, or do not want it.
+    // What a thread block tells everybody beside an exchange: a value word, in two slots. The caller sees to it that a slot is written again
+    // only when all have read it, or do not want it.
     __device__ __forceinline__ u64* aside(u32 rank, u32 slot, u32 source, u32 cta) const {
-        return row(rank, slot, source) + kReplicas * kCopyWords + 2 * cta;
+        return row(rank, slot, source) + kReplicas * kCopyWords + cta;
     }
 
     // Send this thread block's payloads. Called by a full warp, the same in all threads; does not wait. Second pairs that nobody wants are
@@ -72,12 +74,11 @@ struct Quads {
                         if (32 * k + laneid() < kNumCtas) pair[i][k] = load_system_x2(words + i * box.row_words + 64 * k);
 #pragma unroll
                 for (u32 i = 0; i < kTogether; ++i) {
-                    bool ready = true;
+                    u32 wrong = 0;
 #pragma unroll
                     for (u32 k = 0; k < kMany; ++k)
-                        if (32 * k + laneid() < kNumCtas)
-                            ready = ready && quad_has_tag(pair[i][k].x, number) && quad_has_tag(pair[i][k].y, number);
-                    if (!__all_sync(kFullWarp, ready) || !(pending >> (source + i) & 1)) continue;
+                        if (32 * k + laneid() < kNumCtas) wrong |= tag_difference(pair[i][k].x, number) | tag_difference(pair[i][k].y, number);
+                    if (!__all_sync(kFullWarp, wrong >> 24 == 0) || !(pending >> (source + i) & 1)) continue;
                     pending &= ~(1u << (source + i));
 #pragma unroll
                     for (u32 k = 0; k < kMany; ++k)

@@ -1,70 +1,9 @@
 // The sampling warp's choice of a token for a shaped request: the definition of kog_dist/decode/sampling/shaping.py, made of maxima,
 // counts and integer masses alone, so that neither thread blocks nor ranks show in the result. See docs/sampling.md.
 #pragma once
-#include "quads.cuh"
-#include "shaped_logits.cuh"
+#include "offers.cuh"
 
 namespace kog {
-
-// What a thread block's offer says besides numbers.
-enum OfferFlag : u32 { kFaultFlag = 1, kCancelFlag = 2, kNoMaskFlag = 4, kFirstFlag = 8 };
-
-// The token with the best score; x decides its place in the order that filters cut.
-struct Offer {
-    float score, x;
-    u32 place;
-
-    __device__ __forceinline__ void take(float other_score, float other_x, u32 other_place) {
-        if (other_score > score || (other_score == score && other_place < place)) score = other_score, x = other_x, place = other_place;
-    }
-};
-__device__ __forceinline__ Offer no_offer() { return {-INFINITY, -INFINITY, kNoPlace}; }
-
-// What thread blocks tell each other first: the best token, the first in the order of filters, and flags. A thread block's own first token
-// is known to others by its x, and by its place only if it is the best one, too: that is what they ask.
-struct Offers {
-    Offer best = no_offer();
-    Element first = no_element();
-    u32 flags = 0;
-
-    // Those of the whole warp.
-    __device__ __forceinline__ void combine() {
-        const u32 thread = thread_of_first(best.score, best.place);
-        best.score = __shfl_sync(kFullWarp, best.score, thread), best.x = __shfl_sync(kFullWarp, best.x, thread);
-        first = first_of_warp(first);
-        flags = __reduce_or_sync(kFullWarp, flags);
-    }
-    // As the words of a pair, 56 bits each: score, row, flags, whether the best token is the first one, x of both.
-    __device__ __forceinline__ u64 first_word() const {
-        const u32 x = __float_as_uint(best.x), more = flags | (first.place == best.place ? kFirstFlag : 0);
-        return static_cast<u64>(__float_as_uint(best.score)) << 24 | row_of(best.place) << 12 | more << 8 | (x & 0xff);
-    }
-    __device__ __forceinline__ u64 second_word() const {
-        return static_cast<u64>(__float_as_uint(best.x) >> 8) << 32 | __float_as_uint(first.value);
-    }
-    __device__ __forceinline__ void take(u32 source, const ulonglong2& pair) {
-        const u32 low = static_cast<u32>(pair.x), row = low >> 12 & kNoRowOfCta, more = low >> 8 & 0xf;
-        const float x = __uint_as_float(static_cast<u32>(payload_of(pair.y) >> 32) << 8 | (low & 0xff));
-        best.take(__uint_as_float(static_cast<u32>(pair.x >> 24)), x, place_of(source, row));
-        const Element found{__uint_as_float(static_cast<u32>(pair.y)), source << kRowBits | (more & kFirstFlag ? row : kNoRowOfCta)};
-        if (is_before(found, first)) first = found;
-        flags |= more & ~kFirstFlag;
-    }
-};
-
-// What stands before a token in the order: how many tokens with how much mass, and the best of them; and the mass of all that count.
-struct Before {
-    u64 total = 0, mass = 0;
-    u32 num = 0;
-    Offer best = no_offer();
-
-    __device__ __forceinline__ void combine_masses() { total = sum_of_warp(total), mass = sum_of_warp(mass); }
-    __device__ __forceinline__ void combine_tokens() {
-        const u32 thread = thread_of_first(best.score, best.place);
-        best.score = __shfl_sync(kFullWarp, best.score, thread), best.x = __shfl_sync(kFullWarp, best.x, thread);
-        num = __reduce_add_sync(kFullWarp, num);
-    }
-};
 
 struct Chooser {
     const KogDecodeParams& params;
@@ -173,9 +112,9 @@ struct Chooser {
         if (block == kCountedBlocks) return mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1);
         return counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * kCountedBlocks + block + 1);
     }
-    // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. `raw`: the one with the
+    // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. `largest`: this thread's
     // largest logit. False: leave.
-    __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, Offers& offers, Element& raw) const {
+    __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, Offers& offers, float& largest) const {
         float* logits = reinterpret_cast<float*>(shaping.raw_ptr);
         if (!wait_for_products(step, kNumProducts)) return false;
 #pragma unroll 1
@@ -189,8 +128,7 @@ struct Chooser {
             if (real) {
                 const float logit = load_shared_f32(x_at(role, row - first_row()));
                 if (!(fabsf(logit) < INFINITY)) offers.flags |= kFaultFlag;
-                const Element found{logit, place_of(own_source(), row - first_row())};
-                if (is_before(found, raw)) raw = found;
+                largest = fmaxf(largest, logit);
                 logits[row] = logit;  // a copy that the head of the next token does not overwrite before the report is made
                 look_at(row, logit, allowed, adjustment, noise, offers);
             }
@@ -212,27 +150,25 @@ struct Chooser {
     static_assert((kMaxStopIds & (kMaxStopIds - 1)) == 0 && kMaxStopIds <= 32, "one thread of the warp for each");
 
     // ---- exchanges; see quads.cuh. All thread blocks of all ranks take part in each and combine what all have said alike. ----
-    // Of this thread block before, of all after. `reports`: tell everybody the own best logit, too, for the report of token number `tag`.
+    // Of this thread block before, of all after. `reports`: tell everybody the own largest logit, too, for the report of token number `tag`.
     // False: leave.
-    __device__ __forceinline__ bool exchange(Offers& offers, bool reports, const Element& raw, u32 tag) const {
+    __device__ __forceinline__ bool exchange(Offers& offers, bool reports, float largest_logit, u32 tag) const {
         const u32 next = number() + 1;
         offers.combine();
         if (is_root() && role.shared->cancelled) offers.flags |= kCancelFlag;
         quads().publish(role.cta, next, offers.first_word(), offers.second_word(), 0, 0);
         set_number(next);
-        if (reports) publish_raw(tag, raw);
-        offers = Offers{};
-        const auto fold = [&](u32 source, const ulonglong2& pair) { offers.take(source, pair); };
+        if (reports) publish_largest(tag, largest_logit);
+        HeardOffers heard;
+        const auto fold = [&](u32 source, const ulonglong2& pair) { heard.take(source, pair); };
         if (!quads().collect(role.cta, next, 0, role.stopped(), role.shared->peer_notes[1], fold)) return false;
-        offers.combine();
+        offers = heard.combine();
         return true;
     }
     // Into a slot that is written again two tokens later, by who has collected the next token's offers: those who made them had read it.
-    __device__ __forceinline__ void publish_raw(u32 tag, const Element& own) const {
-        const Element best = first_of_warp(own);
-        if (laneid() < kRanks)
-            store_system_x2(quads().aside(laneid(), tag & 1, peers.rank, role.cta), make_value_word(__float_as_uint(best.value), tag),
-                            make_value_word(row_of(best.place), tag));
+    __device__ __forceinline__ void publish_largest(u32 tag, float logit) const {
+        const u32 order = __reduce_max_sync(kFullWarp, order_of(logit)), rank = opaque(laneid());
+        if (rank < kRanks) store_system(quads().aside(rank, tag & 1, peers.rank, role.cta), make_value_word(order, tag));
     }
 
     // What is before `pivot` in the order of all tokens not below min-p; those with keys below `bound` count for the total. The tokens among
@@ -310,25 +246,22 @@ struct Chooser {
             set_number(next);
             // Each thread adds up few sources: 16 bits for each range.
             static_assert((kNumCtas + 31) / 32 * kRanks * HeadOp::kCtaRows < 65536, "counts of a thread");
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) counts[i] = 0;
             const auto spread = [](u64 word) {
                 return (word & 0xfff) | (word & 0xfff000) << 4 | (word & 0xfff000000) << 8 | (word & 0xfff000000000) << 12;
             };
-#pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
-                const auto fold = [&](u32, const ulonglong2& pair) {
-                    counts[2 * half] += spread(pair.x), counts[2 * half + 1] += spread(pair.y);
-                };
-                if (!quads().collect(role.cta, next, half, role.stopped(), role.shared->peer_notes[1], fold)) return false;
-            }
             u32 range = 16;
+#pragma unroll 1
+            for (u32 half = 0; half < 2; ++half) {
+                u64 sums[2] = {};
+                const auto fold = [&](u32, const ulonglong2& pair) { sums[0] += spread(pair.x), sums[1] += spread(pair.y); };
+                if (!quads().collect(role.cta, next, half, role.stopped(), role.shared->peer_notes[1], fold)) return false;
 #pragma unroll
-            for (u32 i = 0; i < 16; ++i) {
-                const u32 found = __reduce_add_sync(kFullWarp, static_cast<u32>(counts[i / 4] >> (16 * (i % 4))) & 0xffff);
-                if (range != 16) continue;
-                if (num_below + found >= shaping.top_k) range = i, mine = found;
-                else num_below += found;
+                for (u32 i = 0; i < 8; ++i) {
+                    const u32 found = __reduce_add_sync(kFullWarp, static_cast<u32>(sums[i / 4] >> (16 * (i % 4))) & 0xffff);
+                    if (range != 16) continue;
+                    if (num_below + found >= shaping.top_k) range = 8 * half + i, mine = found;
+                    else num_below += found;
+                }
             }
             if (range == 16) return true;  // there are fewer: all count (only the first search ends so)
             low += range << shift;
@@ -393,19 +326,22 @@ struct Chooser {
     // Choose the successor of a step's token, unless the prompt has it; or say why there is none. False: leave.
     __device__ __forceinline__ bool choose(u32 step, u32& finish) const {
         const u32 position = role.first_position + step, index = position + 1 - role.num_prompt;
-        const bool has_logits = has_head(role, step), no_end = index < shaping.min_tokens && params.num_stop_ids > 0;
+        const bool has_logits = has_head(role, step), reports = has_logits && (shaping.flags & kReports);
+        bool no_end = index < shaping.min_tokens && params.num_stop_ids > 0;
         Offers offers;
-        Element raw = no_element();
+        float largest_logit = -INFINITY;
         if (has_logits) {
             if ((shaping.flags & kMasked) && !fetch_mask(step, index, offers.flags)) return false;
-            if (!look_at_rows(step, position, no_end, offers, raw)) return false;
+            if (!look_at_rows(step, position, no_end, offers, largest_logit)) return false;
         } else if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1)) {
             return false;
         }
-        if (!exchange(offers, has_logits && (shaping.flags & kReports), raw, role.first_epoch + step + 1)) return false;
-        if (has_logits && offers.flags == 0 && offers.best.place == kNoPlace && no_end) {
-            look_at_end_ids(position, offers);
-            if (!exchange(offers, false, raw, 0)) return false;
+#pragma unroll 1
+        while (true) {
+            if (!exchange(offers, reports, largest_logit, role.first_epoch + step + 1)) return false;
+            if (!no_end || !has_logits || offers.flags != 0 || offers.best.place != kNoPlace) break;
+            look_at_end_ids(position, offers);  // nothing else is left
+            no_end = false;
         }
         if (offers.flags & kCancelFlag) finish = kCancelledFinish;
         else if (!has_logits) return true;

@@ -113,7 +113,7 @@ struct Shared {
 #endif
 #ifdef KOG_SHAPED
     u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits
-    u32 num_exchanges, chosen_place, max_tokens;     // of the sampler, which has too few registers: see Chooser
+    u32 num_exchanges, chosen_place, max_tokens, step;  // of the sampler, which has too few registers: see Chooser
     alignas(8) u32 top_p_limit[2];
     u32 mask[kMaskWords];                            // of a grammar, from the word that has the first own id
     u32 scores[kScoresFit ? 1 : kScoreBytes / 4];

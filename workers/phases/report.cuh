@@ -30,44 +30,43 @@ __device__ __forceinline__ bool wait_for_pairs(u32 stopped, const u64* words, u3
     }
 }
 
-// Each thread block's best token by its logit, as all have told each other: a thread has those of its thread blocks of every rank.
-struct RawMaxima {
-    static constexpr u32 kCount = kRanks * kCtasOfThread;
-    float value[kCount];
-    u32 rows[(kCount + 1) / 2];  // 16 bits each
+// Each thread block's largest logit, as all have told each other, as `order_of` it: a thread has those of its thread blocks of every rank.
+// A place in their order is (order, source), larger orders first, equal ones by source.
+struct LargestLogits {
+    u32 order[kRanks * kCtasOfThread];
 
     // `tag`: number of the token. False: leave.
     __device__ __forceinline__ bool load(const Chooser& chooser, u32 tag) {
+        while (true) {
+            const u32 lane = opaque(laneid());
+            bool ready = true;
 #pragma unroll
-        for (u32 i = 0; i < kCount; ++i) {
-            if (i % 2 == 0) rows[i / 2] = 0;
-            value[i] = -INFINITY;
-        }
+            for (u32 rank = 0; rank < kRanks; ++rank) {
+                const u64* words = chooser.quads().aside(chooser.peers.rank, tag & 1, rank, lane);
 #pragma unroll
-        for (u32 rank = 0; rank < kRanks; ++rank) {
-            ulonglong2 pair[kCtasOfThread];
-            const u64* words = chooser.quads().aside(chooser.peers.rank, tag & 1, rank, opaque(laneid()));
-            if (!wait_for_pairs(chooser.role.stopped(), words, 2, tag, pair)) return false;
-#pragma unroll
-            for (u32 k = 0; k < kCtasOfThread; ++k) {
-                const u32 i = rank * kCtasOfThread + k;
-                const bool mine = 32 * k + laneid() < kNumCtas;
-                if (mine) value[i] = __uint_as_float(static_cast<u32>(pair[k].x));
-                rows[i / 2] |= (mine ? static_cast<u32>(pair[k].y) : kNoRowOfCta) << (16 * (i % 2));
+                for (u32 k = 0; k < kCtasOfThread; ++k) {
+                    const bool mine = 32 * k + laneid() < kNumCtas;
+                    const u64 word = mine ? load_system(words + 32 * k) : make_value_word(order_of(-INFINITY), tag);
+                    ready = ready && value_has_tag(word, tag);
+                    order[rank * kCtasOfThread + k] = static_cast<u32>(word);
+                }
             }
+            if (__all_sync(kFullWarp, ready)) return true;
+            if (must_leave(chooser.role.stopped())) return false;
         }
-        return true;
     }
-    // The first one of all behind `last` in the order.
-    __device__ __forceinline__ Element next(const Element& last) const {
-        Element mine = no_element();
+    // Go on to the next one of all; false: there is none, and the place stays behind the last.
+    __device__ __forceinline__ bool next(u32& last_order, u32& last_source) const {
+        u32 mine = order_of(-INFINITY), source_of_mine = kNoPlace;
 #pragma unroll
-        for (u32 i = 0; i < kCount; ++i) {
+        for (u32 i = 0; i < kRanks * kCtasOfThread; ++i) {
             const u32 source = i / kCtasOfThread * kNumCtas + i % kCtasOfThread * 32 + laneid();
-            const Element found{value[i], place_of(source, rows[i / 2] >> (16 * (i % 2)) & kNoRowOfCta)};
-            if (is_before(last, found) && is_before(found, mine)) mine = found;
+            const bool is_behind = order[i] < last_order || (order[i] == last_order && source > last_source);
+            if (is_behind && order[i] > mine) mine = order[i], source_of_mine = source;  // in a thread sources grow
         }
-        return first_of_warp(mine);
+        thread_of_first(mine, source_of_mine);
+        last_order = mine, last_source = source_of_mine;
+        return source_of_mine != kNoPlace;
     }
 };
 
@@ -79,7 +78,7 @@ struct Reporter {
     __device__ __forceinline__ u32 num_top() const { return shaping.num_top; }
     // In rank 0's memory: the headers, then the lists, of a rank's thread blocks.
     __device__ __forceinline__ u64* row(u32 source_rank) const {
-        u64* local = reinterpret_cast<u64*>(chooser.params.words_ptr) + kReportOffset;
+        u64* local = reinterpret_cast<u64*>(chooser.params.words_ptr) + opaque(kReportOffset);  // not kept for a whole launch
         return (kRanks > 1 ? heap_of(chooser.peers, 0) : local) + report_box().row(kRanks, 0, source_rank);
     }
     __device__ __forceinline__ u64* header(u32 source) const { return row(source / kNumCtas) + kReportHeader * (source % kNumCtas); }
@@ -101,36 +100,41 @@ struct Reporter {
 
     // What every thread block does. `tag`: number of the token.
     __device__ __forceinline__ bool report(u32 tag, u32 index, u32 request_tag) {
-        const u32 lane = opaque(laneid()), own = opaque(chooser.own_source()), first_row = chooser.first_row(), num_rows = chooser.num_rows();
-        RawMaxima maxima;
-        if (!maxima.load(chooser, tag)) return false;
-        Element last{INFINITY, 0};  // the last of the first `num_top` thread blocks; no_element() if there are fewer
+        const u32 lane = opaque(laneid()), own = opaque(chooser.own_source()), first_row = opaque(chooser.first_row()), num_rows = chooser.num_rows();
+        LargestLogits logits;
+        if (!logits.load(chooser, tag)) return false;
+        u32 last_order = ~0u, last_source = 0;  // the last of the first `num_top` thread blocks, or behind all
         float largest = 0;
-        u32 followed = kNoPlace;  // a place of the thread block whose list this thread merges
+        u32 followed = kNoPlace;  // the thread block whose list this thread merges
 #pragma unroll 1
-        for (u32 i = 0; i == 0 || (i < num_top() && last.place != kNoPlace); ++i) {
-            last = maxima.next(last);
-            if (i == 0) largest = last.value;
-            if (i == lane) followed = last.place;
+        for (u32 i = 0; i == 0 || i < num_top(); ++i) {
+            if (!logits.next(last_order, last_source)) break;
+            if (i == 0) largest = in_order(last_order);
+            if (i == lane) followed = last_source;
         }
+        // Whether a token of this thread block, or `is_first`, its first one, is behind the last of those firsts.
+        const auto ends_list = [&](const Element& token, bool is_first) {
+            const u32 order = order_of(token.value);
+            return order < last_order || (order == last_order && (own > last_source || (own == last_source && !is_first)));
+        };
         u64 mass = 0;
-        Element best = no_element();
+        Element found = no_element();
 #pragma unroll 1
         for (u32 row = lane; row < num_rows; row += 32) {
-            const Element found{logit_of(first_row + row), place_of(own, row)};
-            if (is_before(found, best)) best = found;
-            mass += mass_of(__fadd_rn(found.value, -largest));
+            const Element one{logit_of(first_row + row), place_of(own, row)};
+            if (is_before(one, found)) found = one;
+            mass += mass_of(__fadd_rn(one.value, -largest));
         }
         mass = sum_of_warp(mass);
         const float chosen = source_of(chooser.chosen_place()) == own ? logit_of(first_row + row_of(chooser.chosen_place())) : 0.0f;
         const u32 low = lane == 0 ? static_cast<u32>(mass) : __float_as_uint(chosen), high = lane == 0 ? mass >> 32 : 0;
         if (lane < 2) store_system_x2(header(own) + 2 * lane, make_value_word(low, tag), make_value_word(high, tag));
-        Element found = first_of_warp(best);
-        if (num_top() > 0 && found.place != kNoPlace && !is_before(last, found)) {
+        found = first_of_warp(found);
+        if (num_top() > 0 && found.place != kNoPlace && !ends_list(found, true)) {
 #pragma unroll 1
             for (u32 i = 0; i < num_top() && found.place != kNoPlace; ++i) {
                 if (i > 0) found = next_in_order(found, num_rows, [&](u32 row) { return Element{logit_of(first_row + row), place_of(own, row)}; });
-                if (is_before(last, found)) found = no_element();  // the end of the list
+                if (ends_list(found, i == 0)) found = no_element();
                 if (lane == 0)
                     store_system_x2(list(own) + 2 * i, make_value_word(__float_as_uint(found.value), tag), make_value_word(found.place, tag));
             }
@@ -161,7 +165,7 @@ struct Reporter {
         Element head = no_element();
 #pragma unroll 1
         for (u32 i = 0; i < num_top(); ++i) {
-            if (!wait_pair(list(moves ? source_of(followed) : 0) + 2 * at, moves, tag, pair)) return false;
+            if (!wait_pair(list(moves ? followed : 0) + 2 * at, moves, tag, pair)) return false;
             if (moves) head = {__uint_as_float(static_cast<u32>(pair.x)), static_cast<u32>(pair.y)}, ++at;
             const Element best = first_of_warp(head);
             moves = best.place != kNoPlace && head.place == best.place;

@@ -97,22 +97,24 @@ __device__ __forceinline__ Element no_element() { return {-INFINITY, kNoPlace}; 
 __device__ __forceinline__ bool is_before(const Element& a, const Element& b) {
     return a.value > b.value || (a.value == b.value && a.place < b.place);
 }
-// Unsigned numbers in the order of floats; both zeros are the same.
+// Unsigned numbers in the order of floats that are no NaNs; both zeros are the same. None is 0.
 __device__ __forceinline__ u32 order_of(float value) {
     const u32 bits = __float_as_uint(__fadd_rn(value, 0.0f));
     return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
-// Which thread of the warp has the element that comes first; `place` becomes that one's. Where a value is a NaN it may be any.
-__device__ __forceinline__ u32 thread_of_first(float value, u32& place) {
-    const u32 order = order_of(value);
-    const bool is_largest = order == __reduce_max_sync(kFullWarp, order);
-    const u32 first = __reduce_min_sync(kFullWarp, is_largest ? place : kNoPlace);
-    const u32 thread = __ffs(__ballot_sync(kFullWarp, is_largest && place == first)) - 1;
-    place = first;
+__device__ __forceinline__ float in_order(u32 order) { return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order); }
+
+// Which thread of the warp has what comes first: the largest `order`, equal ones by `place`. That becomes everybody's.
+__device__ __forceinline__ u32 thread_of_first(u32& order, u32& place) {
+    const u32 largest = __reduce_max_sync(kFullWarp, order);
+    const u32 first = __reduce_min_sync(kFullWarp, order == largest ? place : kNoPlace);
+    const u32 thread = __ffs(__ballot_sync(kFullWarp, order == largest && place == first)) - 1;
+    order = largest, place = first;
     return thread;
 }
 __device__ __forceinline__ Element first_of_warp(Element mine) {
-    const u32 thread = thread_of_first(mine.value, mine.place);
+    u32 order = order_of(mine.value);
+    const u32 thread = thread_of_first(order, mine.place);
     return {__shfl_sync(kFullWarp, mine.value, thread), mine.place};
 }
 // The first in the order of those behind `last`, among `element(0)` to `element(count - 1)`; no_element() if there is none.
