@@ -216,6 +216,8 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
     shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
         ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
         ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
+        ("qkv of one stream", rows.shared.stream, matrices.wqkv, rows.qkv),
+        ("gate_up of one stream", rows.shared.stream, matrices.w13, rows.gate_up),
     ]  # fmt: skip
     for name, x, matrix, out in shapes:
         yield name, partial(do.product, x, matrix, out), 2 * size * matrix.numel(), 0
@@ -228,8 +230,12 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     assert isinstance(do, DeviceOperations)
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
     if spec.delay:
-        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, runner.layers.matrices[1].unscale, None)
+        unscale = runner.layers.matrices[1].unscale
+        residual = partial(do.residual, rows, rows, ReduceMode.DELAYED, now, past, None, None, unscale, None)
         yield "residual", residual, 0, 4 * rows.stream.nbytes
+        for name, streams in (("of all lanes", rows), ("of one stream", rows.shared)):
+            first = partial(do.residual, streams, streams, ReduceMode.BLOCKING, now, None, None, None, unscale, None)
+            yield f"blocking residual {name}", first, 0, now.nbytes + 2 * streams.kept_stream.nbytes
     end = spec.max_context - 1
     yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0
     yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0

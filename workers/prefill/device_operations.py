@@ -84,7 +84,7 @@ class DeviceOperations:
         """See `Operations`."""
         self._launch(
             "embed_split" if rows.is_split else "embed", rows.size, self._row_threads, size=rows.size, place=rows.place,
-            stream=rows.stream, inverse_rms=rows.inverse_rms, scale=scale,
+            stream=rows.stream, inverse_rms=rows.inverse_rms, scale=scale, num_written=len(rows.kept_stream),
         )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -132,6 +132,7 @@ class DeviceOperations:
     def residual(
         self,
         rows: Rows,
+        after: Rows,
         mode: ReduceMode,
         partial: Tensor,
         past: Tensor | None,
@@ -146,6 +147,7 @@ class DeviceOperations:
         self._launch(
             f"residual_{mode.value}{alone}{form}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
+            is_shared=int(rows.stream.stride(0) == 0), num_written=len(after.kept_stream),
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:

@@ -24,7 +24,10 @@ class Operations(Protocol):
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
-        """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it."""
+        """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it.
+
+        `rows` may be `Rows.shared`, here and below, where a model has one scale for all lanes and the block is not exact.
+        """
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K) of each lane."""
@@ -44,6 +47,7 @@ class Operations(Protocol):
     def residual(
         self,
         rows: Rows,
+        after: Rows,
         mode: ReduceMode,
         partial: Tensor,
         past: Tensor | None,
@@ -55,6 +59,7 @@ class Operations(Protocol):
         """h += total (blocking), p + (total - past) (delayed) or sqrt(lanes of the model) * p (local); then 1 / rms of h.
 
         h is `stream` times `unscale`, and `stream` becomes h times `scale`: float32 (lanes or 1, D), one of them at most.
+        `after`: `rows`, or, where those are shared, the same that are not; they have to be behind a sum that is not blocking.
 
         `total` (size, D) float32 is a sum over the lanes of the whole model; None: that of `past` (delayed) or of `partial`
         (blocking), as `lane_sum` adds it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that
@@ -98,7 +103,8 @@ class TorchOperations:
         self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale)
 
     def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None) -> None:
-        _split(h if scale is None else h * scale[:, None], rows.stream)
+        kept = rows.kept_stream
+        _split((h if scale is None else h * scale[:, None])[: len(kept)], kept)
         rows.inverse_rms.copy_((h.square().mean(-1) + self.spec.norm_eps).rsqrt())
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
@@ -161,6 +167,7 @@ class TorchOperations:
     def residual(
         self,
         rows: Rows,
+        after: Rows,
         mode: ReduceMode,
         partial: Tensor,
         past: Tensor | None,
@@ -184,7 +191,7 @@ class TorchOperations:
         h = _whole(rows.stream, rows.size)
         if unscale is not None:
             h = h * unscale[:, None]
-        self._keep(rows, h + added, scale)
+        self._keep(after, h + added, scale)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""

@@ -168,7 +168,9 @@ enum class Form { kPlain, kSplit, kExact };  // kSplit: the streams have two pla
 
 // A thread has the same columns of all lanes of a row. What it reads of several lanes is asked for at once, as far as registers
 // suffice: memory wants as much under way.
-template <Mode kMode, Form kForm>
+//
+// kShared: the streams are the same in all lanes, and kept once; what a delayed or a local sum makes of them is written to all.
+template <Mode kMode, Form kForm, bool kShared>
 __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row) {
     constexpr bool kExact = kForm == Form::kExact;
     using Streams = Kept<kForm != Form::kPlain>;
@@ -189,10 +191,10 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
     for (u32 unit = threadIdx.x; unit < kUnits; unit += kRowThreads) {  // a constant: most models take one turn
         const auto stream_at = [&](int lane) { return Streams::at(lane, row, size, kUnits) + unit; };
         const auto result_at = [&](int lane) { return Results::at(lane, row, size, kUnits) + unit; };
-        typename Streams::Held streams[kAhead];
+        typename Streams::Held streams[kShared ? 1 : kAhead];
         typename Results::Held partials[kAhead], pasts[kHoldsPasts ? kLanes : 1];
         const auto load = [&](int lane) {
-            streams[lane % kAhead] = Streams::held_operand(stream + stream_at(lane), rest);
+            if constexpr (!kShared) streams[lane % kAhead] = Streams::held_operand(stream + stream_at(lane), rest);
             if constexpr (!kBlocks) partials[lane % kAhead] = Results::held_result(params.partial_ptr, result_at(lane), rest);
         };
         Unit total{};
@@ -201,6 +203,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) pasts[lane] = Results::held_result(params.past_ptr, result_at(lane), rest);
         }
+        if constexpr (kShared) streams[0] = Streams::held_operand(stream + stream_at(0), rest);
 #pragma unroll
         for (int lane = 0; lane < kAhead; ++lane) load(lane);
         if (kHasTotal) total = float_unit(totals + unit * kUnit);
@@ -214,7 +217,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
         }
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
-            Unit h = streams[lane % kAhead].unit(), p{}, old{};
+            Unit h = streams[kShared ? 0 : lane % kAhead].unit(), p{}, old{};
             if constexpr (!kBlocks) p = partials[lane % kAhead].unit();
             if (lane + kAhead < kLanes) load(lane + kAhead);  // before what this lane stores
             if (scales_input) multiply(h, scales.unit(lane, unit));
@@ -229,6 +232,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
                 else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
             }
             squares[lane] += square_sum(h);
+            if (kShared && kBlocks && lane >= params.num_written) continue;
             if (scales_output) multiply(h, scales.unit(lane, unit));
             Streams::store(stream + stream_at(lane), rest, h);
         }
@@ -321,8 +325,9 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
                     scaled = value;
                     multiply(scaled, scales.unit(lane, unit));
                 }
-                Values::store(&stream[Values::at(lane, row, size, kUnits) + unit], static_cast<u64>(size) * kUnits, scaled);
                 squares[lane] += sum;
+                if (lane < params.num_written)
+                    Values::store(&stream[Values::at(lane, row, size, kUnits) + unit], static_cast<u64>(size) * kUnits, scaled);
             }
         }
         store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
@@ -404,7 +409,12 @@ __device__ __forceinline__ void sum_lanes(const KogPrefillParams& params) {
 
 template <Mode kMode, Form kForm>
 __device__ __forceinline__ void residual_rows(const KogPrefillParams& params) {
-    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kForm>(params, row);
+    constexpr bool kMayShare = kForm != Form::kExact && kLanes > 1 && kScales == 1;
+    if (kMayShare && params.is_shared) {
+        for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kForm, kMayShare>(params, row);
+    } else {
+        for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kForm, false>(params, row);
+    }
 }
 
 // The last row of the last lane first: of what the product has just written, the end is in the L2 cache, and the next product begins

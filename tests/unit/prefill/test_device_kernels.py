@@ -38,12 +38,17 @@ class Asked(OneRank):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize(("held_lanes", "split_size"), [(8, 0), (1, 2)])
-def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_lanes: int, split_size: int) -> None:
+@pytest.mark.parametrize(
+    ("held_lanes", "split_size", "overrides"),
+    [(8, 0, {}), (1, 2, {}), (8, 0, {"attention_comm": True, "delay": 2}), (1, 2, {"attention_comm": True, "delay": 0})],
+)
+def test_kernels_are_the_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_lanes: int, split_size: int, overrides: dict[str, Any]
+) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.HELD_LANES", held_lanes)
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)  # threads are expensive here
-    kv_dtype, spec = "bfloat16", ModelSpec(**TINY)
-    assert {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
+    kv_dtype, spec = "bfloat16", ModelSpec(**{**TINY, **overrides})
+    assert overrides or {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
     rank = Rank(
         open_checkpoint(tmp_path),
