@@ -20,7 +20,6 @@ from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
 from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfit
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.operations import give_streams, take_last
 from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
 from kog_dist.workers.prefill.products import Products
 
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
 _RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
 _KERNELS = (
     "begin", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
-    "swiglu", "swiglu_exact", *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
+    "swiglu", "swiglu_exact", "take_last", "take_last_split", "take_last_exact", "give_streams",
+    *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
 )  # fmt: skip
 _MOST_APPENDING = 1024  # thread blocks of `append`: each waits for its first loads
 
@@ -61,6 +61,7 @@ class DeviceOperations:
         pointers = {
             "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
+            "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
         for name, tensor in pointers.items():
             self._params[f"{name}_ptr"] = tensor.data_ptr()
@@ -143,9 +144,8 @@ class DeviceOperations:
     ) -> None:
         """See `Operations`."""
         alone = "_alone" if total is None and mode is not ReduceMode.LOCAL else ""
-        form = "_exact" if rows.is_exact else "_split" if rows.is_split else ""
         self._launch(
-            f"residual_{mode.value}{alone}{form}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
+            f"residual_{mode.value}{alone}{_form(rows)}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
             is_shared=int(rows.stream.stride(0) == 0), num_written=len(after.kept_stream),
         )  # fmt: skip
@@ -160,24 +160,38 @@ class DeviceOperations:
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See `Operations`."""
-        take_last(self.buffers, rows, last, pasts)
+        fields: dict[str, Tensor] = {}
+        for name, (found, to) in zip(("partial", "past"), pasts, strict=False):
+            fields |= {name: found, f"last_{name}": to}
+        self._launch(
+            f"take_last{_form(rows)}", self.layout.num_lanes, self._row_threads, size=rows.size, place=rows.place,
+            stream=rows.stream, inverse_rms=rows.inverse_rms, query=rows.query, last_place=last.place, last_stream=last.stream,
+            last_inverse_rms=last.inverse_rms, last_query=last.query, **fields,
+        )  # fmt: skip
 
     def give_streams(self, last: Rows) -> None:
         """See `Operations`."""
-        give_streams(self.buffers, last)
+        self._launch("give_streams", self.layout.num_lanes, self._row_threads, stream=last.stream)
 
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
-        self._copy("load_cache", first, last)
+        if last > first:
+            self._copy("load_cache", last - first, 2, first, last)
 
     def store_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
-        self._copy("store_cache", first, last)
-
-    def _copy(self, kernel: str, first: int, last: int) -> None:
-        pairs = self.layout.heads * self.spec.head_dim // 2
+        step = 2 * self.layout.splits  # positions a multiple of `splits` apart lie side by side, two by two
         if last > first:
-            self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
+            self._copy("store_cache", (-(-last // step) - first // step) * self.layout.splits, 4, first, last)
+
+    def _copy(self, kernel: str, num_ctas: int, num_values: int, first: int, last: int) -> None:
+        """A thread block for each layer and part of the positions; a thread has `num_values` neighbouring values."""
+        items = self.layout.heads * self.spec.head_dim // num_values
+        self._launch(kernel, num_ctas * self.spec.num_layers, threads_for(items), first=first, last=last)
+
+
+def _form(rows: Rows) -> str:
+    return "_exact" if rows.is_exact else "_split" if rows.is_split else ""
 
 
 def _attention_for(layout: CacheLayout) -> Attention | None:

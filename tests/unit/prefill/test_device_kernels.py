@@ -23,7 +23,7 @@ from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from tests.unit.prefill.emulated import EmulatedOperations
-from tests.unit.prefill.models import SMALL, Rank, token_ids
+from tests.unit.prefill.models import SMALL, Rank, layout_of, token_ids
 
 TINY: dict[str, Any] = {
     **SMALL, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 32, "num_layers": 4, "max_context": 40,
@@ -79,6 +79,28 @@ def test_kernels_are_the_twin(
         assert ((streams - buffers.last_streams).norm() / streams.norm()) < 1e-3
         assert (wanted != got).float().mean() < 0.01
     assert isinstance(rank.layers.operations, TorchOperations)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_positions_are_stored_as_the_twin_stores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
+    spec = ModelSpec(**{**TINY, "max_context": 300})
+    layout = layout_of(spec, spec.num_lanes)
+    assert layout.capacity(0) < 250 < layout.capacity(3), "windows wrap, others do not"
+    buffers = Buffers(layout, torch.float16, 2, "cpu")
+    wanted, found = (torch.zeros(layout.num_values, dtype=torch.bfloat16) for _ in range(2))
+    twin = TorchOperations(buffers, torch.zeros(1), wanted)
+    made = EmulatedOperations(buffers, torch.zeros(1), found, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    for first, last in ((0, 290), (5, 8), (37, 38), (100, 250), (120, 145)):
+        for kept in (buffers.keys, buffers.values):
+            kept.copy_(torch.randn(kept.shape))
+        twin.store_cache(first, last)
+        made.store_cache(first, last)
+        assert torch.equal(wanted, found), f"{first} to {last}"
+    buffers.overflow.fill_(1)
+    buffers.keys.zero_()
+    made.store_cache(0, 290)
+    assert torch.equal(wanted, found), "nothing is stored behind an overflow"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
