@@ -97,13 +97,15 @@ class DeviceOperations:
         self.product(rows.gated, matrix, rows.gate_up)
         self.swiglu(rows)
 
-    def append(self, rows: Rows, layer: int) -> None:
+    def append(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
         """See `Operations`."""
         num_ctas = min(_MOST_APPENDING, self.layout.num_lanes * -(-rows.size // APPEND_ROWS))
+        of_queries = self.spec.lane_heads * self.spec.head_dim // 4
+        first, last = 0 if queries else of_queries, rows.qkv.shape[2] // 4 if others else of_queries
         self._launch(
-            "append_split" if rows.is_split else "append", num_ctas, threads_for(rows.qkv.shape[2] // 4), size=rows.size,
-            place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query, keys=self.buffers.keys[layer],
-            values=self.buffers.values[layer],
+            "append_split" if rows.is_split else "append", num_ctas, threads_for(last - first), size=rows.size, first=first,
+            last=last, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query,
+            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:

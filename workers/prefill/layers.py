@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LATE_SIZE = 1024  # of the smallest block whose last layer has no queries: `finish` makes that of the prompt's last token
+
+
 class Layers:
     """The layers of one rank's lanes. `run` leaves the keys and values of a block's tokens in `Buffers`, `finish` the streams of
     the prompt's last token behind the last layer.
@@ -23,6 +26,7 @@ class Layers:
     def __init__(self, spec: ModelSpec, matrices: Sequence[LayerMatrices], operations: Operations, exchange: SumExchange) -> None:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
         self._num_shared = num_shared_streams(spec)
+        self._num_queries = spec.lane_heads * spec.head_dim
 
     def run(self, rows: Rows) -> None:
         """The next block. Collective when there are several ranks."""
@@ -31,9 +35,11 @@ class Layers:
         self.exchange.begin_block()
         do.embed(self._behind(rows, 0), self.matrices[0].scale)
         for layer, matrices in enumerate(self.matrices):
-            do.product(self._behind(rows, 2 * layer).stream, matrices.wqkv, rows.qkv)
-            do.append(rows, layer)
-            if layer < self.spec.num_layers - 1:  # keys and values are all that a later token sees of the last one
+            is_last = layer == self.spec.num_layers - 1  # keys and values are all that a later token sees of it
+            queries = self._num_queries if is_last and rows.size >= LATE_SIZE else 0
+            do.product(self._behind(rows, 2 * layer).stream, matrices.wqkv[:, queries:], rows.qkv[:, :, queries:])
+            do.append(rows, layer, queries=not queries)
+            if not is_last:
                 self._attend_and_feed(rows, layer)
 
     def finish(self, rows: Rows, last: Rows) -> None:
@@ -46,6 +52,9 @@ class Layers:
         delayed = [block for block in Block if spec.reduce_mode(layer, block) is ReduceMode.DELAYED]
         pasts = [(self._partial(rows, block, past_layer), self._partial(last, block, past_layer)) for block in delayed]
         do.take_last(rows, last, pasts)
+        if rows.size >= LATE_SIZE:
+            do.product(last.stream, self.matrices[layer].wqkv[:, : self._num_queries], last.qkv[:, :, : self._num_queries])
+            do.append(last, layer, others=False)
         exchange.begin_last()
         for block in delayed if not exchange.is_alone else []:
             own_sum = self._own_sum(last, block, past_layer)

@@ -35,8 +35,8 @@ class Operations(Protocol):
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """activation = silu(gate) * up, of gate and up = 1 / rms of the stream times the stream times the transposed `matrix`."""
 
-    def append(self, rows: Rows, layer: int) -> None:
-        """From `qkv` and 1 / rms: turned queries; keys (turned) and values, rounded to the cache's type."""
+    def append(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
+        """From `qkv` and 1 / rms: turned queries; keys (turned) and values, rounded to the cache's type. Or some of these."""
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
         """Outputs (L, size, heads * head_dim) of all heads; a token sees itself and what the layer's window holds before it."""
@@ -111,7 +111,7 @@ class TorchOperations:
         """See `Operations`."""
         out.copy_(x.float() @ matrix.float().transpose(1, 2))
 
-    def append(self, rows: Rows, layer: int) -> None:
+    def append(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
         """See `Operations`."""
         import torch
 
@@ -127,9 +127,11 @@ class TorchOperations:
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
         query, key = turned[:, :, : spec.lane_heads], turned[:, :, spec.lane_heads :]
         value = heads[..., spec.lane_heads + spec.lane_kv_heads :, :]
-        rows.query.view(rows.size, lanes, spec.lane_heads, -1).copy_(query.transpose(0, 1))
-        finite = bool(rows.query.isfinite().all())
-        for part, kept in ((key, self.buffers.keys), (value, self.buffers.values)):
+        finite = True
+        if queries:
+            rows.query.view(rows.size, lanes, spec.lane_heads, -1).copy_(query.transpose(0, 1))
+            finite = bool(rows.query.isfinite().all())
+        for part, kept in ((key, self.buffers.keys), (value, self.buffers.values)) if others else ():
             target = kept[layer, start : start + rows.size].view(rows.size, lanes, spec.lane_kv_heads, -1)
             target.copy_(part.to(self.cache.dtype).transpose(0, 1))
             finite = finite and bool(target.isfinite().all())

@@ -434,7 +434,8 @@ __device__ __forceinline__ float4 turned(const float4& pairs, const float4& turn
             pairs.z * turns.z - pairs.w * turns.w, pairs.z * turns.w + pairs.w * turns.z};
 }
 
-// Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row.
+// Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row,
+// of those from `first` to `last`: queries, keys and values, or some of them.
 template <bool kExact>
 __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     constexpr u32 kCount = kLanePairs / 2, kQueries = kHeads * kPairs / 2, kKeys = kKvPairs / 2;  // two pairs each
@@ -446,7 +447,7 @@ __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     bool finite = true;
     for (u32 n = blockIdx.x; n < kLanes * num_groups; n += gridDim.x) {
         const u32 i = kLanes * num_groups - 1 - n, lane = i / num_groups, first_row = i % num_groups * kAppendRows;
-        for (u32 at = threadIdx.x; at < kCount; at += blockDim.x) {
+        for (u32 at = params.first + threadIdx.x; at < params.last; at += blockDim.x) {
             float4 values[kAppendRows];
 #pragma unroll
             for (int r = 0; r < kAppendRows; ++r) {

@@ -49,8 +49,8 @@ PREFILL_PARAMS = Struct(
         Field("size", "u32", "rows of the block"),
         Field("is_shared", "u32", "1: the streams read are one for all lanes"),
         Field("num_written", "u32", "streams to be written: all lanes, or one for all of them"),
-        Field("first", "u32", "first position to copy"),
-        Field("last", "u32", "one past the last position to copy"),
+        Field("first", "u32", "first position to copy; of append: of the groups of four values of a row"),
+        Field("last", "u32", "one past the last of them"),
     ),
 )
 SUM_PARAMS = Struct(

@@ -47,6 +47,8 @@ def test_kernels_are_the_twin(
 ) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.HELD_LANES", held_lanes)
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)  # threads are expensive here
+    if overrides:
+        monkeypatch.setattr("kog_dist.workers.prefill.layers.LATE_SIZE", 1)
     kv_dtype, spec = "bfloat16", ModelSpec(**{**TINY, **overrides})
     assert overrides or {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)

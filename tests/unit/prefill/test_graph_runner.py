@@ -73,10 +73,10 @@ class Captured:
     def __getattr__(self, name: str) -> Callable[..., object]:
         call = getattr(self._operations, name)
 
-        def run(*arguments: Any) -> object:
-            result = call(*arguments)
+        def run(*arguments: Any, **named: Any) -> object:
+            result = call(*arguments, **named)
             if Graph.capturing is not None:
-                again = (lambda: result.copy_(call(*arguments))) if name == "attend" else (lambda: call(*arguments))
+                again = (lambda: result.copy_(call(*arguments))) if name == "attend" else (lambda: call(*arguments, **named))
                 Graph.capturing.calls.append(again)
             return result
 
