@@ -52,8 +52,8 @@ class DeviceOperations:
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
         self._attention = _attention_for(self.layout)
 
-    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
-        """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
+    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, bool], None]]) -> None:
+        """`launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early."""
         buffers = self.buffers
         self._launchers = launchers
         self._held = (embedding, cache)  # the kernels have their addresses
@@ -67,15 +67,17 @@ class DeviceOperations:
             self._params[f"{name}_ptr"] = tensor.data_ptr()
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
 
-    def _launch(self, kernel: str, num_ctas: int, num_threads: int, **fields: Tensor | int | None) -> None:
-        """`fields`: tensors are for the pointers of their names."""
+    def _launch(
+        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False, **fields: Tensor | int | None
+    ) -> None:
+        """`fields`: tensors are for the pointers of their names. `early`: see `Kernel.launch_grid`."""
         params = self._params.copy()
         for name, value in fields.items():
             if isinstance(value, int):
                 params[name] = value
             else:
                 params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
-        self._launchers[kernel](num_ctas, num_threads, params.tobytes())
+        self._launchers[kernel](num_ctas, num_threads, params.tobytes(), early)
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
@@ -103,8 +105,8 @@ class DeviceOperations:
         of_queries = self.spec.lane_heads * self.spec.head_dim // 4
         first, last = 0 if queries else of_queries, rows.qkv.shape[2] // 4 if others else of_queries
         self._launch(
-            "append_split" if rows.is_split else "append", num_ctas, threads_for(last - first), size=rows.size, first=first,
-            last=last, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query,
+            "append_split" if rows.is_split else "append", num_ctas, threads_for(last - first), early=True, size=rows.size,
+            first=first, last=last, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query,
             keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
@@ -150,25 +152,25 @@ class DeviceOperations:
             f"residual_{mode.value}{alone}{_form(rows)}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
             is_shared=int(rows.stream.stride(0) == 0), num_written=len(after.kept_stream),
+            early=total is None and not rows.is_exact,  # else it is not a product alone that comes before
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
         """activation = silu(gate) * up, with 1 / rms applied to both."""
         self._launch(
             "swiglu_exact" if rows.is_exact else "swiglu", rows.size * self.layout.num_lanes,
-            threads_for(self.spec.lane_ffn // UNIT), size=rows.size, inverse_rms=rows.inverse_rms, gate_up=rows.gate_up,
-            activation=rows.activation,
+            threads_for(self.spec.lane_ffn // UNIT), early=True, size=rows.size, inverse_rms=rows.inverse_rms,
+            gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See `Operations`."""
-        fields: dict[str, Tensor] = {}
-        for name, (found, to) in zip(("partial", "past"), pasts, strict=False):
-            fields |= {name: found, f"last_{name}": to}
+        (partial, last_partial), (past, last_past) = (*pasts, (None, None), (None, None))[:2]
         self._launch(
             f"take_last{_form(rows)}", self.layout.num_lanes, self._row_threads, size=rows.size, place=rows.place,
             stream=rows.stream, inverse_rms=rows.inverse_rms, query=rows.query, last_place=last.place, last_stream=last.stream,
-            last_inverse_rms=last.inverse_rms, last_query=last.query, **fields,
+            last_inverse_rms=last.inverse_rms, last_query=last.query, partial=partial, past=past,
+            last_partial=last_partial, last_past=last_past,
         )  # fmt: skip
 
     def give_streams(self, last: Rows) -> None:

@@ -3,6 +3,7 @@
 // kUnit neighbouring values of a row at a time (16 bytes); a thread block takes rows in turn. Activations are binary16, arithmetic is
 // float32.
 #include "ptx.cuh"
+#include "dependent.cuh"
 #include "prefill_shape.cuh"
 
 namespace kog {
@@ -441,6 +442,7 @@ __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     constexpr u32 kCount = kLanePairs / 2, kQueries = kHeads * kPairs / 2, kKeys = kKvPairs / 2;  // two pairs each
     const u32 size = params.size, start = *reinterpret_cast<const int*>(params.place_ptr);
     const u32 num_groups = (size + kAppendRows - 1) / kAppendRows;
+    let_successors_begin();
     const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
     const float4* qkv = reinterpret_cast<const float4*>(params.qkv_ptr);
     const float4* rope = reinterpret_cast<const float4*>(params.rope_ptr);
@@ -539,7 +541,10 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
 }
 
 #define KOG_KERNEL(name, threads, body) \
-    __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { body(params); }
+    __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { \
+        await_predecessors();                                                                         \
+        body(params);                                                                                 \
+    }
 #define KOG_KERNELS(name, other, threads, body) \
     KOG_KERNEL(name, threads, body<false>)      \
     KOG_KERNEL(other, threads, body<true>)

@@ -73,7 +73,7 @@ def emulated(folder: Path, shape: AttentionShape, max_context: int) -> tuple[Att
     return few, many
 
 
-def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes) -> None:
+def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes, early: bool) -> None:
     assert len(params) == ATTENTION_PARAMS.size_bytes
     function(ctypes.c_uint(num_ctas), ctypes.c_uint(num_threads), params)
 
