@@ -153,6 +153,7 @@ class DeviceOperations:
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
             is_shared=int(rows.stream.stride(0) == 0), num_written=len(after.kept_stream),
             early=total is None and not rows.is_exact,  # else it is not a product alone that comes before
+            place=rows.place,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:

@@ -1,6 +1,6 @@
 """The operations of a block in plain torch: what they mean, and what runs on a CPU.
 
-Values are stored in the products' type T and computed in float32. Nothing here depends on how many rows of a block are padding.
+Values are stored in the products' type T and computed in float32. No row depends on how many rows of a block are padding.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Operations(Protocol):
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it.
+        Rows behind the prompt's last token are 0; a GPU leaves them so in large blocks, which draws less power.
 
         `rows` may be `Rows.shared`, here and below, where a model has one scale for all lanes and the block is not exact.
         """
@@ -100,7 +101,9 @@ class TorchOperations:
         """See `Operations`."""
         start = int(rows.place[0])
         ids = self.buffers.prompt[start : start + rows.size].long()
-        self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale)
+        values = self.embedding[ids].float()
+        values[max(0, int(self.buffers.last_position) + 1 - start) :] = 0
+        self._keep(rows, values.expand(len(rows.stream), -1, -1), scale)
 
     def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None) -> None:
         kept = rows.kept_stream

@@ -399,6 +399,13 @@ __global__ void begin(const __grid_constant__ KogPrefillParams params) {
 
 }  // extern "C"
 
+// Whether a row of the block stands behind the prompt.
+__device__ __forceinline__ bool is_padding(const KogPrefillParams& params, u32 row) {
+    const int start = *reinterpret_cast<const int*>(params.place_ptr), last = *reinterpret_cast<const int*>(params.last_position_ptr);
+    return start + static_cast<int>(row) > last;
+}
+
+// Padding is 0: zeros draw less power.
 template <bool kExact>
 __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     using Values = Kept<kExact>;
@@ -408,9 +415,10 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     const Scales scales(params.scale_ptr);
     for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
         const uint4* words = reinterpret_cast<const uint4*>(params.embedding_ptr) + static_cast<u64>(tokens[row]) * kUnits;
+        const bool is_zero = is_padding(params, row);
         float squares[kLanes] = {};
         for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-            const uint4 w = words[unit];
+            const uint4 w = is_zero ? uint4{} : words[unit];
             const Unit value = {{WeightFormat::low(w.x), WeightFormat::high(w.x), WeightFormat::low(w.y), WeightFormat::high(w.y),
                                  WeightFormat::low(w.z), WeightFormat::high(w.z), WeightFormat::low(w.w), WeightFormat::high(w.w)}};
             const float sum = square_sum(value);
@@ -505,13 +513,26 @@ __device__ __forceinline__ void sum_lanes(const KogPrefillParams& params) {
     }
 }
 
+template <class Streams>
+__device__ __forceinline__ void clear_row(const KogPrefillParams& params, u32 row) {
+    uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
+    for (u32 lane = 0; lane < kLanes; ++lane)
+        for (u32 unit = threadIdx.x; unit < kUnits; unit += kRowThreads)
+            Streams::store(stream + Streams::at(lane, row, params.size, kUnits) + unit, params.size * kUnits, Unit{});
+}
+
+// A thread block for each row (in a loop, without which the compiler runs out of registers).
 template <Mode kMode, Form kForm>
-__device__ __forceinline__ void residual_rows(const KogPrefillParams& params) {
+__device__ __forceinline__ void residual_row(const KogPrefillParams& params) {
     constexpr bool kMayShare = kForm != Form::kExact && kLanes > 1 && kScales == 1;
-    if (kMayShare && params.is_shared) {
-        for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kForm, kMayShare>(params, row);
-    } else {
-        for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kForm, false>(params, row);
+    // Padding stays 0. It is not looked for where that would be waited for and is little: in small blocks, and far from the end.
+    if (params.size >= 8 * kMostPadding && blockIdx.x + kMostPadding >= params.size && is_padding(params, blockIdx.x)) {
+        if (kMayShare && params.is_shared && params.num_written > 1) clear_row<Kept<kForm != Form::kPlain>>(params, blockIdx.x);
+        return;
+    }
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) {
+        if (kMayShare && params.is_shared) residual<kMode, kForm, kMayShare>(params, row);
+        else residual<kMode, kForm, false>(params, row);
     }
 }
 
@@ -549,9 +570,9 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
     KOG_KERNEL(name, threads, body<false>)      \
     KOG_KERNEL(other, threads, body<true>)
 #define KOG_RESIDUAL(name, mode, ctas)                                                              \
-    KOG_KERNEL(name, (kRowThreads, ctas), (residual_rows<mode, Form::kPlain>))                      \
-    KOG_KERNEL(name##_split, (kRowThreads), (residual_rows<mode, Form::kSplit>))                    \
-    KOG_KERNEL(name##_exact, (kRowThreads), (residual_rows<mode, Form::kExact>))
+    KOG_KERNEL(name, (kRowThreads, ctas), (residual_row<mode, Form::kPlain>))                      \
+    KOG_KERNEL(name##_split, (kRowThreads), (residual_row<mode, Form::kSplit>))                    \
+    KOG_KERNEL(name##_exact, (kRowThreads), (residual_row<mode, Form::kExact>))
 
 extern "C" {
 

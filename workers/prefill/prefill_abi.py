@@ -13,6 +13,7 @@ from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
 MAX_THREADS = 512  # of a thread block
 HELD_LANES = 8  # most lanes of a row whose values a thread of `residual` asks for at once
 APPEND_ROWS = 4  # that a thread block of `append` takes at a time
+MOST_PADDING = 128  # rows at the end of a large block among which `residual` looks for padding, to leave it out
 PREFILL_PARAMS = Struct(
     "PrefillParams",
     "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
@@ -97,7 +98,7 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
         "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kLayers": spec.num_layers, "kMaxContext": spec.max_context,
         "kPositions": num_positions, "kSplits": layout.splits, "kWindowBatches": layout.window_batches,
         "kFullBatches": layout.full_batches, "kBatch": BATCH, "kUnit": UNIT, "kMaxThreads": MAX_THREADS,
-        "kAppendRows": APPEND_ROWS, "kHeldLanes": HELD_LANES,
+        "kAppendRows": APPEND_ROWS, "kHeldLanes": HELD_LANES, "kMostPadding": MOST_PADDING,
         "kRowThreads": threads_for(spec.hidden_size // UNIT),
     }  # fmt: skip
     floats = {"kNormEps": spec.norm_eps, "kLocalScale": math.sqrt(spec.num_lanes)}

@@ -84,6 +84,30 @@ def test_kernels_are_the_twin(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in blocks from 8 on
+    spec = ModelSpec(**{**TINY, "attention_comm": True})
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
+    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, sizes=(8,), split_size=0)
+    cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
+    buffers = Buffers(rank.layout, torch.float16, 8, "cpu", split_size=0)
+    made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    runner = HostRunner(Layers(spec, rank.matrices, made, OneRank()), buffers, (8,))
+    emulated = Prefill(runner, max_context=spec.max_context, sizes=(8,))
+    ids = token_ids(spec, 8)
+    rows = runner._rows[8]
+    for length in (8, 7):  # what the first leaves behind is not in the second
+        assert emulated.run(ids[:length], 0, should_stop=lambda: False) == rank.run(ids[:length]) == length
+        assert torch.equal(rows.stream[:, length:], torch.zeros_like(rows.stream[:, length:]))
+        assert (rows.stream[:, :length] != 0).any(-1).all()
+        streams = rank.buffers.last_streams
+        assert ((streams - buffers.last_streams).norm() / streams.norm()) < 1e-3
+        wanted, got = rank.cache.float(), cache.float()
+        assert ((wanted - got).norm() / wanted.norm()) < 1e-3
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_positions_are_stored_as_the_twin_stores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
     spec = ModelSpec(**{**TINY, "max_context": 300})
