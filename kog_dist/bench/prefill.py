@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_TO_1024 = tuple(size for size in BLOCK_SIZES if size <= 1024)
+_TO_1024, _TO_2048 = (tuple(size for size in BLOCK_SIZES if size <= largest) for largest in (1024, 2048))
 CHOICES = {  # what could be the default
     "default": DEFAULT,
     "to 1024": replace(DEFAULT, sizes=_TO_1024),
-    "to 4096": replace(DEFAULT, sizes=(*BLOCK_SIZES, 4096)),
+    "to 2048": replace(DEFAULT, sizes=_TO_2048),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
@@ -76,7 +76,7 @@ def run(
         raise ConfigError(f"--prompts {max(prompts)}: the model's context leaves room for {longest} tokens")
     figures["prompts"], figures["graphs"] = [], []
     for choice in choices:
-        tuning = CHOICES[choice]
+        tuning = CHOICES[choice].within(kernel.shape.spec.max_context)
         begin_s = time.monotonic()
         runner = runner_for(kernel, matrices, tuning=tuning)
         made_s = round(time.monotonic() - begin_s, 2)

@@ -144,9 +144,9 @@ class Start:
 
     def _make_kernel(self, weights: Any) -> tuple[Kernel | None, str]:
         """The kernel, with room for prefill in the memory that the peers map; once they have begun, there is no way back."""
-        from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+        from kog_dist.workers.prefill.blocks import sizes_within
 
-        make = partial(self._kernel, weights, max(BLOCK_SIZES))
+        make = partial(self._kernel, weights, max(sizes_within(self.shape.spec.max_context)))
         if self.args.info.world_size == 1:
             return self._attempt(make)
         try:

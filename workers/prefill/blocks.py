@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better.
-BLOCK_SIZES = (128, 256, 512, 1024, 2048)
+BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 # A prompt that is no longer goes through one block of so many rows. Its values are kept as sums of two, so products see twice as
 # many rows: in short prompts little averages roundings out, and weights are waited for anyway.
 EXACT_SIZE = 64
 # Blocks of at most so many rows keep streams as such sums, too, and multiply both for queries, keys and values alone.
 SPLIT_SIZE = 128
+
+
+def sizes_within(max_context: int, sizes: Sequence[int] = BLOCK_SIZES) -> tuple[int, ...]:
+    """Those of `sizes`, which ascend, that `blocks` uses in a context of so many positions."""
+    return tuple(size for size in sizes if size == sizes[0] or size - max_context < sizes[0])
 
 
 class Block(NamedTuple):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.cuda.driver import launch_graph
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE, Block
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE, Block, sizes_within
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
@@ -34,6 +34,10 @@ class Tuning:
     sizes: tuple[int, ...] = BLOCK_SIZES
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
     split_size: int = SPLIT_SIZE  # of the largest block whose streams are sums of two; this one, too
+
+    def within(self, max_context: int) -> Tuning:
+        """The same without blocks that no prompt of such a context needs."""
+        return replace(self, sizes=sizes_within(max_context, self.sizes))
 
 
 DEFAULT = Tuning()
@@ -103,6 +107,7 @@ def runner_for(
     import torch
 
     shape = kernel.shape
+    tuning = tuning.within(shape.spec.max_context)
     kernel.prepare_head_start()
     buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")

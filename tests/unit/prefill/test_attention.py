@@ -27,7 +27,7 @@ NUM_SMS, MAX_CONTEXT = 132, 4096
 def test_items_of_the_2b_shape() -> None:
     plans = {
         (size, window): plan(SHAPE_2B, size, window, MAX_CONTEXT - 1 + size, NUM_SMS)
-        for size in (1, 64, 128, 256, 512, 1024, 2048)
+        for size in (1, 64, 128, 256, 512, 1024, 2048, 4096)
         for window in (512, None)
     }
     of_one_group = {key for key, made in plans.items() if made.num_groups == 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks, sizes_within
 
 
 def test_blocks_cover_every_position_once_and_waste_little() -> None:
@@ -37,11 +37,21 @@ def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
         (1100, [1024, 128]),
         (1500, [1024, 512]),
         (2047, [2048]),
-        (3999, [2048, 2048]),
+        (3950, [2048, 1024, 512, 256, 128]),
+        (3999, [4096]),
+        (6000, [4096, 1024, 512, 256, 128]),
     ],
 )
 def test_sizes(end: int, sizes: list[int]) -> None:
     assert [block.size for block in blocks(0, end)] == sizes
+
+
+@pytest.mark.parametrize("max_context", [60, 128, 300, 1900, 2048, 3968, 3969, 4096])
+def test_a_context_has_the_sizes_that_its_prompts_need(max_context: int) -> None:
+    sizes = sizes_within(max_context)
+    needed = {block.size for end in range(1, max_context + 1) for block in blocks(0, end)}
+    assert needed == set(sizes)
+    assert all(blocks(0, end) == blocks(0, end, sizes) for end in range(1, max_context + 1, 7))
 
 
 def test_a_block_knows_its_padding() -> None:

@@ -24,6 +24,7 @@ from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
+from kog_dist.workers.prefill.blocks import Block
 from kog_dist.workers.prefill.buffers import Buffers
 from kog_dist.workers.prefill.exchange import CommunicatorExchange, mailbox
 from kog_dist.workers.prefill.layers import num_shared_streams
@@ -198,6 +199,35 @@ def test_a_stop_keeps_what_was_computed(make: Make) -> None:
     assert rank.run(ids, reached) == PROMPT
     assert Rank(checkpoint).prefill.run(ids, 0, should_stop=lambda: True) == 0
     assert rank.prefill.run(ids, PROMPT, should_stop=lambda: False) == PROMPT
+
+
+@pytest.mark.parametrize(("most_rows", "wanted"), [(16, 16), (24, 24), (31, 24), (32, 32), (4096, 32)])
+def test_a_stop_waits_for_few_rows(make: Make, monkeypatch: pytest.MonkeyPatch, most_rows: int, wanted: int) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill.ROWS_QUEUED", most_rows)
+    checkpoint = make({})
+    rank = Rank(checkpoint)
+    runner: Any = rank.prefill._runner
+    run_block = runner.queue
+    under_way, most = list[int](), 0
+
+    def queue(block: Block) -> Callable[[], bool]:
+        nonlocal most
+        run_block(block)
+        under_way.append(block.size)
+        most = max(most, sum(under_way))
+        polls = iter(range(5))
+
+        def has_ended() -> bool:
+            if next(polls) == 4:
+                under_way.pop(0)
+                return True
+            return False
+
+        return has_ended
+
+    monkeypatch.setattr(runner, "queue", queue)
+    assert rank.run(token_ids(checkpoint.spec, 133)) == 133, "eight blocks of 16, and one of 8"
+    assert most == wanted
 
 
 def test_values_out_of_range_store_nothing(make: Make) -> None:
