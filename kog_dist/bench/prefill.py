@@ -25,6 +25,7 @@ from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.gpu import (
@@ -77,10 +78,10 @@ def run(
     figures["prompts"], figures["graphs"] = [], []
     for choice in choices:
         tuning = CHOICES[choice].within(kernel.shape.spec.max_context)
-        begin_s = time.monotonic()
-        runner = runner_for(kernel, matrices, tuning=tuning)
+        begin_s, watch = time.monotonic(), Watch()
+        runner = runner_for(kernel, matrices, tuning=tuning, ended=watch.ended)
         made_s = round(time.monotonic() - begin_s, 2)
-        print(f"{choice}: captured in {made_s} s, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
+        print(f"{choice}: captured in {watch}, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
         prefill = prefill_by(runner, tuning)
         for figure in _measure(kernel, prefill, prompts, repeats):
             figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})

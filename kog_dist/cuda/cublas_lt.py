@@ -46,6 +46,13 @@ def library(major: int) -> ctypes.CDLL:
     return ctypes.CDLL(f"libcublasLt.so.{major}")
 
 
+def version(major: int) -> int:
+    """Of the library itself. Raises OSError without it."""
+    read = library(major).cublasLtGetVersion
+    read.restype = ctypes.c_size_t
+    return int(read())
+
+
 class Product:
     """`count` products y = x w^T, with what cuBLASLt knows of algorithms for them, the one that it expects most of first.
 
@@ -78,6 +85,14 @@ class Product:
         self.num_algorithms = len(self._usable)
         if not self.num_algorithms:
             raise LaunchError(f"cuBLASLt has no algorithm for a product of {x} and {w}")
+
+    def name(self, algorithm: int) -> str:
+        """What the library calls an algorithm, in another process, too."""
+        return bytes(self._usable[algorithm].algorithm).hex()
+
+    def index(self, name: str) -> int | None:
+        """The algorithm that `name` gave this; None if the library does not propose it now."""
+        return next((index for index in range(self.num_algorithms) if self.name(index) == name), None)
 
     def run(self, algorithm: int, x: int, w: int, y: int, workspace: int, stream: int) -> None:
         """Queue the products with an algorithm, 0 to `num_algorithms` - 1. `x`, `w`, `y`, `workspace`: device addresses."""

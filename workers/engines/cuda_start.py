@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kog_dist.cuda.errors import is_out_of_memory
 from kog_dist.errors import AbortedError, CheckpointError, LaunchError
-from kog_dist.workers.notes import note
+from kog_dist.workers.notes import Watch, note
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
@@ -76,7 +75,7 @@ class Start:
         """
         if self.args.prefill == "off":
             return self.without_prefill(), None
-        watch = _Watch()
+        watch = Watch()
         loaded: tuple[Any, Matrices] | None = None
         kernel: Kernel | None = None
         cause = self._agreed(obstacle(self.shape))
@@ -88,8 +87,7 @@ class Start:
             kernel, cause = self._make_kernel(loaded[0])
             watch.ended("kernel")
         if loaded is not None and kernel is not None:
-            made, cause = self._attempt(partial(self._make_prefill, kernel, loaded[1]))
-            watch.ended("products and graphs")
+            made, cause = self._attempt(partial(self._make_prefill, kernel, loaded[1], watch.ended))
             if made is not None:
                 if self.args.info.rank == 0:
                     note(f"started prefill in {watch}")
@@ -155,12 +153,12 @@ class Start:
             _refuse_without_memory(error)
             raise
 
-    def _make_prefill(self, kernel: Any, matrices: Matrices) -> Prefiller:
+    def _make_prefill(self, kernel: Any, matrices: Matrices, ended: Callable[[str], None]) -> Prefiller:
         from kog_dist.workers.prefill import gpu
 
         with _of_prefill():
             exchange = None if self.sums is None else self.sums(self.limit_us / 1e6)
-            return gpu.prefill_for(kernel, matrices, exchange=exchange)
+            return gpu.prefill_for(kernel, matrices, exchange=exchange, ended=ended)
 
     def _kernel(self, weights: Any, prefill_tokens: int) -> Monokernel:
         from kog_dist.workers.cuda.monokernel import Monokernel
@@ -168,22 +166,6 @@ class Start:
         options: Any = {"shaped": True, "masks": self.masks}
         heap = self.link(prefill_tokens)
         return Monokernel(self.shape, weights, rank=self.args.info.rank, wait_limit_us=self.limit_us, heap=heap, **options)
-
-
-class _Watch:
-    """What the steps of a start took."""
-
-    def __init__(self) -> None:
-        self._steps: list[str] = []
-        self._begin_s = self._last_s = time.monotonic()
-
-    def ended(self, step: str) -> None:
-        now_s = time.monotonic()
-        self._steps.append(f"{step} {now_s - self._last_s:.1f}")
-        self._last_s = now_s
-
-    def __str__(self) -> str:
-        return f"{self._last_s - self._begin_s:.1f} s ({', '.join(self._steps)})"
 
 
 def obstacle(shape: KernelShape) -> str:

@@ -21,7 +21,7 @@ from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfi
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
-from kog_dist.workers.prefill.products import Products
+from kog_dist.workers.prefill.products import Products, algorithms_kept
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ class DeviceOperations:
         )  # fmt: skip
         cubin = compiled.build("prefill", header)
         self.build_log = cubin.log
-        self._products = Products()
+        self.products = Products(algorithms_kept())
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
         self._attention = _attention_for(self.layout)
 
@@ -92,7 +92,7 @@ class DeviceOperations:
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
-        self._products(x, matrix, out)
+        self.products(x, matrix, out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""

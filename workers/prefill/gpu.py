@@ -80,13 +80,15 @@ def prefill_for(
     *,
     exchange: SumExchange | None = None,
     tuning: Tuning = DEFAULT,
+    ended: Callable[[str], None] = lambda step: None,
 ) -> Prefill:
     """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
 
-    Takes some hundred ms: compiles or loads the fused kernels, and runs and captures a block of each size, without the peers.
+    Takes some hundred ms, and seconds at the first start on a machine: compiles or loads the fused kernels, runs a block of each
+    size without the peers, for which algorithms of products may have to be chosen, and captures it. `ended` is told each step.
     Raises CompileError, LaunchError, or ConfigError for a model that it cannot run.
     """
-    runner = runner_for(kernel, matrices, exchange=exchange, tuning=tuning)
+    runner = runner_for(kernel, matrices, exchange=exchange, tuning=tuning, ended=ended)
     return prefill_by(runner, tuning)
 
 
@@ -101,6 +103,7 @@ def runner_for(
     *,
     exchange: SumExchange | None = None,
     tuning: Tuning = DEFAULT,
+    ended: Callable[[str], None] = lambda step: None,
 ) -> GraphRunner:
     """The runner of `prefill_for`."""
     import numpy as np
@@ -109,19 +112,39 @@ def runner_for(
     shape = kernel.shape
     tuning = tuning.within(shape.spec.max_context)
     kernel.prepare_head_start()
+    ended("head start")
     buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank())
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
-    return GraphRunner(layers, buffers, stream, tuning)
+    ended("kernels of prefill")
+
+    def prepared() -> None:
+        products = operations.products
+        products.end_trials()
+        ended(f"products, {products.num_tried} of {products.num_shapes} tried,")
+
+    runner = GraphRunner(layers, buffers, stream, tuning, prepared)
+    ended("graphs")
+    return runner
 
 
 class GraphRunner:
-    """See `Runner`. Each size is captured once; what differs between blocks is in device memory."""
+    """See `Runner`. Each size is captured once; what differs between blocks is in device memory.
 
-    def __init__(self, layers: Layers, buffers: Buffers, stream: torch.cuda.Stream, tuning: Tuning = DEFAULT) -> None:
+    `prepared` is called when a block of each size has run, before the first is captured.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        buffers: Buffers,
+        stream: torch.cuda.Stream,
+        tuning: Tuning = DEFAULT,
+        prepared: Callable[[], None] = lambda: None,
+    ) -> None:
         import torch
 
         self.layers, self.buffers, self.stream = layers, buffers, stream
@@ -134,11 +157,14 @@ class GraphRunner:
         self._last = buffers.rows(1, is_exact=True)
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
+        largest_first = sorted(self._rows.items(), reverse=True)
         with torch.no_grad(), exact_products(), torch.cuda.stream(stream):
-            for size, rows in sorted(self._rows.items(), reverse=True):
+            for _, rows in largest_first:
                 buffers.next_start.zero_()
                 self._warm_up(rows)
-                stream.synchronize()
+            stream.synchronize()
+            prepared()
+            for size, rows in largest_first:
                 for graphs, run in ((self.ends, partial(layers.finish, last=self._last)), (self.graphs, layers.run)):
                     graphs[size] = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graphs[size], pool=pool, stream=stream, capture_error_mode="thread_local"):
