@@ -16,7 +16,7 @@ SPLIT_SIZE = 128
 
 def sizes_within(max_context: int, sizes: Sequence[int] = BLOCK_SIZES) -> tuple[int, ...]:
     """Those of `sizes`, which ascend, that `blocks` uses in a context of so many positions."""
-    return tuple(size for size in sizes if size == sizes[0] or size - max_context < sizes[0])
+    return tuple(size for size in sizes if size == sizes[0] or size - max_context < _padded_below(size, sizes))
 
 
 class Block(NamedTuple):
@@ -37,7 +37,7 @@ def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size:
 
     A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast blocks were
     queued. Largest blocks come first: where a prompt was left at the end of one, going on there gives the blocks that the whole
-    prompt has. A rest is padded if that wastes less than the smallest block, else cut again.
+    prompt has. A rest is padded if that wastes less than the smallest block, in large blocks than two of them; else cut again.
     """
     if start < end <= exact_size:
         return [Block(start, exact_size, end - start)]
@@ -45,8 +45,13 @@ def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size:
     while start < end:
         rest = end - start
         holding = next((size for size in sizes if size >= rest), None)
-        if holding is None or holding - rest >= sizes[0]:
+        if holding is None or holding - rest >= _padded_below(holding, sizes):
             holding = max(size for size in sizes if size <= rest)
         found.append(Block(start, holding, min(holding, rest)))
         start += holding
     return found
+
+
+def _padded_below(size: int, sizes: Sequence[int]) -> int:
+    """Rows of padding that would be too many: small blocks take as long as reading the weights, however few rows they have."""
+    return sizes[0] * (2 if size >= 8 * sizes[0] else 1)

@@ -86,7 +86,7 @@ def test_kernels_are_the_twin(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
-    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in blocks from 8 on
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in blocks from 4 on
     spec = ModelSpec(**{**TINY, "attention_comm": True})
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
     rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, sizes=(8,), split_size=0)
