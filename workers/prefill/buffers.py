@@ -40,7 +40,7 @@ class Rows:
     query: Tensor  # (size, L * heads, head_dim) T
     gate_up: Tensor  # (L, P * size, 2F) R, without 1 / rms
     activation: Tensor  # (L, P * size, F) T
-    partials: tuple[tuple[Tensor, ...], ...]  # (L, P * size, D) R
+    partials: tuple[tuple[Tensor, ...], ...]  # (L, P * size, D) R; attention's outputs have one plane, so their second is ever 0
     own_sums: tuple[tuple[Tensor, ...], ...]  # (size, D) float32
     place: Tensor  # int32: first position of the block; 0 and one past its last row, the bounds of its keys
     query_bounds: Tensor  # int32: 0, size

@@ -152,7 +152,7 @@ class DeviceOperations:
             f"residual_{mode.value}{alone}{_form(rows)}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
             is_shared=int(rows.stream.stride(0) == 0), num_written=len(after.kept_stream),
-            early=total is None and not rows.is_exact,  # else it is not a product alone that comes before
+            early=total is None,  # else it is not a product alone that comes before
             place=rows.place,
         )  # fmt: skip
 

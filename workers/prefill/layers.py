@@ -79,8 +79,7 @@ class Layers:
         is_published = is_fed_on and not exchange.is_alone
         mode = spec.reduce_mode(layer, block)
         before, after = (self._behind(rows, 2 * layer + block + i) for i in range(2))
-        do.product(x, matrix, partial[:, : x.shape[1]])
-        partial[:, x.shape[1] :].zero_()  # of an exact block, if x was rounded: attention's outputs
+        do.product(x, matrix, partial[:, : x.shape[1]])  # the second plane of an exact block stays 0 if x was rounded
         past: Tensor | None = None
         total: Tensor | None = None
         if mode is ReduceMode.BLOCKING:
