@@ -81,7 +81,7 @@ class Start:
         cause = self._agreed(obstacle(self.shape))
         watch.ended("torch")
         if not cause:
-            loaded, cause = self._attempt(self._load_both)
+            loaded, cause = self._attempt(partial(self._load_both, watch.ended))
             watch.ended("weights")
         if loaded is not None:
             kernel, cause = self._make_kernel(loaded[0])
@@ -123,13 +123,14 @@ class Start:
             raise refusal(cause)
         return self.first_cause(cause)
 
-    def _load_both(self) -> tuple[Any, Matrices]:
+    def _load_both(self, ended: Callable[[str], None]) -> tuple[Any, Matrices]:
         """The kernel's weights, and prefill's. Errors of prefill's own are `LaunchError`s that name it."""
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.prefill import gpu
 
         with _of_prefill():
             matrices, observe = gpu.matrices_for(self.shape)
+        ended("torch on the GPU")
 
         def show(name: str, words: Any) -> None:
             with _of_prefill():
