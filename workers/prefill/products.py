@@ -108,8 +108,8 @@ class Products:
         algorithm = self._try_all(product, x, matrix, out)
         if algorithm is None:
             return None
-        if self._cache is not None:
-            self._cache.put(name, product.name(algorithm))
+        if self._cache is not None and (chosen := product.name(algorithm)) is not None:
+            self._cache.put(name, chosen)
         return product, algorithm
 
     def _try_all(self, product: Product, x: Tensor, matrix: Tensor, out: Tensor) -> int | None:

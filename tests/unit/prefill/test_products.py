@@ -51,8 +51,8 @@ class PlayedProduct:
         if not self.found:
             raise LaunchError("no algorithm")
 
-    def name(self, algorithm: int) -> str:
-        return self.proposed[algorithm]
+    def name(self, algorithm: int) -> str | None:
+        return self.proposed[algorithm] if self.proposed else None
 
     def index(self, name: str) -> int | None:
         return self.proposed.index(name) if name in self.proposed else None
@@ -180,6 +180,15 @@ def test_what_was_kept_and_cannot_be_had_is_chosen_again(
     assert third.num_tried == 0
 
 
+def test_what_has_no_name_is_not_kept(make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlayedProduct, "proposed", "")
+    for _ in range(2):
+        played = make()
+        assert _multiply(played) == 4
+        played.end_trials()
+        assert played.num_tried == 1
+
+
 def test_other_gpus_and_other_code_choose_by_themselves(make: Callable[..., Products]) -> None:
     first = make()
     _multiply(first)
@@ -276,10 +285,13 @@ def test_times_are_measured_as_often_as_it_matters(
 
 
 class _Library:
-    """Notes what is called, with numbers; `states`: of the algorithms that it finds; a code for one function."""
+    """Notes what is called, with numbers; `states`: of the algorithms that it finds; a code for one function.
 
-    def __init__(self, states: tuple[int, ...], failing: str = "") -> None:
-        self.states, self.failing = states, failing
+    The first number of an algorithm's name is 100 and more, of `names` if they are given; the others are 7 to 14.
+    """
+
+    def __init__(self, states: tuple[int, ...], failing: str = "", names: tuple[int, ...] = ()) -> None:
+        self.states, self.failing, self.names = states, failing, names or tuple(range(100, 100 + len(states)))
         self.calls: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -289,8 +301,14 @@ class _Library:
             if name == "cublasLtMatmulAlgoGetHeuristic":
                 found = arguments[-2]
                 for index, state in enumerate(self.states):
-                    found[index].state, found[index].algorithm[0] = state, 100 + index
+                    found[index].state, found[index].algorithm[0] = state, self.names[index]
                 arguments[-1]._obj.value = len(self.states)
+            if name == "cublasLtMatmulAlgoConfigGetAttribute":
+                algorithm, attribute, number, size, written = arguments
+                written._obj.value = wanted = 2 if attribute in (7, 8) else 4
+                assert size.value in ((wanted,) if number else (0,)), "it refuses another size"
+                if number:
+                    number._obj.value = attribute + 6 if attribute else algorithm._obj[0]
             if name == "cublasLtMatmul":
                 self.algorithm = arguments[12]._obj[0]
             return 7 if name == self.failing else 0
@@ -333,9 +351,20 @@ def test_only_algorithms_that_were_found_usable_run(monkeypatch: pytest.MonkeyPa
     for algorithm, wanted in enumerate((101, 102)):
         product.run(algorithm, 0, 0, 0, 0, 0)
         assert library.algorithm == wanted
-        assert product.index(product.name(algorithm)) == algorithm
-    assert product.name(0)[:2] == f"{101:x}"
-    assert product.index("ab" * 64) is None
+        assert product.name(algorithm) == f"{wanted}.7.8.9.10.11.12.13.14"
+        assert product.index(f"{wanted}.7.8.9.10.11.12.13.14") == algorithm
+    assert product.index("100.7.8.9.10.11.12.13.14") is None
+
+
+@pytest.mark.usefixtures("handle")
+def test_names_that_two_algorithms_have_find_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = _made(monkeypatch, _Library((0, 0, 0), names=(5, 6, 5)))
+    product._usable[2].algorithm[3] = 1  # what the numbers do not tell
+    assert [product.index(product.name(i) or "") for i in range(3)] == [0, 1, 2]
+    product._usable[2].algorithm[3] = 0
+    assert [product.index(product.name(i) or "") for i in range(3)] == [None, 1, None]
+    product = _made(monkeypatch, _Library((0, 0), "cublasLtMatmulAlgoConfigGetAttribute"))
+    assert (product.name(0), product.index("100.7.8.9.10.11.12.13.14")) == (None, None)
 
 
 @pytest.mark.parametrize(
