@@ -23,7 +23,7 @@ from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOUR
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import attention, compiled
 from kog_dist.workers.prefill.attention_abi import AttentionShape
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.blocks import sizes_within
 from kog_dist.workers.prefill.buffers import misfit
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
@@ -61,7 +61,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         yield partial(build, shape.headers(), PLAIN_SOURCE)
         return
     yield from (partial(build, shape.headers(), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
-    rows = spec.max_context + BLOCKS.get(group, max(BLOCK_SIZES))
+    rows = spec.max_context + BLOCKS.get(group, max(sizes_within(spec.max_context)))
     header = prefill_header(layout, num_positions=rows, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     yield partial(compiled.build, "prefill", header)
     yield partial(

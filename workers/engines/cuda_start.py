@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kog_dist.cuda.errors import is_out_of_memory
 from kog_dist.errors import AbortedError, CheckpointError, LaunchError
-from kog_dist.workers.notes import note
+from kog_dist.workers.notes import Watch, note
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
@@ -74,26 +73,25 @@ class Start:
         Collective. With `auto` all ranks have prefill, or none: where one fails before the peers' memory is mapped, or when it
         has been, all go on without. One that cannot map it ends the engine.
         """
-        from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+        from kog_dist.workers.prefill.blocks import sizes_within
 
         if self.args.prefill == "off":
             return self._without_prefill(partial(self.link, 0)), None
-        watch = _Watch()
+        watch = Watch()
         loaded: tuple[Any, Matrices] | None = None
         kernel: Kernel | None = None
         heap, is_linked = None, False
         cause = self._agreed(obstacle(self.shape))
         watch.ended("torch")
         if not cause:
-            loaded, cause = self._attempt(self._load_both)
+            loaded, cause = self._attempt(partial(self._load_both, watch.ended))
             watch.ended("weights")
         if loaded is not None:
-            heap, is_linked = self._link(max(BLOCK_SIZES)), True
+            heap, is_linked = self._link(max(sizes_within(self.shape.spec.max_context))), True
             kernel, cause = self._make_kernel(loaded[0], heap)
             watch.ended("kernel")
         if loaded is not None and kernel is not None:
-            made, cause = self._attempt(partial(self._make_prefill, kernel, loaded[1]))
-            watch.ended("products and graphs")
+            made, cause = self._attempt(partial(self._make_prefill, kernel, loaded[1], watch.ended))
             if made is not None:
                 if self.args.info.rank == 0:
                     note(f"started prefill in {watch}")
@@ -130,13 +128,14 @@ class Start:
             raise refusal(cause)
         return self.first_cause(cause)
 
-    def _load_both(self) -> tuple[Any, Matrices]:
+    def _load_both(self, ended: Callable[[str], None]) -> tuple[Any, Matrices]:
         """The kernel's weights, and prefill's. Errors of prefill's own are `LaunchError`s that name it."""
         from kog_dist.workers.cuda.load import load_weights
         from kog_dist.workers.prefill import gpu
 
         with _of_prefill():
             matrices, observe = gpu.matrices_for(self.shape)
+        ended("torch on the GPU")
 
         def show(name: str, words: Any) -> None:
             with _of_prefill():
@@ -168,34 +167,18 @@ class Start:
             own.close()
         return kernel, cause
 
-    def _make_prefill(self, kernel: Any, matrices: Matrices) -> Prefiller:
+    def _make_prefill(self, kernel: Any, matrices: Matrices, ended: Callable[[str], None]) -> Prefiller:
         from kog_dist.workers.prefill import gpu
 
         with _of_prefill():
             exchange = None if self.sums is None else self.sums(self.limit_us / 1e6)
-            return gpu.prefill_for(kernel, matrices, exchange=exchange)
+            return gpu.prefill_for(kernel, matrices, exchange=exchange, ended=ended)
 
     def _kernel(self, weights: Any, heap: CudaHeap | None) -> Monokernel:
         from kog_dist.workers.cuda.monokernel import Monokernel
 
         options: Any = {"shaped": True, "masks": self.masks}
         return Monokernel(self.shape, weights, rank=self.args.info.rank, wait_limit_us=self.limit_us, heap=heap, **options)
-
-
-class _Watch:
-    """What the steps of a start took."""
-
-    def __init__(self) -> None:
-        self._steps: list[str] = []
-        self._begin_s = self._last_s = time.monotonic()
-
-    def ended(self, step: str) -> None:
-        now_s = time.monotonic()
-        self._steps.append(f"{step} {now_s - self._last_s:.1f}")
-        self._last_s = now_s
-
-    def __str__(self) -> str:
-        return f"{self._last_s - self._begin_s:.1f} s ({', '.join(self._steps)})"
 
 
 def obstacle(shape: KernelShape) -> str:

@@ -70,6 +70,6 @@ class EmulatedOperations(DeviceOperations):
         self.product, self.attend = twin.product, twin.attend  # type: ignore[method-assign]
 
 
-def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes) -> None:
+def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes, early: bool) -> None:
     assert len(params) == PREFILL_PARAMS.size_bytes
     function(ctypes.c_uint(num_ctas), ctypes.c_uint(num_threads), params)

@@ -27,7 +27,7 @@ NUM_SMS, MAX_CONTEXT = 132, 4096
 def test_items_of_the_2b_shape() -> None:
     plans = {
         (size, window): plan(SHAPE_2B, size, window, MAX_CONTEXT - 1 + size, NUM_SMS)
-        for size in (1, 64, 128, 256, 512, 1024, 2048)
+        for size in (1, 64, 128, 256, 512, 1024, 2048, 4096)
         for window in (512, None)
     }
     of_one_group = {key for key, made in plans.items() if made.num_groups == 1}
@@ -73,7 +73,7 @@ def emulated(folder: Path, shape: AttentionShape, max_context: int) -> tuple[Att
     return few, many
 
 
-def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes) -> None:
+def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes, early: bool) -> None:
     assert len(params) == ATTENTION_PARAMS.size_bytes
     function(ctypes.c_uint(num_ctas), ctypes.c_uint(num_threads), params)
 

@@ -82,7 +82,7 @@ def start(
     monkeypatch.setattr(gpu, "release_unused", lambda: None)
     monkeypatch.setattr(cuda_peers.CudaPeers, "prefill_sums", lambda peers, limit_s: None)
     monkeypatch.setattr(
-        gpu, "prefill_for", lambda kernel, matrices, exchange: make(
+        gpu, "prefill_for", lambda kernel, matrices, exchange, ended: make(
             "prefill", rank_of(kernel.shape), Trial(failing if failing == "overflow" or rank_of(kernel.shape) == 1 else ""),
         ),
     )  # fmt: skip
@@ -150,7 +150,7 @@ def test_one_that_cannot_ends_the_engine_with_the_way_out(
 def test_the_one_that_others_wait_for_is_seen(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     state = ranks.page.state
 
-    def slow(kernel: Any, matrices: Any, exchange: Any) -> Trial:
+    def slow(kernel: Any, matrices: Any, exchange: Any, ended: Any) -> Trial:
         if kernel.shape.vocab_rows[0] > 0:
             assert state(1) is RankState.LOADING
             deadline = Deadline.after(20.0)
