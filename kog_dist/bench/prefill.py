@@ -223,6 +223,7 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
     ]  # fmt: skip
     for name, x, matrix, out in shapes:
         yield name, partial(do.product, x, matrix, out), 2 * size * matrix.numel(), 0
+    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
 
 
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:

@@ -335,6 +335,25 @@ def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices]) -> None:
     assert max(*errors.values(), *of_heads.values()) < LIMIT
 
 
+def test_gates_have_the_same_bits_in_one_kernel_and_in_two(big: tuple[Monokernel, Matrices]) -> None:
+    """What blocks of different sizes, and ranks with other numbers of lanes, rest on."""
+    kernel, matrices = big
+    runner, matrix = runner_for(kernel, matrices), matrices.layers()[0].w13
+    do, generator = runner.layers.operations, torch.Generator("cuda").manual_seed(1)
+    assert isinstance(do, DeviceOperations)
+    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
+        for size in BLOCK_SIZES:
+            rows = runner.rows(size)
+            rows.stream.copy_(torch.randn(rows.stream.shape, device="cuda", generator=generator))
+            rows.inverse_rms.copy_(1 + torch.rand(rows.inverse_rms.shape, device="cuda", generator=generator))
+            for streams in (rows, rows.shared):
+                do.gate(streams, matrix)
+                found = rows.activation.clone()
+                do.product(streams.gated, matrix, rows.gate_up)
+                do.swiglu(rows)
+                assert torch.equal(rows.activation, found), f"{size} rows, {'all lanes' if streams is rows else 'one stream'}"
+
+
 @pytest.mark.parametrize("num_lanes", [4, 2])
 def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, Matrices], num_lanes: int) -> None:
     """What the keys and values of several ranks rest on, to be those of one."""

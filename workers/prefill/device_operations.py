@@ -1,5 +1,5 @@
-"""The operations of a block on a GPU: cuBLAS products, attention of our own (or torch's, where it does not fit), and the fused
-kernels of prefill.cu for the rest.
+"""The operations of a block on a GPU: cuBLAS products, attention of our own (or torch's, where it does not fit), gates and ups of
+large blocks likewise, and the fused kernels of prefill.cu for the rest.
 
 All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
 for any place in any prompt.
@@ -15,11 +15,14 @@ import numpy as np
 
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill import attention_abi, compiled, gate_up_abi
 from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
-from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfit
+from kog_dist.workers.prefill.attention_abi import AttentionShape
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill.gate_up import GateUp, gate_up_on_gpu
+from kog_dist.workers.prefill.gate_up_abi import GateUpShape
+from kog_dist.workers.prefill.hopper_abi import HOPPER
 from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
 from kog_dist.workers.prefill.products import Products, algorithms_kept
 
@@ -50,7 +53,7 @@ class DeviceOperations:
         self.build_log = cubin.log
         self.products = Products(algorithms_kept())
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
-        self._attention = _attention_for(self.layout)
+        self._attention, self._gate_up = _attention_for(self.layout), _gate_up_for(self.layout)
 
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, bool], None]]) -> None:
         """`launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early."""
@@ -95,7 +98,10 @@ class DeviceOperations:
         self.products(x, matrix, out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
-        """See `Operations`."""
+        """See `Operations`. One kernel or two: with the same bits, as far as cuBLAS sums as it did on an H200."""
+        if self._gate_up is not None and not rows.is_exact and self._gate_up.is_worth(self.layout.num_lanes, rows.size):
+            self._gate_up.run(rows.gated, matrix, rows.inverse_rms, rows.activation)
+            return
         self.product(rows.gated, matrix, rows.gate_up)
         self.swiglu(rows)
 
@@ -204,10 +210,20 @@ def _attention_for(layout: CacheLayout) -> Attention | None:
     import torch
 
     spec = layout.spec
-    if torch.cuda.get_device_capability() != HOPPER or misfit(spec.head_dim):
+    if torch.cuda.get_device_capability() != HOPPER or attention_abi.misfit(spec.head_dim):
         return None
     shape = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
     return attention_on_gpu(shape, spec.max_context)
+
+
+def _gate_up_for(layout: CacheLayout) -> GateUp | None:
+    """Gates and ups of our own, likewise."""
+    import torch
+
+    shape = GateUpShape(layout.spec.hidden_size, layout.spec.lane_ffn)
+    if torch.cuda.get_device_capability() != HOPPER or gate_up_abi.misfit(shape):
+        return None
+    return gate_up_on_gpu(shape)
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:
