@@ -223,14 +223,15 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
     ]  # fmt: skip
     for name, x, matrix, out in shapes:
         yield name, partial(do.product, x, matrix, out), 2 * size * matrix.numel(), 0
+    yield "qkv and append", partial(do.append, rows, matrices.wqkv, 0), 2 * size * matrices.wqkv.numel(), 0
     yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
 
 
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
-    yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     assert isinstance(do, DeviceOperations)
+    yield "append", partial(do.append_product, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
     if spec.delay:
         unscale = runner.layers.matrices[1].unscale

@@ -21,7 +21,7 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import attention, compiled, gate_up, gate_up_abi
+from kog_dist.workers.prefill import attention, compiled, tiles, tiles_abi
 from kog_dist.workers.prefill.attention_abi import AttentionShape
 from kog_dist.workers.prefill.blocks import sizes_within
 from kog_dist.workers.prefill.buffers import misfit
@@ -67,9 +67,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     yield partial(
         attention.build, AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
     )
-    gates = gate_up_abi.GateUpShape(spec.hidden_size, spec.lane_ffn)
-    if not gate_up_abi.misfit(gates):
-        yield partial(gate_up.build, gates)
+    yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
     if shape.num_ranks > 1:
         yield partial(compiled.build, "sums", sums_header(shape.num_ranks))
 

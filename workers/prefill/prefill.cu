@@ -5,6 +5,7 @@
 #include "ptx.cuh"
 #include "dependent.cuh"
 #include "prefill_shape.cuh"
+#include "turned.cuh"
 
 namespace kog {
 
@@ -157,10 +158,6 @@ __device__ __forceinline__ void store_inverse_rms(float (&squares)[kLanes], floa
         inverse_rms[lane * size + row] = 1.0f / sqrtf(sum * (1.0f / kHidden) + kNormEps);
     }
     __syncthreads();  // the next row's sums
-}
-
-__device__ __forceinline__ bool is_finite_pair(u32 packed) {
-    return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
 }
 
 // ...Alone: `partial` (blocking) or `past` (delayed) has all lanes of the model, to be added up here.
@@ -436,11 +433,6 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
         }
         store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
     }
-}
-
-__device__ __forceinline__ float4 turned(const float4& pairs, const float4& turns) {
-    return {pairs.x * turns.x - pairs.y * turns.y, pairs.x * turns.y + pairs.y * turns.x,
-            pairs.z * turns.z - pairs.w * turns.w, pairs.z * turns.w + pairs.w * turns.z};
 }
 
 // Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row,

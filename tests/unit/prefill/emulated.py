@@ -89,5 +89,5 @@ class EmulatedOperations(DeviceOperations):
         header = prefill_header(self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         library = ctypes.CDLL(str(compiled(folder, "prefill", header, _KERNELS, "KogPrefillParams")))
         self._bind(embedding, cache, {name: launcher(library, name, PREFILL_PARAMS.size_bytes) for name in _KERNELS})
-        self._gate_up = None
+        self._tiles = {}
         self.product, self.attend = twin.product, twin.attend  # type: ignore[method-assign]
