@@ -1,5 +1,5 @@
-"""Products of large blocks by Hopper's matrix units, with what comes behind them in the same kernel (tiles.cuh), queued on torch's
-current stream.
+"""Products of large blocks by Hopper's matrix units, with what comes behind them in the same kernel (tiles.cuh), queued on
+torch's current stream.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Tiles:
 
     def _matrix_map(self, matrix: Tensor) -> NDArray[np.uint64]:
         """In a product, a thread has columns 2 q and 2 q + 1 of each 8. So that it gets 8 neighbouring results from 8 q on, row
-        e + 2 q + 8 j of a box is row 8 q + 2 j + e of 32; and with gates and ups, of 32 activations each, row e + 2 q + 8 s + 16 j
-        is gate (s = 0) or up of activation 8 q + 2 j + e.
+        e + 2 q + 8 j of a box is row 8 q + 2 j + e of 32. With gates and ups, of 32 activations, its row e + 2 q + 8 s + 16 j is
+        gate (s = 0) or up of activation 8 q + 2 j + e.
         """
         lanes, rows, inner = matrix.shape
         if self.shape.interleaves:  # e; q, and 32 activations; gates and ups of a lane; j

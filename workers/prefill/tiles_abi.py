@@ -88,11 +88,12 @@ def tile_shapes(layout: CacheLayout, kv_dtype: str) -> dict[str, TileShape]:
         "kLanes": layout.num_lanes, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
         "kMaxContext": spec.max_context,
     }  # fmt: skip
-    lines = (*(f"constexpr unsigned {name} = {value};" for name, value in numbers.items()), f"using KvFormat = {FORMATS[kv_dtype]};")
+    lines = [f"constexpr unsigned {name} = {value};" for name, value in numbers.items()]
+    lines += [f"using KvFormat = {FORMATS[kv_dtype]};"]
     found = [
         TileShape("gate_up", spec.hidden_size, 2 * spec.lane_ffn),
         TileShape("down", spec.lane_ffn, spec.hidden_size),
     ]
     if spec.head_dim in (32, 64, 96, 128):
-        found.append(TileShape("qkv", spec.hidden_size, (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim, lines))
+        found.append(TileShape("qkv", spec.hidden_size, (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim, tuple(lines)))
     return {shape.kernel: shape for shape in found if not shape.misfit}

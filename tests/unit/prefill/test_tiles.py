@@ -1,4 +1,4 @@
-"""Products for Hopper with what comes behind them: what fits; and the kernels themselves, run on a CPU, copies and products in plain C++."""
+"""Products for Hopper: what fits; and the kernels themselves, run on a CPU, copies and products in plain C++."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_queries_keys_and_values(tmp_path: Path) -> None:
     tiles(1).run(x, matrix, inverse_rms=inverse_rms, rope=rope, place=place, **outputs)
     scaled = (x.float() @ matrix.float().transpose(1, 2) * inverse_rms[..., None]).view(LANES, SIZE, -1, width).transpose(0, 1)
     cos, sin = rope[torch.arange(start, start + SIZE).clamp(max=max_context - 1)][:, None, None].unbind(-1)
-    even, odd = scaled[:, :, : heads + kv_heads].unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = scaled[:, :, : heads + kv_heads, 0::2], scaled[:, :, : heads + kv_heads, 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
     assert error(query, turned[:, :, :heads].double()) < 3e-4
     for found, wanted in ((keys, turned[:, :, heads:]), (values, scaled[:, :, heads + kv_heads :])):
