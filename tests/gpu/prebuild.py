@@ -67,9 +67,10 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     yield partial(
         attention.build, AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
     )
-    yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
     if shape.num_ranks > 1:
         yield partial(compiled.build, "sums", sums_header(shape.num_ranks))
+    else:
+        yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
 
 
 def builds_of(groups: Sequence[str]) -> list[partial[Any]]:

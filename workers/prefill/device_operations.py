@@ -241,11 +241,14 @@ def _attention_for(layout: CacheLayout) -> Attention | None:
 
 
 def _tiles_for(layout: CacheLayout, kv_dtype: str) -> dict[str, Tiles]:
-    """Products of our own, likewise, by the names of their kernels."""
+    """Products of our own, likewise, by the names of their kernels. Not on one rank of several, where sums between GPUs take
+    multiprocessors from products: these kernels give each as many tiles as any other.
+    """
     import torch
 
-    shapes = tile_shapes(layout, kv_dtype) if torch.cuda.get_device_capability() == HOPPER else {}
-    return {name: tiles_on_gpu(shape) for name, shape in shapes.items()}
+    if torch.cuda.get_device_capability() != HOPPER or layout.num_lanes < layout.spec.num_lanes:
+        return {}
+    return {name: tiles_on_gpu(shape) for name, shape in tile_shapes(layout, kv_dtype).items()}
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:
