@@ -517,6 +517,7 @@ __device__ __forceinline__ void clear_row(const KogPrefillParams& params, u32 ro
 template <Mode kMode, Form kForm>
 __device__ __forceinline__ void residual_row(const KogPrefillParams& params) {
     constexpr bool kMayShare = kForm != Form::kExact && kLanes > 1 && kScales == 1;
+    let_successors_begin();
     // Padding stays 0. It is not looked for where that would be waited for and is little: in small blocks, and far from the end.
     if (params.size >= 4 * kMostPadding && blockIdx.x + kMostPadding >= params.size && is_padding(params, blockIdx.x)) {
         if (kMayShare && params.is_shared && params.num_written > 1) clear_row<Kept<kForm != Form::kPlain>>(params, blockIdx.x);

@@ -26,7 +26,7 @@ constexpr u32 kXBytes = kTileRows * kRowBytes, kSlotBytes = kXBytes + kColumns *
 constexpr u32 kSteps = kInner / kDepth, kEighths = 8;
 constexpr u32 kBarsFrom = kSlots * kSlotBytes;
 constexpr int kSums = kColumns / 2;  // of a thread: two rows, 8 apart; of each 8 columns two neighbours of each
-static_assert(kInner % kDepth == 0 && kSteps >= kEighths, "steps");
+static_assert(kInner % kDepth == 0 && kSteps >= kEighths && kSteps >= kSlots, "steps");
 static_assert(kWidth % kColumns == 0, "tiles");
 static_assert(1024 + kBarsFrom + 16 * kSlots <= kSharedBytes, "shared memory");
 
@@ -79,22 +79,27 @@ template <class Tail>
 __device__ __forceinline__ void queue_copies(const KogTileParams& params, const Memory memory, u32 rank) {
     const TensorMap* x_map = reinterpret_cast<const TensorMap*>(params.x_map);
     const TensorMap* matrix_map = reinterpret_cast<const TensorMap*>(params.matrix_map);
-    Ring ring(1);
-    for (u32 index = blockIdx.x / kCluster; index < params.num_tiles; index += gridDim.x / kCluster) {
-        const Tile tile(params, index);
-        const int row = tile.row + rank * kTileRows, stream = params.is_shared ? 0 : tile.lane;
-        for (u32 step = 0; step < kSteps; ++step) {
-            const u32 full = memory.full(ring.slot);
-            const int k = step * kDepth;
-            mbar_wait(memory.empty(ring.slot), ring.parity);
-            mbar_arrive_expect(full, kSlotBytes);
-            tensor_load(memory.x(ring.slot), x_map, k, row, stream, full);
+    const auto load_matrix = [&](const Tile& tile, u32 step, u32 slot) {
+        mbar_arrive_expect(memory.full(slot), kSlotBytes);
 #pragma unroll
-            for (u32 i = rank * kOwnBoxes, end = i + kOwnBoxes; i < end; ++i) {
-                const BoxPlace box = Tail::box_place(tile.lane, tile.across * kBoxes + i);
-                tensor_load_many(memory.matrix(ring.slot) + i * kBoxBytes, matrix_map, k, box.at[0], box.at[1], box.at[2], box.at[3], full,
-                                 (1 << kCluster) - 1);
-            }
+        for (u32 n = 0; n < kOwnBoxes; ++n) {
+            const u32 i = rank * kOwnBoxes + n;
+            const BoxPlace box = Tail::box_place(tile.lane, tile.across * kBoxes + i);
+            tensor_load_many(memory.matrix(slot) + i * kBoxBytes, matrix_map, step * kDepth, box.at[0], box.at[1], box.at[2], box.at[3],
+                             memory.full(slot), (1 << kCluster) - 1);
+        }
+    };
+    const u32 first = blockIdx.x / kCluster;
+    for (u32 step = 0; step < kSlots; ++step) load_matrix(Tile(params, first), step, step);  // nobody's result, so that it need not wait
+    await_predecessors();
+    Ring ring(1);
+    for (u32 index = first; index < params.num_tiles; index += gridDim.x / kCluster) {
+        const Tile tile(params, index);
+        const u32 row = tile.row + rank * kTileRows, stream = params.is_shared ? 0 : tile.lane;
+        for (u32 step = 0; step < kSteps; ++step) {
+            mbar_wait(memory.empty(ring.slot), ring.parity);
+            if (index != first || step >= kSlots) load_matrix(tile, step, ring.slot);
+            tensor_load(memory.x(ring.slot), x_map, step * kDepth, row, stream, memory.full(ring.slot));
             ring.advance();
         }
     }
@@ -176,9 +181,9 @@ __device__ __forceinline__ void run_tiles(const KogTileParams& params) {
     }
     __syncthreads();
     cluster_sync();
-    await_predecessors();
     let_successors_begin();
     if (group < kGroups) {
+        await_predecessors();
         raise_registers<240>();
         Consumer<Tail>{params, memory, rank, group}.run();
     } else {
