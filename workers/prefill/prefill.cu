@@ -160,6 +160,10 @@ __device__ __forceinline__ void store_inverse_rms(float (&squares)[kLanes], floa
     __syncthreads();  // the next row's sums
 }
 
+__device__ __forceinline__ bool is_finite_pair(u32 packed) {
+    return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
+}
+
 // ...Alone: `partial` (blocking) or `past` (delayed) has all lanes of the model, to be added up here.
 enum class Mode { kBlocking, kBlockingAlone, kDelayed, kDelayedAlone, kLocal };
 enum class Form { kPlain, kSplit, kExact };  // kSplit: the streams have two planes, results of products one

@@ -13,12 +13,12 @@ static_assert(kQueryColumns + 2 * kKeyColumns == kWidth && kHeadDim % 32 == 0, "
 struct Turned {
     u32 values[kSums / 2];
     float scale[2];
-    u32 lane, row, column, start;  // of the first results; `start`: position of the block's first row
+    u32 lane, row, tile_column, column, start;  // of the first results; `start`: position of the block's first row
     float4 turns[2][kPeriod][2];   // of both rows: cosine and sine of 8 columns
 
     static __device__ __forceinline__ BoxPlace box_place(u32 lane, u32 box) { return plain_box(lane, box); }
     __device__ __forceinline__ void begin(const KogTileParams& params, const Tile& tile, u32 first_row) {
-        lane = tile.lane, row = first_row, column = tile.across * kColumns + laneid() % 4 * 8;
+        lane = tile.lane, row = first_row, tile_column = tile.across * kColumns, column = tile_column + laneid() % 4 * 8;
         start = __ldg(reinterpret_cast<const int*>(params.place_ptr));
         const float* scales = reinterpret_cast<const float*>(params.inverse_rms_ptr) + static_cast<u64>(lane) * params.rows + row;
 #pragma unroll
@@ -34,28 +34,35 @@ struct Turned {
         }
     }
     __device__ __forceinline__ void take(const KogTileParams& params, const float (&sums)[kSums]) {
-        bool finite = true;
+        u32 carries = 0;
 #pragma unroll
         for (int eighth = 0; eighth < static_cast<int>(kEighths); ++eighth) {
-            const u32 at = column + eighth * 32;
-            const bool is_turned = at < kQueryColumns + kKeyColumns, is_kept = at >= kQueryColumns;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int r = i / 2, half = i % 2;
-                const float* v = sums + 16 * eighth + 8 * half + 2 * r;  // two pairs
-                const float4 plain = {v[0] * scale[r], v[1] * scale[r], v[4] * scale[r], v[5] * scale[r]};
-                const float4 other = turned(plain, turns[r][eighth % kPeriod][half]);
-                const u32 first = rounded(is_turned ? other.x : plain.x, is_turned ? other.y : plain.y, is_kept);
-                const u32 second = rounded(is_turned ? other.z : plain.z, is_turned ? other.w : plain.w, is_kept);
-                finite = finite && is_finite_pair(first) && is_finite_pair(second);
-                values[8 * eighth + 4 * half + r] = first, values[8 * eighth + 4 * half + 2 + r] = second;
-            }
+            const u32 first = tile_column + eighth * 32;
+            if (first < kQueryColumns) convert<true, false>(sums, eighth, carries);
+            else if (first < kQueryColumns + kKeyColumns) convert<true, true>(sums, eighth, carries);
+            else convert<false, true>(sums, eighth, carries);
         }
-        if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
+        if (carries & 0x80008000u) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
     }
-    static __device__ __forceinline__ u32 rounded(float low, float high, bool is_kept) {
+    template <bool kIsTurned, bool kIsKept>
+    __device__ __forceinline__ void convert(const float (&sums)[kSums], int eighth, u32& carries) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int r = i / 2, half = i % 2;
+            const float* v = sums + 16 * eighth + 8 * half + 2 * r;  // two pairs
+            float4 pairs = {v[0] * scale[r], v[1] * scale[r], v[4] * scale[r], v[5] * scale[r]};
+            if (kIsTurned) pairs = turned(pairs, turns[r][eighth % kPeriod][half]);
+            u32* to = values + 8 * eighth + 4 * half + r;
+            to[0] = kIsKept ? as_kept(pairs.x, pairs.y) : Fp16::pack(pairs.x, pairs.y);
+            to[2] = kIsKept ? as_kept(pairs.z, pairs.w) : Fp16::pack(pairs.z, pairs.w);
+            carries |= carry(to[0]) | carry(to[2]);
+        }
+    }
+    // Bits 15 and 31 are set where a value of a pair is not finite.
+    static __device__ __forceinline__ u32 carry(u32 packed) { return (packed & 0x7c007c00u) + 0x04000400u; }
+    static __device__ __forceinline__ u32 as_kept(float low, float high) {
         const u32 kept = KvFormat::pack(low, high);
-        return Fp16::pack(is_kept ? KvFormat::low(kept) : low, is_kept ? KvFormat::high(kept) : high);
+        return Fp16::pack(KvFormat::low(kept), KvFormat::high(kept));
     }
     template <int kEighth>  // 8 neighbouring values of both rows
     __device__ __forceinline__ void finish(const KogTileParams& params) const {
