@@ -105,22 +105,23 @@ def test_partial_sums(tmp_path: Path) -> None:
 
 @needs_gxx
 def test_queries_keys_and_values(tmp_path: Path) -> None:
-    max_context, start = 700, 300  # the last rows stand behind the context
-    sizes = {"hidden_size": 512, "num_heads": 16, "num_kv_heads": 8, "num_lanes": LANES, "max_context": max_context}
+    size, max_context, start = 256, 500, 300  # the last rows stand behind the context
+    sizes = {"hidden_size": 768, "num_heads": 8, "num_kv_heads": 4, "num_lanes": LANES, "max_context": max_context}
     spec = ModelSpec(**{**SMALL, **sizes})
     heads, kv_heads, width = spec.lane_heads, spec.lane_kv_heads, spec.head_dim
     shape = tile_shapes(layout_of(spec, LANES), "bfloat16")["qkv"]
-    assert (heads, kv_heads, width, shape.width) == (8, 4, 32, 512)
+    assert (heads, kv_heads, width, shape.width) == (4, 2, 96, 768)
     tiles = emulated(tmp_path, shape)
     x, matrix, inverse_rms = operands(shape)
+    x, inverse_rms = x[:, :size], inverse_rms[:, :size].contiguous()
     rope = torch.randn(max_context, width // 2, 2, generator=torch.Generator().manual_seed(2))
     place, overflow = torch.tensor([start], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    query = torch.full((SIZE, LANES, heads, width), torch.nan, dtype=torch.float16)
-    keys, values = (torch.full((start + SIZE, LANES, kv_heads, width), 7, dtype=torch.float16) for _ in range(2))
+    query = torch.full((size, LANES, heads, width), torch.nan, dtype=torch.float16)
+    keys, values = (torch.full((start + size, LANES, kv_heads, width), 7, dtype=torch.float16) for _ in range(2))
     outputs: dict[str, Any] = {"query": query, "keys": keys, "values": values, "overflow": overflow}
     tiles(1).run(x, matrix, inverse_rms=inverse_rms, rope=rope, place=place, **outputs)
-    scaled = (x.float() @ matrix.float().transpose(1, 2) * inverse_rms[..., None]).view(LANES, SIZE, -1, width).transpose(0, 1)
-    cos, sin = rope[torch.arange(start, start + SIZE).clamp(max=max_context - 1)][:, None, None].unbind(-1)
+    scaled = (x.float() @ matrix.float().transpose(1, 2) * inverse_rms[..., None]).view(LANES, size, -1, width).transpose(0, 1)
+    cos, sin = rope[torch.arange(start, start + size).clamp(max=max_context - 1)][:, None, None].unbind(-1)
     even, odd = scaled[:, :, : heads + kv_heads, 0::2], scaled[:, :, : heads + kv_heads, 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
     assert error(query, turned[:, :, :heads].double()) < 3e-4
