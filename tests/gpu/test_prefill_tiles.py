@@ -82,7 +82,8 @@ def wanted(shape: TileShape, x: torch.Tensor, matrix: torch.Tensor, inverse_rms:
         (TileShape("gate_up", 576, 768), 3, 1280),
         (SHAPES["down"], 8, 512),
         (SHAPES["down"], 2, 2048),
-        (TileShape("down", 640, 512), 3, 768),
+        (TileShape("partial", 640, 512), 3, 768),
+        (TileShape("partial", 384, 3072), 8, 512),  # fewer steps than eighths
     ],
 )
 def test_results(shape: TileShape, lanes: int, size: int) -> None:

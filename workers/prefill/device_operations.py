@@ -124,9 +124,9 @@ class DeviceOperations:
         self.product(rows.stream, matrix[:, rows_of], rows.qkv[:, :, rows_of])
         self.append_product(rows, layer, queries=queries, others=others)
 
-    def _worthwhile(self, kernel: str, size: int) -> Tiles | None:
-        """The kernel, where it is faster than cuBLAS. Whether it is changes no bits, as far as cuBLAS sums as on an H200."""
-        tiles = self._tiles.get(kernel)
+    def _worthwhile(self, product: str, size: int) -> Tiles | None:
+        """Our kernel, where it is faster than cuBLAS. Whether it is changes no bits, as far as cuBLAS sums as on an H200."""
+        tiles = self._tiles.get(product)
         return tiles if tiles is not None and tiles.is_worth(self.layout.num_lanes, size) else None
 
     def append_product(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
@@ -241,14 +241,14 @@ def _attention_for(layout: CacheLayout) -> Attention | None:
 
 
 def _tiles_for(layout: CacheLayout, kv_dtype: str) -> dict[str, Tiles]:
-    """Products of our own, likewise, by the names of their kernels. Not on one rank of several, where sums between GPUs take
+    """Products of our own, likewise. Not on one rank of several, where sums between GPUs take
     multiprocessors from products: these kernels give each as many tiles as any other.
     """
     import torch
 
     if torch.cuda.get_device_capability() != HOPPER or layout.num_lanes < layout.spec.num_lanes:
         return {}
-    return {name: tiles_on_gpu(shape) for name, shape in tile_shapes(layout, kv_dtype).items()}
+    return {product: tiles_on_gpu(shape) for product, shape in tile_shapes(layout, kv_dtype).items()}
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

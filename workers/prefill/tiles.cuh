@@ -7,7 +7,7 @@
 // `empty` the warps, of both thread blocks, that have done with it.
 //
 // What a tile does with its sums leaves the matrix units idle. So a tail rounds them into registers, and an eighth of what else it does runs
-// beside each of the next tile's first eight steps.
+// beside each of the next tile's first eight steps (two eighths, where there are fewer steps).
 //
 // Bits: a sum runs over k from first to last in one thread block, whatever tile and size of blocks it is in.
 #pragma once
@@ -23,10 +23,10 @@ constexpr u32 kColumns = 256, kAcross = kWidth / kColumns;
 constexpr u32 kBoxRows = 64, kBoxes = kColumns / kBoxRows, kOwnBoxes = kBoxes / kCluster;  // of the matrix
 constexpr u32 kBoxBytes = kBoxRows * kRowBytes;
 constexpr u32 kXBytes = kTileRows * kRowBytes, kSlotBytes = kXBytes + kColumns * kRowBytes;
-constexpr u32 kSteps = kInner / kDepth, kEighths = 8;
+constexpr u32 kSteps = kInner / kDepth, kEighths = 8, kAtOnce = kSteps < kEighths ? 2 : 1;  // eighths beside an early step
 constexpr u32 kBarsFrom = kSlots * kSlotBytes;
 constexpr int kSums = kColumns / 2;  // of a thread: two rows, 8 apart; of each 8 columns two neighbours of each
-static_assert(kInner % kDepth == 0 && kSteps >= kEighths && kSteps >= kSlots, "steps");
+static_assert(kInner % kDepth == 0 && kSteps >= kEighths / kAtOnce && kSteps >= kSlots, "steps");
 static_assert(kWidth % kColumns == 0, "tiles");
 static_assert(1024 + kBarsFrom + 16 * kSlots <= kSharedBytes, "shared memory");
 
@@ -132,16 +132,21 @@ struct Consumer {
         if (!is_first) release(ring.slot == 0 ? kSlots - 1 : ring.slot - 1);
         ring.advance();
     }
-    template <int kEighth>
-    __device__ __forceinline__ void early_step(bool has_tail) {
-        step(kEighth == 0, [&] {
-            if (has_tail) tail.template finish<kEighth>(params);
+    template <u32 kStep>
+    __device__ __forceinline__ void early_steps(bool has_tail) {
+        step(kStep == 0, [&] {
+            if (has_tail) finish<kStep * kAtOnce, kAtOnce>();
         });
+        if constexpr (kStep + 1 < kEighths / kAtOnce) early_steps<kStep + 1>(has_tail);
+    }
+    template <u32 kFirst, u32 kCount>
+    __device__ __forceinline__ void finish() {
+        tail.template finish<kFirst>(params);
+        if constexpr (kCount > 1) finish<kFirst + 1, kCount - 1>();
     }
     __device__ __forceinline__ void multiply(bool has_tail, u32 index) {
-        early_step<0>(has_tail), early_step<1>(has_tail), early_step<2>(has_tail), early_step<3>(has_tail);
-        early_step<4>(has_tail), early_step<5>(has_tail), early_step<6>(has_tail), early_step<7>(has_tail);
-        for (u32 i = kEighths; i < kSteps; ++i) step(false, [] {});
+        early_steps<0>(has_tail);
+        for (u32 i = kEighths / kAtOnce; i < kSteps; ++i) step(false, [] {});
         const Tile tile(params, index);
         const u32 row = tile.row + rank * kTileRows + group * kGroupRows + threadIdx.x % kGroupThreads / 32 * 16 + laneid() / 4;
         tail.begin(params, tile, row);  // beside the last products
@@ -158,9 +163,7 @@ struct Consumer {
             multiply(has_tail, index);
             has_tail = true;
         }
-        if (!has_tail) return;
-        tail.template finish<0>(params), tail.template finish<1>(params), tail.template finish<2>(params), tail.template finish<3>(params);
-        tail.template finish<4>(params), tail.template finish<5>(params), tail.template finish<6>(params), tail.template finish<7>(params);
+        if (has_tail) finish<0, kEighths>();
     }
     // Of operands in shared memory: eight rows repeat themselves, swizzled over 128 bytes.
     static constexpr u64 kRowsAt = static_cast<u64>(8 * kRowBytes >> 4) << 32 | 1ull << 62 | 1ull << 16;

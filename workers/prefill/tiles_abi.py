@@ -1,4 +1,4 @@
-"""What gate_up.cu, qkv.cu and down.cu are compiled for, and the parameters of their launches (tiles.cuh)."""
+"""What gate_up.cu, qkv.cu and partial.cu are compiled for, and the parameters of their launches (tiles.cuh)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ CLUSTER = 2  # thread blocks that share what they read of the matrix
 COLUMNS = 256  # of a tile: rows of the matrix
 TILE_ROWS = GROUPS * GROUP_ROWS
 CLUSTER_ROWS = CLUSTER * TILE_ROWS
-_LEAST_STEPS = 8  # of a tile: beside as many, what is left of the one before it is done
+_LEAST_STEPS = 4  # of a tile: beside them, what is left of the one before it is done
+_HEAD_DIMS = (32, 64, 96, 128)  # of qkv.cu
 TILE_PARAMS = Struct(
     "TileParams",
     "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
@@ -82,7 +83,7 @@ class TileShape:
 
 
 def tile_shapes(layout: CacheLayout, kv_dtype: str) -> dict[str, TileShape]:
-    """The kernels of a rank's lanes, as far as they fit."""
+    """By product, the kernels of a rank's lanes, as far as they fit."""
     spec = layout.spec
     numbers = {
         "kLanes": layout.num_lanes, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
@@ -90,10 +91,12 @@ def tile_shapes(layout: CacheLayout, kv_dtype: str) -> dict[str, TileShape]:
     }  # fmt: skip
     lines = [f"constexpr unsigned {name} = {value};" for name, value in numbers.items()]
     lines += [f"using KvFormat = {FORMATS[kv_dtype]};"]
-    found = [
-        TileShape("gate_up", spec.hidden_size, 2 * spec.lane_ffn),
-        TileShape("down", spec.lane_ffn, spec.hidden_size),
-    ]
-    if spec.head_dim in (32, 64, 96, 128):
-        found.append(TileShape("qkv", spec.hidden_size, (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim, tuple(lines)))
-    return {shape.kernel: shape for shape in found if not shape.misfit}
+    qkv = (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim
+    found = {
+        "qkv": TileShape("qkv", spec.hidden_size, qkv, tuple(lines)),
+        "gate_up": TileShape("gate_up", spec.hidden_size, 2 * spec.lane_ffn),
+        "down": TileShape("partial", spec.lane_ffn, spec.hidden_size),
+    }
+    if spec.head_dim not in _HEAD_DIMS:
+        del found["qkv"]
+    return {product: shape for product, shape in found.items() if not shape.misfit}

@@ -31,9 +31,9 @@ def test_shapes_of_2b() -> None:
 
 
 def test_other_shapes_are_named() -> None:
-    assert "448 values" in TileShape("down", 448, 256).misfit
-    assert "800 values" in TileShape("down", 800, 256).misfit
-    assert TileShape("down", 520, 320).misfit.count(";") == 1
+    assert "192 values" in TileShape("partial", 192, 256).misfit
+    assert "800 values" in TileShape("partial", 800, 256).misfit
+    assert TileShape("partial", 520, 320).misfit.count(";") == 1
     assert tile_shapes(layout_of(ModelSpec(**SMALL), 2), "bfloat16") == {}
 
 
@@ -92,8 +92,9 @@ def test_gates_and_ups(tmp_path: Path) -> None:
 
 
 @needs_gxx
-def test_partial_sums(tmp_path: Path) -> None:
-    shape = TileShape("down", 512, 256)
+@pytest.mark.parametrize("inner", [512, 384], ids=lambda inner: f"{inner // 64} steps")
+def test_partial_sums(tmp_path: Path, inner: int) -> None:
+    shape = TileShape("partial", inner, 256)
     tiles = emulated(tmp_path, shape)
     x, matrix, _ = operands(shape)
     found = torch.full((LANES, SIZE, shape.width), torch.nan, dtype=torch.float16)

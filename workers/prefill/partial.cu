@@ -1,5 +1,5 @@
-// Partial sums of a block of tokens: a product, rounded to binary16.
-#include "down_shape.cuh"
+// Partial sums of a block of tokens, of attention or of the FFN: a product, rounded to binary16.
+#include "partial_shape.cuh"
 #include "tiles.cuh"
 
 namespace kog {
@@ -29,4 +29,4 @@ struct Rounded {
 
 }  // namespace kog
 
-KOG_TILES(down, Rounded)
+KOG_TILES(partial, Rounded)
