@@ -214,6 +214,7 @@ _Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLO
 
 def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
+    assert isinstance(do, DeviceOperations)
     mixed = rows.query.view(size, len(rows.stream), -1).transpose(0, 1)
     shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
         ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
@@ -222,14 +223,18 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
         ("gate_up of one stream", rows.shared.stream, matrices.w13, rows.gate_up),
     ]  # fmt: skip
     for name, x, matrix, out in shapes:
-        yield name, partial(do.product, x, matrix, out), 2 * size * matrix.numel(), 0
+        yield name, partial(do.products, x, matrix, out), 2 * size * matrix.numel(), 0
+    down = partial(do.product, rows.activation, matrices.w2, rows.partials[0][0])
+    yield "down as in blocks", down, 2 * size * matrices.w2.numel(), 0
+    yield "qkv and append", partial(do.append, rows, matrices.wqkv, 0), 2 * size * matrices.wqkv.numel(), 0
+    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
 
 
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
-    yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     assert isinstance(do, DeviceOperations)
+    yield "append", partial(do.append_product, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
     if spec.delay:
         unscale = runner.layers.matrices[1].unscale

@@ -153,6 +153,17 @@ class Kernel:
         chosen = ((_PRIORITY, (priority,)),) if priority else ()
         self._launch_with((*chosen, (_EARLY, (1,))) if early else chosen, num_ctas, num_threads, params, stream_ptr)
 
+    def clusters_at_once(self, cluster: int, num_threads: int) -> int:
+        """How many clusters of `cluster` thread blocks the GPU runs at a time. Raises LaunchError."""
+        attributes = (_LaunchAttribute * 1)(_LaunchAttribute(_CLUSTER, 0, (cluster, 1, 1)))
+        config = _LaunchConfig(cluster, 1, 1, num_threads, 1, 1, self._shared_bytes, None, attributes, 1)
+        found = ctypes.c_int()
+        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(config))
+        _check(code, f"asking how many clusters of {cluster} thread blocks of {num_threads} threads run at once")
+        if found.value == 0:
+            raise LaunchError(f"the GPU runs no cluster of {cluster} thread blocks of {num_threads} threads")
+        return found.value
+
     def _launch_with(
         self, chosen: tuple[tuple[int, tuple[int, ...]], ...], num_ctas: int, num_threads: int, params: bytes, stream_ptr: int
     ) -> None:

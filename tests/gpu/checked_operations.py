@@ -47,12 +47,13 @@ class CheckedOperations:
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
 
-    def append(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
+    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
         outputs = {
             "query": rows.query, "keys": self.buffers.keys[layer], "values": self.buffers.values[layer],
             "overflow": self.buffers.overflow,
         }  # fmt: skip
-        self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, layer, queries=queries, others=others))
+        wanted = {"queries": queries, "others": others}
+        self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrix, layer, **wanted))
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
         results: list[Tensor] = []

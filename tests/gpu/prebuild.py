@@ -21,7 +21,7 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import attention, compiled
+from kog_dist.workers.prefill import attention, compiled, tiles, tiles_abi
 from kog_dist.workers.prefill.attention_abi import AttentionShape
 from kog_dist.workers.prefill.blocks import sizes_within
 from kog_dist.workers.prefill.buffers import misfit
@@ -69,6 +69,8 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     )
     if shape.num_ranks > 1:
         yield partial(compiled.build, "sums", sums_header(shape.num_ranks))
+    else:
+        yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
 
 
 def builds_of(groups: Sequence[str]) -> list[partial[Any]]:

@@ -335,6 +335,42 @@ def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices]) -> None:
     assert max(*errors.values(), *of_heads.values()) < LIMIT
 
 
+def test_our_products_have_the_bits_of_cublas(big: tuple[Monokernel, Matrices]) -> None:
+    """What blocks of different sizes, and ranks with other numbers of lanes, rest on."""
+    kernel, matrices = big
+    runner, layer = runner_for(kernel, matrices), 1
+    of_layer, do, buffers = matrices.layers()[layer], runner.layers.operations, runner.buffers
+    generator, other = torch.Generator("cuda").manual_seed(1), list[str]()
+    assert isinstance(do, DeviceOperations)
+    ours = do._tiles
+    assert set(ours) == {"gate_up", "down", "qkv"}
+    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
+        for size in runner.graphs:
+            rows = runner.rows(size)
+            if rows.is_exact:
+                continue
+            rows.stream.copy_(torch.randn(rows.stream.shape, device="cuda", generator=generator))
+            rows.inverse_rms.copy_(1 + torch.rand(rows.inverse_rms.shape, device="cuda", generator=generator))
+            rows.place.copy_(torch.tensor([100, 0, 100 + size]))
+            for streams, what in ((rows, "of all lanes"), (rows.shared, "of one stream")):
+                found = []
+                for do._tiles in (ours, {}):
+                    outputs = {
+                        "query": rows.query, "keys": buffers.keys[layer], "values": buffers.values[layer],
+                        "activation": rows.activation, "partial": rows.partials[0][0],
+                    }  # fmt: skip
+                    for tensor in outputs.values():
+                        tensor.fill_(3)
+                    do.append(streams, of_layer.wqkv, layer)
+                    do.gate(streams, of_layer.w13)
+                    do.product(rows.activation, of_layer.w2, rows.partials[0][0])
+                    found.append({name: tensor.clone() for name, tensor in outputs.items()})
+                pairs = {name: (found[0][name], found[1][name]) for name in found[0]}
+                other += [f"{name} {what}, {size} rows" for name, (one, two) in pairs.items() if not torch.equal(one, two)]
+    print("of", sorted(runner.graphs), "rows:", other or "all the same")
+    assert not other
+
+
 @pytest.mark.parametrize("num_lanes", [4, 2])
 def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, Matrices], num_lanes: int) -> None:
     """What the keys and values of several ranks rest on, to be those of one."""

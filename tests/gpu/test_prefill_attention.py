@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
-from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape
+from kog_dist.workers.prefill.attention_abi import AttentionShape
+from kog_dist.workers.prefill.hopper_abi import HOPPER
 
 pytestmark = [
     pytest.mark.gpu(1),

@@ -3,7 +3,8 @@
 
 namespace kog {
 
-// Until all that was queued before has ended and can be read. Nothing else comes before it in a kernel that may begin early.
+// Until all that was queued before has ended and can be read. A kernel that may begin early reads and writes nothing before it but what no
+// other one writes.
 __device__ __forceinline__ void await_predecessors() {
 #ifdef __CUDA_ARCH__
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,5 +1,5 @@
-"""The operations of a block on a GPU: cuBLAS products, attention of our own (or torch's, where it does not fit), and the fused
-kernels of prefill.cu for the rest.
+"""The operations of a block on a GPU: products by kernels of our own, with what comes behind them, or by cuBLAS, where those do
+not fit or are not worth it; attention of our own, or torch's; and the fused kernels of prefill.cu for the rest.
 
 All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
 for any place in any prompt.
@@ -15,13 +15,17 @@ import numpy as np
 
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill import attention_abi, compiled
 from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
-from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfit
+from kog_dist.workers.prefill.attention_abi import AttentionShape
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill.hopper_abi import HOPPER
+from kog_dist.workers.prefill.operations import wanted_rows
 from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
 from kog_dist.workers.prefill.products import Products, algorithms_kept
+from kog_dist.workers.prefill.tiles import Tiles, tiles_on_gpu
+from kog_dist.workers.prefill.tiles_abi import tile_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +54,7 @@ class DeviceOperations:
         self.build_log = cubin.log
         self.products = Products(algorithms_kept())
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
-        self._attention = _attention_for(self.layout)
+        self._attention, self._tiles = _attention_for(self.layout), _tiles_for(self.layout, kv_dtype)
 
     def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, bool], None]]) -> None:
         """`launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early."""
@@ -91,16 +95,42 @@ class DeviceOperations:
         )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """See `Operations`."""
+        """See `Operations`. That of `down` by our own kernel."""
+        tiles = self._worthwhile("down", x.shape[1])
+        if tiles is not None and tiles.fits(matrix) and out.dtype == x.dtype and out.is_contiguous():
+            tiles.run(x, matrix, out=out)
+            return
         self.products(x, matrix, out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
-        """See `Operations`."""
+        """See `Operations`. One kernel or two."""
+        tiles = None if rows.is_exact else self._worthwhile("gate_up", rows.size)
+        if tiles is not None:
+            tiles.run(rows.gated, matrix, inverse_rms=rows.inverse_rms, out=rows.activation)
+            return
         self.product(rows.gated, matrix, rows.gate_up)
         self.swiglu(rows)
 
-    def append(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
-        """See `Operations`."""
+    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
+        """See `Operations`. One kernel or two."""
+        tiles = self._worthwhile("qkv", rows.size) if queries and others and not rows.is_split else None
+        if tiles is not None:
+            tiles.run(
+                rows.stream, matrix, inverse_rms=rows.inverse_rms, rope=self.buffers.rope, place=rows.place, query=rows.query,
+                keys=self.buffers.keys[layer], values=self.buffers.values[layer], overflow=self.buffers.overflow,
+            )  # fmt: skip
+            return
+        rows_of = wanted_rows(self.spec, queries=queries, others=others)
+        self.product(rows.stream, matrix[:, rows_of], rows.qkv[:, :, rows_of])
+        self.append_product(rows, layer, queries=queries, others=others)
+
+    def _worthwhile(self, product: str, size: int) -> Tiles | None:
+        """Our kernel, where it is faster than cuBLAS. Whether it is changes no bits, as far as cuBLAS sums as on an H200."""
+        tiles = self._tiles.get(product)
+        return tiles if tiles is not None and tiles.is_worth(self.layout.num_lanes, size) else None
+
+    def append_product(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
+        """What `append` does with `qkv`."""
         num_ctas = min(_MOST_APPENDING, self.layout.num_lanes * -(-rows.size // APPEND_ROWS))
         of_queries = self.spec.lane_heads * self.spec.head_dim // 4
         first, last = 0 if queries else of_queries, rows.qkv.shape[2] // 4 if others else of_queries
@@ -204,10 +234,21 @@ def _attention_for(layout: CacheLayout) -> Attention | None:
     import torch
 
     spec = layout.spec
-    if torch.cuda.get_device_capability() != HOPPER or misfit(spec.head_dim):
+    if torch.cuda.get_device_capability() != HOPPER or attention_abi.misfit(spec.head_dim):
         return None
     shape = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
     return attention_on_gpu(shape, spec.max_context)
+
+
+def _tiles_for(layout: CacheLayout, kv_dtype: str) -> dict[str, Tiles]:
+    """Products of our own, likewise. Not on one rank of several, where sums between GPUs take
+    multiprocessors from products: these kernels give each as many tiles as any other.
+    """
+    import torch
+
+    if torch.cuda.get_device_capability() != HOPPER or layout.num_lanes < layout.spec.num_lanes:
+        return {}
+    return {product: tiles_on_gpu(shape) for product, shape in tile_shapes(layout, kv_dtype).items()}
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

@@ -26,7 +26,6 @@ class Layers:
     def __init__(self, spec: ModelSpec, matrices: Sequence[LayerMatrices], operations: Operations, exchange: SumExchange) -> None:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
         self._num_shared = num_shared_streams(spec)
-        self._num_queries = spec.lane_heads * spec.head_dim
 
     def run(self, rows: Rows) -> None:
         """The next block. Collective when there are several ranks."""
@@ -36,9 +35,8 @@ class Layers:
         do.embed(self._behind(rows, 0), self.matrices[0].scale)
         for layer, matrices in enumerate(self.matrices):
             is_last = layer == self.spec.num_layers - 1  # keys and values are all that a later token sees of it
-            queries = self._num_queries if is_last and rows.size >= LATE_SIZE else 0
-            do.product(self._behind(rows, 2 * layer).stream, matrices.wqkv[:, queries:], rows.qkv[:, :, queries:])
-            do.append(rows, layer, queries=not queries)
+            is_late = is_last and rows.size >= LATE_SIZE
+            do.append(self._behind(rows, 2 * layer), matrices.wqkv, layer, queries=not is_late)
             if not is_last:
                 self._attend_and_feed(rows, layer)
 
@@ -53,8 +51,7 @@ class Layers:
         pasts = [(self._partial(rows, block, past_layer), self._partial(last, block, past_layer)) for block in delayed]
         do.take_last(rows, last, pasts)
         if rows.size >= LATE_SIZE:
-            do.product(last.stream, self.matrices[layer].wqkv[:, : self._num_queries], last.qkv[:, :, : self._num_queries])
-            do.append(last, layer, others=False)
+            do.append(last, self.matrices[layer].wqkv, layer, others=False)
         exchange.begin_last()
         for block in delayed if not exchange.is_alone else []:
             own_sum = self._own_sum(last, block, past_layer)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kog_dist.errors import ConfigError
-from kog_dist.model.spec import ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 
 if TYPE_CHECKING:
@@ -36,8 +36,10 @@ class Operations(Protocol):
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """activation = silu(gate) * up, of gate and up = 1 / rms of the stream times the stream times the transposed `matrix`."""
 
-    def append(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
-        """From `qkv` and 1 / rms: turned queries; keys (turned) and values, rounded to the cache's type. Or some of these."""
+    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
+        """From 1 / rms of the stream times the stream times the transposed `matrix`: turned queries; keys (turned) and values,
+        rounded to the cache's type. Or some of these.
+        """
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
         """Outputs (L, size, heads * head_dim) of all heads; a token sees itself and what the layer's window holds before it."""
@@ -114,10 +116,12 @@ class TorchOperations:
         """See `Operations`."""
         out.copy_(x.float() @ matrix.float().transpose(1, 2))
 
-    def append(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
+    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
         """See `Operations`."""
         import torch
 
+        wanted = wanted_rows(self.spec, queries=queries, others=others)
+        self.product(rows.stream, matrix[:, wanted], rows.qkv[:, :, wanted])
         spec, start, lanes = self.spec, int(rows.place[0]), len(rows.stream)
         scaled = _whole(rows.qkv, rows.size) * rows.inverse_rms[..., None]
         heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
@@ -229,6 +233,12 @@ class TorchOperations:
         for layer in range(self.spec.num_layers):
             keys, values = (kept[layer, first:last].to(self.cache.dtype) for kept in (self.buffers.keys, self.buffers.values))
             self.layout.store(self.cache, layer, first, keys, values)
+
+
+def wanted_rows(spec: ModelSpec, *, queries: bool, others: bool) -> slice:
+    """Of a lane's rows of `wqkv`: those of queries, and of keys and values."""
+    of_queries = spec.lane_heads * spec.head_dim
+    return slice(0 if queries else of_queries, None if others else of_queries)
 
 
 def take_last(buffers: Buffers, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -5,6 +5,7 @@
 #include "ptx.cuh"
 #include "dependent.cuh"
 #include "prefill_shape.cuh"
+#include "turned.cuh"
 
 namespace kog {
 
@@ -438,11 +439,6 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     }
 }
 
-__device__ __forceinline__ float4 turned(const float4& pairs, const float4& turns) {
-    return {pairs.x * turns.x - pairs.y * turns.y, pairs.x * turns.y + pairs.y * turns.x,
-            pairs.z * turns.z - pairs.w * turns.w, pairs.z * turns.w + pairs.w * turns.z};
-}
-
 // Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row,
 // of those from `first` to `last`: queries, keys and values, or some of them.
 template <bool kExact>
@@ -525,6 +521,7 @@ __device__ __forceinline__ void clear_row(const KogPrefillParams& params, u32 ro
 template <Mode kMode, Form kForm>
 __device__ __forceinline__ void residual_row(const KogPrefillParams& params) {
     constexpr bool kMayShare = kForm != Form::kExact && kLanes > 1 && kScales == 1;
+    let_successors_begin();
     // Padding stays 0. It is not looked for where that would be waited for and is little: in small blocks, and far from the end.
     if (params.size >= 4 * kMostPadding && blockIdx.x + kMostPadding >= params.size && is_padding(params, blockIdx.x)) {
         if (kMayShare && params.is_shared && params.num_written > 1) clear_row<Kept<kForm != Form::kPlain>>(params, blockIdx.x);
