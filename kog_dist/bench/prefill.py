@@ -25,6 +25,7 @@ from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.gpu import (
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_TO_1024 = tuple(size for size in BLOCK_SIZES if size <= 1024)
+_TO_1024, _TO_2048 = (tuple(size for size in BLOCK_SIZES if size <= largest) for largest in (1024, 2048))
 CHOICES = {  # what could be the default
     "default": DEFAULT,
     "to 1024": replace(DEFAULT, sizes=_TO_1024),
-    "to 4096": replace(DEFAULT, sizes=(*BLOCK_SIZES, 4096)),
+    "to 2048": replace(DEFAULT, sizes=_TO_2048),
+    "finer": replace(DEFAULT, sizes=tuple(sorted((*BLOCK_SIZES, 384, 768, 1536, 3072)))),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20
@@ -76,11 +78,11 @@ def run(
         raise ConfigError(f"--prompts {max(prompts)}: the model's context leaves room for {longest} tokens")
     figures["prompts"], figures["graphs"] = [], []
     for choice in choices:
-        tuning = CHOICES[choice]
-        begin_s = time.monotonic()
-        runner = runner_for(kernel, matrices, tuning=tuning)
+        tuning = CHOICES[choice].within(kernel.shape.spec.max_context)
+        begin_s, watch = time.monotonic(), Watch()
+        runner = runner_for(kernel, matrices, tuning=tuning, ended=watch.ended)
         made_s = round(time.monotonic() - begin_s, 2)
-        print(f"{choice}: captured in {made_s} s, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
+        print(f"{choice}: captured in {watch}, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
         prefill = prefill_by(runner, tuning)
         for figure in _measure(kernel, prefill, prompts, repeats):
             figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
@@ -168,7 +170,7 @@ def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
             for _ in range(5):
                 if measured is graph:
                     runner.buffers.next_start.zero_()
-                runner.buffers.last_position.copy_(runner.rows(size).place[:1])
+                runner.buffers.last_position.copy_(runner.rows(size).place[:1] * (measured is not graph) + size - 1)
                 torch.cuda.synchronize()
                 times.append(_graph_us(runner, measured))
             figure[name] = round(percentile(times, 0.5), 1)
@@ -212,24 +214,35 @@ _Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLO
 
 def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
+    assert isinstance(do, DeviceOperations)
     mixed = rows.query.view(size, len(rows.stream), -1).transpose(0, 1)
     shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
         ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
         ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
+        ("qkv of one stream", rows.shared.stream, matrices.wqkv, rows.qkv),
+        ("gate_up of one stream", rows.shared.stream, matrices.w13, rows.gate_up),
     ]  # fmt: skip
     for name, x, matrix, out in shapes:
-        yield name, partial(do.product, x, matrix, out), 2 * size * matrix.numel(), 0
+        yield name, partial(do.products, x, matrix, out), 2 * size * matrix.numel(), 0
+    down = partial(do.product, rows.activation, matrices.w2, rows.partials[0][0])
+    yield "down as in blocks", down, 2 * size * matrices.w2.numel(), 0
+    yield "qkv and append", partial(do.append, rows, matrices.wqkv, 0), 2 * size * matrices.wqkv.numel(), 0
+    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
 
 
 def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
-    yield "append", partial(do.append, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     assert isinstance(do, DeviceOperations)
+    yield "append", partial(do.append_product, rows, 0), 0, rows.qkv.nbytes * 3 // 2
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
     if spec.delay:
-        residual = partial(do.residual, rows, ReduceMode.DELAYED, now, past, None, None, runner.layers.matrices[1].unscale, None)
+        unscale = runner.layers.matrices[1].unscale
+        residual = partial(do.residual, rows, rows, ReduceMode.DELAYED, now, past, None, None, unscale, None)
         yield "residual", residual, 0, 4 * rows.stream.nbytes
+        for name, streams in (("of all lanes", rows), ("of one stream", rows.shared)):
+            first = partial(do.residual, streams, streams, ReduceMode.BLOCKING, now, None, None, None, unscale, None)
+            yield f"blocking residual {name}", first, 0, now.nbytes + 2 * streams.kept_stream.nbytes
     end = spec.max_context - 1
     yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0
     yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 _DEADLINE_S = 150.0
 _LIMIT_S = 2.0
 _LONGEST_TOKEN_S = 10.0
-_TO_512 = tuple(size for size in BLOCK_SIZES if size <= 512)
+_TO_512, _TO_2048 = (tuple(size for size in BLOCK_SIZES if size <= largest) for largest in (512, 2048))
 CHOICES = {  # tuning, and thread blocks that send or collect a sum
     "default": (DEFAULT, peer_exchange.DEFAULT_CTAS),
     "8 blocks": (DEFAULT, 8),
     "32 blocks": (DEFAULT, 32),
+    "to 2048": (Tuning(_TO_2048), peer_exchange.DEFAULT_CTAS),
     "to 512": (Tuning(_TO_512), peer_exchange.DEFAULT_CTAS),
 }
 _DECODED = 256  # the last cached positions, which prefill has to fetch from the kernel's cache
@@ -61,6 +62,7 @@ def prepared(
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
             build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)
+    tuning = tuning.within(spec.max_context)
     matrices, observe = matrices_for(shape)
     weights = random_weights(shape, seed, observe)
     boxes = [*shape.boxes.specs(), *peer_exchange.mailboxes(spec, max(tuning.sizes), world_size)]

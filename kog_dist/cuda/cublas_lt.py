@@ -17,6 +17,9 @@ MOST_ALGORITHMS = 16
 _COMPUTE_FLOAT32 = 68
 _TRANSA, _BATCH_COUNT, _BATCH_STRIDE = 3, 5, 6  # CUBLASLT_MATMUL_DESC_, CUBLASLT_MATRIX_LAYOUT_
 _MAX_WORKSPACE, _REDUCTIONS, _FIRST_ALIGNMENT = 1, 3, 5  # CUBLASLT_MATMUL_PREF_; alignments of A, B, C and D in a row
+# Of CUBLASLT_ALGO_CONFIG_: ID, TILE_ID, SPLITK_NUM, REDUCTION_SCHEME, CTA_SWIZZLING, CUSTOM_OPTION, STAGES_ID, INNER_SHAPE_ID and
+# CLUSTER_SHAPE_ID, from 0 on.
+_CONFIGURATION = 9
 FLOAT32, BINARY16 = 0, 2  # cudaDataType_t
 
 
@@ -44,6 +47,13 @@ class Operand:
 def library(major: int) -> ctypes.CDLL:
     """cuBLASLt of this major version, which torch has loaded. Raises OSError without it."""
     return ctypes.CDLL(f"libcublasLt.so.{major}")
+
+
+def version(major: int) -> int:
+    """Of the library itself. Raises OSError without it."""
+    read = library(major).cublasLtGetVersion
+    read.restype = ctypes.c_size_t
+    return int(read())
 
 
 class Product:
@@ -79,6 +89,15 @@ class Product:
         if not self.num_algorithms:
             raise LaunchError(f"cuBLASLt has no algorithm for a product of {x} and {w}")
 
+    def name(self, algorithm: int) -> str | None:
+        """By which another process knows it, too: the library's numbers for its parts; None if it does not tell them."""
+        return self._names()[algorithm]
+
+    def index(self, name: str) -> int | None:
+        """The algorithm that has this name; None if the library does not propose it now."""
+        found = [index for index, other in enumerate(self._names()) if other == name]
+        return found[0] if len(found) == 1 else None
+
     def run(self, algorithm: int, x: int, w: int, y: int, workspace: int, stream: int) -> None:
         """Queue the products with an algorithm, 0 to `num_algorithms` - 1. `x`, `w`, `y`, `workspace`: device addresses."""
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
@@ -88,6 +107,28 @@ class Product:
             ctypes.byref(zero), pointer(y), self._y, pointer(y), self._y, ctypes.byref(self._usable[algorithm].algorithm),
             pointer(workspace), ctypes.c_size_t(WORKSPACE_BYTES), pointer(stream),
         )  # fmt: skip
+
+    def _names(self) -> list[str | None]:
+        """Where numbers are those of another one, too, all that the library keeps of an algorithm stands behind them."""
+        numbers = [self._numbers(algorithm) for algorithm in range(self.num_algorithms)]
+        raw = [bytes(result.algorithm).hex() for result in self._usable]
+        return [
+            None if text is None else text if numbers.count(text) == 1 else f"{text} {rest}"
+            for text, rest in zip(numbers, raw, strict=True)
+        ]
+
+    def _numbers(self, algorithm: int) -> str | None:
+        found = [self._number(algorithm, attribute) for attribute in range(_CONFIGURATION)]
+        return None if None in found else ".".join(map(str, found))
+
+    def _number(self, algorithm: int, attribute: int) -> int | None:
+        read = self._library.cublasLtMatmulAlgoConfigGetAttribute
+        number, size, chosen = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.byref(self._usable[algorithm].algorithm)
+        if read(chosen, attribute, None, ctypes.c_size_t(0), ctypes.byref(size)) or size.value > ctypes.sizeof(number):
+            return None
+        if read(chosen, attribute, ctypes.byref(number), ctypes.c_size_t(size.value), ctypes.byref(size)):
+            return None
+        return number.value
 
     def _layout(self, operand: Operand, count: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()

@@ -20,7 +20,8 @@ _HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _FLOAT16, _PROMOTE_256B = 6, 3  # of tensor maps: type, and what L2 reads at once
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_ by bytes
 _MAP_BYTES = 128
-_COOPERATIVE, _CLUSTER, _PRIORITY = 2, 4, 8  # CU_LAUNCH_ATTRIBUTE_: COOPERATIVE, CLUSTER_DIMENSION, PRIORITY
+# CU_LAUNCH_ATTRIBUTE_: COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION, PRIORITY
+_COOPERATIVE, _CLUSTER, _EARLY, _PRIORITY = 2, 4, 6, 8
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -137,16 +138,31 @@ class Kernel:
             chosen = ((_CLUSTER, (cluster, 1, 1)), (_COOPERATIVE, (1,)))
             self._launch_with(chosen, num_ctas, num_threads, params, stream_ptr)
 
-    def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0) -> None:
+    def launch_grid(
+        self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0, early: bool = False
+    ) -> None:
         """Queue an ordinary launch of any number of thread blocks, with one by-value parameter.
 
         A negative `priority` (to -5) puts its thread blocks before those of other kernels that wait for places. A graph keeps
-        it if it is instantiated to use its nodes' priorities.
+        it if it is instantiated to use its nodes' priorities. `early`: it may begin before the launch before it has ended, and
+        waits for that by itself (dependent.cuh); what is queued before it is a kernel.
         """
-        if priority == 0:
+        if priority == 0 and not early:
             self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))
             return
-        self._launch_with(((_PRIORITY, (priority,)),), num_ctas, num_threads, params, stream_ptr)
+        chosen = ((_PRIORITY, (priority,)),) if priority else ()
+        self._launch_with((*chosen, (_EARLY, (1,))) if early else chosen, num_ctas, num_threads, params, stream_ptr)
+
+    def clusters_at_once(self, cluster: int, num_threads: int) -> int:
+        """How many clusters of `cluster` thread blocks the GPU runs at a time. Raises LaunchError."""
+        attributes = (_LaunchAttribute * 1)(_LaunchAttribute(_CLUSTER, 0, (cluster, 1, 1)))
+        config = _LaunchConfig(cluster, 1, 1, num_threads, 1, 1, self._shared_bytes, None, attributes, 1)
+        found = ctypes.c_int()
+        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(config))
+        _check(code, f"asking how many clusters of {cluster} thread blocks of {num_threads} threads run at once")
+        if found.value == 0:
+            raise LaunchError(f"the GPU runs no cluster of {cluster} thread blocks of {num_threads} threads")
+        return found.value
 
     def _launch_with(
         self, chosen: tuple[tuple[int, tuple[int, ...]], ...], num_ctas: int, num_threads: int, params: bytes, stream_ptr: int

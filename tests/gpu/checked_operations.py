@@ -41,18 +41,19 @@ class CheckedOperations:
         self._compare("begin", outputs, lambda do: do.begin(rows))
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
-        outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
+        outputs = {"stream": rows.kept_stream, "1 / rms": rows.inverse_rms}
         self._compare("embed", outputs, lambda do: do.embed(rows, scale))
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
 
-    def append(self, rows: Rows, layer: int) -> None:
+    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
         outputs = {
             "query": rows.query, "keys": self.buffers.keys[layer], "values": self.buffers.values[layer],
             "overflow": self.buffers.overflow,
         }  # fmt: skip
-        self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, layer))
+        wanted = {"queries": queries, "others": others}
+        self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrix, layer, **wanted))
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
         results: list[Tensor] = []
@@ -71,6 +72,7 @@ class CheckedOperations:
     def residual(
         self,
         rows: Rows,
+        after: Rows,
         mode: ReduceMode,
         partial: Tensor,
         past: Tensor | None,
@@ -79,11 +81,11 @@ class CheckedOperations:
         unscale: Tensor | None,
         scale: Tensor | None,
     ) -> None:
-        outputs = {"stream": rows.stream, "1 / rms": rows.inverse_rms}
+        outputs = {"stream": after.kept_stream, "1 / rms": rows.inverse_rms}
         if own_sum is not None:
             outputs["own sum"] = own_sum
         name = f"{mode.value} residual, " + ("sums here" if total is None else "sums given")
-        self._compare(name, outputs, lambda do: do.residual(rows, mode, partial, past, total, own_sum, unscale, scale))
+        self._compare(name, outputs, lambda do: do.residual(rows, after, mode, partial, past, total, own_sum, unscale, scale))
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))

@@ -21,9 +21,9 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import attention, compiled
+from kog_dist.workers.prefill import attention, compiled, tiles, tiles_abi
 from kog_dist.workers.prefill.attention_abi import AttentionShape
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.blocks import sizes_within
 from kog_dist.workers.prefill.buffers import misfit
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
@@ -61,7 +61,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         yield partial(build, shape.headers(), PLAIN_SOURCE)
         return
     yield from (partial(build, shape.headers(), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
-    rows = spec.max_context + BLOCKS.get(group, max(BLOCK_SIZES))
+    rows = spec.max_context + BLOCKS.get(group, max(sizes_within(spec.max_context)))
     header = prefill_header(layout, num_positions=rows, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     yield partial(compiled.build, "prefill", header)
     yield partial(
@@ -69,6 +69,8 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
     )
     if shape.num_ranks > 1:
         yield partial(compiled.build, "sums", sums_header(shape.num_ranks))
+    else:
+        yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
 
 
 def builds_of(groups: Sequence[str]) -> list[partial[Any]]:

@@ -33,7 +33,9 @@ def fill(context: RankContext) -> dict[str, Any]:
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
     heads, logits = [], []
-    for end, start in ((20, 0), (200, 0), (400, 200), (330, 100)) if variant != "2b" else ((40, 0), (129, 0), (2100, 0)):
+    for end, start in (
+        ((20, 0), (200, 0), (400, 200), (330, 100)) if variant != "2b" else ((40, 0), (129, 0), (2100, 0), (4000, 0))
+    ):
         context.rendezvous.barrier(context.deadline)
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
         torch.cuda.synchronize()

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, SIG"
-_OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels during|aborted during|[Ee]rror"
+_OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, (SIG|memory)"
+_OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels? .*during|aborted during|[Ee]rror"
 _OF_GPUS = r"GPUs?[,:]|wanted|[Ee]rror"
 _OF_COLLECTIVES = r"KCCL|best of|wanted|one word|nccl|torch|killed|[Ee]rror"
 _TABLE = r"^[^{]"
@@ -66,6 +66,7 @@ STEPS = {
     "monokernel_2b": _tests(1, 70, 240, "test_monokernel_2b", builds="benchmarks:1"),
     "prefill": _tests(1, 50, 240, "test_prefill", builds="one_gpu:1 2b:1"),
     "attention": _tests(1, 10, 100, "test_prefill_attention"),
+    "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
     "shaped": _tests(1, 10, 90, "test_shaped"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
     "same_tokens": _tests(1, 30, 150, "test_same_tokens", builds="demo:1"),

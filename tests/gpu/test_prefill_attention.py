@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
-from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape
+from kog_dist.workers.prefill.attention_abi import AttentionShape
+from kog_dist.workers.prefill.hopper_abi import HOPPER
 
 pytestmark = [
     pytest.mark.gpu(1),
@@ -97,7 +98,7 @@ def test_a_row_has_the_same_bits_in_every_block(of_2b: Attention, window: int | 
     whole = torch.cat([run(0, LARGEST), run(LARGEST, LARGEST)], dim=1)
     for start, size in (
         (0, 1024), (0, 128), (3900, 128), (77, 256), (3001, 512), (3333, 1), (0, 1), (1023, 1), (2048, 64), (1000, 64),
-        (1555, 2048), (4095, 1),
+        (1555, 2048), (4095, 1), (0, 4096),
     ):  # fmt: skip
         assert torch.equal(run(start, size), whole[:, start : start + size]), f"{size} rows at {start}"
 

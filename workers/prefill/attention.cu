@@ -9,6 +9,7 @@
 // keys, they are attended to in chunks of kChunkTiles tiles, each from nothing, and merged in order: in one thread block, or in as
 // many as there are chunks and a second launch (`combine`). So a row has the same bits wherever it stands, in blocks of every size.
 #include "hopper.cuh"
+#include "dependent.cuh"
 #include "attention_shape.cuh"
 
 namespace kog {
@@ -448,6 +449,7 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1) attend(const
         fence_barrier_init();
     }
     __syncthreads();
+    await_predecessors();
     if (group < kGroups) {
         raise_registers<240>();
         if (group < num_groups) Consumer{launch.params, memory, group, num_groups > 1}.run();

@@ -13,14 +13,8 @@ from numpy.typing import NDArray
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.attention_abi import (
-    ATTENTION_PARAMS,
-    CHUNK_KEYS,
-    GROUP_ROWS,
-    GROUP_THREADS,
-    NUM_THREADS,
-    AttentionShape,
-)
+from kog_dist.workers.prefill.attention_abi import ATTENTION_PARAMS, CHUNK_KEYS, AttentionShape
+from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUP_THREADS, NUM_THREADS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +70,8 @@ def attention_on_gpu(shape: AttentionShape, max_context: int) -> Attention:
 class Attention:
     """Attention with the heads of one rank.
 
-    `launchers`: by kernel; called with thread blocks, threads of each, parameters. `make_map`: as `tensor_map`.
+    `launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early.
+    `make_map`: as `tensor_map`.
     """
 
     def __init__(
@@ -84,7 +79,7 @@ class Attention:
         shape: AttentionShape,
         max_context: int,
         num_sms: int,
-        launchers: Mapping[str, Callable[[int, int, bytes], None]],
+        launchers: Mapping[str, Callable[[int, int, bytes, bool], None]],
         make_map: Callable[[int, Sequence[int], Sequence[int], Sequence[int]], NDArray[np.uint64]],
     ) -> None:
         self.shape, self.max_context, self.num_sms = shape, max_context, num_sms
@@ -114,9 +109,11 @@ class Attention:
             parts = torch.empty(count * (shape.head_dim // 2 + 4), dtype=torch.float32, device=query.device)
             params["parts_ptr"] = parts.data_ptr()
             params["part_sums_ptr"] = parts[count * shape.head_dim // 2 :].data_ptr()
-        self._launchers["attend"](made.num_ctas, NUM_THREADS, params.tobytes())
+        self._launchers["attend"](made.num_ctas, NUM_THREADS, params.tobytes(), True)
         if made.num_chunks:
-            self._launchers["combine"](made.num_items // made.num_chunks * made.num_groups, GROUP_THREADS, params.tobytes())
+            self._launchers["combine"](
+                made.num_items // made.num_chunks * made.num_groups, GROUP_THREADS, params.tobytes(), False
+            )
         return out
 
     def _query_map(self, query: Tensor) -> NDArray[np.uint64]:

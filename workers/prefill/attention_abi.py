@@ -1,4 +1,4 @@
-"""What attention.cu is compiled for, the parameters of its launches, and the products that it is made of."""
+"""What attention.cu is compiled for, and the parameters of its launches."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 from kog_dist.abi import Field, Struct
 from kog_dist.collectives.cuda_abi import device_header
+from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUPS, SHARED_BYTES, product
 
-HOPPER = (9, 0)  # compute capability of the GPUs that attention.cu runs on: sm_90a is no other's
-GROUPS, GROUP_ROWS, GROUP_THREADS = 2, 64, 128  # at most in an item; a group are four warps, which multiply so many rows at once
-NUM_THREADS = (GROUPS + 1) * GROUP_THREADS  # of a thread block: one more group queues copies
 CHUNK_KEYS = 1024  # keys that are attended to from nothing; decides about bits, as `AttentionShape.keys` does
 MAX_HEAD_DIM = 128
-_SHARED_BYTES = 227 << 10  # all that a thread block can have
 _MAX_SLOTS = 6
 ATTENTION_PARAMS = Struct(
     "AttentionParams",
@@ -66,7 +63,7 @@ class AttentionShape:
     @property
     def slots(self) -> int:
         """Tiles of keys or of values in shared memory at once."""
-        rest = _SHARED_BYTES - 1024 - 256 - GROUPS * GROUP_ROWS * self.head_dim * 6  # queries, sums of chunks
+        rest = SHARED_BYTES - 1024 - 256 - GROUPS * GROUP_ROWS * self.head_dim * 6  # queries, sums of chunks
         return min(_MAX_SLOTS, rest // (self.keys * self.head_dim * 2))
 
     @property
@@ -78,8 +75,8 @@ class AttentionShape:
     def header(self) -> str:
         """`attention_shape.cuh`."""
         scores, values = (
-            _product("multiply_rows", self.keys, of_rows=True),
-            _product("multiply_columns", self.head_dim, of_rows=False),
+            product("multiply_rows", self.keys, of_rows=True),
+            product("multiply_columns", self.head_dim, of_rows=False),
         )
         return "\n".join([self.constants(), "namespace kog {", scores, values, "}  // namespace kog", ""])
 
@@ -102,28 +99,3 @@ def misfit(head_dim: int) -> str:
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"{head_dim} values in a head (a multiple of 16, at most {MAX_HEAD_DIM})"
     return ""
-
-
-def _product(name: str, columns: int, *, of_rows: bool) -> str:
-    """A function that queues d (64 x `columns`) = or += a (64 x 16) times b.
-
-    `of_rows`: a's and b's rows are in shared memory, and d has a column for each row of b. Else a is in registers, and b's 16
-    rows are multiplied by it. A thread has, for every 8 columns, two neighbours of row laneid / 4 of its warp's 16 rows, and two
-    of the row 8 below, from column 2 * (laneid % 4) on.
-    """
-    count = columns // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    if of_rows:
-        arguments, a, inputs = "u64 a, u64 b, bool adds", f"%{count}", '"l"(a), "l"(b), "r"(static_cast<u32>(adds))'
-        b, adds, transposed = f"%{count + 1}", f"%{count + 2}", "0, 0"
-    else:
-        arguments, a = "u32 a0, u32 a1, u32 a2, u32 a3, u64 b", "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
-        b, adds, transposed, inputs = f"%{count + 4}", "1", "1", '"r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)'
-    return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {arguments}) {{
-    asm volatile(
-        "{{\\n .reg .pred adds;\\n setp.ne.b32 adds, {adds}, 0;\\n"
-        " wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{sums}}}, {a}, {b}, adds, 1, 1, {transposed};\\n}}"
-        : {bound}
-        : {inputs});
-}}"""

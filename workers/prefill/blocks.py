@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better.
-BLOCK_SIZES = (128, 256, 512, 1024, 2048)
+BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 # A prompt that is no longer goes through one block of so many rows. Its values are kept as sums of two, so products see twice as
 # many rows: in short prompts little averages roundings out, and weights are waited for anyway.
 EXACT_SIZE = 64
 # Blocks of at most so many rows keep streams as such sums, too, and multiply both for queries, keys and values alone.
 SPLIT_SIZE = 128
+
+
+def sizes_within(max_context: int, sizes: Sequence[int] = BLOCK_SIZES) -> tuple[int, ...]:
+    """Those of `sizes`, which ascend, that `blocks` uses in a context of so many positions."""
+    return tuple(size for size in sizes if size == sizes[0] or size - max_context < _padded_below(size, sizes))
 
 
 class Block(NamedTuple):
@@ -32,7 +37,7 @@ def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size:
 
     A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast blocks were
     queued. Largest blocks come first: where a prompt was left at the end of one, going on there gives the blocks that the whole
-    prompt has. A rest is padded if that wastes less than the smallest block, else cut again.
+    prompt has. A rest is padded if that wastes less than the smallest block, in large blocks than two of them; else cut again.
     """
     if start < end <= exact_size:
         return [Block(start, exact_size, end - start)]
@@ -40,8 +45,13 @@ def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size:
     while start < end:
         rest = end - start
         holding = next((size for size in sizes if size >= rest), None)
-        if holding is None or holding - rest >= sizes[0]:
+        if holding is None or holding - rest >= _padded_below(holding, sizes):
             holding = max(size for size in sizes if size <= rest)
         found.append(Block(start, holding, min(holding, rest)))
         start += holding
     return found
+
+
+def _padded_below(size: int, sizes: Sequence[int]) -> int:
+    """Rows of padding that would be too many: small blocks take as long as reading the weights, however few rows they have."""
+    return sizes[0] * (2 if size >= 8 * sizes[0] else 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -34,13 +34,13 @@ class Rows:
     """
 
     size: int
-    stream: Tensor  # (L, S * size, D) T
+    stream: Tensor  # (L, S * size, D) T; of `shared` rows all lanes are the first one
     inverse_rms: Tensor  # (L, size) float32
     qkv: Tensor  # (L, S * size, rows) float32, so that keys and values are rounded once: rows of wqkv, without 1 / rms
     query: Tensor  # (size, L * heads, head_dim) T
     gate_up: Tensor  # (L, P * size, 2F) R, without 1 / rms
     activation: Tensor  # (L, P * size, F) T
-    partials: tuple[tuple[Tensor, ...], ...]  # (L, P * size, D) R
+    partials: tuple[tuple[Tensor, ...], ...]  # (L, P * size, D) R; attention's outputs have one plane, so their second is ever 0
     own_sums: tuple[tuple[Tensor, ...], ...]  # (size, D) float32
     place: Tensor  # int32: first position of the block; 0 and one past its last row, the bounds of its keys
     query_bounds: Tensor  # int32: 0, size
@@ -54,6 +54,16 @@ class Rows:
     def is_exact(self) -> bool:
         """Whether P is 2."""
         return self.activation.shape[1] > self.size
+
+    @property
+    def shared(self) -> Rows:
+        """The same while the streams are the same in all lanes: kept once, where those of the first lane are."""
+        return replace(self, stream=self.stream[:1].expand_as(self.stream))
+
+    @property
+    def kept_stream(self) -> Tensor:
+        """`stream` without lanes that are others."""
+        return self.stream if self.stream.stride(0) else self.stream[:1]
 
     @property
     def gated(self) -> Tensor:

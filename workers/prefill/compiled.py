@@ -13,8 +13,11 @@ def build(stem: str, header: str) -> compiler.Cubin:
     return compiler.build({**compiler.read_sources(*_FOLDERS), f"{stem}_shape.cuh": header}, f"{stem}.cu")
 
 
-def launch(kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, *, priority: int = 0) -> None:
-    """Queue a kernel. Raises LaunchError."""
+def launch(
+    kernel: Kernel, num_ctas: int, num_threads: int, params: bytes, early: bool = False, *, priority: int = 0
+) -> None:  # fmt: skip
+    """Queue a kernel; `early`: see `Kernel.launch_grid`. Raises LaunchError."""
     import torch
 
-    kernel.launch_grid(num_ctas, num_threads, params, torch.cuda.current_stream().cuda_stream, priority=priority)
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel.launch_grid(num_ctas, num_threads, params, stream, priority=priority, early=early)

@@ -1,5 +1,5 @@
-"""The operations of a block on a GPU: cuBLAS products, attention of our own (or torch's, where it does not fit), and the fused
-kernels of prefill.cu for the rest.
+"""The operations of a block on a GPU: products by kernels of our own, with what comes behind them, or by cuBLAS, where those do
+not fit or are not worth it; attention of our own, or torch's; and the fused kernels of prefill.cu for the rest.
 
 All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
 for any place in any prompt.
@@ -15,14 +15,17 @@ import numpy as np
 
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill import attention_abi, compiled
 from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
-from kog_dist.workers.prefill.attention_abi import HOPPER, AttentionShape, misfit
+from kog_dist.workers.prefill.attention_abi import AttentionShape
 from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.operations import give_streams, take_last
+from kog_dist.workers.prefill.hopper_abi import HOPPER
+from kog_dist.workers.prefill.operations import wanted_rows
 from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
-from kog_dist.workers.prefill.products import Products
+from kog_dist.workers.prefill.products import Products, algorithms_kept
+from kog_dist.workers.prefill.tiles import Tiles, tiles_on_gpu
+from kog_dist.workers.prefill.tiles_abi import tile_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 _RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
 _KERNELS = (
     "begin", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
-    "swiglu", "swiglu_exact", *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
+    "swiglu", "swiglu_exact", "take_last", "take_last_split", "take_last_exact", "give_streams",
+    *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
 )  # fmt: skip
 _MOST_APPENDING = 1024  # thread blocks of `append`: each waits for its first loads
 
@@ -48,12 +52,12 @@ class DeviceOperations:
         )  # fmt: skip
         cubin = compiled.build("prefill", header)
         self.build_log = cubin.log
-        self._products = Products()
+        self.products = Products(algorithms_kept())
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
-        self._attention = _attention_for(self.layout)
+        self._attention, self._tiles = _attention_for(self.layout), _tiles_for(self.layout, kv_dtype)
 
-    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes], None]]) -> None:
-        """`launchers`: by kernel; called with thread blocks, threads of each, parameters."""
+    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, bool], None]]) -> None:
+        """`launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early."""
         buffers = self.buffers
         self._launchers = launchers
         self._held = (embedding, cache)  # the kernels have their addresses
@@ -61,20 +65,23 @@ class DeviceOperations:
         pointers = {
             "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
+            "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
         for name, tensor in pointers.items():
             self._params[f"{name}_ptr"] = tensor.data_ptr()
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
 
-    def _launch(self, kernel: str, num_ctas: int, num_threads: int, **fields: Tensor | int | None) -> None:
-        """`fields`: tensors are for the pointers of their names."""
+    def _launch(
+        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False, **fields: Tensor | int | None
+    ) -> None:
+        """`fields`: tensors are for the pointers of their names. `early`: see `Kernel.launch_grid`."""
         params = self._params.copy()
         for name, value in fields.items():
             if isinstance(value, int):
                 params[name] = value
             else:
                 params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
-        self._launchers[kernel](num_ctas, num_threads, params.tobytes())
+        self._launchers[kernel](num_ctas, num_threads, params.tobytes(), early)
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
@@ -84,25 +91,53 @@ class DeviceOperations:
         """See `Operations`."""
         self._launch(
             "embed_split" if rows.is_split else "embed", rows.size, self._row_threads, size=rows.size, place=rows.place,
-            stream=rows.stream, inverse_rms=rows.inverse_rms, scale=scale,
+            stream=rows.stream, inverse_rms=rows.inverse_rms, scale=scale, num_written=len(rows.kept_stream),
         )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """See `Operations`."""
-        self._products(x, matrix, out)
+        """See `Operations`. That of `down` by our own kernel."""
+        tiles = self._worthwhile("down", x.shape[1])
+        if tiles is not None and tiles.fits(matrix) and out.dtype == x.dtype and out.is_contiguous():
+            tiles.run(x, matrix, out=out)
+            return
+        self.products(x, matrix, out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
-        """See `Operations`."""
+        """See `Operations`. One kernel or two."""
+        tiles = None if rows.is_exact else self._worthwhile("gate_up", rows.size)
+        if tiles is not None:
+            tiles.run(rows.gated, matrix, inverse_rms=rows.inverse_rms, out=rows.activation)
+            return
         self.product(rows.gated, matrix, rows.gate_up)
         self.swiglu(rows)
 
-    def append(self, rows: Rows, layer: int) -> None:
-        """See `Operations`."""
+    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
+        """See `Operations`. One kernel or two."""
+        tiles = self._worthwhile("qkv", rows.size) if queries and others and not rows.is_split else None
+        if tiles is not None:
+            tiles.run(
+                rows.stream, matrix, inverse_rms=rows.inverse_rms, rope=self.buffers.rope, place=rows.place, query=rows.query,
+                keys=self.buffers.keys[layer], values=self.buffers.values[layer], overflow=self.buffers.overflow,
+            )  # fmt: skip
+            return
+        rows_of = wanted_rows(self.spec, queries=queries, others=others)
+        self.product(rows.stream, matrix[:, rows_of], rows.qkv[:, :, rows_of])
+        self.append_product(rows, layer, queries=queries, others=others)
+
+    def _worthwhile(self, product: str, size: int) -> Tiles | None:
+        """Our kernel, where it is faster than cuBLAS. Whether it is changes no bits, as far as cuBLAS sums as on an H200."""
+        tiles = self._tiles.get(product)
+        return tiles if tiles is not None and tiles.is_worth(self.layout.num_lanes, size) else None
+
+    def append_product(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
+        """What `append` does with `qkv`."""
         num_ctas = min(_MOST_APPENDING, self.layout.num_lanes * -(-rows.size // APPEND_ROWS))
+        of_queries = self.spec.lane_heads * self.spec.head_dim // 4
+        first, last = 0 if queries else of_queries, rows.qkv.shape[2] // 4 if others else of_queries
         self._launch(
-            "append_split" if rows.is_split else "append", num_ctas, threads_for(rows.qkv.shape[2] // 4), size=rows.size,
-            place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query, keys=self.buffers.keys[layer],
-            values=self.buffers.values[layer],
+            "append_split" if rows.is_split else "append", num_ctas, threads_for(last - first), early=True, size=rows.size,
+            first=first, last=last, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query,
+            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -132,6 +167,7 @@ class DeviceOperations:
     def residual(
         self,
         rows: Rows,
+        after: Rows,
         mode: ReduceMode,
         partial: Tensor,
         past: Tensor | None,
@@ -142,40 +178,55 @@ class DeviceOperations:
     ) -> None:
         """See `Operations`."""
         alone = "_alone" if total is None and mode is not ReduceMode.LOCAL else ""
-        form = "_exact" if rows.is_exact else "_split" if rows.is_split else ""
         self._launch(
-            f"residual_{mode.value}{alone}{form}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
+            f"residual_{mode.value}{alone}{_form(rows)}", rows.size, self._row_threads, size=rows.size, stream=rows.stream,
             inverse_rms=rows.inverse_rms, partial=partial, past=past, total=total, own_sum=own_sum, unscale=unscale, scale=scale,
+            is_shared=int(rows.stream.stride(0) == 0), num_written=len(after.kept_stream),
+            early=total is None,  # else it is not a product alone that comes before
+            place=rows.place,
         )  # fmt: skip
 
     def swiglu(self, rows: Rows) -> None:
         """activation = silu(gate) * up, with 1 / rms applied to both."""
         self._launch(
             "swiglu_exact" if rows.is_exact else "swiglu", rows.size * self.layout.num_lanes,
-            threads_for(self.spec.lane_ffn // UNIT), size=rows.size, inverse_rms=rows.inverse_rms, gate_up=rows.gate_up,
-            activation=rows.activation,
+            threads_for(self.spec.lane_ffn // UNIT), early=True, size=rows.size, inverse_rms=rows.inverse_rms,
+            gate_up=rows.gate_up, activation=rows.activation,
         )  # fmt: skip
 
     def take_last(self, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See `Operations`."""
-        take_last(self.buffers, rows, last, pasts)
+        (partial, last_partial), (past, last_past) = (*pasts, (None, None), (None, None))[:2]
+        self._launch(
+            f"take_last{_form(rows)}", self.layout.num_lanes, self._row_threads, size=rows.size, place=rows.place,
+            stream=rows.stream, inverse_rms=rows.inverse_rms, query=rows.query, last_place=last.place, last_stream=last.stream,
+            last_inverse_rms=last.inverse_rms, last_query=last.query, partial=partial, past=past,
+            last_partial=last_partial, last_past=last_past,
+        )  # fmt: skip
 
     def give_streams(self, last: Rows) -> None:
         """See `Operations`."""
-        give_streams(self.buffers, last)
+        self._launch("give_streams", self.layout.num_lanes, self._row_threads, stream=last.stream)
 
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
-        self._copy("load_cache", first, last)
+        if last > first:
+            self._copy("load_cache", last - first, 2, first, last)
 
     def store_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
-        self._copy("store_cache", first, last)
-
-    def _copy(self, kernel: str, first: int, last: int) -> None:
-        pairs = self.layout.heads * self.spec.head_dim // 2
+        step = 2 * self.layout.splits  # positions a multiple of `splits` apart lie side by side, two by two
         if last > first:
-            self._launch(kernel, (last - first) * self.spec.num_layers, threads_for(pairs), first=first, last=last)
+            self._copy("store_cache", (-(-last // step) - first // step) * self.layout.splits, 4, first, last)
+
+    def _copy(self, kernel: str, num_ctas: int, num_values: int, first: int, last: int) -> None:
+        """A thread block for each layer and part of the positions; a thread has `num_values` neighbouring values."""
+        items = self.layout.heads * self.spec.head_dim // num_values
+        self._launch(kernel, num_ctas * self.spec.num_layers, threads_for(items), first=first, last=last)
+
+
+def _form(rows: Rows) -> str:
+    return "_exact" if rows.is_exact else "_split" if rows.is_split else ""
 
 
 def _attention_for(layout: CacheLayout) -> Attention | None:
@@ -183,10 +234,21 @@ def _attention_for(layout: CacheLayout) -> Attention | None:
     import torch
 
     spec = layout.spec
-    if torch.cuda.get_device_capability() != HOPPER or misfit(spec.head_dim):
+    if torch.cuda.get_device_capability() != HOPPER or attention_abi.misfit(spec.head_dim):
         return None
     shape = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
     return attention_on_gpu(shape, spec.max_context)
+
+
+def _tiles_for(layout: CacheLayout, kv_dtype: str) -> dict[str, Tiles]:
+    """Products of our own, likewise. Not on one rank of several, where sums between GPUs take
+    multiprocessors from products: these kernels give each as many tiles as any other.
+    """
+    import torch
+
+    if torch.cuda.get_device_capability() != HOPPER or layout.num_lanes < layout.spec.num_lanes:
+        return {}
+    return {product: tiles_on_gpu(shape) for product, shape in tile_shapes(layout, kv_dtype).items()}
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.cuda.driver import launch_graph
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE, Block
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE, Block, sizes_within
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
@@ -34,6 +34,10 @@ class Tuning:
     sizes: tuple[int, ...] = BLOCK_SIZES
     exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
     split_size: int = SPLIT_SIZE  # of the largest block whose streams are sums of two; this one, too
+
+    def within(self, max_context: int) -> Tuning:
+        """The same without blocks that no prompt of such a context needs."""
+        return replace(self, sizes=sizes_within(max_context, self.sizes))
 
 
 DEFAULT = Tuning()
@@ -76,13 +80,15 @@ def prefill_for(
     *,
     exchange: SumExchange | None = None,
     tuning: Tuning = DEFAULT,
+    ended: Callable[[str], None] = lambda step: None,
 ) -> Prefill:
     """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
 
-    Takes some hundred ms: compiles or loads the fused kernels, and runs and captures a block of each size, without the peers.
+    Takes some hundred ms, and seconds at the first start on a machine: compiles or loads the fused kernels, runs a block of each
+    size without the peers, for which algorithms of products may have to be chosen, and captures it. `ended` is told each step.
     Raises CompileError, LaunchError, or ConfigError for a model that it cannot run.
     """
-    runner = runner_for(kernel, matrices, exchange=exchange, tuning=tuning)
+    runner = runner_for(kernel, matrices, exchange=exchange, tuning=tuning, ended=ended)
     return prefill_by(runner, tuning)
 
 
@@ -97,26 +103,48 @@ def runner_for(
     *,
     exchange: SumExchange | None = None,
     tuning: Tuning = DEFAULT,
+    ended: Callable[[str], None] = lambda step: None,
 ) -> GraphRunner:
     """The runner of `prefill_for`."""
     import numpy as np
     import torch
 
     shape = kernel.shape
+    tuning = tuning.within(shape.spec.max_context)
     kernel.prepare_head_start()
+    ended("head start")
     buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
     operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank())
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
-    return GraphRunner(layers, buffers, stream, tuning)
+    ended("kernels of prefill")
+
+    def prepared() -> None:
+        products = operations.products
+        products.end_trials()
+        ended(f"products, {products.num_tried} of {products.num_shapes} tried,")
+
+    runner = GraphRunner(layers, buffers, stream, tuning, prepared)
+    ended("graphs")
+    return runner
 
 
 class GraphRunner:
-    """See `Runner`. Each size is captured once; what differs between blocks is in device memory."""
+    """See `Runner`. Each size is captured once; what differs between blocks is in device memory.
 
-    def __init__(self, layers: Layers, buffers: Buffers, stream: torch.cuda.Stream, tuning: Tuning = DEFAULT) -> None:
+    `prepared` is called when a block of each size has run, before the first is captured.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        buffers: Buffers,
+        stream: torch.cuda.Stream,
+        tuning: Tuning = DEFAULT,
+        prepared: Callable[[], None] = lambda: None,
+    ) -> None:
         import torch
 
         self.layers, self.buffers, self.stream = layers, buffers, stream
@@ -129,11 +157,14 @@ class GraphRunner:
         self._last = buffers.rows(1, is_exact=True)
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
+        largest_first = sorted(self._rows.items(), reverse=True)
         with torch.no_grad(), exact_products(), torch.cuda.stream(stream):
-            for size, rows in sorted(self._rows.items(), reverse=True):
+            for _, rows in largest_first:
                 buffers.next_start.zero_()
                 self._warm_up(rows)
-                stream.synchronize()
+            stream.synchronize()
+            prepared()
+            for size, rows in largest_first:
                 for graphs, run in ((self.ends, partial(layers.finish, last=self._last)), (self.graphs, layers.run)):
                     graphs[size] = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graphs[size], pool=pool, stream=stream, capture_error_mode="thread_local"):

@@ -1,4 +1,4 @@
-// Hopper's matrix units and bulk tensor copies: thin names for their PTX. Products themselves are generated (attention_abi.py).
+// Hopper's matrix units and bulk tensor copies: thin names for their PTX. Products themselves are generated (hopper_abi.py).
 #pragma once
 #include "ptx.cuh"
 
@@ -22,6 +22,12 @@ __device__ __forceinline__ void store_shared_float4(u32 address, const float4& v
 struct alignas(64) TensorMap {
     u64 words[16];
 };
+__device__ __forceinline__ void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, u32 bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar)
+        : "memory");
+}
 __device__ __forceinline__ void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 bar) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
@@ -33,6 +39,19 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap* map, int x,
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
         "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(bar)
         : "memory");
+}
+// To the same place in all thread blocks of the cluster that `mask` has a bit for; each one's barrier is told of the bytes.
+__device__ __forceinline__ void tensor_load_many(u32 to, const TensorMap* map, int x, int y, int z, int w, int v, u32 bar, u16 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, %5, %6}], "
+        "[%7], %8;" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(bar), "h"(mask)
+        : "memory");
+}
+__device__ __forceinline__ u32 cluster_rank() {  // of this thread block in its cluster
+    u32 rank;
+    asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+    return rank;
 }
 
 // Until the barrier has passed the phase `parity`. What is waited for has always been queued, so a wait of seconds is a mistake in
@@ -63,6 +82,18 @@ template <int kCount>
 __device__ __forceinline__ void settle(float (&d)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// ---- beside products ----
+// Fp16::high without a shift.
+__device__ __forceinline__ float high_half(u32 packed) {
+    float value;
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n cvt.f32.f16 %0, h;\n}" : "=f"(value) : "r"(packed));
+    return value;
+}
+// Stays where it is in the program.
+__device__ __forceinline__ void store_global(void* p, const uint4& v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 }  // namespace kog

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LATE_SIZE = 1024  # of the smallest block whose last layer has no queries: `finish` makes that of the prompt's last token
+
+
 class Layers:
     """The layers of one rank's lanes. `run` leaves the keys and values of a block's tokens in `Buffers`, `finish` the streams of
     the prompt's last token behind the last layer.
@@ -22,17 +25,19 @@ class Layers:
 
     def __init__(self, spec: ModelSpec, matrices: Sequence[LayerMatrices], operations: Operations, exchange: SumExchange) -> None:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
+        self._num_shared = num_shared_streams(spec)
 
     def run(self, rows: Rows) -> None:
         """The next block. Collective when there are several ranks."""
         do = self.operations
         do.begin(rows)
         self.exchange.begin_block()
-        do.embed(rows, self.matrices[0].scale)
+        do.embed(self._behind(rows, 0), self.matrices[0].scale)
         for layer, matrices in enumerate(self.matrices):
-            do.product(rows.stream, matrices.wqkv, rows.qkv)
-            do.append(rows, layer)
-            if layer < self.spec.num_layers - 1:  # keys and values are all that a later token sees of the last one
+            is_last = layer == self.spec.num_layers - 1  # keys and values are all that a later token sees of it
+            is_late = is_last and rows.size >= LATE_SIZE
+            do.append(self._behind(rows, 2 * layer), matrices.wqkv, layer, queries=not is_late)
+            if not is_last:
                 self._attend_and_feed(rows, layer)
 
     def finish(self, rows: Rows, last: Rows) -> None:
@@ -45,6 +50,8 @@ class Layers:
         delayed = [block for block in Block if spec.reduce_mode(layer, block) is ReduceMode.DELAYED]
         pasts = [(self._partial(rows, block, past_layer), self._partial(last, block, past_layer)) for block in delayed]
         do.take_last(rows, last, pasts)
+        if rows.size >= LATE_SIZE:
+            do.append(last, self.matrices[layer].wqkv, layer, others=False)
         exchange.begin_last()
         for block in delayed if not exchange.is_alone else []:
             own_sum = self._own_sum(last, block, past_layer)
@@ -56,7 +63,7 @@ class Layers:
     def _attend_and_feed(self, rows: Rows, layer: int) -> None:
         do, matrices = self.operations, self.matrices[layer]
         self._project(rows, Block.ATTENTION, layer, do.attend(rows, layer), matrices.wo)
-        do.gate(rows, matrices.w13)
+        do.gate(self._behind(rows, 2 * layer + 1), matrices.w13)
         self._project(rows, Block.MLP, layer, rows.activation, matrices.w2)
 
     def _project(self, rows: Rows, block: Block, layer: int, x: Tensor, matrix: Tensor) -> None:
@@ -68,8 +75,8 @@ class Layers:
         is_fed_on = feeds is not None and feeds < spec.num_layers - 1  # `finish` sums for the last layer, one row
         is_published = is_fed_on and not exchange.is_alone
         mode = spec.reduce_mode(layer, block)
-        do.product(x, matrix, partial[:, : x.shape[1]])
-        partial[:, x.shape[1] :].zero_()  # of an exact block, if x was rounded: attention's outputs
+        before, after = (self._behind(rows, 2 * layer + block + i) for i in range(2))
+        do.product(x, matrix, partial[:, : x.shape[1]])  # the second plane of an exact block stays 0 if x was rounded
         past: Tensor | None = None
         total: Tensor | None = None
         if mode is ReduceMode.BLOCKING:
@@ -77,16 +84,21 @@ class Layers:
                 do.lane_sum(rows, partial, own_sum)
                 exchange.publish(block, layer, own_sum)
                 total = exchange.total(block, layer, own_sum)
-            do.residual(rows, mode, partial, None, total, None, unscale, scale)
+            do.residual(before, after, mode, partial, None, total, None, unscale, scale)
             return
         if mode is ReduceMode.DELAYED:
             past_layer = layer - spec.delay
             past = self._partial(rows, block, past_layer)
             if not exchange.is_alone:  # else the residual adds `past` up, of which it reads all lanes: fewer bytes
                 total = exchange.total(block, past_layer, self._own_sum(rows, block, past_layer))
-        do.residual(rows, mode, partial, past, total, own_sum if is_published else None, unscale, scale)
+        do.residual(before, after, mode, partial, past, total, own_sum if is_published else None, unscale, scale)
         if is_published:
             exchange.publish(block, layer, own_sum)
+
+    def _behind(self, rows: Rows, num_residuals: int) -> Rows:
+        """The rows, with the streams as they are kept behind so many residuals."""
+        is_shared = num_residuals < self._num_shared and len(rows.stream) > 1 and not rows.is_exact
+        return rows.shared if is_shared else rows
 
     def _scales(self, block: Block, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """By what a residual multiplies the streams that it reads, and those that it writes: `wqkv` wants them scaled."""
@@ -100,3 +112,14 @@ class Layers:
 
     def _own_sum(self, rows: Rows, block: Block, layer: int) -> Tensor:
         return rows.own_sums[block][layer % (self.spec.delay + 1)]
+
+
+def num_shared_streams(spec: ModelSpec) -> int:
+    """Behind fewer residuals than this all lanes have the same stream: that of the embedding, plus sums over all lanes. `finish`
+    has all of them.
+    """
+    if not spec.shared_norm_scale:
+        return 0
+    residuals = [(layer, block) for layer in range(spec.num_layers - 1) for block in (Block.ATTENTION, Block.MLP)]
+    blocking = [spec.reduce_mode(layer, block) is ReduceMode.BLOCKING for layer, block in residuals]
+    return min(len(residuals), [*blocking, False].index(False) + 1)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE
+from kog_dist.workers.prefill.blocks import EXACT_SIZE, SPLIT_SIZE, sizes_within
 from kog_dist.workers.prefill.buffers import misfit, stream_rows_of
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.peer_exchange import mailboxes
@@ -29,11 +29,11 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
     """GPU memory of a rank's prefill by use: the weights once more, and what it works in."""
     from kog_dist.collectives.mailbox import place
 
-    sums = 0
+    sizes, sums = sizes_within(shape.spec.max_context), 0
     if shape.num_ranks > 1:
-        boxes = place(mailboxes(shape.spec, max(BLOCK_SIZES), shape.num_ranks), shape.num_ranks)
+        boxes = place(mailboxes(shape.spec, max(sizes), shape.num_ranks), shape.num_ranks)
         sums = 8 * sum(box.num_words for box in boxes)
-    work = buffer_bytes(CacheLayout.of(shape), BLOCK_SIZES, EXACT_SIZE)
+    work = buffer_bytes(CacheLayout.of(shape), sizes, EXACT_SIZE)
     return {"prefill weights": matrix_bytes(shape.spec, shape.num_lanes), "prefill": work + sums + _BESIDES_BYTES}
 
 

@@ -1,6 +1,6 @@
 """The operations of a block in plain torch: what they mean, and what runs on a CPU.
 
-Values are stored in the products' type T and computed in float32. Nothing here depends on how many rows of a block are padding.
+Values are stored in the products' type T and computed in float32. No row depends on how many rows of a block are padding.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kog_dist.errors import ConfigError
-from kog_dist.model.spec import ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode
 from kog_dist.workers.prefill.buffers import Buffers, Rows
 
 if TYPE_CHECKING:
@@ -24,7 +24,11 @@ class Operations(Protocol):
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
-        """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it."""
+        """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it.
+        Rows behind the prompt's last token are 0; a GPU leaves them so in large blocks, which draws less power.
+
+        `rows` may be `Rows.shared`, here and below, where a model has one scale for all lanes and the block is not exact.
+        """
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """out (L, size, rows) = x (L, size, K) times the transposed `matrix` (L, rows, K) of each lane."""
@@ -32,8 +36,10 @@ class Operations(Protocol):
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """activation = silu(gate) * up, of gate and up = 1 / rms of the stream times the stream times the transposed `matrix`."""
 
-    def append(self, rows: Rows, layer: int) -> None:
-        """From `qkv` and 1 / rms: turned queries; keys (turned) and values, rounded to the cache's type."""
+    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
+        """From 1 / rms of the stream times the stream times the transposed `matrix`: turned queries; keys (turned) and values,
+        rounded to the cache's type. Or some of these.
+        """
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
         """Outputs (L, size, heads * head_dim) of all heads; a token sees itself and what the layer's window holds before it."""
@@ -44,6 +50,7 @@ class Operations(Protocol):
     def residual(
         self,
         rows: Rows,
+        after: Rows,
         mode: ReduceMode,
         partial: Tensor,
         past: Tensor | None,
@@ -55,6 +62,7 @@ class Operations(Protocol):
         """h += total (blocking), p + (total - past) (delayed) or sqrt(lanes of the model) * p (local); then 1 / rms of h.
 
         h is `stream` times `unscale`, and `stream` becomes h times `scale`: float32 (lanes or 1, D), one of them at most.
+        `after`: `rows`, or, where those are shared, the same that are not; they have to be behind a sum that is not blocking.
 
         `total` (size, D) float32 is a sum over the lanes of the whole model; None: that of `past` (delayed) or of `partial`
         (blocking), as `lane_sum` adds it up. `own_sum`, if given, becomes that of `partial`; never together with a `total` that
@@ -95,20 +103,25 @@ class TorchOperations:
         """See `Operations`."""
         start = int(rows.place[0])
         ids = self.buffers.prompt[start : start + rows.size].long()
-        self._keep(rows, self.embedding[ids].float().expand(len(rows.stream), -1, -1), scale)
+        values = self.embedding[ids].float()
+        values[max(0, int(self.buffers.last_position) + 1 - start) :] = 0
+        self._keep(rows, values.expand(len(rows.stream), -1, -1), scale)
 
     def _keep(self, rows: Rows, h: Tensor, scale: Tensor | None) -> None:
-        _split(h if scale is None else h * scale[:, None], rows.stream)
+        kept = rows.kept_stream
+        _split((h if scale is None else h * scale[:, None])[: len(kept)], kept)
         rows.inverse_rms.copy_((h.square().mean(-1) + self.spec.norm_eps).rsqrt())
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         """See `Operations`."""
         out.copy_(x.float() @ matrix.float().transpose(1, 2))
 
-    def append(self, rows: Rows, layer: int) -> None:
+    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
         """See `Operations`."""
         import torch
 
+        wanted = wanted_rows(self.spec, queries=queries, others=others)
+        self.product(rows.stream, matrix[:, wanted], rows.qkv[:, :, wanted])
         spec, start, lanes = self.spec, int(rows.place[0]), len(rows.stream)
         scaled = _whole(rows.qkv, rows.size) * rows.inverse_rms[..., None]
         heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
@@ -121,9 +134,11 @@ class TorchOperations:
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
         query, key = turned[:, :, : spec.lane_heads], turned[:, :, spec.lane_heads :]
         value = heads[..., spec.lane_heads + spec.lane_kv_heads :, :]
-        rows.query.view(rows.size, lanes, spec.lane_heads, -1).copy_(query.transpose(0, 1))
-        finite = bool(rows.query.isfinite().all())
-        for part, kept in ((key, self.buffers.keys), (value, self.buffers.values)):
+        finite = True
+        if queries:
+            rows.query.view(rows.size, lanes, spec.lane_heads, -1).copy_(query.transpose(0, 1))
+            finite = bool(rows.query.isfinite().all())
+        for part, kept in ((key, self.buffers.keys), (value, self.buffers.values)) if others else ():
             target = kept[layer, start : start + rows.size].view(rows.size, lanes, spec.lane_kv_heads, -1)
             target.copy_(part.to(self.cache.dtype).transpose(0, 1))
             finite = finite and bool(target.isfinite().all())
@@ -161,6 +176,7 @@ class TorchOperations:
     def residual(
         self,
         rows: Rows,
+        after: Rows,
         mode: ReduceMode,
         partial: Tensor,
         past: Tensor | None,
@@ -184,7 +200,7 @@ class TorchOperations:
         h = _whole(rows.stream, rows.size)
         if unscale is not None:
             h = h * unscale[:, None]
-        self._keep(rows, h + added, scale)
+        self._keep(after, h + added, scale)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """See `Operations`."""
@@ -217,6 +233,12 @@ class TorchOperations:
         for layer in range(self.spec.num_layers):
             keys, values = (kept[layer, first:last].to(self.cache.dtype) for kept in (self.buffers.keys, self.buffers.values))
             self.layout.store(self.cache, layer, first, keys, values)
+
+
+def wanted_rows(spec: ModelSpec, *, queries: bool, others: bool) -> slice:
+    """Of a lane's rows of `wqkv`: those of queries, and of keys and values."""
+    of_queries = spec.lane_heads * spec.head_dim
+    return slice(0 if queries else of_queries, None if others else of_queries)
 
 
 def take_last(buffers: Buffers, rows: Rows, last: Rows, pasts: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -3,7 +3,9 @@
 // kUnit neighbouring values of a row at a time (16 bytes); a thread block takes rows in turn. Activations are binary16, arithmetic is
 // float32.
 #include "ptx.cuh"
+#include "dependent.cuh"
 #include "prefill_shape.cuh"
+#include "turned.cuh"
 
 namespace kog {
 
@@ -168,7 +170,9 @@ enum class Form { kPlain, kSplit, kExact };  // kSplit: the streams have two pla
 
 // A thread has the same columns of all lanes of a row. What it reads of several lanes is asked for at once, as far as registers
 // suffice: memory wants as much under way.
-template <Mode kMode, Form kForm>
+//
+// kShared: the streams are the same in all lanes, and kept once; what a delayed or a local sum makes of them is written to all.
+template <Mode kMode, Form kForm, bool kShared>
 __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row) {
     constexpr bool kExact = kForm == Form::kExact;
     using Streams = Kept<kForm != Form::kPlain>;
@@ -189,10 +193,10 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
     for (u32 unit = threadIdx.x; unit < kUnits; unit += kRowThreads) {  // a constant: most models take one turn
         const auto stream_at = [&](int lane) { return Streams::at(lane, row, size, kUnits) + unit; };
         const auto result_at = [&](int lane) { return Results::at(lane, row, size, kUnits) + unit; };
-        typename Streams::Held streams[kAhead];
+        typename Streams::Held streams[kShared ? 1 : kAhead];
         typename Results::Held partials[kAhead], pasts[kHoldsPasts ? kLanes : 1];
         const auto load = [&](int lane) {
-            streams[lane % kAhead] = Streams::held_operand(stream + stream_at(lane), rest);
+            if constexpr (!kShared) streams[lane % kAhead] = Streams::held_operand(stream + stream_at(lane), rest);
             if constexpr (!kBlocks) partials[lane % kAhead] = Results::held_result(params.partial_ptr, result_at(lane), rest);
         };
         Unit total{};
@@ -201,6 +205,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) pasts[lane] = Results::held_result(params.past_ptr, result_at(lane), rest);
         }
+        if constexpr (kShared) streams[0] = Streams::held_operand(stream + stream_at(0), rest);
 #pragma unroll
         for (int lane = 0; lane < kAhead; ++lane) load(lane);
         if (kHasTotal) total = float_unit(totals + unit * kUnit);
@@ -214,7 +219,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
         }
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
-            Unit h = streams[lane % kAhead].unit(), p{}, old{};
+            Unit h = streams[kShared ? 0 : lane % kAhead].unit(), p{}, old{};
             if constexpr (!kBlocks) p = partials[lane % kAhead].unit();
             if (lane + kAhead < kLanes) load(lane + kAhead);  // before what this lane stores
             if (scales_input) multiply(h, scales.unit(lane, unit));
@@ -229,6 +234,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
                 else h.v[k] += p.v[k] + (total.v[k] - old.v[k]);
             }
             squares[lane] += square_sum(h);
+            if (kShared && kBlocks && lane >= params.num_written) continue;
             if (scales_output) multiply(h, scales.unit(lane, unit));
             Streams::store(stream + stream_at(lane), rest, h);
         }
@@ -254,14 +260,15 @@ struct CachePlace {
     }
 };
 
+__device__ __forceinline__ u32 capacity_of(u32 layer) {
+    return (kIsWindowed[layer] ? kWindowBatches : kFullBatches) * kBatch * kSplits;
+}
+
 // One thread block per layer and position, kPairs * KV heads pairs of values.
-template <bool kToCache>
-__device__ __forceinline__ void copy_cache(const KogPrefillParams& params) {
+__device__ __forceinline__ void load_position(const KogPrefillParams& params) {
     const u32 count = params.last - params.first, layer = blockIdx.x / count, position = params.first + blockIdx.x % count;
-    const u32 capacity = (kIsWindowed[layer] ? kWindowBatches : kFullBatches) * kBatch * kSplits;
-    if (position + capacity < params.last) return;  // what came later stands there
+    if (position + capacity_of(layer) < params.last) return;  // what came later stands there
     int* overflow = reinterpret_cast<int*>(params.overflow_ptr);
-    if (kToCache && *overflow) return;
     const u64 plain = (static_cast<u64>(layer) * kPositions + position) * kLanes * kKvPairs;
     u32* keys = reinterpret_cast<u32*>(params.keys_ptr) + plain;
     u32* values = reinterpret_cast<u32*>(params.values_ptr) + plain;
@@ -270,17 +277,111 @@ __device__ __forceinline__ void copy_cache(const KogPrefillParams& params) {
         const CachePlace place(params.cache_ptr, layer, kv_head, position);
         u32* key = reinterpret_cast<u32*>(place.key_row) + pair;
         u16* value = reinterpret_cast<u16*>(place.value_pair) + 4 * pair + place.is_odd;
-        if (kToCache) {
-            *key = KvFormat::pack(Fp16::low(keys[i]), Fp16::high(keys[i]));
-            const u32 packed = KvFormat::pack(Fp16::low(values[i]), Fp16::high(values[i]));
-            value[0] = static_cast<u16>(packed), value[2] = static_cast<u16>(packed >> 16);
-        } else {
-            const u32 stored = value[0] | static_cast<u32>(value[2]) << 16;
-            const u32 key_pair = Fp16::pack(KvFormat::low(*key), KvFormat::high(*key));
-            const u32 value_pair = Fp16::pack(KvFormat::low(stored), KvFormat::high(stored));
-            keys[i] = key_pair, values[i] = value_pair;
-            if (!is_finite_pair(key_pair) || !is_finite_pair(value_pair)) *overflow = 1;
+        const u32 stored = value[0] | static_cast<u32>(value[2]) << 16;
+        const u32 key_pair = Fp16::pack(KvFormat::low(*key), KvFormat::high(*key));
+        const u32 value_pair = Fp16::pack(KvFormat::low(stored), KvFormat::high(stored));
+        keys[i] = key_pair, values[i] = value_pair;
+        if (!is_finite_pair(key_pair) || !is_finite_pair(value_pair)) *overflow = 1;
+    }
+}
+
+// One thread block per layer and pair of positions whose values lie side by side; a thread has two pairs of values of each.
+__device__ __forceinline__ void store_positions(const KogPrefillParams& params) {
+    constexpr u32 kStep = 2 * kSplits, kItems = kLanes * kKvPairs / 2;
+    const u32 first_step = params.first / kStep, count = ((params.last + kStep - 1) / kStep - first_step) * kSplits;
+    const u32 layer = blockIdx.x / count, i = blockIdx.x % count, first = (first_step + i / kSplits) * kStep + i % kSplits;
+    const u32 capacity = capacity_of(layer);
+    const auto is_wanted = [&](u32 at) { return at >= params.first && at < params.last && at + capacity >= params.last; };
+    const bool wanted[2] = {is_wanted(first), is_wanted(first + kSplits)};  // else what came later stands there
+    if (!(wanted[0] || wanted[1]) || *reinterpret_cast<const int*>(params.overflow_ptr)) return;
+    const auto narrowed = [](const uint2& from) {
+        return uint2{KvFormat::pack(Fp16::low(from.x), Fp16::high(from.x)), KvFormat::pack(Fp16::low(from.y), Fp16::high(from.y))};
+    };
+    for (u32 item = threadIdx.x; item < kItems; item += blockDim.x) {
+        uint2 keys[2] = {}, values[2] = {};
+#pragma unroll
+        for (u32 odd = 0; odd < 2; ++odd) {
+            if (!wanted[odd]) continue;
+            const u64 at = (static_cast<u64>(layer) * kPositions + first + odd * kSplits) * kItems + item;
+            keys[odd] = reinterpret_cast<const uint2*>(params.keys_ptr)[at];
+            values[odd] = reinterpret_cast<const uint2*>(params.values_ptr)[at];
         }
+        const u32 pair = item % (kPairs / 2) * 2;  // of a head
+        const CachePlace place(params.cache_ptr, layer, item / (kPairs / 2), first);
+#pragma unroll
+        for (u32 odd = 0; odd < 2; ++odd) {
+            values[odd] = narrowed(values[odd]);
+            if (wanted[odd]) reinterpret_cast<uint2*>(place.key_row + odd * kHeadDim * 2)[pair / 2] = narrowed(keys[odd]);
+        }
+        if (wanted[0] && wanted[1]) {
+            const auto low = [](u32 even, u32 odd) { return (even & 0xffffu) | odd << 16; };
+            const auto high = [](u32 even, u32 odd) { return even >> 16 | (odd & 0xffff0000u); };
+            const uint2 even = values[0], odd = values[1];
+            reinterpret_cast<uint4*>(place.value_pair)[pair / 2] =
+                make_uint4(low(even.x, odd.x), high(even.x, odd.x), low(even.y, odd.y), high(even.y, odd.y));
+        } else {
+            const uint2 packed = wanted[0] ? values[0] : values[1];
+            u16* value = reinterpret_cast<u16*>(place.value_pair) + 4 * pair + (wanted[0] ? 0 : 1);
+            value[0] = static_cast<u16>(packed.x), value[2] = static_cast<u16>(packed.x >> 16);
+            value[4] = static_cast<u16>(packed.y), value[6] = static_cast<u16>(packed.y >> 16);
+        }
+    }
+}
+
+// The prompt's last token out of its block: a thread block for each lane. What goes on is exact, of one row.
+template <Form kForm>
+__device__ __forceinline__ void take_row(const KogPrefillParams& params) {
+    constexpr bool kExact = kForm == Form::kExact;
+    constexpr u32 kQueryPairs = kHeads * kPairs;
+    using Streams = Kept<kForm != Form::kPlain>;
+    using Results = Kept<kExact>;
+    const u32 size = params.size, lane = blockIdx.x, rest = size * kUnits;
+    const int position = *reinterpret_cast<const int*>(params.last_position_ptr);
+    const u32 row = position - *reinterpret_cast<const int*>(params.place_ptr);
+    const uint4* stream = reinterpret_cast<const uint4*>(params.stream_ptr) + Streams::at(lane, row, size, kUnits);
+    uint4* last_stream = reinterpret_cast<uint4*>(params.last_stream_ptr) + lane * 2 * kUnits;
+    const u64 partials[] = {params.partial_ptr, params.past_ptr}, last_partials[] = {params.last_partial_ptr, params.last_past_ptr};
+    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+        last_stream[unit] = stream[unit];
+        last_stream[kUnits + unit] = Streams::kPlanes > 1 ? stream[rest + unit] : uint4{};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (!last_partials[i]) continue;
+            const u32 from = Results::at(lane, row, size, kUnits) + unit;
+            float* to = reinterpret_cast<float*>(last_partials[i]) + (lane * 2 * kUnits + unit) * kUnit;
+            if constexpr (kExact) {
+                const float* results = reinterpret_cast<const float*>(partials[i]);
+                store_unit(to, float_unit(results + static_cast<u64>(from) * kUnit));
+                store_unit(to + kHidden, float_unit(results + static_cast<u64>(from + rest) * kUnit));
+            } else {
+                store_unit(to, widened(reinterpret_cast<const uint4*>(partials[i])[from]));
+                store_unit(to + kHidden, Unit{});
+            }
+        }
+    }
+    const u32* query = reinterpret_cast<const u32*>(params.query_ptr) + static_cast<u64>(row) * kLanes * kQueryPairs;
+    u32* last_query = reinterpret_cast<u32*>(params.last_query_ptr);
+    for (u32 i = lane * kQueryPairs + threadIdx.x; i < (lane + 1) * kQueryPairs; i += blockDim.x) last_query[i] = query[i];
+    if (threadIdx.x) return;
+    const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
+    reinterpret_cast<float*>(params.last_inverse_rms_ptr)[lane] = inverse_rms[lane * size + row];
+    if (lane) return;
+    int* place = reinterpret_cast<int*>(params.last_place_ptr);
+    place[0] = position, place[2] = position + 1;
+}
+
+// A thread block for each lane of an exact block of one row.
+__device__ __forceinline__ void give_row(const KogPrefillParams& params) {
+    const u32 lane = blockIdx.x;
+    const uint4* stream = reinterpret_cast<const uint4*>(params.stream_ptr) + lane * 2 * kUnits;
+    float* to = reinterpret_cast<float*>(params.last_streams_ptr) + lane * kHidden;
+    for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
+        const Unit value = Kept<true>::operand(stream + unit, kUnits);
+        store_unit(to + unit * kUnit, value);
+        bool finite = true;
+#pragma unroll
+        for (int k = 0; k < kUnit; ++k) finite = finite && value.v[k] - value.v[k] == 0;
+        if (!finite) *reinterpret_cast<int*>(params.overflow_ptr) = 1;
     }
 }
 
@@ -299,6 +400,13 @@ __global__ void begin(const __grid_constant__ KogPrefillParams params) {
 
 }  // extern "C"
 
+// Whether a row of the block stands behind the prompt.
+__device__ __forceinline__ bool is_padding(const KogPrefillParams& params, u32 row) {
+    const int start = *reinterpret_cast<const int*>(params.place_ptr), last = *reinterpret_cast<const int*>(params.last_position_ptr);
+    return start + static_cast<int>(row) > last;
+}
+
+// Padding is 0: zeros draw less power.
 template <bool kExact>
 __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     using Values = Kept<kExact>;
@@ -308,9 +416,10 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     const Scales scales(params.scale_ptr);
     for (u32 row = blockIdx.x; row < size; row += gridDim.x) {
         const uint4* words = reinterpret_cast<const uint4*>(params.embedding_ptr) + static_cast<u64>(tokens[row]) * kUnits;
+        const bool is_zero = is_padding(params, row);
         float squares[kLanes] = {};
         for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-            const uint4 w = words[unit];
+            const uint4 w = is_zero ? uint4{} : words[unit];
             const Unit value = {{WeightFormat::low(w.x), WeightFormat::high(w.x), WeightFormat::low(w.y), WeightFormat::high(w.y),
                                  WeightFormat::low(w.z), WeightFormat::high(w.z), WeightFormat::low(w.w), WeightFormat::high(w.w)}};
             const float sum = square_sum(value);
@@ -321,32 +430,30 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
                     scaled = value;
                     multiply(scaled, scales.unit(lane, unit));
                 }
-                Values::store(&stream[Values::at(lane, row, size, kUnits) + unit], static_cast<u64>(size) * kUnits, scaled);
                 squares[lane] += sum;
+                if (lane < params.num_written)
+                    Values::store(&stream[Values::at(lane, row, size, kUnits) + unit], static_cast<u64>(size) * kUnits, scaled);
             }
         }
         store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
     }
 }
 
-__device__ __forceinline__ float4 turned(const float4& pairs, const float4& turns) {
-    return {pairs.x * turns.x - pairs.y * turns.y, pairs.x * turns.y + pairs.y * turns.x,
-            pairs.z * turns.z - pairs.w * turns.w, pairs.z * turns.w + pairs.w * turns.z};
-}
-
-// Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row.
+// Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row,
+// of those from `first` to `last`: queries, keys and values, or some of them.
 template <bool kExact>
 __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     constexpr u32 kCount = kLanePairs / 2, kQueries = kHeads * kPairs / 2, kKeys = kKvPairs / 2;  // two pairs each
     const u32 size = params.size, start = *reinterpret_cast<const int*>(params.place_ptr);
     const u32 num_groups = (size + kAppendRows - 1) / kAppendRows;
+    let_successors_begin();
     const float* inverse_rms = reinterpret_cast<const float*>(params.inverse_rms_ptr);
     const float4* qkv = reinterpret_cast<const float4*>(params.qkv_ptr);
     const float4* rope = reinterpret_cast<const float4*>(params.rope_ptr);
     bool finite = true;
     for (u32 n = blockIdx.x; n < kLanes * num_groups; n += gridDim.x) {
         const u32 i = kLanes * num_groups - 1 - n, lane = i / num_groups, first_row = i % num_groups * kAppendRows;
-        for (u32 at = threadIdx.x; at < kCount; at += blockDim.x) {
+        for (u32 at = params.first + threadIdx.x; at < params.last; at += blockDim.x) {
             float4 values[kAppendRows];
 #pragma unroll
             for (int r = 0; r < kAppendRows; ++r) {
@@ -402,9 +509,28 @@ __device__ __forceinline__ void sum_lanes(const KogPrefillParams& params) {
     }
 }
 
+template <class Streams>
+__device__ __forceinline__ void clear_row(const KogPrefillParams& params, u32 row) {
+    uint4* stream = reinterpret_cast<uint4*>(params.stream_ptr);
+    for (u32 lane = 0; lane < kLanes; ++lane)
+        for (u32 unit = threadIdx.x; unit < kUnits; unit += kRowThreads)
+            Streams::store(stream + Streams::at(lane, row, params.size, kUnits) + unit, params.size * kUnits, Unit{});
+}
+
+// A thread block for each row (in a loop, without which the compiler runs out of registers).
 template <Mode kMode, Form kForm>
-__device__ __forceinline__ void residual_rows(const KogPrefillParams& params) {
-    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) residual<kMode, kForm>(params, row);
+__device__ __forceinline__ void residual_row(const KogPrefillParams& params) {
+    constexpr bool kMayShare = kForm != Form::kExact && kLanes > 1 && kScales == 1;
+    let_successors_begin();
+    // Padding stays 0. It is not looked for where that would be waited for and is little: in small blocks, and far from the end.
+    if (params.size >= 4 * kMostPadding && blockIdx.x + kMostPadding >= params.size && is_padding(params, blockIdx.x)) {
+        if (kMayShare && params.is_shared && params.num_written > 1) clear_row<Kept<kForm != Form::kPlain>>(params, blockIdx.x);
+        return;
+    }
+    for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) {
+        if (kMayShare && params.is_shared) residual<kMode, kForm, kMayShare>(params, row);
+        else residual<kMode, kForm, false>(params, row);
+    }
 }
 
 // The last row of the last lane first: of what the product has just written, the end is in the L2 cache, and the next product begins
@@ -433,14 +559,17 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
 }
 
 #define KOG_KERNEL(name, threads, body) \
-    __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { body(params); }
+    __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { \
+        await_predecessors();                                                                         \
+        body(params);                                                                                 \
+    }
 #define KOG_KERNELS(name, other, threads, body) \
     KOG_KERNEL(name, threads, body<false>)      \
     KOG_KERNEL(other, threads, body<true>)
 #define KOG_RESIDUAL(name, mode, ctas)                                                              \
-    KOG_KERNEL(name, (kRowThreads, ctas), (residual_rows<mode, Form::kPlain>))                      \
-    KOG_KERNEL(name##_split, (kRowThreads), (residual_rows<mode, Form::kSplit>))                    \
-    KOG_KERNEL(name##_exact, (kRowThreads), (residual_rows<mode, Form::kExact>))
+    KOG_KERNEL(name, (kRowThreads, ctas), (residual_row<mode, Form::kPlain>))                      \
+    KOG_KERNEL(name##_split, (kRowThreads), (residual_row<mode, Form::kSplit>))                    \
+    KOG_KERNEL(name##_exact, (kRowThreads), (residual_row<mode, Form::kExact>))
 
 extern "C" {
 
@@ -454,7 +583,11 @@ KOG_RESIDUAL(residual_delayed, Mode::kDelayed, kHoldsLanes ? 1 : 2)
 KOG_RESIDUAL(residual_delayed_alone, Mode::kDelayedAlone, kHoldsLanes ? 1 : 2)
 KOG_RESIDUAL(residual_local, Mode::kLocal, kHoldsLanes ? 1 : 2)
 
-KOG_KERNEL(load_cache, (kMaxThreads), copy_cache<false>)
-KOG_KERNEL(store_cache, (kMaxThreads), copy_cache<true>)
+KOG_KERNEL(load_cache, (kMaxThreads), load_position)
+KOG_KERNEL(store_cache, (kMaxThreads), store_positions)
+KOG_KERNEL(take_last, (kRowThreads), take_row<Form::kPlain>)
+KOG_KERNEL(take_last_split, (kRowThreads), take_row<Form::kSplit>)
+KOG_KERNEL(take_last_exact, (kRowThreads), take_row<Form::kExact>)
+KOG_KERNEL(give_streams, (kRowThreads), give_row)
 
 }  // extern "C"

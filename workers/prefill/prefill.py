@@ -15,6 +15,7 @@ from kog_dist.workers.prefill.buffers import Buffers, Rows
 from kog_dist.workers.prefill.layers import Layers
 
 BLOCKS_QUEUED = 2  # the next one starts without the host
+ROWS_QUEUED = 4096  # of several blocks together: what a stop waits for
 POLL_S = 20e-6
 
 
@@ -128,7 +129,7 @@ class Prefill:
         on_queued: Callable[[], None],
     ) -> int:
         """Queue what is waiting, and return when it has ended: one past the last position."""
-        queued: deque[tuple[int, Callable[[], bool]]] = deque()  # where it ends, whether it has
+        queued: deque[tuple[Block, Callable[[], bool]]] = deque()  # and whether it has ended
         end = start
         is_stored = is_stopped = False
         while queued or not is_stored or not self._runner.has_ended():
@@ -136,13 +137,13 @@ class Prefill:
                 self._runner.stop()
                 waiting.clear()
                 is_stopped = True
-            elif waiting and len(queued) < BLOCKS_QUEUED:
+            elif waiting and _has_room([block for block, _ in queued], waiting[0]):
                 if should_stop():
                     waiting.clear()
                     continue
                 block = waiting.popleft()
                 end = block.end
-                queued.append((end, self._runner.queue(block)))
+                queued.append((block, self._runner.queue(block)))
                 if end == num_tokens:
                     self._runner.queue_end(block)
             elif not waiting and not is_stored:
@@ -151,12 +152,17 @@ class Prefill:
                 if end == num_tokens:
                     on_queued()
             elif queued and queued[0][1]():
-                on_progress(queued.popleft()[0])
+                on_progress(queued.popleft()[0].end)
             elif waiting:  # the GPU has more to do
                 time.sleep(POLL_S)
             else:  # the first token waits for this thread; even `sleep(0)` takes what timers may be late by, 50 us
                 os.sched_yield()
         return end
+
+
+def _has_room(queued: Sequence[Block], block: Block) -> bool:
+    """Whether another block may be queued behind these."""
+    return not queued or (len(queued) < BLOCKS_QUEUED and sum(one.size for one in queued) + block.size <= ROWS_QUEUED)
 
 
 class HostRunner:

@@ -13,6 +13,7 @@ from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
 MAX_THREADS = 512  # of a thread block
 HELD_LANES = 8  # most lanes of a row whose values a thread of `residual` asks for at once
 APPEND_ROWS = 4  # that a thread block of `append` takes at a time
+MOST_PADDING = 256  # rows at the end of a block of 1,024 and more among which `residual` looks for padding, to leave it out
 PREFILL_PARAMS = Struct(
     "PrefillParams",
     "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
@@ -23,7 +24,7 @@ PREFILL_PARAMS = Struct(
         Field("overflow_ptr", "u64", "int32: set to 1 when a value is not finite"),
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
-        Field("stream_ptr", "u64", "binary16 (lanes, size, hidden)"),
+        Field("stream_ptr", "u64", "binary16 (lanes, size, hidden), or (1, size, hidden) for all lanes"),
         Field("unscale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams read; 0 = none"),
         Field("scale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams written; 0 = none"),
         Field("inverse_rms_ptr", "u64", "float32 (lanes, size)"),
@@ -38,9 +39,19 @@ PREFILL_PARAMS = Struct(
         Field("total_ptr", "u64", "float32 (size, hidden)"),
         Field("own_sum_ptr", "u64", "float32 (size, hidden); 0 = not wanted"),
         Field("cache_ptr", "u64", "the monokernel's KV cache"),
+        Field("last_position_ptr", "u64", "int32: position of the prompt's last token"),
+        Field("last_place_ptr", "u64", "like place, of that token; so are the next five"),
+        Field("last_stream_ptr", "u64", "binary16 (lanes, 2, hidden)"),
+        Field("last_inverse_rms_ptr", "u64", "float32 (lanes)"),
+        Field("last_query_ptr", "u64", "binary16 (lanes * heads, head_dim)"),
+        Field("last_partial_ptr", "u64", "float32 (lanes, 2, hidden): where `partial` goes; 0 = not wanted"),
+        Field("last_past_ptr", "u64", "the same for `past`"),
+        Field("last_streams_ptr", "u64", "float32 (lanes, hidden): the token's streams behind the last layer"),
         Field("size", "u32", "rows of the block"),
-        Field("first", "u32", "first position to copy"),
-        Field("last", "u32", "one past the last position to copy"),
+        Field("is_shared", "u32", "1: the streams read are one for all lanes"),
+        Field("num_written", "u32", "streams to be written: all lanes, or one for all of them"),
+        Field("first", "u32", "first position to copy; of append: of the groups of four values of a row"),
+        Field("last", "u32", "one past the last of them"),
     ),
 )
 SUM_PARAMS = Struct(
@@ -87,7 +98,7 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
         "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kLayers": spec.num_layers, "kMaxContext": spec.max_context,
         "kPositions": num_positions, "kSplits": layout.splits, "kWindowBatches": layout.window_batches,
         "kFullBatches": layout.full_batches, "kBatch": BATCH, "kUnit": UNIT, "kMaxThreads": MAX_THREADS,
-        "kAppendRows": APPEND_ROWS, "kHeldLanes": HELD_LANES,
+        "kAppendRows": APPEND_ROWS, "kHeldLanes": HELD_LANES, "kMostPadding": MOST_PADDING,
         "kRowThreads": threads_for(spec.hidden_size // UNIT),
     }  # fmt: skip
     floats = {"kNormEps": spec.norm_eps, "kLocalScale": math.sqrt(spec.num_lanes)}

@@ -1,4 +1,5 @@
-// Enough of CUDA to run the kernels of prefill.cu on a CPU: the threads of a block are threads, its blocks run one after the other.
+// Enough of CUDA to run the kernels of prefill.cu on a CPU: the threads of a block are threads, its blocks run one after the other, or
+// those of a cluster at once.
 // Stands in for collectives/device/ptx.cuh, of which it has what those kernels use.
 #pragma once
 #include <atomic>
@@ -18,6 +19,7 @@
 #define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __shared__ static
 
@@ -40,17 +42,28 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
-inline std::unique_ptr<std::barrier<>> block_barrier;
-inline std::vector<std::unique_ptr<std::barrier<>>> warp_barriers;
-inline float shuffled[1024];
+struct ThreadBlock {
+    std::barrier<> all;
+    std::vector<std::unique_ptr<std::barrier<>>> warps;
+    float shuffled[1024];
 
-inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+    explicit ThreadBlock(unsigned num_threads) : all(num_threads) {
+        for (unsigned first = 0; first < num_threads; first += 32)
+            warps.push_back(std::make_unique<std::barrier<>>(num_threads - first < 32 ? num_threads - first : 32));
+    }
+};
+inline std::vector<std::unique_ptr<ThreadBlock>> thread_blocks;  // of a cluster
+inline std::unique_ptr<std::barrier<>> cluster_barrier;
+inline thread_local unsigned my_rank;  // in the cluster
+
+inline void __syncthreads() { thread_blocks[my_rank]->all.arrive_and_wait(); }
+inline void __syncwarp() { thread_blocks[my_rank]->warps[threadIdx.x / 32]->arrive_and_wait(); }
 inline float __shfl_xor_sync(unsigned, float value, int offset) {
-    std::barrier<>& warp = *warp_barriers[threadIdx.x / 32];
+    float* shuffled = thread_blocks[my_rank]->shuffled;
     shuffled[threadIdx.x] = value;
-    warp.arrive_and_wait();
+    __syncwarp();
     const float theirs = shuffled[threadIdx.x ^ offset];
-    warp.arrive_and_wait();
+    __syncwarp();
     return theirs;
 }
 template <class T>
@@ -136,23 +149,22 @@ struct Fp16 {
     static float high(u32 packed) { return low(packed >> 16); }
 };
 
-// Run all blocks of a launch.
+// Run all blocks of a launch, `cluster` at a time.
 template <class Params>
-void launch(void (*kernel)(Params), unsigned num_ctas, unsigned num_threads, const void* raw) {
+void launch(void (*kernel)(Params), unsigned num_ctas, unsigned num_threads, const void* raw, unsigned cluster = 1) {
     Params params;
     std::memcpy(&params, raw, sizeof(Params));
-    block_barrier = std::make_unique<std::barrier<>>(num_threads);
-    warp_barriers.clear();
-    for (unsigned first = 0; first < num_threads; first += 32)
-        warp_barriers.push_back(std::make_unique<std::barrier<>>(num_threads - first < 32 ? num_threads - first : 32));
+    cluster_barrier = std::make_unique<std::barrier<>>(cluster * num_threads);
+    thread_blocks.clear();
+    for (unsigned rank = 0; rank < cluster; ++rank) thread_blocks.push_back(std::make_unique<ThreadBlock>(num_threads));
     std::vector<std::thread> threads;
-    for (unsigned i = 0; i < num_threads; ++i)
+    for (unsigned i = 0; i < cluster * num_threads; ++i)
         threads.emplace_back([=] {
-            threadIdx.x = i, blockDim.x = num_threads, gridDim.x = num_ctas;
-            for (unsigned cta = 0; cta < num_ctas; ++cta) {
+            my_rank = i / num_threads, threadIdx.x = i % num_threads, blockDim.x = num_threads, gridDim.x = num_ctas;
+            for (unsigned cta = my_rank; cta < num_ctas; cta += cluster) {
                 blockIdx.x = cta;
                 kernel(params);
-                block_barrier->arrive_and_wait();
+                cluster_barrier->arrive_and_wait();
             }
         });
     for (std::thread& thread : threads) thread.join();

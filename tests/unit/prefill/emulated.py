@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import subprocess
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kog_dist.cuda import build as compiler
 from kog_dist.workers.prefill.buffers import Buffers
@@ -17,7 +20,7 @@ from kog_dist.workers.prefill.prefill_abi import PREFILL_PARAMS, prefill_header
 
 LAUNCH = """
 extern "C" void launch_{name}(unsigned num_ctas, unsigned num_threads, const void* params) {{
-    kog::launch<{params}>({name}, num_ctas, num_threads, params);
+    kog::launch<{params}>({name}, num_ctas, num_threads, params, {cluster});
 }}
 """
 
@@ -25,8 +28,11 @@ extern "C" void launch_{name}(unsigned num_ctas, unsigned num_threads, const voi
 HERE = Path(__file__).parent
 
 
-def compiled(folder: Path, stem: str, header: str, kernels: Iterable[str], params: str, optimize: str = "-O0") -> Path:
-    """`stem`.cu with this `stem`_shape.cuh as a library of functions `launch_NAME`, which take a `params`.
+def compiled(
+    folder: Path, stem: str, header: str, kernels: Iterable[str], params: str, optimize: str = "-O0", cluster: int = 1
+) -> Path:
+    """`stem`.cu with this `stem`_shape.cuh as a library of functions `launch_NAME`, which take a `params`. `cluster`: of the
+    thread blocks of each.
 
     Its kernels run one at a time; who wants several at once loads copies of the library.
     """
@@ -35,7 +41,7 @@ def compiled(folder: Path, stem: str, header: str, kernels: Iterable[str], param
     sources["hopper.cuh"] = (HERE / "hopper_on_cpu.h").read_text(encoding="utf-8")
     for name, text in {**sources, f"{stem}_shape.cuh": header}.items():
         (folder / name).write_text(text, encoding="utf-8")
-    text = sources[f"{stem}.cu"] + "".join(LAUNCH.format(name=name, params=params) for name in kernels)
+    text = sources[f"{stem}.cu"] + "".join(LAUNCH.format(name=name, params=params, cluster=cluster) for name in kernels)
     (folder / f"{stem}.cpp").write_text(text, encoding="utf-8")
     library = folder / f"{stem}.so"
     # Products are not fused into sums: the twin's arithmetic. A copy of the library has variables of its own.
@@ -58,6 +64,22 @@ def compiled(folder: Path, stem: str, header: str, kernels: Iterable[str], param
     return library
 
 
+def launcher(library: Any, kernel: str, params_bytes: int) -> Callable[[int, int, bytes, bool], None]:
+    """Launches a kernel of such a library: thread blocks, threads of each, parameters, whether it may begin early."""
+
+    def launch(num_ctas: int, num_threads: int, params: bytes, early: bool) -> None:
+        assert len(params) == params_bytes
+        getattr(library, f"launch_{kernel}")(ctypes.c_uint(num_ctas), ctypes.c_uint(num_threads), params)
+
+    return launch
+
+
+def map_on_cpu(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> NDArray[np.uint64]:
+    """A tensor map as hopper_on_cpu.h reads it."""
+    padded = [*sizes, *[1] * (5 - len(sizes))], [*strides, *[0] * (5 - len(sizes))], [*box, *[1] * (5 - len(box))]
+    return np.array([address, *itertools.chain(*padded), 0], np.uint64)
+
+
 class EmulatedOperations(DeviceOperations):
     """`DeviceOperations` whose kernels run here. Products and attention are those of `TorchOperations`."""
 
@@ -66,10 +88,6 @@ class EmulatedOperations(DeviceOperations):
         self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
         header = prefill_header(self.layout, num_positions=buffers.keys.shape[1], weight_dtype=weight_dtype, kv_dtype=kv_dtype)
         library = ctypes.CDLL(str(compiled(folder, "prefill", header, _KERNELS, "KogPrefillParams")))
-        self._bind(embedding, cache, {name: partial(_launch, getattr(library, f"launch_{name}")) for name in _KERNELS})
+        self._bind(embedding, cache, {name: launcher(library, name, PREFILL_PARAMS.size_bytes) for name in _KERNELS})
+        self._tiles = {}
         self.product, self.attend = twin.product, twin.attend  # type: ignore[method-assign]
-
-
-def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes) -> None:
-    assert len(params) == PREFILL_PARAMS.size_bytes
-    function(ctypes.c_uint(num_ctas), ctypes.c_uint(num_threads), params)

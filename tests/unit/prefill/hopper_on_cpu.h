@@ -1,10 +1,14 @@
-// Enough of workers/prefill/hopper.cuh to run attention.cu on a CPU: shared memory is an array, tensor copies and products are done at
-// once, and barriers count. Where it swizzles and what a descriptor means is written down here once more, after PTX's manual.
+// Enough of workers/prefill/hopper.cuh to run attention.cu and gate_up.cu on a CPU: shared memory is an array for each thread block of a
+// cluster, and barriers count. Tensor copies are done when they are queued, as early as can be; products when they are waited for, as late as
+// can be: a slot that is given back too early shows. Where a copy swizzles and what a descriptor means is written down here once more, after
+// PTX's manual.
 #pragma once
 #include <algorithm>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include "ptx.cuh"
@@ -12,7 +16,6 @@
 using std::max;
 using std::min;
 
-inline void __syncwarp() { warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
 inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int offset) {
     float as_float;
     std::memcpy(&as_float, &value, 4);
@@ -20,6 +23,7 @@ inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int offset) {
     std::memcpy(&value, &as_float, 4);
     return value;
 }
+inline unsigned __shfl_sync(unsigned, unsigned value, int) { return value; }  // one that is the same in the whole warp
 inline bool __any_sync(unsigned mask, bool mine) {
     unsigned any = mine;
     for (int offset = 16; offset > 0; offset >>= 1) any |= __shfl_xor_sync(mask, any, offset);
@@ -28,11 +32,25 @@ inline bool __any_sync(unsigned mask, bool mine) {
 
 namespace kog {
 
-alignas(1024) inline unsigned char memory[256 << 10];
-inline u32 shared_memory() { return 0; }
-inline float4 load_shared_float4(u32 address) { return *reinterpret_cast<const float4*>(memory + address); }
-inline void store_shared_float4(u32 address, const float4& v) { *reinterpret_cast<float4*>(memory + address) = v; }
+constexpr u32 kMostRanks = 2, kRankBytes = 256 << 10;  // of a cluster; of shared memory
+alignas(1024) inline unsigned char memory[kMostRanks][kRankBytes];
+inline u32 shared_memory() { return 512; }  // not aligned
+inline unsigned char* own(u32 address) { return memory[my_rank] + address; }
+inline float4 load_shared_float4(u32 address) { return *reinterpret_cast<const float4*>(own(address)); }
+inline void store_shared_float4(u32 address, const float4& v) { *reinterpret_cast<float4*>(own(address)) = v; }
+inline void store_global(void* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float high_half(u32 packed) { return Fp16::high(packed); }
+
+// ---- clusters ----
+inline u32 cluster_rank() { return my_rank; }
+inline u32 cluster_address(u32 address, u32 rank) { return rank * kRankBytes + address; }
+inline void cluster_sync() { cluster_barrier->arrive_and_wait(); }
+
+inline void fail(const char* what) {
+    std::fprintf(stderr, "thread %u of thread block %u: %s\n", threadIdx.x, blockIdx.x, what);
+    std::abort();
+}
 
 // ---- barriers: of memory, and of a number of threads ----
 struct Bar {
@@ -41,40 +59,45 @@ struct Bar {
 };
 inline std::mutex mutex;
 inline std::condition_variable changed;
-inline std::map<u32, Bar> bars;
+inline std::map<u32, Bar> bars;  // by their address in the cluster
 inline void update(u32 at, u32 arrivals, int bytes) {
     const std::lock_guard lock(mutex);
     Bar& bar = bars[at];
+    if (bar.missing < arrivals) fail("too many arrivals");
     bar.missing -= arrivals, bar.bytes += bytes;
     if (bar.missing || bar.bytes) return;
     bar.missing = bar.count, bar.parity ^= 1;
     changed.notify_all();
 }
-inline void mbar_init(u32 at, u32 count) { bars[at] = {count, count}; }
-inline void mbar_arrive(u32 at) { update(at, 1, 0); }
-inline void mbar_arrive_expect(u32 at, u32 bytes) { update(at, 1, static_cast<int>(bytes)); }
-constexpr u32 kGroupBars = 0xffffff00u;
+inline void mbar_init(u32 at, u32 count) {
+    const std::lock_guard lock(mutex);
+    bars[cluster_address(at, my_rank)] = {count, count};
+}
+inline void mbar_arrive_cluster(u32 at) { update(at, 1, 0); }
+inline void mbar_arrive(u32 at) { update(cluster_address(at, my_rank), 1, 0); }
+inline void mbar_arrive_expect(u32 at, u32 bytes) { update(cluster_address(at, my_rank), 1, static_cast<int>(bytes)); }
+constexpr u32 kGroupBars = kRankBytes - 256;
+inline Bar& group_bar(u32 barrier) { return bars[cluster_address(kGroupBars + barrier, my_rank)]; }
 inline void fence_barrier_init() {  // a thread block begins: nobody waits
-    bars.erase(bars.lower_bound(kGroupBars), bars.end());
+    const std::lock_guard lock(mutex);
+    for (u32 barrier = 0; barrier < 16; ++barrier) group_bar(barrier) = {};
 }
 template <class Condition>
 void wait_for(std::unique_lock<std::mutex>& lock, Condition condition) {
-    if (changed.wait_for(lock, std::chrono::seconds(60), condition)) return;
-    std::fprintf(stderr, "thread %u waits in vain\n", threadIdx.x);
-    std::abort();
+    if (!changed.wait_for(lock, std::chrono::seconds(60), condition)) fail("waits in vain");
 }
 inline void mbar_wait(u32 at, u32 parity) {
     std::unique_lock lock(mutex);
-    wait_for(lock, [&] { return bars[at].parity != parity; });
+    wait_for(lock, [&] { return bars[cluster_address(at, my_rank)].parity != parity; });
 }
 inline void group_arrive(u32 barrier, u32 num_threads) {
     const std::lock_guard lock(mutex);
-    Bar& bar = bars[kGroupBars + barrier];
+    Bar& bar = group_bar(barrier);
     if (++bar.count == num_threads) bar.count = 0, ++bar.parity, changed.notify_all();
 }
 inline void group_sync(u32 barrier, u32 num_threads) {
     std::unique_lock lock(mutex);
-    Bar& bar = bars[kGroupBars + barrier];
+    Bar& bar = group_bar(barrier);
     const u32 before = bar.parity;
     if (++bar.count == num_threads) bar.count = 0, ++bar.parity, changed.notify_all();
     wait_for(lock, [&] { return bar.parity != before; });
@@ -89,10 +112,11 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 inline u32 swizzled(u32 address, u32 bytes) { return address ^ (address >> 7 & (bytes / 16 - 1)) << 4; }  // rows of so many bytes
-inline void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, int w, int v, u32 bar) {
+inline void tensor_load_many(u32 to, const TensorMap* map, int x, int y, int z, int w, int v, u32 bar, u16 mask) {
     const u64 *sizes = map->words + 1, *strides = map->words + 6, *box = map->words + 10;
     const int first[5] = {x, y, z, w, v};
     const u32 count = static_cast<u32>(box[0] * box[1] * box[2] * box[3] * box[4]);
+    if (to % (16 * box[0])) fail("a box that is not aligned");
     for (u32 i = 0; i < count; ++i) {
         u64 rest = i, from = map->words[0];
         bool inside = true;
@@ -104,17 +128,28 @@ inline void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, int w
         }
         u16 value = 0;
         if (inside) std::memcpy(&value, reinterpret_cast<const void*>(from), 2);
-        std::memcpy(memory + swizzled(to + 2 * i, static_cast<u32>(2 * box[0])), &value, 2);
+        for (u32 rank = 0; rank < kMostRanks; ++rank)
+            if (mask >> rank & 1) std::memcpy(memory[rank] + swizzled(to + 2 * i, static_cast<u32>(2 * box[0])), &value, 2);
     }
-    update(bar, 0, -2 * static_cast<int>(count));
+    for (u32 rank = 0; rank < kMostRanks; ++rank)
+        if (mask >> rank & 1) update(cluster_address(bar, rank), 0, -2 * static_cast<int>(count));
+}
+inline void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, int w, int v, u32 bar) {
+    tensor_load_many(to, map, x, y, z, w, v, bar, static_cast<u16>(1u << my_rank));
 }
 inline void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 bar) { tensor_load(to, map, x, y, z, w, 0, bar); }
+inline void tensor_load(u32 to, const TensorMap* map, int x, int y, int z, u32 bar) { tensor_load(to, map, x, y, z, 0, 0, bar); }
 
 // ---- products ----
+using Products = std::vector<std::function<void()>>;
+inline thread_local Products queued;  // and not committed
+inline thread_local std::deque<Products> committed;
 inline void products_begin() {}
-inline void products_commit() {}
-template <int>
+inline void products_commit() { committed.push_back(std::move(queued)), queued.clear(); }
+template <int kPending>
 void products_wait() {  // for those of the whole warp
+    for (; committed.size() > kPending; committed.pop_front())
+        for (const auto& multiply : committed.front()) multiply();
     __syncwarp();
 }
 template <int kCount>
@@ -127,7 +162,7 @@ struct Operand {
           stride(static_cast<u32>(descriptor >> 32 & 0x3fff) << 4), row_bytes(256u >> (descriptor >> 62)) {}
     float at(u32 address) const {
         u16 value;
-        std::memcpy(&value, memory + swizzled(address, row_bytes), 2);
+        std::memcpy(&value, own(swizzled(address, row_bytes)), 2);
         return Fp16::low(value);
     }
     float of_row(u32 row, u32 k) const { return at(start + row / 8 * stride + row % 8 * row_bytes + 2 * k); }
@@ -140,27 +175,36 @@ inline u32 row_of(int i) { return threadIdx.x % 128 / 32 * 16 + laneid() / 4 + (
 inline u32 column_of(int i) { return i / 4 * 8 + laneid() % 4 * 2 + i % 2; }
 template <int kCount>
 void multiply_rows(float (&d)[kCount], u64 a, u64 b, bool adds) {
-    const Operand x(a), matrix(b);
-    for (int i = 0; i < kCount; ++i) {
-        float sum = adds ? d[i] : 0;
-        for (u32 k = 0; k < 16; ++k) sum += x.of_row(row_of(i), k) * matrix.of_row(column_of(i), k);
-        d[i] = sum;
-    }
+    queued.push_back([d = static_cast<float*>(d), x = Operand(a), matrix = Operand(b), adds] {
+        float rows[2][16];
+        for (u32 k = 0; k < 16; ++k) rows[0][k] = x.of_row(row_of(0), k), rows[1][k] = x.of_row(row_of(2), k);
+        for (int i = 0; i < kCount; ++i) {
+            float sum = adds ? d[i] : 0;
+            for (u32 k = 0; k < 16; ++k) sum += rows[i >> 1 & 1][k] * matrix.of_row(column_of(i), k);
+            d[i] = sum;
+        }
+    });
 }
-inline u32 fragments[512][4];
+inline u32 fragments[kMostRanks][512][4];
 template <int kCount>
 void multiply_columns(float (&d)[kCount], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     const u32 mine[4] = {a0, a1, a2, a3};
-    std::memcpy(fragments[threadIdx.x], mine, sizeof(mine));
+    std::memcpy(fragments[my_rank][threadIdx.x], mine, sizeof(mine));
     __syncwarp();
-    const Operand matrix(b);
-    for (int i = 0; i < kCount; ++i) {
-        for (u32 k = 0; k < 16; ++k) {
-            const u32 pair = fragments[threadIdx.x / 4 * 4 + k % 8 / 2][(i & 2 ? 1 : 0) + (k & 8 ? 2 : 0)];
-            d[i] += (k & 1 ? Fp16::high(pair) : Fp16::low(pair)) * matrix.of_column(column_of(i), k);
+    struct Rows {
+        float values[2][16];
+    } rows;
+    for (u32 k = 0; k < 16; ++k) {
+        for (u32 r = 0; r < 2; ++r) {
+            const u32 pair = fragments[my_rank][threadIdx.x / 4 * 4 + k % 8 / 2][r + (k & 8 ? 2 : 0)];
+            rows.values[r][k] = k & 1 ? Fp16::high(pair) : Fp16::low(pair);
         }
     }
     __syncwarp();
+    queued.push_back([d = static_cast<float*>(d), rows, matrix = Operand(b)] {
+        for (int i = 0; i < kCount; ++i)
+            for (u32 k = 0; k < 16; ++k) d[i] += rows.values[i >> 1 & 1][k] * matrix.of_column(column_of(i), k);
+    });
 }
 
 }  // namespace kog

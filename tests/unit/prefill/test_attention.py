@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import shutil
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from kog_dist.workers.prefill import attention_abi
 from kog_dist.workers.prefill.attention import Attention, build, plan
 from kog_dist.workers.prefill.attention_abi import ATTENTION_PARAMS, AttentionShape, misfit
-from tests.unit.prefill.emulated import compiled
+from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 
 SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
 NUM_SMS, MAX_CONTEXT = 132, 4096
@@ -27,7 +22,7 @@ NUM_SMS, MAX_CONTEXT = 132, 4096
 def test_items_of_the_2b_shape() -> None:
     plans = {
         (size, window): plan(SHAPE_2B, size, window, MAX_CONTEXT - 1 + size, NUM_SMS)
-        for size in (1, 64, 128, 256, 512, 1024, 2048)
+        for size in (1, 64, 128, 256, 512, 1024, 2048, 4096)
         for window in (512, None)
     }
     of_one_group = {key for key, made in plans.items() if made.num_groups == 1}
@@ -68,20 +63,9 @@ def emulated(folder: Path, shape: AttentionShape, max_context: int) -> tuple[Att
     """attention.cu on a CPU, as on two multiprocessors, and on so many that chunks are items of their own."""
     path = compiled(folder, "attention", shape.constants(), ("attend", "combine"), "AttentionLaunch", optimize="-O1")
     library = ctypes.CDLL(str(path))
-    launchers = {name: partial(_launch, getattr(library, f"launch_{name}")) for name in ("attend", "combine")}
-    few, many = (Attention(shape, max_context, num_sms, launchers, _map) for num_sms in (2, 6))
+    launchers = {name: launcher(library, name, ATTENTION_PARAMS.size_bytes) for name in ("attend", "combine")}
+    few, many = (Attention(shape, max_context, num_sms, launchers, map_on_cpu) for num_sms in (2, 6))
     return few, many
-
-
-def _launch(function: Any, num_ctas: int, num_threads: int, params: bytes) -> None:
-    assert len(params) == ATTENTION_PARAMS.size_bytes
-    function(ctypes.c_uint(num_ctas), ctypes.c_uint(num_threads), params)
-
-
-def _map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> NDArray[np.uint64]:
-    """As hopper_on_cpu.h reads it."""
-    padded = [*sizes, *[1] * (5 - len(sizes))], [*strides, *[0] * (5 - len(sizes))], [*box, *[1] * (5 - len(box))]
-    return np.array([address, *itertools.chain(*padded), 0], np.uint64)
 
 
 def wanted(shape: AttentionShape, query: Any, keys: Any, values: Any, start: int, window: int | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks, sizes_within
 
 
 def test_blocks_cover_every_position_once_and_waste_little() -> None:
@@ -14,7 +14,8 @@ def test_blocks_cover_every_position_once_and_waste_little() -> None:
             assert [p for block in found for p in range(block.start, block.end)] == list(range(start, end))
             assert all(block.size in BLOCK_SIZES and 0 < block.num_tokens <= block.size for block in found)
             assert all(block.num_tokens == block.size for block in found[:-1]), "only the last one is padded"
-            assert not found or found[-1].size - found[-1].num_tokens < BLOCK_SIZES[0]
+            wasted = found[-1].size - found[-1].num_tokens if found else 0
+            assert wasted < (256 if found and found[-1].size >= 1024 else 128)
 
 
 def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
@@ -34,14 +35,30 @@ def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
         (300, [256, 128]),
         (385, [512]),
         (512, [512]),
+        (768, [512, 256]),
+        (769, [1024]),
         (1100, [1024, 128]),
         (1500, [1024, 512]),
+        (1792, [1024, 512, 256]),
+        (1793, [2048]),
         (2047, [2048]),
-        (3999, [2048, 2048]),
+        (3840, [2048, 1024, 512, 256]),
+        (3841, [4096]),
+        (3999, [4096]),
+        (5800, [4096, 1024, 512, 256]),
+        (6000, [4096, 2048]),
     ],
 )
 def test_sizes(end: int, sizes: list[int]) -> None:
     assert [block.size for block in blocks(0, end)] == sizes
+
+
+@pytest.mark.parametrize("max_context", [60, 128, 300, 1792, 1793, 2048, 3840, 3841, 4096])
+def test_a_context_has_the_sizes_that_its_prompts_need(max_context: int) -> None:
+    sizes = sizes_within(max_context)
+    needed = {block.size for end in range(1, max_context + 1) for block in blocks(0, end)}
+    assert needed == set(sizes)
+    assert all(blocks(0, end) == blocks(0, end, sizes) for end in range(1, max_context + 1, 7))
 
 
 def test_a_block_knows_its_padding() -> None:

@@ -23,7 +23,7 @@ from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 from tests.unit.prefill.emulated import EmulatedOperations
-from tests.unit.prefill.models import SMALL, Rank, token_ids
+from tests.unit.prefill.models import SMALL, Rank, layout_of, token_ids
 
 TINY: dict[str, Any] = {
     **SMALL, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 32, "num_layers": 4, "max_context": 40,
@@ -38,12 +38,19 @@ class Asked(OneRank):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize(("held_lanes", "split_size"), [(8, 0), (1, 2)])
-def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_lanes: int, split_size: int) -> None:
+@pytest.mark.parametrize(
+    ("held_lanes", "split_size", "overrides"),
+    [(8, 0, {}), (1, 2, {}), (8, 0, {"attention_comm": True, "delay": 2}), (1, 2, {"attention_comm": True, "delay": 0})],
+)
+def test_kernels_are_the_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_lanes: int, split_size: int, overrides: dict[str, Any]
+) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.HELD_LANES", held_lanes)
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)  # threads are expensive here
-    kv_dtype, spec = "bfloat16", ModelSpec(**TINY)
-    assert {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
+    if overrides:
+        monkeypatch.setattr("kog_dist.workers.prefill.layers.LATE_SIZE", 1)
+    kv_dtype, spec = "bfloat16", ModelSpec(**{**TINY, **overrides})
+    assert overrides or {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
     rank = Rank(
         open_checkpoint(tmp_path),
@@ -74,6 +81,52 @@ def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
         assert ((streams - buffers.last_streams).norm() / streams.norm()) < 1e-3
         assert (wanted != got).float().mean() < 0.01
     assert isinstance(rank.layers.operations, TorchOperations)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in blocks from 4 on
+    spec = ModelSpec(**{**TINY, "attention_comm": True})
+    write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
+    rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, sizes=(8,), split_size=0)
+    cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
+    buffers = Buffers(rank.layout, torch.float16, 8, "cpu", split_size=0)
+    made = EmulatedOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    runner = HostRunner(Layers(spec, rank.matrices, made, OneRank()), buffers, (8,))
+    emulated = Prefill(runner, max_context=spec.max_context, sizes=(8,))
+    ids = token_ids(spec, 8)
+    rows = runner._rows[8]
+    for length in (8, 7):  # what the first leaves behind is not in the second
+        assert emulated.run(ids[:length], 0, should_stop=lambda: False) == rank.run(ids[:length]) == length
+        assert torch.equal(rows.stream[:, length:], torch.zeros_like(rows.stream[:, length:]))
+        assert (rows.stream[:, :length] != 0).any(-1).all()
+        streams = rank.buffers.last_streams
+        assert ((streams - buffers.last_streams).norm() / streams.norm()) < 1e-3
+        wanted, got = rank.cache.float(), cache.float()
+        assert ((wanted - got).norm() / wanted.norm()) < 1e-3
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_positions_are_stored_as_the_twin_stores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
+    spec = ModelSpec(**{**TINY, "max_context": 300})
+    layout = layout_of(spec, spec.num_lanes)
+    assert layout.capacity(0) < 250 < layout.capacity(3), "windows wrap, others do not"
+    buffers = Buffers(layout, torch.float16, 2, "cpu")
+    wanted, found = (torch.zeros(layout.num_values, dtype=torch.bfloat16) for _ in range(2))
+    twin = TorchOperations(buffers, torch.zeros(1), wanted)
+    made = EmulatedOperations(buffers, torch.zeros(1), found, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    for first, last in ((0, 290), (5, 8), (37, 38), (100, 250), (120, 145)):
+        for kept in (buffers.keys, buffers.values):
+            kept.copy_(torch.randn(kept.shape))
+        twin.store_cache(first, last)
+        made.store_cache(first, last)
+        assert torch.equal(wanted, found), f"{first} to {last}"
+    buffers.overflow.fill_(1)
+    buffers.keys.zero_()
+    made.store_cache(0, 290)
+    assert torch.equal(wanted, found), "nothing is stored behind an overflow"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -73,10 +73,10 @@ class Captured:
     def __getattr__(self, name: str) -> Callable[..., object]:
         call = getattr(self._operations, name)
 
-        def run(*arguments: Any) -> object:
-            result = call(*arguments)
+        def run(*arguments: Any, **named: Any) -> object:
+            result = call(*arguments, **named)
             if Graph.capturing is not None:
-                again = (lambda: result.copy_(call(*arguments))) if name == "attend" else (lambda: call(*arguments))
+                again = (lambda: result.copy_(call(*arguments))) if name == "attend" else (lambda: call(*arguments, **named))
                 Graph.capturing.calls.append(again)
             return result
 
@@ -126,6 +126,27 @@ def test_graphs_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> Non
         assert torch.equal(rank.buffers.last_streams, expected.buffers.last_streams)
     graphs: Any = runner.graphs
     assert {size: graph.num_replays for size, graph in graphs.items()} == {16: 10, 8: 3, 12: 1}
+
+
+def test_all_blocks_have_run_before_the_first_is_captured(made: tuple[Rank, Rank, GraphRunner]) -> None:
+    _, rank, _ = made
+    happened = list[str]()
+    operations: Any = rank.layers.operations
+
+    class Noting:
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            def run(*arguments: Any, **named: Any) -> object:
+                if name == "begin":
+                    happened.append(f"{'captured' if Graph.capturing else 'run'} {arguments[0].size}")
+                return getattr(operations, name)(*arguments, **named)
+
+            return run
+
+    noting: Any = Noting()
+    stream: Any = Stream()
+    layers = Layers(rank.spec, rank.matrices, noting, OneRank())
+    GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, exact_size=EXACT_SIZE), lambda: happened.append("prepared"))
+    assert happened == ["run 16", "run 12", "run 8", "prepared", "captured 16", "captured 12", "captured 8"]
 
 
 def test_the_first_graph_waits_for_one_copy_and_nothing_else(

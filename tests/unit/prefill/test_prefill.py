@@ -24,8 +24,10 @@ from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
+from kog_dist.workers.prefill.blocks import Block
 from kog_dist.workers.prefill.buffers import Buffers
 from kog_dist.workers.prefill.exchange import CommunicatorExchange, mailbox
+from kog_dist.workers.prefill.layers import num_shared_streams
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, interpreter, layout_of, relative_error, token_ids
 
@@ -81,6 +83,35 @@ def test_same_function_as_token_by_token(make: Make, variant: str) -> None:
         assert logits[1] is not None
         assert relative_error(logits[0], logits[1]) < 1e-3
         token = outputs[1].token_id
+
+
+@pytest.mark.parametrize("variant", ["delayed", "all blocking", "one lane, no windows"])
+def test_queries_of_the_last_layer_may_be_made_for_the_last_token_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:  # fmt: skip
+    checkpoint = make(VARIANTS[variant])
+    early, late = (Rank(checkpoint, dtype=torch.float16) for _ in range(2))
+    ids = token_ids(checkpoint.spec, PROMPT)
+    assert early.run(ids) == PROMPT
+    monkeypatch.setattr("kog_dist.workers.prefill.layers.LATE_SIZE", 16)
+    assert late.run(ids) == PROMPT
+    assert torch.equal(late.cache, early.cache)
+    assert relative_error(late.buffers.last_streams, early.buffers.last_streams) < 1e-5
+
+
+def test_streams_are_kept_once_while_lanes_have_the_same(make: Make) -> None:
+    counts = {variant: num_shared_streams(make(overrides).spec) for variant, overrides in VARIANTS.items()}
+    assert counts == {
+        "delayed": 5, "delay 1, norm scales per lane": 0, "delay beyond the layers": 1, "no early communication": 1,
+        "no attention communication": 1, "all blocking": 8, "one lane, no windows": 8, "many query heads per KV head": 5,
+    }  # fmt: skip
+    checkpoint = make({})
+    once, each = (Rank(checkpoint, dtype=torch.float16) for _ in range(2))
+    each.layers._num_shared = 0
+    ids = token_ids(checkpoint.spec, PROMPT)
+    assert once.run(ids) == each.run(ids) == PROMPT
+    assert torch.equal(once.cache, each.cache)
+    assert torch.equal(once.buffers.last_streams, each.buffers.last_streams)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
@@ -168,6 +199,35 @@ def test_a_stop_keeps_what_was_computed(make: Make) -> None:
     assert rank.run(ids, reached) == PROMPT
     assert Rank(checkpoint).prefill.run(ids, 0, should_stop=lambda: True) == 0
     assert rank.prefill.run(ids, PROMPT, should_stop=lambda: False) == PROMPT
+
+
+@pytest.mark.parametrize(("most_rows", "wanted"), [(16, 16), (24, 24), (31, 24), (32, 32), (4096, 32)])
+def test_a_stop_waits_for_few_rows(make: Make, monkeypatch: pytest.MonkeyPatch, most_rows: int, wanted: int) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill.ROWS_QUEUED", most_rows)
+    checkpoint = make({})
+    rank = Rank(checkpoint)
+    runner: Any = rank.prefill._runner
+    run_block = runner.queue
+    under_way, most = list[int](), 0
+
+    def queue(block: Block) -> Callable[[], bool]:
+        nonlocal most
+        run_block(block)
+        under_way.append(block.size)
+        most = max(most, sum(under_way))
+        polls = iter(range(5))
+
+        def has_ended() -> bool:
+            if next(polls) == 4:
+                under_way.pop(0)
+                return True
+            return False
+
+        return has_ended
+
+    monkeypatch.setattr(runner, "queue", queue)
+    assert rank.run(token_ids(checkpoint.spec, 133)) == 133, "eight blocks of 16, and one of 8"
+    assert most == wanted
 
 
 def test_values_out_of_range_store_nothing(make: Make) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ import torch
 from kog_dist.cuda import cublas_lt
 from kog_dist.errors import LaunchError
 from kog_dist.workers.prefill import products
+from kog_dist.workers.prefill.algorithm_cache import AlgorithmCache
 from kog_dist.workers.prefill.products import Products, fastest
 
 
@@ -34,74 +40,258 @@ def test_without_cublaslt_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class PlayedProduct:
-    """Algorithm 1 adds in another order, 2 and 5 refuse; all others multiply."""
+    """Algorithm 1 adds in another order, those of `refusing` do not run; all others multiply."""
 
     num_algorithms = 6
     found = True
+    refusing: ClassVar[set[int]] = {2, 5}
+    proposed = "abcdef"  # their names
 
     def __init__(self, *_: Any, **__: Any) -> None:
         if not self.found:
             raise LaunchError("no algorithm")
 
+    def name(self, algorithm: int) -> str | None:
+        return self.proposed[algorithm] if self.proposed else None
+
+    def index(self, name: str) -> int | None:
+        return self.proposed.index(name) if name in self.proposed else None
+
     def play(self, algorithm: int, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-        if algorithm in (2, 5):
+        if algorithm in self.refusing:
             raise LaunchError(f"algorithm {algorithm} does not run")
         out.copy_(x.float() @ matrix.float().transpose(1, 2) + (algorithm == 1))
 
 
+class PlayedTrial:
+    """Algorithms take less time the later they come."""
+
+    def __init__(self) -> None:
+        self.times = iter(range(100, 0, -10))
+
+    def aside(self) -> Any:
+        return nullcontext()
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.randn(x.shape).half() if x.stride(0) or len(x) == 1 else torch.randn(1, *x.shape[1:]).half().expand_as(x)
+
+    def time_ms(self, run: Callable[[], None], *, is_flushed: bool, best_ms: float) -> float:
+        return float(next(self.times))
+
+
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Products:
-    """Products on a CPU, whose algorithms take less time the later they come."""
-    timed = iter(range(100, 0, -10))
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Products]:
+    """Products on a CPU, which keep choices in one folder."""
     monkeypatch.setattr(products, "Product", PlayedProduct)
+    monkeypatch.setattr(products, "Trial", PlayedTrial)
     monkeypatch.setattr(Products, "_run", lambda _, product, *rest: product.play(*rest))
-    monkeypatch.setattr(products, "_time_ms", lambda run, *, is_flushed: float(next(timed)))
     monkeypatch.setattr(cublas_lt, "library", lambda major: (_ for _ in ()).throw(OSError))
-    made = Products()
-    made._workspace = torch.zeros(1)
+
+    def made(**made_for: str) -> Products:
+        multiply = Products(AlgorithmCache({"GPU": "a", **made_for}, folder=tmp_path))
+        multiply._workspace = torch.zeros(1)
+        return multiply
+
     return made
 
 
-def _multiply(multiply: Products, rows: int = 3) -> torch.Tensor:
+def _multiply(multiply: Products, rows: int = 3, *, is_shared: bool = False) -> int | None:
+    """The algorithm that is used in the end."""
     torch.manual_seed(1)
     x, matrix, out = torch.randn(2, rows, 8).half(), torch.randn(2, 5, 8).half(), torch.zeros(2, rows, 5)
+    x = x[:1].expand_as(x) if is_shared else x
     multiply(x, matrix, out)
     assert torch.allclose(out, x.float() @ matrix.float().transpose(1, 2), rtol=1e-2, atol=1e-2)
-    return out
+    plan = list(multiply._plans.values())[-1]
+    return None if plan is None else plan[1]
 
 
-def test_the_fastest_with_the_bits_of_the_first_is_taken_once_for_each_shape(played: Products) -> None:
+def test_the_fastest_with_the_bits_of_the_first_is_taken_once_for_each_shape(make: Callable[..., Products]) -> None:
+    played = make()
+    assert _multiply(played) == 4, "0, 3 and 4 give the same bits; 4 took the least time"
     _multiply(played)
-    (plan,) = played._plans.values()
-    assert plan is not None
-    assert plan[1] == 4, "0, 3 and 4 give the same bits; 4 took the least time"
-    _multiply(played)
-    assert len(played._plans) == 1
+    assert (played.num_shapes, played.num_tried) == (1, 1)
     _multiply(played, rows=4)
-    assert len(played._plans) == 2
+    assert (played.num_shapes, played.num_tried) == (2, 2)
+
+
+def test_one_x_for_all_lanes_has_the_bits_of_lanes_with_their_own(
+    make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(PlayedProduct, "refusing", set())
+    played = make()
+    assert _multiply(played, is_shared=True) == 5, "1, the first that is tried here, gives others"
+    assert played.num_shapes == 2, "lanes with their own have chosen, too"
 
 
 @pytest.mark.parametrize("found", [False, True])
-def test_torch_multiplies_what_no_algorithm_runs(played: Products, monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
-    def refuse(*_: Any) -> None:
-        raise LaunchError("does not run")
-
+def test_torch_multiplies_what_no_algorithm_runs(
+    make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:  # fmt: skip
     by_torch = list[int]()
     monkeypatch.setattr(PlayedProduct, "found", found)
-    monkeypatch.setattr(PlayedProduct, "play", refuse)
+    monkeypatch.setattr(PlayedProduct, "refusing", set(range(6)))
     monkeypatch.setattr(
         products, "_by_torch", lambda x, matrix, out: by_torch.append(out.copy_(x.float() @ matrix.float().mT).numel())
     )
-    _multiply(played)
+    played = make()
+    assert _multiply(played) is None
     assert by_torch == [30]
     assert list(played._plans.values()) == [None]
 
 
-class _Library:
-    """Notes what is called, with numbers; `states`: of the algorithms that it finds; a code for one function."""
+def test_the_next_start_tries_nothing(make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    chosen = [_multiply(first), _multiply(first, is_shared=True)]
+    first.end_trials()
+    assert first._trial is None
+    monkeypatch.delattr(products, "Trial")
+    second = make()
+    assert [_multiply(second), _multiply(second, is_shared=True)] == chosen
+    assert (second.num_shapes, second.num_tried) == (2, 0)
+    second.end_trials()
 
-    def __init__(self, states: tuple[int, ...], failing: str = "") -> None:
-        self.states, self.failing = states, failing
+
+def test_an_algorithm_is_found_by_its_name(make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    assert _multiply(first) == 4
+    first.end_trials()
+    monkeypatch.setattr(PlayedProduct, "proposed", "abcedf")
+    assert _multiply(make()) == 3, "which `e` is now"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "wanted"),
+    [("proposed", "ABCDEF", 4), ("refusing", {2, 4, 5}, 3)],  # it is not proposed any more; it does not run any more
+)
+def test_what_was_kept_and_cannot_be_had_is_chosen_again(
+    make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, wanted: int
+) -> None:
+    first = make()
+    assert _multiply(first) == 4
+    first.end_trials()
+    monkeypatch.setattr(PlayedProduct, attribute, value)
+    second = make()
+    assert _multiply(second) == wanted
+    assert second.num_tried == 1
+    second.end_trials()
+    third = make()
+    assert _multiply(third) == wanted
+    assert third.num_tried == 0
+
+
+def test_what_has_no_name_is_not_kept(make: Callable[..., Products], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlayedProduct, "proposed", "")
+    for _ in range(2):
+        played = make()
+        assert _multiply(played) == 4
+        played.end_trials()
+        assert played.num_tried == 1
+
+
+def test_other_gpus_and_other_code_choose_by_themselves(make: Callable[..., Products]) -> None:
+    first = make()
+    _multiply(first)
+    first.end_trials()
+    for other in ({"GPU": "b"}, {"cuBLASLt": "130200"}):
+        played = make(**other)
+        _multiply(played)
+        assert played.num_tried == 1
+
+
+def test_ranks_that_choose_at_the_same_time_keep_all(make: Callable[..., Products]) -> None:
+    ranks = [make(), make()]
+    for rows, rank in enumerate(ranks, 3):
+        _multiply(rank, rows)
+    for rank in ranks:
+        rank.end_trials()
+    last = make()
+    _multiply(last, 3)
+    _multiply(last, 4)
+    assert last.num_tried == 0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"algorithms": []}', '{"algorithms": {"a": 1}}'])
+def test_a_file_that_is_something_else_counts_as_absent(make: Callable[..., Products], tmp_path: Path, text: str) -> None:
+    path = AlgorithmCache({"GPU": "a"}, folder=tmp_path).path
+    path.write_text(text)
+    for num_tried in (1, 0):
+        played = make()
+        _multiply(played)
+        played.end_trials()
+        assert played.num_tried == num_tried
+    assert json.loads(path.read_text())["made for"] == {"GPU": "a"}
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_nothing_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    cache = AlgorithmCache({}, folder=tmp_path / "file")
+    cache.put("a", "b")
+    cache.save()
+    assert cache.get("a") == "b"
+    assert "note: the fastest algorithms of products are not kept" in capfd.readouterr().err
+
+
+def test_algorithms_are_kept_beside_the_cubins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert AlgorithmCache({}).path.parent == tmp_path / "kog_dist" / "algorithms"
+
+
+@pytest.mark.parametrize(
+    ("times", "best_ms", "wanted", "num_replays"),
+    [
+        ([1.5, 1.6, 1.4, 0.9], math.inf, 1.4, 3),  # 4 ms are enough
+        ([0.3, 0.2, 0.1, 0.15], math.inf, 0.1, 4),
+        ([0.3, 0.2, 0.1, 0.1], 0.15, 0.2, 2),  # hopeless
+        ([9, 8, 7], math.inf, 8, 2),
+    ],
+)
+def test_times_are_measured_as_often_as_it_matters(
+    monkeypatch: pytest.MonkeyPatch, times: list[float], best_ms: float, wanted: float, num_replays: int
+) -> None:
+    happened = list[str]()
+
+    class Event:
+        def __init__(self, **_: Any) -> None: ...
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            happened.append("replay")
+
+        def elapsed_time(self, _: Event) -> float:
+            return times[happened.count("replay") - 1]
+
+    class Graph:
+        def capture_begin(self, *, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local", "a heartbeat thread must not spoil a capture"
+            happened.append("begin")
+
+        def capture_end(self) -> None:
+            happened.append("end")
+
+        def raw_cuda_graph_exec(self) -> int:
+            return 5
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device, **named: empty(*(1 for _ in sizes), **named))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=3))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(products, "launch_graph", lambda graph_ptr, stream_ptr: happened.append(f"{graph_ptr} {stream_ptr}"))
+    found = products.Trial().time_ms(lambda: happened.append("run"), is_flushed=True, best_ms=best_ms)
+    assert found == wanted
+    assert happened == ["begin", *["run"] * 4, "end", *["5 3", "replay"] * num_replays]
+
+
+class _Library:
+    """Notes what is called, with numbers; `states`: of the algorithms that it finds; a code for one function.
+
+    The first number of an algorithm's name is 100 and more, of `names` if they are given; the others are 7 to 14.
+    """
+
+    def __init__(self, states: tuple[int, ...], failing: str = "", names: tuple[int, ...] = ()) -> None:
+        self.states, self.failing, self.names = states, failing, names or tuple(range(100, 100 + len(states)))
         self.calls: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -111,8 +301,14 @@ class _Library:
             if name == "cublasLtMatmulAlgoGetHeuristic":
                 found = arguments[-2]
                 for index, state in enumerate(self.states):
-                    found[index].state, found[index].algorithm[0] = state, 100 + index
+                    found[index].state, found[index].algorithm[0] = state, self.names[index]
                 arguments[-1]._obj.value = len(self.states)
+            if name == "cublasLtMatmulAlgoConfigGetAttribute":
+                algorithm, attribute, number, size, written = arguments
+                written._obj.value = wanted = 2 if attribute in (7, 8) else 4
+                assert size.value in ((wanted,) if number else (0,)), "it refuses another size"
+                if number:
+                    number._obj.value = attribute + 6 if attribute else algorithm._obj[0]
             if name == "cublasLtMatmul":
                 self.algorithm = arguments[12]._obj[0]
             return 7 if name == self.failing else 0
@@ -155,6 +351,20 @@ def test_only_algorithms_that_were_found_usable_run(monkeypatch: pytest.MonkeyPa
     for algorithm, wanted in enumerate((101, 102)):
         product.run(algorithm, 0, 0, 0, 0, 0)
         assert library.algorithm == wanted
+        assert product.name(algorithm) == f"{wanted}.7.8.9.10.11.12.13.14"
+        assert product.index(f"{wanted}.7.8.9.10.11.12.13.14") == algorithm
+    assert product.index("100.7.8.9.10.11.12.13.14") is None
+
+
+@pytest.mark.usefixtures("handle")
+def test_names_that_two_algorithms_have_find_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = _made(monkeypatch, _Library((0, 0, 0), names=(5, 6, 5)))
+    product._usable[2].algorithm[3] = 1  # what the numbers do not tell
+    assert [product.index(product.name(i) or "") for i in range(3)] == [0, 1, 2]
+    product._usable[2].algorithm[3] = 0
+    assert [product.index(product.name(i) or "") for i in range(3)] == [None, 1, None]
+    product = _made(monkeypatch, _Library((0, 0), "cublasLtMatmulAlgoConfigGetAttribute"))
+    assert (product.name(0), product.index("100.7.8.9.10.11.12.13.14")) == (None, None)
 
 
 @pytest.mark.parametrize(

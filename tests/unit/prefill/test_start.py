@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class Parts:
         monkeypatch.setattr(load, "load_weights", self.load_weights)
         monkeypatch.setattr(monokernel, "Monokernel", self.monokernel)
         monkeypatch.setattr(gpu, "matrices_for", lambda shape: (self.called("matrices"), lambda name, words: self.called("take")))
-        monkeypatch.setattr(gpu, "prefill_for", lambda kernel, matrices, exchange: self.called("prefill"))
+        monkeypatch.setattr(gpu, "prefill_for", self.prefill)
         monkeypatch.setattr(gpu, "release_unused", lambda: self.called("release"))
         monkeypatch.setattr(gpu, "obstacle_in_torch", lambda: self.torch_says)
         for module in (cuda, cuda_start):
@@ -61,6 +61,10 @@ class Parts:
         if observe is not None:
             observe("a tensor", None)
         return self.called("weights")
+
+    def prefill(self, kernel: Any, matrices: Any, *, exchange: Any, ended: Callable[[str], None]) -> str:
+        ended("products, 0 of 40 tried,")
+        return self.called("prefill")
 
     def monokernel(self, shape: Any, weights: str, **options: Any) -> ScriptedKernel:
         self.called("kernel")
@@ -93,7 +97,8 @@ def test_who_has_prefill(
     assert parts.calls == calls
     assert kernel is parts.kernels[0]
     assert made == ("prefill" if calls == WITH else None)
-    steps = r"note: started prefill in [\d.]+ s \(torch [\d.]+, weights [\d.]+, kernel [\d.]+, products and graphs [\d.]+\)\n"
+    names = ("torch", "torch on the GPU", "weights", "kernel", "products, 0 of 40 tried,")
+    steps = r"note: started prefill in [\d.]+ s \(" + ", ".join(rf"{name} [\d.]+" for name in names) + r"\)\n"
     assert (re.fullmatch(steps, capfd.readouterr().err) is not None) == (made is not None)
 
 
