@@ -18,6 +18,9 @@ struct Chooser {
         store_shared(role.base + KOG_OFFSET(num_exchanges), number);
         __syncwarp();
     }
+    // Step of this launch.
+    __device__ __forceinline__ u32 step() const { return load_shared_u32(role.base + KOG_OFFSET(step)); }
+    __device__ __forceinline__ void set_step(u32 step) const { store_shared(role.base + KOG_OFFSET(step), step); }
     // Of the newest token.
     __device__ __forceinline__ u32 chosen_place() const { return load_shared_u32(role.base + KOG_OFFSET(chosen_place)); }
 
@@ -323,28 +326,30 @@ struct Chooser {
         __syncwarp();
     }
 
-    // Choose the successor of a step's token, unless the prompt has it; or say why there is none. False: leave.
-    __device__ __forceinline__ bool choose(u32 step, u32& finish) const {
-        const u32 position = role.first_position + step, index = position + 1 - role.num_prompt;
-        const bool has_logits = has_head(role, step), reports = has_logits && (shaping.flags & kReports);
-        bool no_end = index < shaping.min_tokens && params.num_stop_ids > 0;
+    // Whether a step's token may not end the answer, if there is another one.
+    __device__ __forceinline__ bool is_too_early(u32 step) const {
+        return role.first_position + step + 1 - role.num_prompt < shaping.min_tokens && params.num_stop_ids > 0;
+    }
+    // Choose the successor of the step's token, unless the prompt has it; or say why there is none. False: leave.
+    __device__ __forceinline__ bool choose(u32& finish) const {
         Offers offers;
         float largest_logit = -INFINITY;
-        if (has_logits) {
-            if ((shaping.flags & kMasked) && !fetch_mask(step, index, offers.flags)) return false;
-            if (!look_at_rows(step, position, no_end, offers, largest_logit)) return false;
-        } else if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1)) {
+        const u32 now = step(), position = role.first_position + now;
+        if (has_head(role, now)) {
+            if ((shaping.flags & kMasked) && !fetch_mask(now, position + 1 - role.num_prompt, offers.flags)) return false;
+            if (!look_at_rows(now, position, is_too_early(now), offers, largest_logit)) return false;
+        } else if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), now & 1)) {
             return false;
         }
 #pragma unroll 1
-        while (true) {
-            if (!exchange(offers, reports, largest_logit, role.first_epoch + step + 1)) return false;
-            if (!no_end || !has_logits || offers.flags != 0 || offers.best.place != kNoPlace) break;
-            look_at_end_ids(position, offers);  // nothing else is left
-            no_end = false;
+        for (bool is_first = true;; is_first = false) {
+            const bool has_logits = has_head(role, step());
+            if (!exchange(offers, has_logits && (shaping.flags & kReports), largest_logit, role.first_epoch + step() + 1)) return false;
+            if (!is_first || !has_logits || !is_too_early(step()) || offers.flags != 0 || offers.best.place != kNoPlace) break;
+            look_at_end_ids(role.first_position + step(), offers);  // nothing else is left
         }
         if (offers.flags & kCancelFlag) finish = kCancelledFinish;
-        else if (!has_logits) return true;
+        else if (!has_head(role, step())) return true;
         else if (offers.flags & kNoMaskFlag) finish = kNoMaskFinish;
         else if (offers.flags & kFaultFlag) finish = kNumericalFault;
         else if (offers.best.place == kNoPlace) finish = kNoMaskFinish;

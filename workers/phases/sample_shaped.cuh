@@ -54,8 +54,7 @@ __device__ __forceinline__ void sample_shaped(const KogDecodeParams& params, con
     const Chooser chooser{params, peers, shaping, role};
     chooser.set_number(state->num_exchanges);
     Reporter reporter{chooser, shaping, role};
-    const auto kept_step = [&] { return load_shared_u32(role.base + KOG_OFFSET(step)); };
-    for (u32 step = 0;; step = kept_step() + 1) {
+    for (u32 step = 0;; step = chooser.step() + 1) {
         const bool leave = step == num_steps || finish != kNone;
         // The last report comes before the thread block says that it has finished: then nobody keeps the time of waits any more.
         if (!leave) announce_token(role, state, step, token, finish, leave);
@@ -69,9 +68,9 @@ __device__ __forceinline__ void sample_shaped(const KogDecodeParams& params, con
             return;
         }
         finish = kNone;
-        store_shared(role.base + KOG_OFFSET(step), step);
-        if (!chooser.choose(step, finish)) return;
-        const u32 position = role.first_position + kept_step(), index = position + 1 - role.num_prompt;
+        chooser.set_step(step);
+        if (!chooser.choose(finish)) return;
+        const u32 position = role.first_position + chooser.step(), index = position + 1 - role.num_prompt;
         after = 0;
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];
