@@ -1,0 +1,86 @@
+// context FOLDER KV_BYTES WORDS STEPS FIRST...: one rank's monokernel goes on with a sequence at each of the positions FIRST, for STEPS
+// tokens in three launches, from a cache that something else has filled. FOLDER holds prompt.bin (uint32, the whole sequence),
+// embedding.bin, rope.bin, tape.bin, norms.bin, final_norm.bin, and kv.FIRST.bin; it gets kept.FIRST.bin (the cache) and
+// logits.FIRST.bin (float32, after the last token). Ends with 3 when a file is missing, 4 when that takes too long, 5 when the kernel
+// does not end well, 6 when two threads read or write the same keys or values in one launch: no fence stands between them.
+#include <unordered_map>
+
+#include "ptx.cuh"
+
+namespace twin {
+inline std::unordered_map<const void*, const Fiber*> owners;  // of chunks of keys and values, in this launch
+inline bool is_shared = false;
+template <class T>
+T* own(T* at) {
+    is_shared |= owners.try_emplace(at, current).first->second != current;
+    return at;
+}
+}  // namespace twin
+
+#include "decode.cu"
+
+using namespace kog;
+
+std::string folder;
+struct Memory {
+    std::vector<char> bytes;
+    char* at;
+    explicit Memory(size_t size) : bytes(size + 128), at(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 127) / 128 * 128)) {}
+    u64 ptr() const { return reinterpret_cast<uintptr_t>(at); }
+    size_t size() const { return bytes.size() - 128; }
+};
+FILE* open(const std::string& name, const char* mode) {
+    FILE* file = fopen((folder + "/" + name + ".bin").c_str(), mode);
+    return file ? file : (exit(3), nullptr);
+}
+Memory read(const std::string& name) {
+    FILE* file = open(name, "rb");
+    fseek(file, 0, SEEK_END);
+    Memory memory(ftell(file));
+    rewind(file);
+    if (fread(memory.at, 1, memory.size(), file) != memory.size()) exit(3);
+    fclose(file);
+    return memory;
+}
+void write(const std::string& name, const Memory& memory) {
+    FILE* file = open(name, "wb");
+    if (fwrite(memory.at, 1, memory.size(), file) != memory.size()) exit(3);
+    fclose(file);
+}
+
+int main(int num_arguments, char** argv) {
+    folder = argv[1];
+    const size_t kv_bytes = atoll(argv[2]), num_words = atoll(argv[3]);
+    const u32 num_steps = atoi(argv[4]);
+    twin::arena = static_cast<char*>(aligned_alloc(128, kNumCtas * (sizeof(Shared) + 128) + 256));
+    const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt"), tape = read("tape"), norms = read("norms"),
+                 final_norm = read("final_norm");
+    tapes.push_back({tape.at, tape.at + kNumCtas * kTapeBytes});
+    Memory words(8 * num_words), record(sizeof(KogWaitRecord)), host(sizeof(KogHostPage)), ring(16 * kMaxContext), logits(4 * kVocabRows);
+    Memory state_memory(sizeof(KogDecodeState));
+    KogDecodeState& state = *reinterpret_cast<KogDecodeState*>(state_memory.at);
+    for (int i = 5; i < num_arguments; ++i) {
+        const u32 first = atoi(argv[i]);
+        Memory kv = read("kv." + std::string(argv[i]));
+        if (kv.size() != kv_bytes) return 3;
+        const u32 epoch = state.epoch;  // tags go on
+        state = {};
+        state.epoch = epoch, state.position = first, state.token = reinterpret_cast<const u32*>(prompt.at)[first];
+        state.num_prompt = first + num_steps, state.max_tokens = 1;  // one product of the LM head, behind the last
+        for (const u32 steps : {num_steps / 4, num_steps / 4, num_steps - num_steps / 4 * 2}) {
+            KogLaunch packed{};
+            KogDecodeParams& p = packed.decode;
+            p.tape_ptr = tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = norms.ptr(), p.final_norm_ptr = final_norm.ptr();
+            p.rope_ptr = rope.ptr(), p.kv_ptr = kv.ptr(), p.words_ptr = words.ptr(), p.logits_ptr = logits.ptr();
+            p.prompt_ptr = prompt.ptr(), p.state_ptr = state_memory.ptr(), p.record_ptr = record.ptr(), p.host_ptr = host.ptr();
+            p.ring_ptr = ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = steps, p.request_tag = 7;
+            packed.peers.num_ranks = 1;
+            twin::owners.clear();
+            twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
+            if (!twin::run(100000)) return 4;
+            if (twin::is_shared) return 6;
+        }
+        if (state.abort_mirror || state.position != first + num_steps) return 5;
+        write("kept." + std::string(argv[i]), kv), write("logits." + std::string(argv[i]), logits);
+    }
+}

@@ -1,0 +1,115 @@
+"""The monokernel's attention on a CPU (decode_twin/) far into a context, from a cache in prefill's layout, against the oracle.
+
+Splits have so many batches here that warps fill both of their buffers again, and windowed layers write over the oldest rows.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kog_dist.model.laneformer import KvCache, Laneformer
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.build import device_sources
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.cache_layout import CacheLayout
+from tests.unit.test_decode_twin import SHARED, TWIN, Model
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+STEPS = 12
+# The context has 19 batches in a split, the window 9, of which the last is not full. Five and three are the first warp's.
+CONTEXT, WINDOW = 2320, 1100
+RING = 9 * 16 * 8
+# The start; where the first row leaves the window; where the ring begins anew; where it does so again, and the other layers
+# begin a batch.
+FIRST = (0, WINDOW, RING - 6, 2 * RING - 6)
+LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
+HEADS = {  # values of a head, so registers of a share: in pairs; more than one chunk of four
+    48: ModelSpec(
+        hidden_size=192, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=64, vocab_size=76, max_context=CONTEXT,
+        num_lanes=2, delay=1, sliding_window=WINDOW, window_layers=(0, 2),
+    ),
+    64: ModelSpec(
+        hidden_size=256, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=64, vocab_size=76, max_context=CONTEXT,
+        num_lanes=1, delay=0, sliding_window=WINDOW, window_layers=(1, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", HEADS)
+def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
+    head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = HEADS[head_dim]
+    assert spec.head_dim == head_dim
+    model = Model(spec, "bfloat16", monkeypatch)
+    for name, words in model.words.items():  # sharp scores: what one position gets wrong shows
+        if name.endswith("wq.weight"):
+            values = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+            model.words[name] = (values * 4).view(torch.int16).numpy().view(np.uint16)
+    ids = np.random.default_rng(1).integers(0, spec.vocab_size, CONTEXT).astype(np.uint32)
+    oracle = Laneformer(spec, seed=None).double()
+    weights = {name: torch.from_numpy(words.view(np.int16)).view(torch.bfloat16) for name, words in model.words.items()}
+    oracle.load_state_dict(weights)
+    oracle.round_keys_and_values(torch.bfloat16)
+    kept = KvCache()
+    with torch.no_grad():
+        wanted = oracle(torch.from_numpy(ids.astype(np.int64))[None], kept)[0].numpy()
+
+    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
+    layout = CacheLayout.of(shape)
+    assert (shape.window_batches, shape.full_batches) == (9, 19)
+    _prepare(shape, model, ids, tmp_path)
+    rows = [layer.to(torch.bfloat16).transpose(1, 2) for layer in (part[:, 0] for part in kept._layers)]
+    before = {}
+    for first in FIRST:
+        cache = torch.full((layout.num_values,), 1000.0, dtype=torch.bfloat16)  # nobody may see what is not stored
+        for layer, (keys, values) in enumerate(rows):
+            gone = max(0, first + 1 - WINDOW) if layer in spec.window_layers else 0  # positions behind the window
+            layout.store(cache, layer, gone, keys[gone:first], values[gone:first])
+        before[first] = cache
+        cache.view(torch.int16).numpy().tofile(tmp_path / f"kv.{first}.bin")
+    command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), str(STEPS), *map(str, FIRST)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"ended with {done.returncode} (6: two threads had to do with one row; see context.cpp)"
+    for first in FIRST:
+        after = torch.from_numpy(np.fromfile(tmp_path / f"kept.{first}.bin", np.int16)).view(torch.bfloat16)
+        for layer, parts in enumerate(rows):
+            for part, found in zip(parts, layout.load(after, layer, first, first + STEPS), strict=True):
+                new = part[first : first + STEPS].float()
+                error = (found.float() - new).norm(dim=(1, 2)) / new.norm(dim=(1, 2))
+                assert error.max() < 4e-3, f"rows of layer {layer} from {first} on: {error}"
+            layout.store(after, layer, first, *(part[first : first + STEPS] for part in parts))
+            layout.store(before[first], layer, first, *(part[first : first + STEPS] for part in parts))
+        assert torch.equal(after, before[first]), f"from {first} on other rows than the new ones were written"
+        logits = np.fromfile(tmp_path / f"logits.{first}.bin", np.float32)
+        last = wanted[first + STEPS - 1]
+        assert np.linalg.norm(logits - last) / np.linalg.norm(last) < 2e-3, f"from {first} on"
+
+
+def _prepare(shape: KernelShape, model: Model, ids: np.ndarray[tuple[int], np.dtype[np.uint32]], folder: Path) -> None:
+    """The program, the weights and the sequence."""
+    sources = {**device_sources(), **shape.headers()}
+    assert SHARED in sources["decode.cu"]
+    sources["decode.cu"] = sources["decode.cu"].replace(SHARED, "char* memory = twin::current->block->memory;")
+    assert sources["attend.cuh"].count(LOADED) == sources["attend.cuh"].count(STORED) == 2
+    sources["attend.cuh"] = (
+        sources["attend.cuh"]
+        .replace(LOADED, "load_global(twin::own(from + i * kStride), v)")
+        .replace(STORED, "(twin::own(to + i * kStride)) =")
+    )
+    for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
+        (folder / name).write_text(text)
+    build = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", "context", "context.cpp"]
+    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    ids.tofile(folder / "prompt.bin")
+    weights = model.weights(shape)
+    for name in ("tape", "norms", "final_norm", "embedding"):
+        np.ascontiguousarray(getattr(weights, name)).tofile(folder / f"{name}.bin")
+    np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
