@@ -45,9 +45,10 @@ class AlgorithmCache:
         kept = {_MADE_FOR: self._made_for, _ALGORITHMS: self._read() | self._new}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as unfinished:
-                json.dump(kept, unfinished, indent=1, sort_keys=True)
-            Path(unfinished.name).replace(self.path)  # at once: other ranks may read it
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as unfinished:
+                text = json.dumps(kept, indent=1, sort_keys=True)
+                (Path(unfinished) / self.path.name).write_text(text, encoding="utf-8")
+                (Path(unfinished) / self.path.name).replace(self.path)  # at once: other ranks may read it
         except OSError as error:
             note(f"the fastest algorithms of products are not kept, and will be looked for at every start: {error}")
         self._new.clear()
@@ -55,7 +56,7 @@ class AlgorithmCache:
     def _read(self) -> dict[str, str]:
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         kept = found.get(_ALGORITHMS) if isinstance(found, dict) else None
         if not isinstance(kept, dict) or not all(isinstance(algorithm, str) for algorithm in kept.values()):

@@ -211,7 +211,7 @@ def test_ranks_that_choose_at_the_same_time_keep_all(make: Callable[..., Product
     assert last.num_tried == 0
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"algorithms": []}', '{"algorithms": {"a": 1}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"algorithms": []}', '{"algorithms": {"a": 1}}', "[" * 100_000])
 def test_a_file_that_is_something_else_counts_as_absent(make: Callable[..., Products], tmp_path: Path, text: str) -> None:
     path = AlgorithmCache({"GPU": "a"}, folder=tmp_path).path
     path.write_text(text)
@@ -230,6 +230,17 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_more(tmp_path: Path
     cache.save()
     assert cache.get("a") == "b"
     assert "note: the fastest algorithms of products are not kept" in capfd.readouterr().err
+
+
+def test_what_cannot_be_kept_leaves_no_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = AlgorithmCache({}, folder=tmp_path).path
+    path.mkdir()
+    for _ in range(2):
+        cache = AlgorithmCache({}, folder=tmp_path)
+        cache.put("a", "b")
+        cache.save()
+    assert capfd.readouterr().err.count("are not kept") == 2
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_algorithms_are_kept_beside_the_cubins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
