@@ -22,6 +22,7 @@ from tests.unit.test_decode_twin import SHARED, TWIN, Model
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 STEPS = 12
+LIMIT_US = 2_000_000  # of waits; a turn of all threads takes 10 ns
 # The context has 19 batches in a split, the window 9, of which the last is not full. Five and three are the first warp's.
 CONTEXT, WINDOW = 2320, 1100
 RING = 9 * 16 * 8
@@ -64,7 +65,7 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
     layout = CacheLayout.of(shape)
     assert (shape.window_batches, shape.full_batches) == (9, 19)
-    _prepare(shape, model, ids, tmp_path)
+    prepare(shape, model, ids, tmp_path)
     rows = [layer.to(torch.bfloat16).transpose(1, 2) for layer in (part[:, 0] for part in kept._layers)]
     before = {}
     for first in FIRST:
@@ -74,7 +75,7 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
             layout.store(cache, layer, gone, keys[gone:first], values[gone:first])
         before[first] = cache
         cache.view(torch.int16).numpy().tofile(tmp_path / f"kv.{first}.bin")
-    command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), str(STEPS), *map(str, FIRST)]
+    command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), str(STEPS), str(LIMIT_US), *map(str, FIRST)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"ended with {done.returncode} (6: two threads had to do with one row; see context.cpp)"
     for first in FIRST:
@@ -92,7 +93,7 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
         assert np.linalg.norm(logits - last) / np.linalg.norm(last) < 2e-3, f"from {first} on"
 
 
-def _prepare(shape: KernelShape, model: Model, ids: np.ndarray[tuple[int], np.dtype[np.uint32]], folder: Path) -> None:
+def prepare(shape: KernelShape, model: Model, ids: np.ndarray[tuple[int], np.dtype[np.uint32]], folder: Path) -> None:
     """The program, the weights and the sequence."""
     sources = {**device_sources(), **shape.headers()}
     assert SHARED in sources["decode.cu"]

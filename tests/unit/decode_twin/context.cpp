@@ -1,8 +1,8 @@
-// context FOLDER KV_BYTES WORDS STEPS FIRST...: one rank's monokernel goes on with a sequence at each of the positions FIRST, for STEPS
+// context FOLDER KV_BYTES WORDS STEPS LIMIT_US FIRST...: one rank's monokernel goes on with a sequence at each of the positions FIRST, for STEPS
 // tokens in three launches, from a cache that something else has filled. FOLDER holds prompt.bin (uint32, the whole sequence),
 // embedding.bin, rope.bin, tape.bin, norms.bin, final_norm.bin, and kv.FIRST.bin; it gets kept.FIRST.bin (the cache) and
 // logits.FIRST.bin (float32, after the last token). Ends with 3 when a file is missing, 4 when that takes too long, 5 when the kernel
-// does not end well, 6 when two threads read or write the same keys or values in one launch: no fence stands between them.
+// does not end well (record.bin says why), 6 when two threads read or write the same keys or values in one launch: no fence stands between them.
 #include <unordered_map>
 
 #include "ptx.cuh"
@@ -51,7 +51,7 @@ void write(const std::string& name, const Memory& memory) {
 int main(int num_arguments, char** argv) {
     folder = argv[1];
     const size_t kv_bytes = atoll(argv[2]), num_words = atoll(argv[3]);
-    const u32 num_steps = atoi(argv[4]);
+    const u32 num_steps = atoi(argv[4]), limit_us = atoi(argv[5]);
     twin::arena = static_cast<char*>(aligned_alloc(128, kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt"), tape = read("tape"), norms = read("norms"),
                  final_norm = read("final_norm");
@@ -59,7 +59,7 @@ int main(int num_arguments, char** argv) {
     Memory words(8 * num_words), record(sizeof(KogWaitRecord)), host(sizeof(KogHostPage)), ring(16 * kMaxContext), logits(4 * kVocabRows);
     Memory state_memory(sizeof(KogDecodeState));
     KogDecodeState& state = *reinterpret_cast<KogDecodeState*>(state_memory.at);
-    for (int i = 5; i < num_arguments; ++i) {
+    for (int i = 6; i < num_arguments; ++i) {
         const u32 first = atoi(argv[i]);
         Memory kv = read("kv." + std::string(argv[i]));
         if (kv.size() != kv_bytes) return 3;
@@ -73,13 +73,14 @@ int main(int num_arguments, char** argv) {
             p.tape_ptr = tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = norms.ptr(), p.final_norm_ptr = final_norm.ptr();
             p.rope_ptr = rope.ptr(), p.kv_ptr = kv.ptr(), p.words_ptr = words.ptr(), p.logits_ptr = logits.ptr();
             p.prompt_ptr = prompt.ptr(), p.state_ptr = state_memory.ptr(), p.record_ptr = record.ptr(), p.host_ptr = host.ptr();
-            p.ring_ptr = ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = steps, p.request_tag = 7;
+            p.ring_ptr = ring.ptr(), p.wait_limit_us = limit_us, p.num_steps = steps, p.request_tag = 7;
             packed.peers.num_ranks = 1;
             twin::owners.clear();
             twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
             if (!twin::run(100000)) return 4;
             if (twin::is_shared) return 6;
         }
+        write("record", record);
         if (state.abort_mirror || state.position != first + num_steps) return 5;
         write("kept." + std::string(argv[i]), kv), write("logits." + std::string(argv[i]), logits);
     }
