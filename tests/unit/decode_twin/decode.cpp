@@ -1,6 +1,7 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
+// UNREST in the environment: a seed, by which warps stand still now and then.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone,
 // with 7 when the loader was to read ahead of the ring and did not.
 #include "decode.cu"
@@ -67,7 +68,7 @@ void publish(const std::vector<Rank>& ranks, const std::vector<Memory>& streams,
         launch.peers.rank = rank, launch.peers.num_ranks = kRanks;
         twin::start((kStreamPairs + kStreamThreads - 1) / kStreamThreads, kStreamThreads, sizeof(Shared), [launch] { kog_publish_streams(launch); });
     }
-    if (!twin::run(100000)) exit(4);
+    if (!twin::run(twin::unrest ? 1000000 : 100000)) exit(4);
 }
 
 int main(int num_arguments, char** argv) {
@@ -75,6 +76,7 @@ int main(int num_arguments, char** argv) {
     const u32 max_tokens = atoi(argv[2]);
     const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);
     twin::cluster = kCluster;
+    if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed);
     twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
     const u32 num_prompt = (prompt.bytes.size() - 128) / 4;
@@ -122,7 +124,7 @@ int main(int num_arguments, char** argv) {
             packed.peers.rank = rank, packed.peers.num_ranks = kRanks;
             twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
         }
-        if (!twin::run(100000)) return 4;
+        if (!twin::run(twin::unrest ? 1000000 : 100000)) return 4;
     }
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);

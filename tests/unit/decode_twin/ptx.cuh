@@ -70,6 +70,7 @@ constexpr size_t kStackBytes = 32 << 10;
 struct Warp {  // nobody is more than one operation ahead, so two sets of values are enough
     u64 value[2][32][3];
     u64 arrived[2];
+    u64 rests_until;  // turn
 };
 struct Block {
     char* memory;
@@ -94,6 +95,7 @@ inline size_t arena_used = 128;
 inline void* scheduler = nullptr;
 inline Fiber* current = nullptr;
 inline u64 turns = 0;
+inline u64 unrest = 0;  // not 0: the state of random numbers, by which warps miss many turns now and then
 inline std::vector<std::unique_ptr<Fiber>> fibers;
 inline std::vector<std::unique_ptr<Warp>> warps;
 inline std::vector<std::unique_ptr<Block>> blocks;
@@ -139,15 +141,22 @@ inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const st
         }
     }
 }
+inline u32 random() {
+    unrest = unrest * 6364136223846793005ull + 1442695040888963407ull;
+    return static_cast<u32>(unrest >> 33);
+}
 // Until all threads have ended; false if that takes too many turns.
 inline bool run(u64 most_turns) {
     for (bool any = true; any; ++turns) {
         any = false;
         if (turns > most_turns) return false;
+        if (unrest)
+            for (auto& warp : warps)
+                if (random() % 64 == 0) warp->rests_until = turns + (1u << random() % 9);
         for (auto& fiber : fibers) {
             if (fiber->ended) continue;
             any = true;
-            if (fiber->waits_for != nullptr && *fiber->waits_for < fiber->wanted) continue;
+            if (fiber->warp->rests_until > turns || (fiber->waits_for != nullptr && *fiber->waits_for < fiber->wanted)) continue;
             fiber->waits_for = nullptr;
             current = fiber.get();
             twin_switch(&scheduler, current->stack_pointer);
