@@ -11,6 +11,9 @@ PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__
 # Tests and commands start hundreds of processes: without bytecode each of them compiles all that it imports.
 export PYTHONDONTWRITEBYTECODE =
 
+# An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
+.DELETE_ON_ERROR:
+
 .PHONY: demo test lint types check cluster service bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written

@@ -6,6 +6,7 @@ The last line is one JSON object. `all_reduce` and `barrier` are per call with a
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -61,4 +62,9 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    parser = argparse.ArgumentParser(prog="python -m kog_dist.collectives.bench", description=__doc__)
+    parser.add_argument("steps", metavar="STEPS", nargs="?", type=int, default=1000, help="calls of each kind, at least 4")
+    given = parser.parse_args()
+    if given.steps < 4:
+        parser.error(f"STEPS must be at least 4, got {given.steps}")
+    main(given.steps)

@@ -53,8 +53,9 @@ class KernelBoxes:
 
     @property
     def choice_words(self) -> int:
-        """Words of a rank's choices: four from each thread block, in whole lines, in every copy."""
-        return self.replicas * (-(-4 * self.num_ctas // _LINE_WORDS) * _LINE_WORDS)
+        """Words of a rank's choices: four from each thread block, in whole lines, in every copy; and one beside them."""
+        copy, beside = (-(-words // _LINE_WORDS) * _LINE_WORDS for words in (4 * self.num_ctas, self.num_ctas))
+        return self.replicas * copy + beside
 
     @property
     def report_words(self) -> int:

@@ -75,3 +75,8 @@ def payload(stripped: Words) -> NDArray[np.float32]:
 def tags(words: Words) -> NDArray[np.uint64]:
     """The tag of every word."""
     return words >> _TAG_SHIFT
+
+
+def pair_tags(words: Words) -> NDArray[np.uint64]:
+    """The tag of every pair word, which only kernels write and take apart otherwise: see device/words.cuh."""
+    return (words & np.uint64(0xFF)) | (words >> np.uint64(24)) & np.uint64(0xFF00)

@@ -191,6 +191,14 @@ def sweep_stale(root: Path | None = None) -> list[str]:
     return swept
 
 
+def running(root: Path) -> list[str]:
+    """Names of the instances in this folder that somebody holds; none where it cannot be looked into."""
+    try:
+        return sorted(path.name for path in root.iterdir() if (path / LEASE_FILE).is_file() and not is_stale(path))
+    except OSError:
+        return []
+
+
 def is_stale(folder: Path) -> bool:
     """Whether nobody holds the lease of an instance folder. Changes nothing; a folder that cannot be looked into is not stale."""
     try:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
 PREFILLED_GPUS = 4  # with `--prefill auto` at most that many take prompts in blocks: with more it has not run
-_BESIDES_BYTES = 1 << 30  # the CUDA context with its kernels, and what loading takes for a while
+# The CUDA context with its kernels, and what loading takes for a while; measured with one rank. Of several each loads all kernels
+# of torch (`CUDA_MODULE_LOADING` in workers/worker.py): tests/gpu/test_engine_ranks.py compares what they take with what is
+# counted.
+BESIDES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class _Need:
     @property
     def num_bytes(self) -> int:
         """All of it."""
-        return sum(self.bytes_by_use.values()) + _BESIDES_BYTES
+        return sum(self.bytes_by_use.values()) + BESIDES_BYTES
 
     @property
     def of_prefill(self) -> int:

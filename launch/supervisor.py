@@ -160,7 +160,8 @@ class Supervisor:
     # ---- deaths ----
     def _has_exiting_rank(self) -> bool:
         """Whether a rank is ending. Its peers and the clients are told at once, everybody else when it is known how it ended."""
-        if not self._is_ready or self._signals.count:  # where mpirun ends everything, ranks end with it
+        is_told = self._signals.count > 1 or (self._signals.count and self._engine.ranks.is_killed_soon)
+        if not self._is_ready or is_told:  # ranks may end because of whoever stops the engine, in this very moment
             return False
         child = next((child for child in self._engine.children if child.rank is not None and child.is_exiting()), None)
         if child is None or child.rank is None:

@@ -10,7 +10,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 from enum import IntEnum
+from functools import partial
 
 from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, KogError
@@ -47,41 +50,42 @@ def run(arguments: str) -> int:
     rank = args.info.rank
     args.placement.apply()
     try:
-        live(make_engine(args, control), control, rank)
+        live(partial(make_engine, args, control), control, rank)
     except AbortedError:
         control.set_state(rank, RankState.STOPPED)
         cause = control.abort()
         return WorkerExit.STOPPED if cause is not None and cause[0] is AbortCause.SHUTDOWN else WorkerExit.RANK_FAILED
     except DeviceError as error:
-        control.request_abort(rank, error.record)
-        control.set_state(rank, RankState.FAILED)
         return _last_words(error, WorkerExit.STALL)
     except ConfigError as error:
-        control.set_state(rank, RankState.FAILED)
         return _last_words(error, WorkerExit.CONFIG_MISMATCH)
     except KogError as error:
-        control.set_state(rank, RankState.FAILED)
         return _last_words(error, WorkerExit.RANK_FAILED)
     except Exception as error:  # a defect, or no memory: the trace goes to the log, its last line to the user
-        control.set_state(rank, RankState.FAILED)
         traceback.print_exc()
         return _last_words(error, WorkerExit.RANK_FAILED)
     return WorkerExit.STOPPED
 
 
-def live(engine: Engine, control: ControlPage, rank: int) -> None:
-    """Start, serve and close an engine. Raises what has ended it."""
-    try:
-        engine.startup()
-        gc.freeze()  # what it has made by now stays, and need not be looked through while somebody waits for a token
-        serve(engine, control, rank)
-    except AbortedError:
-        raise
-    except Exception:
-        control.set_state(rank, RankState.FAILED)  # before it is closed: a rank that has failed meets nobody any more
-        raise
-    finally:
-        engine.close()
+def live(make: Callable[[], Engine], control: ControlPage, rank: int) -> None:
+    """Make, start, serve and close an engine. Raises what has ended it.
+
+    That it has failed is said before it is closed, which takes a while: nobody waits for that, and it meets nobody any more.
+    """
+    with ExitStack() as stack:
+        try:
+            engine = make()
+            stack.callback(engine.close)
+            engine.startup()
+            gc.freeze()  # what it has made by now stays, and need not be looked through while somebody waits for a token
+            serve(engine, control, rank)
+        except AbortedError:
+            raise
+        except Exception as error:
+            if isinstance(error, DeviceError):
+                control.request_abort(rank, error.record)
+            control.set_state(rank, RankState.FAILED)
+            raise
 
 
 def make_engine(args: WorkerArgs, control: ControlPage) -> Engine:

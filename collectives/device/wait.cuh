@@ -58,18 +58,23 @@ struct Watchdog {
     u32 num_waits = 0;
     u64 since_ns = 0;
 
-    __device__ __forceinline__ void write_record(u64 elapsed_ns) {
-        const u32 tag = note.wanted;
-        u32 seen = tag, missing = 0;
+    // How many words that the matrix warps polled last are missing; the tag of the first of them. None: these warps wait for others of their
+    // cluster, or the note is of a wait that is over.
+    __device__ __forceinline__ u32 num_missing(u32& seen) const {
+        const u32 tag = seen = note.wanted;
+        u32 missing = 0;
 #pragma unroll 1
         for (u32 i = 0; i < note.num_words; ++i) {
             const u64 word = load_relaxed(note.words + i);
             if (!has_tag(word, tag) && missing++ == 0) seen = tag_of(word);
         }
+        return missing;
+    }
+    __device__ __forceinline__ void write_record(u64 elapsed_ns, u32 missing, u32 seen) {
         record->cta = blockIdx.x;
         record->phase = note.phase, record->slot = note.layer, record->mailbox = note.lane;
         record->op = 1, record->num_missing = missing;
-        record->epoch_wanted = tag, record->epoch_seen = seen, record->elapsed_ns = elapsed_ns;
+        record->epoch_wanted = note.wanted, record->epoch_seen = seen, record->elapsed_ns = elapsed_ns;
     }
 
     // Once in a while. False: the thread block is leaving.
@@ -77,8 +82,13 @@ struct Watchdog {
         const u64 now = globaltimer_ns();
         if (since_ns == 0 || note.num_waits != num_waits) num_waits = note.num_waits, since_ns = now;
         if (now - since_ns > limit_ns) {
-            if (atomicCAS(abort_mirror, 0u, 1u) == 0) write_record(now - since_ns);
-            note.stopped = 1;
+            u32 seen;
+            const u32 missing = num_missing(seen);
+            // Who misses nothing leaves it to others to say what is missing, for a while.
+            if (missing > 0 || now - since_ns > limit_ns + limit_ns / 8) {
+                if (atomicCAS(abort_mirror, 0u, 1u) == 0) write_record(now - since_ns, missing, seen);
+                note.stopped = 1;
+            }
         }
         if (load_relaxed_u32(abort_mirror) != 0) note.stopped = 1;
         return note.stopped == 0;

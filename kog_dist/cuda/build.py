@@ -6,6 +6,7 @@ nvcc is used where it is installed, NVRTC (through cupy) otherwise.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import importlib
@@ -13,13 +14,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kog_dist.errors import CompileError
+from kog_dist.errors import CompileError, LaunchError
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
 _TIMEOUT_S = 300.0
@@ -52,19 +54,34 @@ def read_sources(*folders: tuple[str, str]) -> dict[str, str]:
 def build(sources: Mapping[str, str], kernel: str, *, folder: Path | None = None) -> Cubin:
     """The cubin of the file `kernel` among `sources` (text by file name, all that it includes), from the cache or built now.
 
-    Raises CompileError with the compiler's log, or one that says what to install when there is no compiler.
+    Raises CompileError with the compiler's log, or one that says what to install when there is no compiler, and LaunchError
+    where it cannot be kept.
     """
     folder = folder or cache_folder()
     compiler = _nvcc() or "nvrtc"
     path = folder / cubin_name(sources, kernel)
     if path.exists():
         return Cubin(path, "")
+    with _keeping(folder):  # seen before the minute that building may take
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written")
     code, log = _with_nvrtc(kernel, sources) if compiler == "nvrtc" else _with_nvcc(compiler, kernel, sources)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as unfinished:
-        unfinished.write(code)
-    Path(unfinished.name).replace(path)  # at once: other ranks may build the same
+    with _keeping(folder), tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        (Path(unfinished) / path.name).write_bytes(code)
+        (Path(unfinished) / path.name).replace(path)  # at once: other ranks may build the same
     return Cubin(path, log)
+
+
+@contextmanager
+def _keeping(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(
+            f"built device programs cannot be kept in {folder}: {error.strerror}; make room there, or set XDG_CACHE_HOME to a "
+            f"folder that can be written"
+        ) from error
 
 
 def cubin_name(sources: Mapping[str, str], kernel: str) -> str:

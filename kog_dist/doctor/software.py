@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
@@ -12,11 +13,12 @@ from pathlib import Path
 from kog_dist.doctor.report import Finding, ok, problem, warning
 
 _DISTRIBUTION = "kog-dist"
+_ROOT = Path(__file__).parents[2]  # of the repository, where this is one
 _OLDEST_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?[^;]*(?:;.*extra == ['\"](?P<extra>\w+))?"
 )
-_EXTRAS = {"cuda": "GPUs", "mpi": "mpirun", "ray": "Ray", "server": "HTTP", "bench": "plots"}  # what each is for
+EXTRAS = {"cuda": "GPUs", "mpi": "mpirun", "ray": "Ray", "bench": "plots"}  # what each is for
 
 
 def python() -> Iterator[Finding]:
@@ -36,19 +38,20 @@ def python() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Those that every engine needs, then the optional ones by extra."""
+    remedy = f"pip install {_DISTRIBUTION}"
     try:
         own, wanted = metadata.version(_DISTRIBUTION), metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        yield warning(
-            f"{_DISTRIBUTION} runs from a folder of sources, so versions are not compared; install it with pip install -e ."
-        )
-        return
+        own, wanted, remedy = "from a folder of sources", _wanted_by_sources(), "pip install -e ."
+        if not wanted:
+            yield warning(f"{_DISTRIBUTION} is not installed, so versions are not compared; install it with {remedy}")
+            return
     matches = [match for match in map(_REQUIREMENT.match, wanted) if match]
     core = [(match["name"], match["least"] or "0") for match in matches if match["extra"] is None]
     found = {name: _version(name) for name, _ in core}
     missing = [name for name, version in found.items() if version is None]
     if missing:
-        yield problem(f"packages are missing: {', '.join(missing)}; pip install {_DISTRIBUTION}", missing=missing)
+        yield problem(f"packages are missing: {', '.join(missing)}; {remedy}", missing=missing)
     for name, least in core:
         version = found[name]
         if version is not None and _numbers(version) < _numbers(least):
@@ -56,8 +59,18 @@ def packages() -> Iterator[Finding]:
     present = {name: version for name, version in found.items() if version is not None}
     shown = ", ".join(f"{name} {version}" for name, version in present.items())
     yield ok(f"{_DISTRIBUTION} {own}{f' with {shown}' if shown else ''}", version=own, packages=present)
-    for extra, purpose in _EXTRAS.items():
+    for extra, purpose in EXTRAS.items():
         yield _extra(extra, purpose, [(m["name"], m["least"] or "0") for m in matches if m["extra"] == extra])
+
+
+def _wanted_by_sources() -> list[str]:
+    """What pyproject.toml beside the package asks for, as an installed distribution says it; empty where there is none."""
+    try:
+        project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    except (OSError, ValueError, KeyError):
+        return []
+    extras = project["optional-dependencies"].items()
+    return [*project["dependencies"]] + [f'{name}; extra == "{extra}"' for extra, names in extras for name in names]
 
 
 def torch_build() -> Iterator[Finding]:

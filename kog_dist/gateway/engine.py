@@ -27,6 +27,7 @@ IDLE_LINE_S: Final = 10.0  # a connection without requests is kept for the clien
 SILENCE_S: Final = 10.0  # of a request; the engine speaks of each about four times a second
 STREAMING_S: Final = 0.1  # a connection that had tokens so recently will have more
 UNANSWERED_S: Final = 1.0  # a connection that the engine has not taken for so long is made again
+MISSED_S: Final = 3.0  # an engine that has not been found for so long since the start: the log says so
 HELD_UP_S: Final = 4 * ASK_EVERY_S  # this process was not given the processor for so long
 
 
@@ -66,9 +67,11 @@ class EngineBridge:
         self._control_s = 0.0
         self._lines: dict[Hashable, Line] = {}
         self._greeted = False
+        self._missed_s: float | None = None  # when to say that no engine was found; None: it was, or that was said
 
     async def run(self) -> None:
         """Keep a connection, ask for the state, look after silent requests; until cancelled."""
+        self._missed_s = time.monotonic() + MISSED_S
         try:
             while True:
                 self._tend()
@@ -152,6 +155,10 @@ class EngineBridge:
             self._ask()
         if not self.readiness.health().serves:
             self._on_report(None)
+        if self._missed_s is not None and (self.readiness.report is not None or now_s > self._missed_s):
+            self._missed_s = None
+            if self.readiness.report is None:
+                self._log.problem("engine_missing", f"{self.readiness.health().reason}; /readyz says when that changes")
 
     def _connect(self) -> None:
         try:

@@ -9,6 +9,8 @@ from kog_dist.hardware.gpus import Gpu, Inventory
 from kog_dist.hardware.visible import VARIABLE, Visible
 
 _UUID, _MIG = "GPU-", "MIG-"
+_CPU = "use --device cpu for CPU ranks"
+_OTHERS = f"kog-doctor lists those that are here; or {_CPU}"
 _MOST_DIGITS = 6  # of an index or a count
 
 
@@ -28,7 +30,7 @@ class GpuRequest:
             return cls(shown)
         if _is_index(words):
             if int(words) < 1:
-                raise ConfigError(f"{shown}: at least one; use --device cpu for CPU ranks")
+                raise ConfigError(f"{shown}: at least one; {_CPU}")
             return cls(shown, count=int(words))
         names = tuple(part.strip() for part in words.split(",") if part.strip())
         if any(name.startswith(_MIG) for name in names):
@@ -56,7 +58,7 @@ def select_gpus(request: GpuRequest, visible: Visible, inventory: Inventory) -> 
     if len(whole) < (request.count or 1):
         split = len(visible.gpus) - len(whole)
         mig = f" ({split} split into MIG instances, which are left alone)" if split else ""
-        raise LaunchError(f"{request.shown}: {found(visible, inventory)}{mig}; use --device cpu for CPU ranks")
+        raise LaunchError(f"{request.shown}: {found(visible, inventory)}{mig}; {_CPU}")
     return whole[: request.count]
 
 
@@ -74,14 +76,14 @@ def _named(request: GpuRequest, visible: Visible, inventory: Inventory) -> tuple
 
 def _by_index(name: str, request: GpuRequest, visible: Visible, inventory: Inventory) -> Gpu:
     if int(name) >= len(visible.gpus):
-        raise LaunchError(f"{request.shown}: there is no GPU {name}: {found(visible, inventory)}")
+        raise LaunchError(f"{request.shown}: there is no GPU {name}: {found(visible, inventory)}; {_OTHERS}")
     return visible.gpus[int(name)]
 
 
 def _by_uuid(name: str, request: GpuRequest, visible: Visible, inventory: Inventory) -> Gpu:
     matches = [gpu for gpu in inventory.gpus if gpu.uuid.lower().startswith(name.lower())]
     if not matches:
-        raise LaunchError(f"{request.shown}: no GPU has a UUID that starts with {name}: {found(visible, inventory)}")
+        raise LaunchError(f"{request.shown}: no GPU has a UUID that starts with {name}: {found(visible, inventory)}; {_OTHERS}")
     if len(matches) > 1:
         raise LaunchError(f"{request.shown}: {name} fits {len(matches)} GPUs; give more of the UUID")
     if matches[0] not in visible.gpus:

@@ -61,7 +61,7 @@ class SafetensorsFile:
             if not 2 <= length <= min(MAX_HEADER_BYTES, identity[2] - 8):
                 raise CheckpointError(
                     f"{path}: a header of {length} bytes is announced; expected 2 to {MAX_HEADER_BYTES}, and no more than the "
-                    f"file's {identity[2]} bytes: it is truncated or no safetensors file"
+                    f"file's {identity[2]} bytes: it is truncated (copy it again) or no safetensors file"
                 )
             header = bytearray(length)
             _read_exactly(path, fd, memoryview(header), 8, "the header")
@@ -183,7 +183,9 @@ def _read_exactly(path: Path, fd: int, target: memoryview, offset: int, what: st
         except OSError as error:
             raise CheckpointError(f"{path}: reading {what} failed: {error.strerror}") from None
         if count == 0:
-            raise CheckpointError(f"{path} ends inside {what}: {got} of {wanted} bytes at offset {offset}; it is truncated")
+            raise CheckpointError(
+                f"{path} ends inside {what}: {got} of {wanted} bytes at offset {offset}; it is truncated, copy it again"
+            )
         got += count
 
 
@@ -220,7 +222,7 @@ def _parse_header(path: Path, header: bytes, file_bytes: int) -> dict[str, Store
     if expected_begin != file_bytes:
         raise CheckpointError(
             f"{path} has {file_bytes} bytes, its header describes {expected_begin}: "
-            f"it is {'truncated' if file_bytes < expected_begin else 'followed by bytes that belong to nothing'}"
+            f"it is {'truncated' if file_bytes < expected_begin else 'followed by bytes that belong to nothing'}, copy it again"
         )
     return tensors
 

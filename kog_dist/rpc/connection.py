@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import time
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -122,7 +123,10 @@ class _ToFile:
     def _refusal(self, error: Exception) -> LaunchError:
         match error:
             case LaunchError():
-                return LaunchError(f"{error}; start one with kog-launch")
+                from kog_dist.instance import running
+
+                others = ", ".join(running(Path(self._address.removeprefix(FILE_SCHEME)).parent.parent))
+                return LaunchError(f"{error}; start one with kog-launch{others and f', or give --instance: {others} runs'}")
             case EndLost():
                 return LaunchError(
                     f"the engine at {self._address} closed the connection during the handshake; it may be stopping"

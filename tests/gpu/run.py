@@ -167,11 +167,12 @@ def _finish(one: Running, out: Path) -> bool:
     result.outcome = one.stopped_as or (f"code {code}" if code else "left something" if result.left else "ok")
     if result.outcome == "ok" and "pytest" in one.step.command and not any(re.search(r"\d passed", line) for line in text):
         result.outcome = "nothing passed"
-    result.lines = [line[:_WIDTH] for line in text if re.search(one.step.shown, line)]
+    objects = [line for line in text if line.startswith('{"benchmark"')]
+    result.lines = [line[:_WIDTH] for line in text if line not in objects and re.search(one.step.shown, line)]
     if code or not result.lines:
         result.lines += [line[:_WIDTH] for line in text[-6:] if line[:_WIDTH] not in result.lines]
     result.lines = result.lines[-_MOST_LINES:]
-    if objects := [line for line in text if line.startswith('{"benchmark"')]:
+    if objects:
         log.with_suffix(".json").write_text(objects[-1] + "\n")
     return not is_stuck
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, SIG"
-_OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels during|aborted during|[Ee]rror"
+_OF_TESTS = r"passed|failed|no tests|FAILED|ERROR|SKIPPED|^E  |GPUs, (SIG|memory)"
+_OF_REQUESTS = r"first token after|by the bare kernel|tokens/s|cancels? .*during|aborted during|[Ee]rror"
 _OF_GPUS = r"GPUs?[,:]|wanted|[Ee]rror"
 _OF_COLLECTIVES = r"KCCL|best of|wanted|one word|nccl|torch|killed|[Ee]rror"
 _TABLE = r"^[^{]"

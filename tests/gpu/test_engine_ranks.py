@@ -11,6 +11,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 from kog_dist.bench.session import EngineSession, engine_session, until
 from kog_dist.errors import RequestFailed
 from kog_dist.hardware.gpus import read_inventory
+from kog_dist.launch.gpu_choice import BESIDES_BYTES, gpu_rank_bytes
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, ErrorCode, Tokens
 from tests.multi.mpi_command import mpirun_or_skip
@@ -93,6 +97,13 @@ def free_bytes() -> list[int]:
     return [gpu.free_bytes for gpu in read_inventory().gpus]
 
 
+def counted_bytes(num_ranks: int, prefill: str) -> int:
+    """GPU memory that the launcher wants to be free for a rank of the demo model."""
+    checkpoint = open_checkpoint(Path(str(resources.files("kog_dist"))) / "models" / "demo", verify=False)
+    uses = gpu_rank_bytes(checkpoint, 0, num_ranks, checkpoint.dtype, prefill=prefill == "on")
+    return sum(uses.values()) + BESIDES_BYTES
+
+
 def await_memory(before: Sequence[int]) -> None:
     """Wait until every GPU has as much free memory as before."""
     until(
@@ -106,11 +117,16 @@ def await_memory(before: Sequence[int]) -> None:
 @pytest.mark.parametrize("prefill", ["off", "on"])
 def test_answers_are_those_of_one_gpu(session: EngineSession, count: int, prefill: str) -> None:
     before = free_bytes()
-    found = []
+    found, too_many = [], []
     for number in (1, count):
         launcher = session.launch(f"--gpus={number}", f"--prefill={prefill}", name=f"on-{number}")
         with session.connect(READY_S) as client:
             found.append(answers(client))
+        taken = max(then - now for now, then in zip(free_bytes(), before, strict=True))
+        counted = counted_bytes(number, prefill)
+        told = f"{number} GPUs, memory: a rank has {taken >> 20} MiB, counted were {counted >> 20} (prefill {prefill})"
+        print(told, flush=True)
+        too_many += [told] if taken > counted else []
         stop(session, launcher)
     alone, together = found
     assert len(alone["greedy"]["tokens"]) == 2000
@@ -120,6 +136,7 @@ def test_answers_are_those_of_one_gpu(session: EngineSession, count: int, prefil
     for name, expected in alone.items():
         assert together[name] == expected, name
     await_memory(before)
+    assert not too_many, "the launcher may choose GPUs that lack memory"
 
 
 @pytest.mark.parametrize("count", RANKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 from typer.testing import CliRunner
 
@@ -28,3 +30,14 @@ def test_refused_by_name(command: str, words: str) -> None:
     result = CliRunner().invoke(app, command.split())
     assert isinstance(result.exception, ConfigError)
     assert words in str(result.exception)
+
+
+@pytest.mark.parametrize("steps", ["x", "3"])
+def test_steps_of_the_collectives_are_a_number(
+    steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", steps])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("kog_dist.collectives.bench", run_name="__main__")
+    assert caught.value.code == 2
+    assert "STEPS" in capsys.readouterr().err.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.cuda import build as build_module
-from kog_dist.errors import CompileError
+from kog_dist.errors import CompileError, LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.build import build, device_sources
 from kog_dist.workers.cuda.kernel_abi import KERNEL_STRUCTS, abi_header
@@ -67,3 +68,32 @@ def test_without_a_compiler_the_error_says_what_to_install(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", None)
     with pytest.raises(CompileError, match="install nvcc"):
         build(headers(), folder=tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "_nvcc", lambda: None)
+    monkeypatch.setattr(build_module, "_version", lambda compiler: "13")
+    monkeypatch.setattr(build_module, "_with_nvrtc", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"cannot be kept in .*/file/cubins: Not a directory; .* set XDG_CACHE_HOME"):
+        build(headers(), folder=tmp_path / "file" / "cubins")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as root may write where others may not
+    with pytest.raises(LaunchError, match=r"cannot be kept in .*: it cannot be written; "):
+        build(headers(), folder=tmp_path)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, code: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build_module, "_nvcc", lambda: None)
+    monkeypatch.setattr(build_module, "_version", lambda compiler: "13")
+    monkeypatch.setattr(build_module, "_with_nvrtc", lambda kernel, sources: (b"cubin", ""))
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", write)
+        with pytest.raises(LaunchError, match="No space left on device; make room there"):
+            build(headers(), folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert build(headers(), folder=tmp_path).path.read_bytes() == b"cubin"
+    assert len(list(tmp_path.iterdir())) == 1

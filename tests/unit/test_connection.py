@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kog_dist.errors import LaunchError, RequestFailed
+from kog_dist.instance import Instance
 from kog_dist.rpc.client import Client, DeadlineExceeded
 from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.file_end import FileEnd
@@ -120,6 +121,16 @@ def test_what_was_sent_is_read_before_the_engine_is_lost(tmp_path: Path) -> None
             assert lost.value.code == "engine_lost"
         connection.send(Cancel("d"))  # nobody hears it, which `receive` has said
         connection.close()
+
+
+def test_who_forgets_the_instance_is_told_which_run(tmp_path: Path) -> None:
+    (tmp_path / "left").mkdir()
+    other = Instance.acquire("other", tmp_path)
+    with pytest.raises(LaunchError, match=r"start one with kog-launch, or give --instance: other runs$"):
+        connected(tmp_path / "default")
+    other.remove()
+    with pytest.raises(LaunchError, match=r"start one with kog-launch$"):
+        connected(tmp_path / "default")
 
 
 def test_a_patient_client_waits_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

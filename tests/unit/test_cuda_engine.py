@@ -18,6 +18,7 @@ from kog_dist.errors import AbortedError, LaunchError, RequestFailed
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.engines import launches
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_device import device_index, translated_errors
 
@@ -188,11 +189,29 @@ def answer(control: ControlPage, seq: int = 1) -> list[Any]:
 
 
 def test_tokens_go_to_the_ring_in_chunks(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
-    assert engine.run(1, request()) is Finish.LENGTH
+    assert engine.run(1, request(max_tokens=300)) is Finish.LENGTH
     entries = answer(control)
-    assert [entry.token_id for entry in entries] == list(range(102, 302))
-    assert [entry.finish for entry in entries] == [Finish.NONE] * 199 + [Finish.LENGTH]
-    assert kernel.launches == [64, 64, 64, 10]  # two prompt steps and 200 tokens
+    assert [entry.token_id for entry in entries] == list(range(102, 402))
+    assert [entry.finish for entry in entries] == [Finish.NONE] * 299 + [Finish.LENGTH]
+    assert kernel.launches == [256, 46]  # two prompt steps and 300 tokens
+
+
+def test_a_host_that_lags_behind_queues_launches(
+    kernel: ScriptedKernel, engine: CudaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds every token there; the kernel would run out of launches if it looked at them only when it waits."""
+    monkeypatch.setattr(launches, "ANSWER_STEPS", 64)
+    queued: dict[int, int] = {}  # launches, by the token that is asked for
+    token = kernel.token
+
+    def noted(index: int) -> Entry | None:
+        queued.setdefault(index, len(kernel.launches))
+        return token(index)
+
+    monkeypatch.setattr(kernel, "token", noted)
+    assert engine.run(1, request(num_prompt=1, max_tokens=200)) is Finish.LENGTH
+    assert kernel.launches == [64, 64, 64, 8]
+    assert (queued[0], queued[40]) == (2, 4)
 
 
 def test_an_answer_ends_at_the_end_of_the_context(control: ControlPage, engine: CudaEngine) -> None:
@@ -227,7 +246,7 @@ def test_cancel_ends_the_request(control: ControlPage, engine: CudaEngine, kerne
         kernel.silent_from = 10**9
 
     kernel.cancel = cancel  # type: ignore[method-assign]
-    assert engine.run(1, request()) is Finish.CANCELLED
+    assert engine.run(1, request(num_prompt=300)) is Finish.CANCELLED
     assert [entry.token_id for entry in answer(control)] == [NO_TOKEN]
 
 
@@ -275,7 +294,7 @@ def test_the_kernel_chooses_for_a_shaped_request(control: ControlPage, kernel: S
     shaping = Shaping(logit_bias=((105, 50.0),), top_p=0.5)
     assert engine.run(1, request(shaping=shaping, temperature=1.0, logprobs=0)) is Finish.LENGTH
     assert kernel.shaped == ShapedRequest(shaping, 0, 0)
-    assert kernel.launches == [64, 64, 64, 10]  # as many in a launch as for any other request
+    assert kernel.launches == [202]  # as many in a launch as for any other request
     assert [entry.token_id for entry in answer(control)] == list(range(102, 302))
     assert control.progress(1) == 202
     engine.run(2, request(shaping=Shaping(top_p=0.5)))

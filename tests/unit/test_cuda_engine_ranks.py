@@ -294,7 +294,7 @@ def test_a_cancel_that_only_rank_0_heeds_ends_the_answer_on_all(ranks: Ranks) ->
     ranks.start()
     cancelled: list[int] = []
     for rank, kernel in ranks.kernels.items():
-        kernel.silent_from = 70  # no answer can end by itself
+        kernel.silent_from = 10  # no answer can end by itself
 
         def cancel(kernel: RankKernel = kernel, rank: int = rank) -> None:
             cancelled.append(rank)

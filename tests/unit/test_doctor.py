@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
@@ -278,8 +279,26 @@ def test_packages_are_compared_with_what_is_asked_for(monkeypatch: pytest.Monkey
     assert "ok: for mpirun, where it is wanted: pip install 'kog-dist[mpi]' (not here: gnu)" in text
     versions["okapi"] = "2.9"
     assert "warning: for GPUs: okapi 2.9 is too old; pip install" in shown(software.packages())
-    del versions["kog-dist"]
-    assert shown(software.packages()).startswith("warning: kog-dist runs from a folder of sources")
+
+
+def test_sources_that_are_not_installed_want_what_pyproject_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    absent = SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
+    monkeypatch.setattr(software, "metadata", absent)
+    text = shown(software.packages())
+    assert "problem: packages are missing: jinja2, " in text, "nothing can start here"
+    assert text.splitlines()[0].endswith(", typer, uvicorn; pip install -e .")
+    assert "ok: for GPUs, where it is wanted: pip install 'kog-dist[cuda]' (not here: cupy-cuda13x)" in text
+    monkeypatch.setattr(software, "_ROOT", tmp_path)
+    assert shown(software.packages()).startswith("warning: kog-dist is not installed, so versions are not compared")
+
+
+def test_extras_are_those_of_the_package() -> None:
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert set(software.EXTRAS) == set(extras) - {"dev"}
 
 
 def test_this_python_will_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,11 +70,12 @@ class Run:
             abort_requests=list, beat_age_s=lambda rank: 0.0, state=lambda rank: RankState.RUNNING
         )  # fmt: skip
         engine: Any = SimpleNamespace(
-            ranks=SimpleNamespace(origin=""), children=self.ranks, control=self.control, world_size=4, request=None,
-            mend_reaper=lambda: None, is_ready=lambda: True, rank_pid=lambda rank: 1000 + rank,
+            ranks=SimpleNamespace(origin="", is_killed_soon=False), children=self.ranks, control=self.control, world_size=4,
+            request=None, mend_reaper=lambda: None, is_ready=lambda: True, rank_pid=lambda rank: 1000 + rank,
             abort=lambda cause, rank=NO_RANK: self.aborts.append((cause, rank)),
         )  # fmt: skip
         signals: Any = SimpleNamespace(count=0)
+        self.signals = signals
         events: Any = SimpleNamespace(say=print, note=print)
         self.supervisor = Supervisor(LaunchConfig(), engine, signals, events)
         self.supervisor._is_ready = True
@@ -132,6 +133,17 @@ def test_a_rank_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest
     assert (outcome.exit_code, outcome.rank) == (4, 1)
     assert outcome.sentence.startswith("rank 1 (pid 1001) has been ending for 0 s while serving, and how is not known yet")
     assert outcome.sentence.endswith("; the engine was stopped")
+
+
+@pytest.mark.parametrize(("num_signals", "is_killed_soon", "is_told"), [(1, False, True), (2, False, False), (1, True, False)])
+def test_a_drain_waits_for_nobody_who_has_gone(num_signals: int, is_killed_soon: bool, is_told: bool) -> None:
+    """Unless a second signal, or mpirun, ends everything: ranks may be ending with it."""
+    run = Run()
+    run.signals.count = num_signals
+    run.supervisor._engine.ranks.is_killed_soon = is_killed_soon
+    run.ranks[2].exiting = True
+    assert run.supervisor._has_exiting_rank() is is_told
+    assert run.aborts == ([(AbortCause.RANK_DIED, 2)] if is_told else [])
 
 
 def test_start_up_has_its_own_words() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -67,13 +69,29 @@ def test_every_test_is_in_a_step_and_no_step_is_empty(tests_by_file: dict[str, l
     assert not left, "in no step"
 
 
-def test_benchmarks_of_reproduce_md_are_steps_and_understand_their_arguments() -> None:
+BENCHMARKS = {name: step.command[3:] for name, step in STEPS.items() if "kog_dist.bench.cli" in step.command}
+
+
+def test_benchmarks_of_reproduce_md_are_steps() -> None:
     text = (ROOT / "docs/reproduce.md").read_text(encoding="utf-8").partition("## One H200")[2].partition("## Demo model")[0]
-    measured = {step.command[3] for step in STEPS.values() if "kog_dist.bench.cli" in step.command}
-    assert set(re.findall(r"`kog-bench (\w+)", text)) == measured
+    assert set(re.findall(r"`kog-bench (\w+)", text)) == {words[0] for words in BENCHMARKS.values()}
+
+
+@pytest.mark.parametrize("words", BENCHMARKS.values(), ids=BENCHMARKS)
+def test_benchmarks_get_as_far_as_the_gpu(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags are read, and looked at, by the commands themselves; what they would measure is played."""
+    name, begun = words[0], list[inspect.BoundArguments]()
+    module = importlib.import_module(f"kog_dist.bench.{'scaling_run' if name == 'scaling' else name}")
+    signature = inspect.signature(module.run)
+
+    def run(*arguments: Any, **options: Any) -> bool:
+        begun.append(signature.bind(*arguments, **options))
+        return True
+
+    monkeypatch.setattr(module, "run", run)
     commands: Any = typer.main.get_command(app)
-    for words in (step.command[3:] for step in STEPS.values() if "kog_dist.bench.cli" in step.command):
-        commands.commands[words[0]].make_context(words[0], list(words[1:]))
+    assert not commands.commands[name].main(list(words[1:]), standalone_mode=False)
+    assert len(begun) == 1
 
 
 def test_limits_leave_room_and_groups_exist() -> None:
@@ -93,16 +111,17 @@ def test_a_failure_is_code_1_and_its_log_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = {
-        "good": python("print('{\"benchmark\": 1}')", gpus=0),
+        "good": python("print('shown'); print('{\"benchmark\": 1, \"shown\": 2}')", gpus=0),
         "bad": python("import sys; print('shown'); sys.exit(3)", gpus=0),
     }
     monkeypatch.setattr(runner, "STEPS", steps)
     monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path / "logs"), "good", "bad"])
     assert runner.main() == 1
     assert (tmp_path / "logs/bad.log").read_text() == "shown\n"
-    assert json.loads((tmp_path / "logs/good.json").read_text()) == {"benchmark": 1}
+    assert json.loads((tmp_path / "logs/good.json").read_text()) == {"benchmark": 1, "shown": 2}
     summary = {one["name"]: one for one in json.loads((tmp_path / "logs/summary.json").read_text())}
     assert {name: one["outcome"] for name, one in summary.items()} == {"good": "ok", "bad": "code 3"}
+    assert summary["good"]["lines"] == ["shown"], "the object is in a file, and longer than a line"
     table = capsys.readouterr().out.rpartition("logs: ")[2].splitlines()[1:]
     assert [line.split()[:2] for line in table] == [["good", "ok"], ["bad", "code"]]
     monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path / "logs"), "good"])

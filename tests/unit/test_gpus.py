@@ -217,12 +217,12 @@ def test_what_is_no_request(text: str) -> None:
     ("text", "mask", "message"),
     [
         ("5", None, "--gpus 5: 4 GPUs are visible; use --device cpu"),
-        ("4,", None, "there is no GPU 4: 4 GPUs are visible"),
-        ("1,", "3", r"there is no GPU 1: 1 GPU is visible \(CUDA_VISIBLE_DEVICES=3 shows 1 of 4\)"),
+        ("4,", None, "there is no GPU 4: 4 GPUs are visible; kog-doctor lists"),
+        ("1,", "3", r"there is no GPU 1: 1 GPU is visible \(CUDA_VISIBLE_DEVICES=3 shows 1 of 4\); kog-doctor"),
         ("1", "", "no GPUs are visible .CUDA_VISIBLE_DEVICES= hides all 4"),
         ("all", "MIG-5", "MIG"),
         ("GPU-1a2", None, "GPU-1a2 fits 2 GPUs; give more of the UUID"),
-        ("GPU-5", None, "no GPU has a UUID that starts with GPU-5: 4 GPUs are visible"),
+        ("GPU-5", None, "no GPU has a UUID that starts with GPU-5: 4 GPUs are visible; .* --device cpu"),
         ("GPU-77", "0", "GPU 2 .* is hidden: CUDA_VISIBLE_DEVICES=0 shows 1 of 4"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from kog_dist.abi import NO_PEER, WaitOp, WaitRecord
+from kog_dist.collectives.mailbox import place
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import Sampling
 from kog_dist.decode.steps import Phase
@@ -57,7 +59,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
         assert (kind, stream) == (1, STREAM), "copies must be in order with the launches"
         ctypes.memmove(to, source, num_bytes)
 
-    runtime = SimpleNamespace(memcpyAsync=copy, memcpyHostToDevice=1)
+    def copy_now(to: int, source: int, num_bytes: int, kind: int) -> None:
+        assert kind == 2
+        ctypes.memmove(to, source, num_bytes)
+
+    runtime = SimpleNamespace(memcpyAsync=copy, memcpy=copy_now, memcpyHostToDevice=1, memcpyDeviceToHost=2)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
     made = Monokernel.__new__(Monokernel)
@@ -166,12 +172,28 @@ def test_one_rank_recovers_with_epochs_from_the_beginning(kernel: Monokernel, mo
     assert (kernel._epoch, kernel._num_heads_alone, kernel._whole_epoch) == (0, 0, -1)
 
 
+def heap_with_streams(shape: KernelShape, tag: int, has_come: Callable[[int, int], bool]) -> Any:
+    """The heap of a rank in which some copies of last streams have a tag, and the others another one. Their floats are data."""
+    boxes = place(shape.boxes.specs(), shape.num_ranks)
+    words = np.random.default_rng(0).integers(1 << 63, size=sum(box.num_words for box in boxes), dtype=np.uint64)
+    for box in (box for box in boxes if box.spec.name == "streams"):
+        lane_words, copy_words = shape.replicas * shape.boxes.stream_copy_words, shape.boxes.stream_copy_words
+        for lane in range(shape.spec.num_lanes):
+            for copy in range(shape.replicas):
+                row = box.row(0, lane // shape.num_lanes) + lane % shape.num_lanes * lane_words + copy * copy_words
+                own = words[row : row + shape.spec.hidden_size // 2]
+                wanted = tag if has_come(lane, copy) else tag + 0x100
+                own &= np.uint64(~0x000000FF000000FF & 0xFFFFFFFFFFFFFFFF)
+                own |= np.uint64(wanted & 0xFF | (wanted >> 8) << 32)
+    return SimpleNamespace(words=words, peer_ptr=lambda rank, offset: words.ctypes.data + offset if rank == 1 else 0)
+
+
 @pytest.mark.parametrize(
     ("phase", "lane", "num_missing", "head_type", "num_ranks", "late"),
     [
         (Phase.HEAD_INPUT, 5, 96, HeadType.REPLICATE, 4, 2),
         (Phase.HEAD_INPUT, 2, 96, HeadType.LANE, 4, 1),  # its own publisher's
-        (Phase.HEAD_INPUT, 0, 0, HeadType.REPLICATE, 4, NO_PEER),  # it was there: one that was asked for with it is late
+        (Phase.HEAD_INPUT, 0, 0, HeadType.REPLICATE, 4, 3),  # it was there: the host finds one that was asked for with it
         (Phase.HEAD_INPUT, 3, 96, HeadType.VOCAB_PARALLEL, 4, 1),
         (Phase.DOWN, 0, 96, HeadType.REPLICATE, 4, 1),
         (0, 0, 8, HeadType.REPLICATE, 4, 3),  # a sum or candidates: the wait knew the peer
@@ -190,6 +212,7 @@ def test_a_wait_that_ran_out_names_the_rank_that_was_late(
     first = 0 if num_ranks == 1 else num_lanes
     kernel.shape = KernelShape(spec, range(first, first + num_lanes), max_ctas=8, num_ranks=num_ranks)
     kernel.rank = 1
+    kernel._heap = heap_with_streams(kernel.shape, 14, lambda lane, copy: lane < 6 or copy != 0)
     kernel._state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
     raw = WaitRecord(0, WaitOp.COLLECT, lane, 0, 3 if phase == 0 else 0, num_missing, 14, 1, 10**9, cta=2, phase=phase).pack()
     kernel._record = SimpleNamespace(get=lambda: np.frombuffer(raw, np.uint8))
@@ -197,6 +220,26 @@ def test_a_wait_that_ran_out_names_the_rank_that_was_late(
     with pytest.raises(DeviceError) as caught:
         kernel.finish()
     assert (caught.value.record.rank, caught.value.record.peer) == (1, late)
+
+
+@pytest.mark.parametrize(
+    ("first_missing", "found"),
+    [
+        (6, (3, 64, 14 + 0x100)),
+        (0, (0, 64, 14 + 0x100)),
+        (8, (NO_PEER, 0, 14)),  # all have come by the time the host looks
+    ],
+)
+def test_the_message_tells_what_is_missing(kernel: Monokernel, first_missing: int, found: tuple[int, int, int]) -> None:
+    spec = ModelSpec(
+        hidden_size=128, num_layers=1, num_heads=8, num_kv_heads=8, intermediate_size=64, vocab_size=96, max_context=64,
+        num_lanes=8, delay=0,
+    )  # fmt: skip
+    kernel.shape, kernel.rank = KernelShape(spec, range(2, 4), max_ctas=8, num_ranks=4), 1
+    kernel._heap = heap_with_streams(kernel.shape, 14, lambda lane, copy: lane < first_missing)
+    record = WaitRecord(1, WaitOp.COLLECT, 0, 0, 0, 0, 14, 14, 10**9, cta=3, phase=Phase.HEAD_INPUT)
+    named = kernel._with_peer(record)
+    assert (named.peer, named.num_missing, named.epoch_seen) == found
 
 
 def test_a_token_is_there_when_both_words_carry_the_tag_of_the_request(kernel: Monokernel) -> None:

@@ -84,7 +84,7 @@ def entry(**changes: object) -> dict[str, Any]:
         (json.dumps({"a": entry(), "b": entry(data_offsets=[2, 6])}).encode(), 6, "overlaps the tensor before it"),
         (json.dumps({"a": entry(), "b": entry()}).encode(), 4, "overlaps the tensor before it"),
         (json.dumps({"a": entry(), "b": entry(data_offsets=[6, 10])}).encode(), 10, "leaves a hole before it"),
-        (json.dumps({"a": entry(shape=[2**40], data_offsets=[0, 2**41])}).encode(), 4, "is truncated"),
+        (json.dumps({"a": entry(shape=[2**40], data_offsets=[0, 2**41])}).encode(), 4, "is truncated, copy it again"),
         (json.dumps({"a": entry(shape=[0], data_offsets=[9, 9])}).encode(), 0, "leaves a hole"),
         (b'{"__metadata__":{"a":1}}', 0, "__metadata__"),
         (b'{"__metadata__":[]}', 0, "__metadata__"),

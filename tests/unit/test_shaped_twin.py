@@ -32,8 +32,9 @@ SPEC = ModelSpec(
     hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=96, max_context=64, num_lanes=4,
     delay=0,
 )  # fmt: skip
-SHAPES = {  # the second one's rows do not fit into attention's shared memory, and its last thread block has none
+SHAPES = {  # the last one's rows do not fit into attention's shared memory, and its last thread block has none
     "2 ranks": KernelShape(SPEC, range(2), max_ctas=3, num_ranks=2),
+    "4 ranks": KernelShape(SPEC, range(1), max_ctas=3, num_ranks=4),
     "1 rank": KernelShape(replace(SPEC, vocab_size=604, head_type=HeadType.VOCAB_PARALLEL), range(4), max_ctas=5),
 }
 PROMPT, TOKENS, TAG = (7, 3, 90), 4, 5
@@ -152,13 +153,25 @@ def mask_of(vocab_size: int, ids: Any) -> MaskWords:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [("2 ranks", "everything"), ("2 ranks", "top-p"), ("1 rank", "top-k, top-p"), ("1 rank", "logprobs")]
-)
+    ("name", "case"),
+    [
+        ("2 ranks", "everything"), ("2 ranks", "top-p"), ("1 rank", "top-k, top-p"), ("1 rank", "logprobs"),
+        ("4 ranks", "everything"),
+    ],
+)  # fmt: skip
 def test_answers_are_those_of_the_definition(programs: Any, name: str, case: str) -> None:
     logits = random_logits(name)
     answer = Answer(programs(name), name, logits, *CASES[case], seed=len(case))
     assert (len(answer.token_ids), answer.finish) == (TOKENS, Finish.LENGTH)
     answer.check(logits, *CASES[case])
+
+
+def test_a_token_before_which_nothing_stands_is_kept_by_every_filter(programs: Any) -> None:
+    name, request = "2 ranks", ShapedRequest(Shaping(top_p=1e-6, top_k=1, min_p=0.9), logprobs=2)
+    logits = random_logits(name, 20.0)
+    answer = Answer(programs(name), name, logits, WARM, request)
+    assert answer.token_ids == logits.argmax(1).tolist()
+    answer.check(logits, WARM, request)
 
 
 def test_equal_logits_are_ordered_by_id(programs: Any) -> None:

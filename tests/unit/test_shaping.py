@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import astuple
 from fractions import Fraction
 from typing import Any
@@ -289,6 +290,10 @@ def test_logprobs_do_not_depend_on_the_order_of_additions() -> None:
     wide = logits.astype(np.float64)
     assert abs(found[0].chosen - (wide[7] - math.log(np.exp(wide).sum()))) < 2e-6
     assert abs(float(log_of_mass(3 << 40)) - math.log(3)) < 1e-7
+    chance = random.Random(3)
+    totals = [1 << 40, (1 << 40) + 1, *(chance.randrange(1 << 40, 1 << chance.randint(41, 62)) for _ in range(2000))]
+    scaled = np.array(totals, np.uint64).astype(np.float32) * np.float32(2.0**-40)
+    assert [log_of_mass(total) for total in totals] == log32(scaled).tolist()
 
 
 def test_bits_of_logprobs_do_not_change() -> None:

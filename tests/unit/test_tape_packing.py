@@ -109,8 +109,9 @@ def test_2b_shape_divides_without_rounding_loss() -> None:
 
 def test_few_lanes_have_halves_of_tiles() -> None:
     shapes = [KernelShape(laneformer_2b(), range(num_lanes)) for num_lanes in (1, 2, 4, 8)]
-    assert [(shape.num_pieces, shape.in_flight) for shape in shapes] == [(2, 5), (2, 5), (1, 3), (1, 3)]
+    assert [(shape.num_pieces, shape.in_flight) for shape in shapes] == [(2, 4), (2, 5), (1, 3), (1, 3)]
     whole = replace(shapes[0], pieces=1)
+    assert [shape.far_in_flight for shape in (*shapes, replace(shapes[1], pieces_in_flight=5))] == [4, 4, 3, 3, 5]
     assert (whole.num_pieces, whole.in_flight, whole.num_slots) == (1, 2, shapes[0].num_slots)
     assert (replace(shapes[3], pieces=2).in_flight, replace(shapes[1], pieces_in_flight=4).in_flight) == (6, 4)
     with pytest.raises(ConfigError, match="ring tiles in 5 pieces"):

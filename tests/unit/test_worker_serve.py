@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kog_dist.control import AbortCause, ControlPage
+from kog_dist.abi import WaitOp, WaitRecord
+from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.errors import AbortedError
+from kog_dist.errors import AbortedError, ConfigError, DeviceError, LaunchError
 from kog_dist.stages import RankStage
 from kog_dist.wait import FutexWord
-from kog_dist.workers.worker import serve
+from kog_dist.workers.worker import live, serve
 
 
 class StubEngine:
@@ -67,3 +68,50 @@ def test_an_engine_that_shares_its_core_is_not(control: ControlPage) -> None:
         serve(engine, control, 0)
     assert not control.heeds_rousing()
     assert engine.prompts == [[1, 2]]
+
+
+class FailingEngine(StubEngine):
+    """Raises in the middle of its start. `seen`: what the control page said when it was closed."""
+
+    def __init__(self, control: ControlPage, error: Exception) -> None:
+        super().__init__(control, None)
+        self.error, self.seen = error, list[tuple[RankState, bool]]()
+
+    def startup(self) -> None:
+        raise self.error
+
+    def close(self) -> None:
+        self.seen.append((self.control.state(0), bool(self.control.abort_requests())))
+
+
+RECORD = WaitRecord(0, WaitOp.COLLECT, 1, 0, 1, 8, 7, 6, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (DeviceError(RECORD), (RankState.FAILED, True)),
+        (LaunchError("no room"), (RankState.FAILED, False)),
+        (MemoryError(), (RankState.FAILED, False)),
+        (AbortedError("the engine is being stopped"), (RankState.STARTING, False)),
+    ],
+)
+def test_a_rank_says_that_it_failed_before_it_gives_anything_back(error: Exception, seen: tuple[RankState, bool]) -> None:
+    page = ControlPage.create(1, 16)
+    engine = FailingEngine(page, error)
+    with pytest.raises(type(error)):
+        live(lambda: engine, page, 0)
+    assert engine.seen == [seen]
+    page.close()
+
+
+def test_an_engine_that_cannot_be_made_is_a_failure() -> None:
+    page = ControlPage.create(1, 16)
+
+    def make() -> StubEngine:
+        raise ConfigError("there is no engine for device 'tpu'")
+
+    with pytest.raises(ConfigError):
+        live(make, page, 0)
+    assert page.state(0) is RankState.FAILED
+    page.close()

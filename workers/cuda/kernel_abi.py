@@ -72,7 +72,6 @@ SHAPING_PARAMS = Struct(
         Field("bias_ptr", "u64", "float32 (rows): added to logits"),
         Field("history_ptr", "u64", "uint32 (rows): times in the answer; the highest bit: stands in the prompt"),
         Field("raw_ptr", "u64", "float32 (rows): the newest token's logits, kept until it is reported"),
-        Field("maxima_ptr", "u64", "uint64 (thread blocks, ranks * thread blocks): best logits, as each has collected them"),
         Field("mask_ptr", "u64", "MaskWord, two slots in shared host memory"),
         Field("report_ptr", "u64", "uint64 (max_context, REPORT_WORDS) in pinned host memory, with the request's tag; rank 0"),
         Field("mask_epoch", "u64", "epoch of the mask for the first token of the answer"),

@@ -23,7 +23,9 @@ PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in t
 NUM_THREADS = 640  # of a thread block
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
-_HALVES_IN_FLIGHT = 5  # of tiles, with one or two lanes; found by measurement
+_NOTES_BYTES, _PADDING_BYTES = 40 + 2 * 48, 32  # WaitNote and both PeerNotes; of `Shared`, at most
+_HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured
+NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 
@@ -190,12 +192,18 @@ class KernelShape:
 
     @property
     def in_flight(self) -> int:
-        """Pieces of ring tiles that may be under way from memory: three tiles, with one or two lanes five halves or two tiles."""
+        """Pieces of ring tiles that may be under way from memory: three tiles; with one or two lanes halves or two tiles."""
         if self.pieces_in_flight:
             return self.pieces_in_flight
         if self.num_lanes > 2:
             return 3 * self.num_pieces
-        return _HALVES_IN_FLIGHT if self.num_pieces == 2 else 2 * self.num_pieces
+        return _HALVES_IN_FLIGHT[self.num_lanes][0] if self.num_pieces == 2 else 2 * self.num_pieces
+
+    @property
+    def far_in_flight(self) -> int:
+        """The same for tokens at NEAR_CONTEXT and further on."""
+        has_halves = self.num_lanes <= 2 and self.num_pieces == 2 and not self.pieces_in_flight
+        return _HALVES_IN_FLIGHT[self.num_lanes][1] if has_halves else self.in_flight
 
     @property
     def replicas(self) -> int:
@@ -273,25 +281,28 @@ class KernelShape:
     # ---- shared memory ----
     @cached_property
     def num_slots(self) -> int:
-        """Ring slots that fit beside everything else in `Shared`; a little is left for its padding."""
-        spec, lanes, rows = self.spec, self.num_lanes, self.out.cta_rows
+        """Ring slots that fit beside everything else in `Shared`."""
+        slot_bytes = SLOT_BYTES + 2 * 8 * self.num_pieces  # pieces have barriers of their own
+        return min(self.max_slots, (SHARED_BYTES - self.shared_bytes_besides) // slot_bytes)
+
+    @property
+    def shared_bytes_besides(self) -> int:
+        """Bytes of `Shared` (phases/layout.cuh) of the shaped build without its ring slots, and at most so much padding."""
+        spec, lanes, rows, slices = self.spec, self.num_lanes, self.out.cta_rows, MATRIX_WARPS // self.cluster
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
-        group = spec.lane_heads // spec.lane_kv_heads
-        others = (
-            max_per * MATRIX_WARPS * 128
-            + 2 * MATRIX_WARPS * MAX_ROWS * 4
-            + (4 * 32 + 2 * lanes * self.num_ranks) * MATRIX_WARPS * 4
-        )
-        others += lanes * rows * 4 * (1 + 2 * (spec.delay + 1))
-        others += 2 * 4 * group * (spec.head_dim + 2) * 4 + 1024
+        attended = 2 * 4 * (spec.lane_heads // spec.lane_kv_heads) * spec.head_dim
+        scores, num_squares = 2 * self.head.cta_rows, 3 if self.cluster == 1 else 4
+        values = max_per * MATRIX_WARPS * 32  # x
+        values += MATRIX_WARPS * (2 * MAX_ROWS + num_squares * 32 + 2 * lanes * self.num_ranks)  # red, squares, head_squares
+        values += lanes * rows * (1 + 2 * (spec.delay + 1))  # residual, history
+        values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
+        values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
+        values += lanes + 16  # done_cycles, and those by themselves
+        barriers = 7 + num_squares + 2 * self.cluster + lanes
         if self.cluster > 1:
-            others += 2 * MATRIX_WARPS // self.cluster * max_per * 8 * 4 + 256
-        # The shaped build: a mask, and x and score of the vocabulary rows where attention's room does not hold them.
-        others += self.head.cta_rows // 8
-        scores = 2 * 4 * self.head.cta_rows
-        others += scores if scores > 2 * 4 * group * spec.head_dim * 4 else 0
-        slot_bytes = SLOT_BYTES + 16 * (self.num_pieces - 1)  # pieces have barriers of their own
-        return min(self.max_slots, (SHARED_BYTES - others) // slot_bytes)
+            values += 2 * slices * max_per * 8  # unit_squares
+            barriers += slices  # x_full
+        return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES
 
     # ---- generated headers ----
     def headers(self) -> dict[str, str]:
@@ -308,7 +319,8 @@ class KernelShape:
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
-            "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight,
+            "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
+            "kNearContext": NEAR_CONTEXT,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,

@@ -12,6 +12,8 @@ import numpy as np
 
 from kog_dist.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.collectives.cuda_abi import PEERS
+from kog_dist.collectives.mailbox import place
+from kog_dist.collectives.words import WORD_BYTES, pair_tags
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.ring import NO_TOKEN, Finish
@@ -69,6 +71,7 @@ class Monokernel:
         self._limit_us = min(wait_limit_us, LONGEST_WAIT_US)
         if (shape.num_ranks > 1) != (heap is not None):
             raise ValueError("several ranks need the heap with their mailboxes, one rank needs none")
+        self._heap = heap
         self._peers = np.zeros((), PEERS.dtype).tobytes() if heap is None else heap.device_handle().tobytes()
         cubin = build(shape.headers())
         self.build_log = cubin.log
@@ -76,7 +79,6 @@ class Monokernel:
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
         self._head_start: HeadStart | None = None
         self._begins_at_head = False  # the next launch
-        self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
         self._shaped_request: ShapedRequest | None = None
         context = shape.spec.max_context
         first, last = shape.vocab_rows
@@ -100,6 +102,8 @@ class Monokernel:
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
         self._forget_epochs()
+        # Last, since it maps memory of the host, which whoever tries again after an error could not.
+        self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
 
@@ -283,19 +287,42 @@ class Monokernel:
         if int(self.state()["abort_mirror"]):
             record = WaitRecord.unpack(self._record.get().tobytes())
             if record.elapsed_ns:
-                raise DeviceError(replace(record, rank=self.rank, peer=self._late_rank(record)))
+                raise DeviceError(self._with_peer(replace(record, rank=self.rank)))
 
-    def _late_rank(self, record: WaitRecord) -> int:
-        """Whose words a wait missed, or NO_PEER. Waits for peers have written it; those of the matrix warps have a phase instead.
+    def _with_peer(self, record: WaitRecord) -> WaitRecord:
+        """With the rank whose words a wait missed, or NO_PEER. Waits for peers have written it; those of the matrix warps have a
+        phase instead.
 
         Of these only the LM head's input comes from peers. The record has its lane, with `replicate` the first of those that were
-        asked for together; if that one's words were there, others' may be missing.
+        asked for together; if that one's words were there, it is looked up whose others are not.
         """
-        if record.phase == 0 and self.shape.num_ranks > 1:
-            return record.peer if record.num_missing else self.rank  # matrix warps that noted nothing have no phase either
+        if record.phase == 0 and self.shape.num_ranks > 1:  # matrix warps that noted nothing have no phase either
+            return record if record.num_missing else replace(record, peer=self.rank)
         if record.phase != Phase.HEAD_INPUT or len(self.shape.head_lanes) == self.shape.num_lanes:
-            return self.rank
-        return record.mailbox // self.shape.num_lanes if record.num_missing else NO_PEER
+            return replace(record, peer=self.rank)
+        if not record.num_missing:
+            record = self._with_missing_stream(record)
+        return replace(record, peer=record.mailbox // self.shape.num_lanes if record.num_missing else NO_PEER)
+
+    def _with_missing_stream(self, record: WaitRecord) -> WaitRecord:
+        """With the first of the last streams that have not come; unchanged if all have by now. The kernel must have left."""
+        from cupy.cuda import runtime
+
+        assert self._heap is not None
+        boxes, num_pairs = self.shape.boxes, self.shape.spec.hidden_size // 2
+        box = next(box for box in place(boxes.specs(), self.shape.num_ranks) if box.spec.name == "streams")
+        words = np.zeros(box.num_words, np.uint64)
+        source = self._heap.peer_ptr(self.rank, WORD_BYTES * box.first_word)
+        runtime.memcpy(words.ctypes.data, source, words.nbytes, runtime.memcpyDeviceToHost)
+        copies = words.reshape(-1, boxes.replicas, boxes.stream_copy_words)  # of every lane of the model
+        seen = pair_tags(copies[:, record.cta % boxes.replicas, :num_pairs])
+        missing = seen != record.epoch_wanted
+        lanes = np.flatnonzero(missing.any(axis=1))
+        if not len(lanes):
+            return record
+        lane = int(lanes[0])
+        tag = int(seen[lane][missing[lane]][0])
+        return replace(record, mailbox=lane, num_missing=int(missing[lane].sum()), epoch_seen=tag)
 
     def recover(self) -> None:
         """Make the kernel usable again after a numerical fault or, on one rank, an abort or a DeviceError: forget all state.

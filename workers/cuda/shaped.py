@@ -45,7 +45,6 @@ class ShapedBuild:
         self._bias = cupy.zeros(self._num_rows, cupy.float32)
         self._history = cupy.zeros(self._num_rows, cupy.uint32)
         self._raw = cupy.zeros(self._num_rows, cupy.float32)
-        self._maxima = cupy.zeros((shape.num_ctas, shape.num_ranks * shape.num_ctas), cupy.uint64)
         self._staged_bias = pinned(self._num_rows * 4).view(np.float32)
         self._staged_history = pinned(self._num_rows * 4).view(np.uint32)
         self._reports = pinned(context * REPORT_WORDS * 8).view(np.uint64).reshape(context, REPORT_WORDS)
@@ -67,7 +66,7 @@ class ShapedBuild:
             self._staged_history[:] = 0
             self._spread(self._staged_history, prompt, IN_PROMPT)
             self._upload(self._history, self._staged_history, stream)
-        arrays = {"bias": self._bias, "history": self._history, "raw": self._raw, "maxima": self._maxima}
+        arrays = {"bias": self._bias, "history": self._history, "raw": self._raw}
         for name, held in arrays.items():
             self._params[f"{name}_ptr"] = held.data.ptr
         self._params["report_ptr"] = self._reports.ctypes.data

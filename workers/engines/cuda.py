@@ -25,6 +25,7 @@ from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, KogError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.pace import Pace
 from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
 POLL_S = 20e-6
 FIRST_TOKEN_SPIN_S = 0.004  # behind prefill it comes within about a millisecond, and whoever asked waits for it
+REFILL_TOKENS = 16
 MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
@@ -234,8 +236,12 @@ class CudaEngine:
     def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, launches: Launches) -> Finish:
         """The kernel decodes many tokens in a launch and chooses them itself."""
         num_prompt, max_tokens = len(request.prompt), self._max_tokens(request)
+        pace = (
+            Pace() if request.mask_epoch and self._rank == 0 else None
+        )  # the next mask can only be made when the token is handed out
         for index in range(max_tokens):
-            token = self._next_token(seq, index, launches, heartbeat, min(num_cached, num_prompt - 1) if index == 0 else None)
+            num_prefilled = min(num_cached, num_prompt - 1) if index == 0 else None
+            token = self._next_token(seq, index, launches, heartbeat, num_prefilled, pace)
             if index == 0:
                 self._control.stamp(self._rank, RankStage.CHOSEN)
             logits = self._logits(seq) if request.logit_digests else None
@@ -268,13 +274,18 @@ class CudaEngine:
             self._leave(f"left request {seq}")
 
     # ---- one token ----
-    def _next_token(self, seq: int, index: int, launches: Launches, heartbeat: Heartbeat, num_cached: int | None) -> Token:
+    def _next_token(
+        self, seq: int, index: int, launches: Launches, heartbeat: Heartbeat, num_cached: int | None, pace: Pace | None
+    ) -> Token:
         """Wait for a token. The kernel bounds every wait of its own, so launches end; if they end without it, they say why.
 
-        `num_cached`: positions that the KV cache held before the launches, while they are prefilling; None afterwards.
+        `num_cached`: positions that the KV cache held before the launches, while they are prefilling; None afterwards. `pace`: do
+        not sleep when the token is likely to come.
         """
         kernel, asked_to_cancel = self._loaded, False
         spin_until_s = time.monotonic() + FIRST_TOKEN_SPIN_S if index == 0 else 0.0
+        if index % REFILL_TOKENS == REFILL_TOKENS - 1:
+            launches.refill(index)  # also if this host lags behind and finds each token there: the kernel is not to wait for it
         while (token := kernel.token(index)) is None:
             if self._control.aborted():
                 self._leave(f"left request {seq}")
@@ -288,10 +299,12 @@ class CudaEngine:
             elif kernel.is_idle() and launches.all_ended and kernel.token(index) is None:
                 kernel.finish()
                 raise RequestFailed("rank_failed", f"the kernel ended without token {index} of request {seq}")
-            if time.monotonic() < spin_until_s:
+            if time.monotonic() < spin_until_s or (pace is not None and pace.until_near_s() <= 0):
                 os.sched_yield()
             else:
                 time.sleep(POLL_S)
+        if pace is not None:
+            pace.token()
         heartbeat.progress()
         return token
 

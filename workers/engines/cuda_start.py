@@ -71,20 +71,24 @@ class Start:
         """The kernel, and prefill if it is wanted and can be had. Raises CheckpointError, CompileError or LaunchError.
 
         Collective. With `auto` all ranks have prefill, or none: where one fails before the peers' memory is mapped, or when it
-        has been, all go on without. One that fails meanwhile ends the engine.
+        has been, all go on without. One that cannot map it ends the engine.
         """
+        from kog_dist.workers.prefill.blocks import sizes_within
+
         if self.args.prefill == "off":
-            return self.without_prefill(), None
+            return self._without_prefill(partial(self.link, 0)), None
         watch = Watch()
         loaded: tuple[Any, Matrices] | None = None
         kernel: Kernel | None = None
+        heap, is_linked = None, False
         cause = self._agreed(obstacle(self.shape))
         watch.ended("torch")
         if not cause:
             loaded, cause = self._attempt(partial(self._load_both, watch.ended))
             watch.ended("weights")
         if loaded is not None:
-            kernel, cause = self._make_kernel(loaded[0])
+            heap, is_linked = self._link(max(sizes_within(self.shape.spec.max_context))), True
+            kernel, cause = self._make_kernel(loaded[0], heap)
             watch.ended("kernel")
         if loaded is not None and kernel is not None:
             made, cause = self._attempt(partial(self._make_prefill, kernel, loaded[1], watch.ended))
@@ -95,13 +99,14 @@ class Start:
         loaded = None
         free_memory()
         note(f"prompts go token by token, since prefill cannot start: {cause}")
-        return kernel or self.without_prefill(), None
+        return kernel or self._without_prefill(lambda: heap if is_linked else self.link(0)), None
 
-    def without_prefill(self) -> Kernel:
+    def _without_prefill(self, link: Callable[[], CudaHeap | None]) -> Kernel:
         """The kernel alone."""
         from kog_dist.workers.cuda.load import load_weights
 
-        return self._kernel(load_weights(self.shape, self.checkpoint), 0)
+        weights = load_weights(self.shape, self.checkpoint)
+        return self._kernel(weights, link())
 
     def _attempt(self, make: Callable[[], _T]) -> tuple[_T | None, str]:
         """What `make` makes, None if it failed on any rank, and why. Raises a refusal instead where prefill was told `on`."""
@@ -141,18 +146,26 @@ class Start:
             gpu.release_unused()
         return weights, matrices
 
-    def _make_kernel(self, weights: Any) -> tuple[Kernel | None, str]:
-        """The kernel, with room for prefill in the memory that the peers map; once they have begun, there is no way back."""
-        from kog_dist.workers.prefill.blocks import sizes_within
-
-        make = partial(self._kernel, weights, max(sizes_within(self.shape.spec.max_context)))
-        if self.args.info.world_size == 1:
-            return self._attempt(make)
+    def _link(self, prefill_tokens: int) -> CudaHeap | None:
+        """The memory that the peers map, with room for prefill; once they have begun, they keep it."""
         try:
-            return make(), ""
+            return self.link(prefill_tokens)
         except Exception as error:
             _refuse_without_memory(error)
             raise
+
+    def _make_kernel(self, weights: Any, heap: CudaHeap | None) -> tuple[Kernel | None, str]:
+        """The kernel beside prefill's weights, if all ranks have room for theirs."""
+        made: list[Monokernel] = []
+
+        def make() -> Monokernel:
+            made.append(self._kernel(weights, heap))
+            return made[0]
+
+        kernel, cause = self._attempt(make)
+        for own in made if kernel is None else ():  # the next one maps the same memory of the host
+            own.close()
+        return kernel, cause
 
     def _make_prefill(self, kernel: Any, matrices: Matrices, ended: Callable[[str], None]) -> Prefiller:
         from kog_dist.workers.prefill import gpu
@@ -161,11 +174,10 @@ class Start:
             exchange = None if self.sums is None else self.sums(self.limit_us / 1e6)
             return gpu.prefill_for(kernel, matrices, exchange=exchange, ended=ended)
 
-    def _kernel(self, weights: Any, prefill_tokens: int) -> Monokernel:
+    def _kernel(self, weights: Any, heap: CudaHeap | None) -> Monokernel:
         from kog_dist.workers.cuda.monokernel import Monokernel
 
         options: Any = {"shaped": True, "masks": self.masks}
-        heap = self.link(prefill_tokens)
         return Monokernel(self.shape, weights, rank=self.args.info.rank, wait_limit_us=self.limit_us, heap=heap, **options)
 
 

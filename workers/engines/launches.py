@@ -11,7 +11,8 @@ from kog_dist.decode.sampling import Sampling, TokenLogprobs
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.shaped import ShapedRequest
 
-CHUNK_STEPS = 64
+PROMPT_STEPS = 64  # of a launch of nothing but prompt tokens: progress is told when it ends
+ANSWER_STEPS = 256  # of any other; between two of them a token takes longer, so not too few, and the driver is not kept for long
 CHUNKS_QUEUED = 2  # the next one starts without the host
 
 
@@ -94,8 +95,12 @@ class Launches:
         self._kernel = kernel
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way
-        plan = [(steps, 0) for steps in _chunks(num_prompt_steps + (0 if one_by_one else max_tokens))]
-        plan += [(1, index) for index in range(max_tokens if one_by_one else 0)]
+        if one_by_one:
+            plan = [(steps, 0) for steps in _chunks(num_prompt_steps, PROMPT_STEPS)] + [(1, index) for index in range(max_tokens)]
+        else:
+            num_whole = num_prompt_steps // PROMPT_STEPS
+            rest = num_prompt_steps % PROMPT_STEPS + max_tokens
+            plan = [(PROMPT_STEPS, 0)] * num_whole + [(steps, 0) for steps in _chunks(rest, ANSWER_STEPS)]
         self._waiting = deque(plan)  # steps of a launch, and tokens that must have been taken before it
         self.refill(0)
 
@@ -122,5 +127,5 @@ class Launches:
         return ended
 
 
-def _chunks(num_steps: int) -> list[int]:
-    return [min(CHUNK_STEPS, num_steps - start) for start in range(0, num_steps, CHUNK_STEPS)]
+def _chunks(num_steps: int, most: int) -> list[int]:
+    return [min(most, num_steps - start) for start in range(0, num_steps, most)]

@@ -22,10 +22,11 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from kog_dist.control import ControlPage
-from kog_dist.decode.ring import Finish
+from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.wait import Deadline
+from kog_dist.pace import Pace
+from kog_dist.wait import Deadline, sleep_precisely
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintError, GrammarCompiler, Kind
 
 MAX_PACKET_BYTES = 1 << 17  # a schema of the longest kind, and the rest of its message
@@ -70,6 +71,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
     resource.setrlimit(resource.RLIMIT_DATA, (args.memory_bytes, args.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sleep_precisely()
     try:
         control = ControlPage.from_fd(args.control_fd)
         tokenizer = Tokenizer.from_folder(Path(args.model))
@@ -110,19 +112,32 @@ def follow(control: ControlPage, compiler: GrammarCompiler, constraint: Constrai
 
     Returns early when the engine is being stopped, or when the coordinator has handed out a newer request.
     """
-    matcher = compiler.compile(constraint)
+    matcher, pace = compiler.compile(constraint), Pace()
     index = 0
     while True:
         control.masks.put(mask_epoch + index, matcher.mask())
         if matcher.error:
             print(f"grammar of request {seq}, token {index}: {matcher.error}", file=sys.stderr, flush=True)
-        while (entry := control.ring.wait(seq, index, Deadline.after(_RING_WAIT_S), poll_s=_RING_POLL_S)) is None:
+        while (entry := _next_entry(control, seq, index, pace)) is None:
             if control.aborted() or control.doorbell() > seq:
                 return
+        pace.token()
         if entry.finish is not Finish.NONE:
             return
         matcher.accept(entry.token_id)
         index += 1
+
+
+def _next_entry(control: ControlPage, seq: int, index: int, pace: Pace) -> TokenEntry | None:
+    """Wait for a token, at most _RING_WAIT_S; without sleeping when it is likely to come."""
+    entry = None
+    if (until_near_s := pace.until_near_s()) > 0:
+        entry = control.ring.wait(seq, index, Deadline.after(min(until_near_s, _RING_WAIT_S)), poll_s=_RING_POLL_S)
+    while entry is None and pace.until_near_s() <= 0:
+        entry = control.ring.get(seq, index)
+        if entry is None:
+            os.sched_yield()
+    return entry
 
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
         mbar_init(role.base + KOG_OFFSET(red_full[i]), kCtaSlices);
         for (int k = 0; k < kCluster; ++k) mbar_init(role.base + KOG_OFFSET(red_empty[2 * k + i]), 1);
     }
-    for (int i = 0; i < 4; ++i) mbar_init(role.base + KOG_OFFSET(squares_full[i]), kCtaSlices);
+    for (u32 i = 0; i < kSquares; ++i) mbar_init(role.base + KOG_OFFSET(squares_full[i]), kCtaSlices);
     mbar_init(role.base + KOG_OFFSET(head_squares_full), kCtaSlices * kHeadSums);
 #if KOG_CLUSTER > 1
     for (int i = 0; i < kCtaSlices; ++i) mbar_init(role.base + KOG_OFFSET(x_full[i]), kCluster);
 #endif
     mbar_init(role.base + KOG_OFFSET(token_full), 1), mbar_init(role.base + KOG_OFFSET(token_ended), 1);
     for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
-    shared.note.stopped = 0, shared.note.num_waits = 0, shared.note.num_words = 0, shared.finished = 0, shared.cancelled = 0;
-    shared.num_finalized = 0;
+    shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0, shared.num_finalized = 0;
+    shared.note.phase = 0, shared.note.layer = 0, shared.note.lane = 0, shared.note.wanted = 0, shared.note.num_words = 0;
 #ifdef KOG_SHAPED
     shared.num_handed = 0;
 #endif

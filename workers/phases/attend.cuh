@@ -12,39 +12,36 @@ namespace kog {
 constexpr u32 kBatchBytes = 2 * 16 * kHeadDim * 2;
 constexpr int kDimRegisters = kHeadDim / 8;  // 16-bit pairs: a thread's share of a row of K, or of a pair of positions of V
 static_assert(kHeadDim % 16 == 0, "the matrix unit takes 16 dimensions at a time");
+// The registers of a share come in chunks of one load. Chunks of neighbouring threads lie side by side, so that a load of a warp takes whole
+// sectors: four threads share a row of K, eight a pair of positions of V. The order of dimensions is the same for K and the query.
+constexpr int kChunk = kDimRegisters % 4 == 0 ? 4 : 2, kChunkBytes = kChunk * 4, kChunks = kDimRegisters / kChunk;
+constexpr u32 kKeyChunks = 4 * kChunkBytes, kValueChunks = 8 * kChunkBytes;  // from a thread's chunk to its next one, in bytes
+// Pair of dimensions in register `k` of a thread's share of K; dimension in that of V.
+__device__ __forceinline__ constexpr u32 key_pair(u32 part, u32 k) { return k / kChunk * (4 * kChunk) + part * kChunk + k % kChunk; }
+__device__ __forceinline__ constexpr u32 value_dim(u32 group, u32 k) { return k / kChunk * (8 * kChunk) + group * kChunk + k % kChunk; }
 
-__device__ __forceinline__ void load_dims(const unsigned char* from, u32 (&to)[kDimRegisters]) {
-    if constexpr (kDimRegisters % 4 == 0) {
+template <u32 kStride>
+__device__ __forceinline__ void load_share(const unsigned char* from, u32 (&to)[kDimRegisters]) {
 #pragma unroll
-        for (int i = 0; i < kDimRegisters; i += 4) {
+    for (int i = 0; i < kChunks; ++i) {
+        if constexpr (kChunk == 4) {
             uint4 v;
-            load_global(from + i * 4, v);
-            to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kDimRegisters; i += 2) {
+            load_global(from + i * kStride, v);
+            to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+        } else {
             uint2 v;
-            load_global(from + i * 4, v);
-            to[i] = v.x, to[i + 1] = v.y;
+            load_global(from + i * kStride, v);
+            to[2 * i] = v.x, to[2 * i + 1] = v.y;
         }
     }
 }
-
-// A thread's shares of two rows that lie kStride bytes apart.
 template <u32 kStride>
-__device__ __forceinline__ void load_rows(const unsigned char* from, u32 (&to)[2][kDimRegisters]) {
-    load_dims(from, to[0]);
-    load_dims(from + kStride, to[1]);
-}
-__device__ __forceinline__ void store_dims(unsigned char* to, const u32 (&from)[kDimRegisters]) {
-    if constexpr (kDimRegisters % 4 == 0) {
+__device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)[kDimRegisters]) {
 #pragma unroll
-        for (int i = 0; i < kDimRegisters; i += 4)
-            *reinterpret_cast<uint4*>(to + i * 4) = make_uint4(from[i], from[i + 1], from[i + 2], from[i + 3]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < kDimRegisters; i += 2) *reinterpret_cast<uint2*>(to + i * 4) = make_uint2(from[i], from[i + 1]);
+    for (int i = 0; i < kChunks; ++i) {
+        if constexpr (kChunk == 4)
+            *reinterpret_cast<uint4*>(to + i * kStride) = make_uint4(from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]);
+        else *reinterpret_cast<uint2*>(to + i * kStride) = make_uint2(from[2 * i], from[2 * i + 1]);
     }
 }
 
@@ -54,194 +51,228 @@ struct Attender {
     u32 warp, lane;
     u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
 
-    // Read kCount words, if this thread wants them; true when all carry the tag.
-    template <int kCount>
-    static __device__ __forceinline__ bool read(const u64* words, bool wanted, u32 tag, u64 (&got)[kCount]) {
-        if (!wanted) return true;
-        bool ready = true;
-        if constexpr (kCount % 2 == 0) {
-#pragma unroll
-            for (int i = 0; i < kCount; i += 2) {
-                const ulonglong2 two = load_relaxed_x2(words + i);
-                got[i] = two.x, got[i + 1] = two.y;
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) got[i] = load_relaxed(words + i);
-        }
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) ready = ready && has_tag(got[i], tag);
-        return ready;
-    }
-
     // A pair of 16-bit values with another lower or upper one.
     static __device__ __forceinline__ u32 with_half(u32 pair, u32 value, bool upper) {
         return upper ? __byte_perm(pair, value, 0x5410) : __byte_perm(pair, value, 0x3254);
     }
 
-    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
-        const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
-        const u32 kv_head = item_idx / kSplits, split = item_idx % kSplits;
+    // The rows of K and V of an item.
+    struct Rows {
+        u32 first_batch, num_batches;  // in the whole cache; that have rows
+        u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
+        u32 fresh_batch;               // that gets the current position's row, or none
+    };
+    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 position) const {
+        const u32 split = item_idx % kSplits;
         const bool windowed = in_mask(kWindowMask, layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
         const u32 windowed_before = __popcll(kWindowMask & ((1ull << layer) - 1));
-        const u64 first_batch = static_cast<u64>(windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * kLanes *
-                                    kItems + static_cast<u64>(lane_idx * kItems + item_idx) * batches;
-        unsigned char* cache = reinterpret_cast<unsigned char*>(params.kv_ptr) + first_batch * kBatchBytes;
+        const u32 first_batch = (windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
+                                (lane_idx * kItems + item_idx) * batches;
+        const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
+        const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
+        return {first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
+                position % kSplits == split ? last >> 4 : kNoBatch};
+    }
+    static constexpr u32 kNoBatch = ~0u;
 
-        // Positions of this split before the current one, and the batches that they fill.
-        const u32 num_old = (position + kSplits - 1 - split) / kSplits;
-        u32 num_batches = (num_old + 15) / 16;
-        if (num_batches > batches) num_batches = batches;
-        const bool owner = position % kSplits == split;  // of the new position, whose place is this slot
-        const u32 slot_new = (position / kSplits) % capacity;
-        if (owner && num_batches <= slot_new >> 4) num_batches = (slot_new >> 4) + 1;
-        const u32 newest = (num_old + capacity - 1) % capacity;  // slot of the last old position
-        const u32 window = windowed ? kWindow : kMaxContext;
+    // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V.
+    struct Batch {
+        u32 keys[2][kDimRegisters], values[2][kDimRegisters];
+    };
+    static constexpr u32 kKeysStride = 8 * kHeadDim * 2, kValuesStride = 4 * kHeadDim * 4;
+    // Where the first of two shares lies. Computed anew each time: registers are full.
+    __device__ __forceinline__ unsigned char* keys_at(const Rows& rows, u32 batch) const {
+        const u32 lane = opaque(this->lane);
+        return batch_at(rows, batch) + ((lane >> 2) * kHeadDim * 2 + (lane & 3) * kChunkBytes);
+    }
+    __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const {
+        const u32 lane = opaque(this->lane);
+        return batch_at(rows, batch) + (16 * kHeadDim * 2 + (lane & 3) * kHeadDim * 4 + (lane >> 2) * kChunkBytes);
+    }
+    __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
+        return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
+    }
+    __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
+        if (batch >= rows.num_batches) return;
+        const unsigned char* at = keys_at(rows, batch);
+        load_share<kKeyChunks>(at, to.keys[0]), load_share<kKeyChunks>(at + kKeysStride, to.keys[1]);
+    }
+    __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
+        if (batch >= rows.num_batches) return;
+        const unsigned char* at = values_at(rows, batch);
+        load_share<kValueChunks>(at, to.values[0]), load_share<kValueChunks>(at + kValuesStride, to.values[1]);
+    }
 
-        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
-        const u32 head = (group >> 1) < kGroup ? group >> 1 : kGroup - 1;
-        u32 query[kDimRegisters];
+    // Wait for the query of the thread's head, in high and low halves; the warp that has the batch of the new row stages K and V of it in
+    // shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
+    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 kv_head, bool has_fresh, u32 tag, u32 (&query)[kDimRegisters]) {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
+        if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
+        const u64* query_words = words + ((kv_head * kGroup + head_of(group)) * kHeadDim) / 2;
+        const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
+        u64 got[kHalf], got_new[kNew];
+        while (true) {
+            bool ready = true;
+#pragma unroll
+            for (int i = 0; i < kHalf; i += kQueryLoad) {
+                const u64* at = query_words + key_pair(part, is_low * kHalf + i);
+                if constexpr (kQueryLoad == 2) {
+                    const ulonglong2 two = load_relaxed_x2(at);
+                    got[i] = two.x, got[i + 1] = two.y;
+                } else {
+                    got[i] = load_relaxed(at);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) ready = ready && has_tag(got[i], tag);
+            if (has_fresh) {
+#pragma unroll
+                for (int i = 0; i < kNew; ++i)
+                    if (i * 32 + lane < kNewWords)
+                        got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
+#pragma unroll
+                for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
+            }
+            if (__all_sync(kFullWarp, ready)) break;
+            if (must_leave(role.stopped())) return false;
+        }
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            const float a = first_of(got[i]), b = second_of(got[i]);
+            const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
+            const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
+            query[i] = is_low ? theirs : high;
+            query[kHalf + i] = is_low ? low : theirs;
+        }
+        if (has_fresh) {
+#pragma unroll
+            for (int i = 0; i < kNew; ++i)
+                if (i * 32 + lane < kNewWords)
+                    store_shared(role.base + KOG_OFFSET(fresh) + (i * 32 + lane) * 4, KvFormat::pack(first_of(got_new[i]), second_of(got_new[i])));
+            __syncwarp();
+        }
+        return true;
+    }
+    static constexpr int kHalf = kDimRegisters / 2, kQueryLoad = kHalf % 2 == 0 ? 2 : 1;  // registers of the query; words of a load
+    static constexpr int kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
+    static __device__ __forceinline__ u32 head_of(u32 group) { return (group >> 1) < kGroup ? group >> 1 : kGroup - 1; }
+
+    // The staged row goes into the registers of the threads that hold its place, and into the cache.
+    __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, row = rows.last & 15, i = row >> 3;
+        const u32 staged = role.base + KOG_OFFSET(fresh);
+        if (group == (row & 7)) {
+#pragma unroll
+            for (int k = 0; k < kDimRegisters; ++k) {
+                const u32 both = load_shared_u32(staged + key_pair(part, k) * 4);
+                batch.keys[0][k] = i == 0 ? both : batch.keys[0][k], batch.keys[1][k] = i == 0 ? batch.keys[1][k] : both;
+            }
+            unsigned char* at = keys_at(rows, rows.fresh_batch);
+            if (i == 0) store_share<kKeyChunks>(at, batch.keys[0]);
+            else store_share<kKeyChunks>(at + kKeysStride, batch.keys[1]);
+        }
+        if (part == (row >> 1 & 3)) {
+#pragma unroll
+            for (int k = 0; k < kDimRegisters; ++k) {
+                const u32 both = load_shared_u32(staged + (kNewWords / 2 + value_dim(group, k) / 2) * 4);
+                const u32 mixed = with_half(i == 0 ? batch.values[0][k] : batch.values[1][k], k & 1 ? both >> 16 : both, row & 1);
+                batch.values[0][k] = i == 0 ? mixed : batch.values[0][k], batch.values[1][k] = i == 0 ? batch.values[1][k] : mixed;
+            }
+            unsigned char* at = values_at(rows, rows.fresh_batch);
+            if (i == 0) store_share<kValueChunks>(at, batch.values[0]);
+            else store_share<kValueChunks>(at + kValuesStride, batch.values[1]);
+        }
+        __syncwarp();
+    }
+
+    // Softmax over a warp's rows so far: the largest score and the sum of weights of the thread's rows for one head, and outputs.
+    struct Mixed {
         float outputs[kHeadDim / 16][4] = {};
         float peak = -INFINITY, sum = 0;
-        bool have_query = false;
-        // A batch's K and V are on their way while the one before is worked on.
-        u32 keys[2][kDimRegisters], values[2][kDimRegisters];
-        unsigned char* keys_at = cache + warp * kBatchBytes + group * kHeadDim * 2 + part * kDimRegisters * 4;
-        unsigned char* values_at = cache + warp * kBatchBytes + 16 * kHeadDim * 2 + part * kHeadDim * 4 + group * kDimRegisters * 4;
-        if (warp < num_batches) load_rows<8 * kHeadDim * 2>(keys_at, keys), load_rows<4 * kHeadDim * 4>(values_at, values);
+    };
+    // Work on a batch, then have its registers filled with batch `next`.
+    __device__ __forceinline__ void mix(const Rows& rows, u32 number, u32 next, const u32 (&query)[kDimRegisters], Batch& batch, Mixed& mixed) {
+        const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3;
+        if (number == rows.fresh_batch) put_fresh(rows, batch);
+        // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
+        float scores[4] = {};
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 16; ++i)
+            KvFormat::mma(scores, batch.keys[0][2 * i], batch.keys[1][2 * i], batch.keys[0][2 * i + 1], batch.keys[1][2 * i + 1], query[2 * i],
+                          query[2 * i + 1]);
+        if (warp == 0) stamp(role, kScored, step, product);
+        load_keys(rows, next, batch);
+        bool seen[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 slot = number * 16 + group + 8 * i;
+            seen[i] = (rows.last >= slot ? rows.last - slot : rows.last + rows.capacity - slot) < rows.num_seen;  // rows before the last one
+        }
+        const float score0 = seen[0] ? (scores[0] + scores[1]) * kScoreScale : -INFINITY;
+        const float score1 = seen[1] ? (scores[2] + scores[3]) * kScoreScale : -INFINITY;
+        float next_peak = fmaxf(mixed.peak, fmaxf(score0, score1));
+#pragma unroll
+        for (int offset = 4; offset < 32; offset <<= 1) next_peak = fmaxf(next_peak, __shfl_xor_sync(kFullWarp, next_peak, offset));
+        const float base = next_peak == -INFINITY ? 0.0f : next_peak;
+        const float shrink = exp2_approx(mixed.peak - base);
+        const float weight0 = exp2_approx(score0 - base), weight1 = exp2_approx(score1 - base);
+        mixed.sum = mixed.sum * shrink + (weight0 + weight1);
+        mixed.peak = next_peak;
+        const int from = part * 8 + head_of(group);  // the thread that holds this head's weight of position 2 * part
+        const float a = __shfl_sync(kFullWarp, weight0, from), b = __shfl_sync(kFullWarp, weight0, from + 4);
+        const float c = __shfl_sync(kFullWarp, weight1, from), d = __shfl_sync(kFullWarp, weight1, from + 4);
+        u32 first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
+        if (group & 1) first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 16; ++i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) mixed.outputs[i][k] *= shrink;
+            KvFormat::mma(mixed.outputs[i], batch.values[0][2 * i], batch.values[0][2 * i + 1], batch.values[1][2 * i], batch.values[1][2 * i + 1],
+                          first, second);
+        }
+        load_values(rows, next, batch);
+    }
+
+    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
+        const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
+        const Rows rows = rows_of(layer, lane_idx, item_idx, position);
+        // Two batches are on their way, or here before the query is.
+        Batch even, odd;
+        load_keys(rows, warp, even), load_values(rows, warp, even);
+        load_keys(rows, warp + kAttendWarps, odd), load_values(rows, warp + kAttendWarps, odd);
+        const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
+        const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kAttendWarps == warp;
+        u32 query[kDimRegisters];
+        if (!wait_for_query(words, kv_head, has_fresh, tag, query)) return false;
+        if (warp == 0) stamp(role, kQuerySeen, step, product);
+        Mixed mixed;
 #pragma unroll 1
-        for (u32 batch = warp; batch < num_batches || !have_query; batch += kAttendWarps) {
-            const bool real = batch < num_batches, fresh = owner && batch == slot_new >> 4;
-            const bool more = batch + kAttendWarps < num_batches;
-            if (!have_query || fresh) {
-                const u32 count = first_vector + product + 1;
-                if (!have_query && !counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), count))
-                    return false;
-                // Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
-                // The new position's K and V are read by all threads and spread through shared memory.
-                constexpr int kHalf = kDimRegisters / 2, kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
-                const u32 row = slot_new & 15, is_low = group & 1;
-                const u64* query_words = words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters + is_low * kHalf;
-                const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
-                u64 got[kHalf], got_new[kNew];
-                while (true) {
-                    bool ready = read(query_words, !have_query, tag, got);
-                    if (fresh) {
-#pragma unroll
-                        for (int i = 0; i < kNew; ++i)
-                            if (i * 32 + lane < kNewWords)
-                                got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
-#pragma unroll
-                        for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
-                    }
-                    if (__all_sync(kFullWarp, ready)) break;
-                    if (must_leave(role.stopped())) return false;
-                }
-                if (warp == 0) stamp(role, kQuerySeen, step, product);
-                if (!have_query) {
-#pragma unroll
-                    for (int i = 0; i < kHalf; ++i) {
-                        const float a = first_of(got[i]), b = second_of(got[i]);
-                        const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
-                        const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
-                        query[i] = is_low ? theirs : high;
-                        query[kHalf + i] = is_low ? low : theirs;
-                    }
-                }
-                have_query = true;
-                if (fresh) {
-                    const u32 staged = role.base + KOG_OFFSET(fresh);
-#pragma unroll
-                    for (int i = 0; i < kNew; ++i)
-                        if (i * 32 + lane < kNewWords)
-                            store_shared(staged + (i * 32 + lane) * 4, KvFormat::pack(first_of(got_new[i]), second_of(got_new[i])));
-                    __syncwarp();
-                    const u32 i = row >> 3;
-                    if (group == (row & 7)) {
-#pragma unroll
-                        for (int k = 0; k < kDimRegisters; ++k) {
-                            const u32 both = load_shared_u32(staged + (part * kDimRegisters + k) * 4);
-                            keys[0][k] = i == 0 ? both : keys[0][k], keys[1][k] = i == 0 ? keys[1][k] : both;
-                        }
-                        if (i == 0) store_dims(keys_at, keys[0]);
-                        else store_dims(keys_at + 8 * kHeadDim * 2, keys[1]);
-                    }
-                    if (part == (row >> 1 & 3)) {
-#pragma unroll
-                        for (int k = 0; k < kDimRegisters; ++k) {
-                            const u32 both = load_shared_u32(staged + (kNewWords / 2 + group * kHalf + k / 2) * 4);
-                            const u32 one = k & 1 ? both >> 16 : both;
-                            const u32 mixed = with_half(i == 0 ? values[0][k] : values[1][k], one, row & 1);
-                            values[0][k] = i == 0 ? mixed : values[0][k], values[1][k] = i == 0 ? values[1][k] : mixed;
-                        }
-                        if (i == 0) store_dims(values_at, values[0]);
-                        else store_dims(values_at + 4 * kHeadDim * 4, values[1]);
-                    }
-                    __syncwarp();
-                }
-            }
-            if (!real) break;
-            // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
-            float scores[4] = {};
-#pragma unroll
-            for (int i = 0; i < kHeadDim / 16; ++i)
-                KvFormat::mma(scores, keys[0][2 * i], keys[1][2 * i], keys[0][2 * i + 1], keys[1][2 * i + 1], query[2 * i],
-                              query[2 * i + 1]);
-            if (warp == 0) stamp(role, kScored, step, product);
-            if (more) load_rows<8 * kHeadDim * 2>(keys_at + kAttendWarps * kBatchBytes, keys);
-            bool seen[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 slot = batch * 16 + group + 8 * i;
-                const u32 back = newest >= slot ? newest - slot : newest + capacity - slot;  // rows before the last old one
-                seen[i] = (back < num_old && (num_old - 1 - back) * kSplits + split + window > position) || (owner && slot == slot_new);
-            }
-            const float score0 = seen[0] ? (scores[0] + scores[1]) * kScoreScale : -INFINITY;
-            const float score1 = seen[1] ? (scores[2] + scores[3]) * kScoreScale : -INFINITY;
-            float next_peak = fmaxf(peak, fmaxf(score0, score1));
-#pragma unroll
-            for (int offset = 4; offset < 32; offset <<= 1) next_peak = fmaxf(next_peak, __shfl_xor_sync(kFullWarp, next_peak, offset));
-            const float base = next_peak == -INFINITY ? 0.0f : next_peak;
-            const float shrink = exp2_approx(peak - base);
-            const float weight0 = exp2_approx(score0 - base), weight1 = exp2_approx(score1 - base);
-            sum = sum * shrink + (weight0 + weight1);
-            peak = next_peak;
-            const int from = part * 8 + head;  // the thread that holds this head's weight of position 2 * part
-            const float a = __shfl_sync(kFullWarp, weight0, from), b = __shfl_sync(kFullWarp, weight0, from + 4);
-            const float c = __shfl_sync(kFullWarp, weight1, from), d = __shfl_sync(kFullWarp, weight1, from + 4);
-            u32 first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
-            if (group & 1) first = pack_rest<KvFormat>(a, b, first), second = pack_rest<KvFormat>(c, d, second);
-#pragma unroll
-            for (int i = 0; i < kHeadDim / 16; ++i) {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) outputs[i][k] *= shrink;
-                KvFormat::mma(outputs[i], values[0][2 * i], values[0][2 * i + 1], values[1][2 * i], values[1][2 * i + 1], first, second);
-            }
-            keys_at += kAttendWarps * kBatchBytes, values_at += kAttendWarps * kBatchBytes;
-            if (more) load_rows<4 * kHeadDim * 4>(values_at, values);
+        for (u32 batch = warp; batch < rows.num_batches; batch += 2 * kAttendWarps) {
+            mix(rows, batch, batch + 2 * kAttendWarps, query, even, mixed);
+            if (batch + kAttendWarps < rows.num_batches) mix(rows, batch + kAttendWarps, batch + 3 * kAttendWarps, query, odd, mixed);
         }
         if (warp == 0) stamp(role, kMixed, step, product);
-        const bool ok = merge(layer, kv_head, split, lane_idx, tag, outputs, peak, sum);
+        const bool ok = merge(kv_head, split, lane_idx, tag, mixed);
         if (warp == 0) stamp(role, kAttended, step, product);
         return ok;
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(u32 layer, u32 kv_head, u32 split, u32 lane_idx, u32 tag,
-                                          const float (&outputs)[kHeadDim / 16][4], float peak, float sum) {
+    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 lane_idx, u32 tag, const Mixed& own) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
         const u32 half = num_items++ & 1;
+        float sum = own.sum;
 #pragma unroll
         for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
         if (part < kGroup) {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
-                *reinterpret_cast<float2*>(&shared.attended[half][warp][part][group * kDimRegisters + 2 * i]) =
-                    make_float2(outputs[i][0] + outputs[i][1], outputs[i][2] + outputs[i][3]);
+                *reinterpret_cast<float2*>(&shared.attended[half][warp][part][value_dim(group, 2 * i)]) =
+                    make_float2(own.outputs[i][0] + own.outputs[i][1], own.outputs[i][2] + own.outputs[i][3]);
             if (group == 0) {
-                shared.attended_max[half][warp][part] = peak;
+                shared.attended_max[half][warp][part] = own.peak;
                 shared.attended_sum[half][warp][part] = sum;
             }
         }

@@ -1,66 +1,9 @@
 // The sampling warp's choice of a token for a shaped request: the definition of kog_dist/decode/sampling/shaping.py, made of maxima,
 // counts and integer masses alone, so that neither thread blocks nor ranks show in the result. See docs/sampling.md.
 #pragma once
-#include "quads.cuh"
-#include "shaped_logits.cuh"
+#include "offers.cuh"
 
 namespace kog {
-
-// What a thread block's first quad says besides numbers.
-enum OfferFlag : u32 { kFaultFlag = 1, kCancelFlag = 2, kNoMaskFlag = 4 };
-
-// The token with the best score; x decides its place in the order that filters cut.
-struct Offer {
-    float score, x;
-    u32 place;
-
-    __device__ __forceinline__ void take(float other_score, float other_x, u32 other_place) {
-        if (other_score > score || (other_score == score && other_place < place)) score = other_score, x = other_x, place = other_place;
-    }
-};
-__device__ __forceinline__ Offer no_offer() { return {-INFINITY, -INFINITY, kNoPlace}; }
-
-// What thread blocks tell each other first: the best token, the largest x, the token with the largest logit, and flags.
-struct Offers {
-    Offer best = no_offer();
-    float largest = -INFINITY;
-    Element raw = no_element();
-    u32 flags = 0;
-
-    // Those of the whole warp.
-    __device__ __forceinline__ void combine() {
-#pragma unroll 1
-        for (int offset = 16; offset > 0; offset >>= 1) {
-            const float score = __shfl_xor_sync(kFullWarp, best.score, offset), x = __shfl_xor_sync(kFullWarp, best.x, offset);
-            const u32 place = __shfl_xor_sync(kFullWarp, best.place, offset);
-            const float other_largest = __shfl_xor_sync(kFullWarp, largest, offset);
-            const Element other{__shfl_xor_sync(kFullWarp, raw.value, offset), __shfl_xor_sync(kFullWarp, raw.place, offset)};
-            best.take(score, x, place);
-            largest = fmaxf(largest, other_largest);
-            if (is_before(other, raw)) raw = other;
-        }
-        flags = __reduce_or_sync(kFullWarp, flags);
-    }
-};
-
-// What stands before a token in the order: how many tokens with how much mass, and the best of them; and the mass of all that count.
-struct Before {
-    u64 total = 0, mass = 0;
-    u32 num = 0;
-    Offer best = no_offer();
-
-    // Sums over the warp.
-    __device__ __forceinline__ void combine() {
-#pragma unroll 1
-        for (int offset = 16; offset > 0; offset >>= 1) {
-            const float score = __shfl_xor_sync(kFullWarp, best.score, offset), x = __shfl_xor_sync(kFullWarp, best.x, offset);
-            const u32 place = __shfl_xor_sync(kFullWarp, best.place, offset);
-            total += __shfl_xor_sync(kFullWarp, total, offset), mass += __shfl_xor_sync(kFullWarp, mass, offset);
-            best.take(score, x, place);
-        }
-        num = __reduce_add_sync(kFullWarp, num);
-    }
-};
 
 struct Chooser {
     const KogDecodeParams& params;
@@ -69,21 +12,17 @@ struct Chooser {
     const Role& role;
 
     // What lives as long as the launch, or until the report, is kept in shared memory: registers are short.
-    // Number of the newest exchange, of this and all launches before.
+    // Number of the newest exchange, of this and all launches before. Who sets it has met the warp's other threads since they read it.
     __device__ __forceinline__ u32 number() const { return load_shared_u32(role.base + KOG_OFFSET(num_exchanges)); }
-    __device__ __forceinline__ u32 next_number() const {
-        const u32 next = number() + 1;
-        __syncwarp();
-        set_number(next);
-        return next;
-    }
     __device__ __forceinline__ void set_number(u32 number) const {
         store_shared(role.base + KOG_OFFSET(num_exchanges), number);
         __syncwarp();
     }
-    // Of the newest token: its place, and the largest logit of all ranks beside it.
+    // Step of this launch.
+    __device__ __forceinline__ u32 step() const { return load_shared_u32(role.base + KOG_OFFSET(step)); }
+    __device__ __forceinline__ void set_step(u32 step) const { store_shared(role.base + KOG_OFFSET(step), step); }
+    // Of the newest token.
     __device__ __forceinline__ u32 chosen_place() const { return load_shared_u32(role.base + KOG_OFFSET(chosen_place)); }
-    __device__ __forceinline__ float largest_logit() const { return load_shared_f32(role.base + KOG_OFFSET(largest_logit)); }
 
     __device__ __forceinline__ Quads<kRanks, kReplicas, kNumCtas> quads() const {
         return {peers, reinterpret_cast<u64*>(params.words_ptr) + kChoiceOffset, choice_box()};
@@ -114,9 +53,7 @@ struct Chooser {
         const u32 first = first_id / 32, count = num_rows() ? (first_id + num_rows() - 1) / 32 - first + 1 : 0;
         const u64* words = reinterpret_cast<const u64*>(shaping.mask_ptr) + (epoch & 1) * shaping.num_mask_words + first;
         // Reading over PCIe before it can be there only slows down those who make it.
-        const u32 most = kHeadOnly ? 0 : step * kNumProducts + heads_before(step) * kHeadProducts + kNumProducts * 3 / 4;
-        if (!counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_finalized), most))
-            return false;
+        if (!wait_for_products(step, kNumProducts * 3 / 4)) return false;
         const u64 since_ns = globaltimer_ns();
         while (true) {
             bool ready = true;
@@ -140,8 +77,8 @@ struct Chooser {
     // Rank 0's first thread block is told, and tells the others in the quads of this token.
     __device__ __forceinline__ bool is_cancelled() const {
         if (is_root()) return role.shared->cancelled;
-        const ulonglong2 words = load_system_x2(quads().own_copy(role.cta, number() + 1, 0) + 2);
-        return quad_has_tag(words.y, number() + 1) && (beside_of(words.y) & kCancelFlag);
+        const u64 word = load_system(quads().pairs(role.cta, number() + 1, 0, 0));
+        return quad_has_tag(word, number() + 1) && (word >> 8 & kCancelFlag);
     }
     __device__ __forceinline__ bool is_root() const { return role.cta == 0 && peers.rank == 0; }
 
@@ -157,8 +94,9 @@ struct Chooser {
             x = adjustment.apply(params, shaping, logit);
             if (!(fabsf(x) < INFINITY)) offers.flags |= kFaultFlag;
             score = __fadd_rn(x, noise);
-            offers.largest = fmaxf(offers.largest, x);
-            offers.best.take(score, x, place_of(own_source(), local));
+            const Element found{x, place_of(own_source(), local)};
+            if (is_before(found, offers.first)) offers.first = found;
+            offers.best.take(score, x, found.place);
         }
         store_shared(x_at(role, local), x);
         store_shared(score_at(role, local), score);
@@ -167,9 +105,21 @@ struct Chooser {
     __device__ __forceinline__ u32 heads_before(u32 step) const {
         return step - (role.num_prompt > role.first_position + 1 ? role.num_prompt - 1 - role.first_position : 0);
     }
-    // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. False: leave.
-    __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, Offers& offers) const {
+    // Until the finaliser is done with so many products of the step's layers, looking rarely.
+    __device__ __forceinline__ bool wait_for_products(u32 step, u32 count) const {
+        const u32 most = kHeadOnly ? 0 : step * kNumProducts + heads_before(step) * kHeadProducts + count;
+        return counter_wait<500>(role.stopped(), role.base + KOG_OFFSET(num_finalized), most);
+    }
+    // Until it has handed over a block of the step's logits, the last one with the end of the token.
+    __device__ __forceinline__ bool wait_for_block(u32 step, u32 block) const {
+        if (block == kCountedBlocks) return mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1);
+        return counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * kCountedBlocks + block + 1);
+    }
+    // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. `largest`: this thread's
+    // largest logit. False: leave.
+    __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, Offers& offers, float& largest) const {
         float* logits = reinterpret_cast<float*>(shaping.raw_ptr);
+        if (!wait_for_products(step, kNumProducts)) return false;
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             const u32 row = first_row() + block * HeadOp::kRows + laneid(), id = params.vocab_first + row;
@@ -177,13 +127,11 @@ struct Chooser {
             const bool allowed = real && in_grammar(id) && !(no_end && ends_answer(id));
             const Adjustment adjustment(shaping, real ? row : 0);
             const float noise = noise_of(row, position);
-            if (!counter_wait<40>(role.stopped(), role.base + KOG_OFFSET(num_handed), heads_before(step) * HeadOp::kBlocks + block + 1))
-                return false;
+            if (!wait_for_block(step, block)) return false;
             if (real) {
                 const float logit = load_shared_f32(x_at(role, row - first_row()));
                 if (!(fabsf(logit) < INFINITY)) offers.flags |= kFaultFlag;
-                const Element found{logit, place_of(own_source(), row - first_row())};
-                if (is_before(found, offers.raw)) offers.raw = found;
+                largest = fmaxf(largest, logit);
                 logits[row] = logit;  // a copy that the head of the next token does not overwrite before the report is made
                 look_at(row, logit, allowed, adjustment, noise, offers);
             }
@@ -205,33 +153,32 @@ struct Chooser {
     static_assert((kMaxStopIds & (kMaxStopIds - 1)) == 0 && kMaxStopIds <= 32, "one thread of the warp for each");
 
     // ---- exchanges; see quads.cuh. All thread blocks of all ranks take part in each and combine what all have said alike. ----
-    // Of this thread block before, of all after. `reports`: keep each one's best logit for the report. False: leave.
-    __device__ __forceinline__ bool exchange(Offers& offers, bool reports) const {
+    // Of this thread block before, of all after. `reports`: tell everybody the own largest logit, too, for the report of token number `tag`.
+    // False: leave.
+    __device__ __forceinline__ bool exchange(Offers& offers, bool reports, float largest_logit, u32 tag) const {
+        const u32 next = number() + 1;
         offers.combine();
         if (is_root() && role.shared->cancelled) offers.flags |= kCancelFlag;
-        const u32 number = next_number();
-        quads().publish(role.cta, number, join_float(offers.largest, 0), join_float(offers.raw.value, row_of(offers.raw.place)),
-                        join_float(offers.best.x, row_of(offers.best.place)), join_float(offers.best.score, offers.flags));
-        offers = Offers{};
-        u64* maxima = reinterpret_cast<u64*>(shaping.maxima_ptr) + role.cta * (kRanks * kNumCtas);
-        const auto fold = [&](u32 source, const ulonglong2& first, const ulonglong2& second) {
-            offers.best.take(float_of(second.y), float_of(second.x), place_of(source, beside_of(second.x)));
-            offers.flags |= beside_of(second.y);
-            offers.largest = fmaxf(offers.largest, float_of(first.x));
-            const Element raw{float_of(first.y), place_of(source, beside_of(first.y))};
-            if (is_before(raw, offers.raw)) offers.raw = raw;
-            if (reports) store_relaxed(maxima + source, first.y & kQuadPayload);
-        };
-        if (!quads().collect(role.cta, number, role.stopped(), role.shared->peer_notes[1], fold)) return false;
-        offers.combine();
-        store_shared(role.base + KOG_OFFSET(largest_logit), offers.raw.value);
-        __syncwarp();
+        quads().publish(role.cta, next, offers.first_word(), offers.second_word(), 0, 0);
+        set_number(next);
+        if (reports) publish_largest(tag, largest_logit);
+        HeardOffers heard;
+        const auto fold = [&](u32 source, const ulonglong2& pair) { heard.take(source, pair); };
+        if (!quads().collect(role.cta, next, 0, role.stopped(), role.shared->peer_notes[1], fold)) return false;
+        offers = heard.combine();
         return true;
     }
+    // Into a slot that is written again two tokens later, by who has collected the next token's offers: those who made them had read it.
+    __device__ __forceinline__ void publish_largest(u32 tag, float logit) const {
+        const u32 order = __reduce_max_sync(kFullWarp, order_of(logit)), rank = opaque(laneid());
+        if (rank < kRanks) store_system(quads().aside(rank, tag & 1, peers.rank, role.cta), make_value_word(order, tag));
+    }
 
-    // What is before `pivot` in the order of all tokens not below min-p; those with keys below `bound` count for the total. False: leave.
+    // What is before `pivot` in the order of all tokens not below min-p; those with keys below `bound` count for the total. The tokens among
+    // that, how many and the best one, are only collected by `collect_tokens`. False: leave.
     __device__ __forceinline__ bool count_before(const Offer& pivot, float largest, u32 bound, Before& before) const {
         const float lowest = __uint_as_float(shaping.lowest_bits);
+        const u32 next = number() + 1;
         before = Before{};
 #pragma unroll 1
         for (u32 row = laneid(); row < num_rows(); row += 32) {
@@ -244,21 +191,27 @@ struct Chooser {
             before.mass += mass, ++before.num;
             before.best.take(load_shared_f32(score_at(role, row)), x, place);
         }
-        before.combine();
-        const u32 number = next_number();
-        quads().publish(role.cta, number, before.mass & kQuadPayload, before.total & kQuadPayload,
-                        join_float(before.best.x, row_of(before.best.place) | static_cast<u32>(before.mass >> 48) << kRowBits),
-                        join_float(before.best.score, before.num | static_cast<u32>(before.total >> 48) << kRowBits));
+        before.combine_masses();
+        before.combine_tokens();
+        const u64 token = static_cast<u64>(__float_as_uint(before.best.score)) << 24 | row_of(before.best.place) << 12 | before.num;
+        quads().publish(role.cta, next, before.mass, before.total, token, __float_as_uint(before.best.x));
+        set_number(next);
         before = Before{};
-        const auto fold = [&](u32 source, const ulonglong2& first, const ulonglong2& second) {
-            const u32 by_x = beside_of(second.x), by_score = beside_of(second.y);
-            before.mass += (first.x & kQuadPayload) | static_cast<u64>(by_x >> kRowBits) << 48;
-            before.total += (first.y & kQuadPayload) | static_cast<u64>(by_score >> kRowBits) << 48;
-            before.num += by_score & kNoRowOfCta;
-            before.best.take(float_of(second.y), float_of(second.x), place_of(source, by_x & kNoRowOfCta));
+        const auto fold = [&](u32, const ulonglong2& pair) { before.mass += payload_of(pair.x), before.total += payload_of(pair.y); };
+        if (!quads().collect(role.cta, next, 0, role.stopped(), role.shared->peer_notes[1], fold)) return false;
+        before.combine_masses();
+        return true;
+    }
+    static_assert(kRowBits + 40 <= kQuadTagBit, "the mass of a thread block's rows");
+    __device__ __forceinline__ bool collect_tokens(Before& before) const {
+        const auto fold = [&](u32 source, const ulonglong2& pair) {
+            const u32 low = static_cast<u32>(pair.x);
+            before.num += low & kNoRowOfCta;
+            before.best.take(__uint_as_float(static_cast<u32>(pair.x >> 24)), __uint_as_float(static_cast<u32>(pair.y)),
+                             place_of(source, low >> 12 & kNoRowOfCta));
         };
-        if (!quads().collect(role.cta, number, role.stopped(), role.shared->peer_notes[1], fold)) return false;
-        before.combine();
+        if (!quads().collect(role.cta, number(), 1, role.stopped(), role.shared->peer_notes[1], fold)) return false;
+        before.combine_tokens();
         return true;
     }
 
@@ -272,6 +225,7 @@ struct Chooser {
         const float lowest = __uint_as_float(shaping.lowest_bits);
         u32 low = 0, shift = 27, num_below = 0;
         while (true) {
+            const u32 next = number() + 1;
             u32 mine = 0;
 #pragma unroll 1
             for (u32 first = 0; first < HeadOp::kCtaRows; first += 32) {
@@ -291,26 +245,26 @@ struct Chooser {
 #pragma unroll
                 for (u32 j = 0; j < 4; ++j) counts[i] |= static_cast<u64>(__shfl_sync(kFullWarp, mine, 4 * i + j)) << (12 * j);
             }
-            const u32 number = next_number();
-            quads().publish(role.cta, number, counts[0], counts[1], counts[2], counts[3]);
+            quads().publish(role.cta, next, counts[0], counts[1], counts[2], counts[3]);
+            set_number(next);
             // Each thread adds up few sources: 16 bits for each range.
             static_assert((kNumCtas + 31) / 32 * kRanks * HeadOp::kCtaRows < 65536, "counts of a thread");
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) counts[i] = 0;
             const auto spread = [](u64 word) {
                 return (word & 0xfff) | (word & 0xfff000) << 4 | (word & 0xfff000000) << 8 | (word & 0xfff000000000) << 12;
             };
-            const auto fold = [&](u32, const ulonglong2& first, const ulonglong2& second) {
-                counts[0] += spread(first.x), counts[1] += spread(first.y), counts[2] += spread(second.x), counts[3] += spread(second.y);
-            };
-            if (!quads().collect<(kRanks > 1 ? 2 : 1)>(role.cta, number, role.stopped(), role.shared->peer_notes[1], fold)) return false;
             u32 range = 16;
+#pragma unroll 1
+            for (u32 half = 0; half < 2; ++half) {
+                u64 sums[2] = {};
+                const auto fold = [&](u32, const ulonglong2& pair) { sums[0] += spread(pair.x), sums[1] += spread(pair.y); };
+                if (!quads().collect(role.cta, next, half, role.stopped(), role.shared->peer_notes[1], fold)) return false;
 #pragma unroll
-            for (u32 i = 0; i < 16; ++i) {
-                const u32 found = __reduce_add_sync(kFullWarp, static_cast<u32>(counts[i / 4] >> (16 * (i % 4))) & 0xffff);
-                if (range != 16) continue;
-                if (num_below + found >= shaping.top_k) range = i, mine = found;
-                else num_below += found;
+                for (u32 i = 0; i < 8; ++i) {
+                    const u32 found = __reduce_add_sync(kFullWarp, static_cast<u32>(sums[i / 4] >> (16 * (i % 4))) & 0xffff);
+                    if (range != 16) continue;
+                    if (num_below + found >= shaping.top_k) range = 8 * half + i, mine = found;
+                    else num_below += found;
+                }
             }
             if (range == 16) return true;  // there are fewer: all count (only the first search ends so)
             low += range << shift;
@@ -339,7 +293,9 @@ struct Chooser {
     }
     // Draw: the best of all is the token if the filters keep it. If not, they keep nothing behind it in the order either, so the
     // next one is the best of those before it. False: leave.
-    __device__ __forceinline__ bool filter(float largest, Offer& offer) const {
+    __device__ __forceinline__ bool filter(const Offers& offers, Offer& offer) const {
+        if (offers.first.place == offer.place) return true;  // nothing stands before it
+        const float largest = offers.first.value;
         u32 bound = ~0u;
         u64 rest = 0;
         bool has_limit = !(shaping.flags & kTopP);
@@ -353,33 +309,51 @@ struct Chooser {
                 set_limit(__umul64hi(total, shaping.top_p) + (total * shaping.top_p != 0));
                 has_limit = true;
             }
-            const bool in_top_k = shaping.top_k == 0 || before.num < shaping.top_k, in_top_p = before.mass < limit();
-            if (in_top_k && in_top_p && __fadd_rn(offer.x, -largest) >= __uint_as_float(shaping.lowest_bits)) return true;
+            const bool in_rest = before.mass < limit() && __fadd_rn(offer.x, -largest) >= __uint_as_float(shaping.lowest_bits);
+            if (in_rest && shaping.top_k == 0) return true;
+            if (!collect_tokens(before)) return false;
+            if (in_rest && before.num < shaping.top_k) return true;
             offer = before.best;
         }
     }
 
-    // Choose the successor of a step's token, unless the prompt has it; or say why there is none. False: leave.
-    __device__ __forceinline__ bool choose(u32 step, u32& finish) const {
-        const u32 position = role.first_position + step, index = position + 1 - role.num_prompt;
-        const bool has_logits = has_head(role, step), no_end = index < shaping.min_tokens && params.num_stop_ids > 0;
-        Offers offers;
-        if (has_logits) {
-            if ((shaping.flags & kMasked) && !fetch_mask(step, index, offers.flags)) return false;
-            if (!look_at_rows(step, position, no_end, offers)) return false;
+    // Count the newest token among those said, if it is one of the own rows.
+    __device__ __forceinline__ void remember() const {
+        if (laneid() == 0 && source_of(chosen_place()) == own_source()) {
+            u32* said = reinterpret_cast<u32*>(shaping.history_ptr) + first_row() + row_of(chosen_place());
+            store_relaxed_u32(said, load_relaxed_u32(said) + 1);
         }
-        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), step & 1)) return false;
-        if (!exchange(offers, shaping.flags & kReports)) return false;
-        if (has_logits && offers.flags == 0 && offers.best.place == kNoPlace && no_end) {
-            look_at_end_ids(position, offers);
-            if (!exchange(offers, false)) return false;
+        __syncwarp();
+    }
+
+    // Whether a step's token may not end the answer, if there is another one.
+    __device__ __forceinline__ bool is_too_early(u32 step) const {
+        return role.first_position + step + 1 - role.num_prompt < shaping.min_tokens && params.num_stop_ids > 0;
+    }
+    // Choose the successor of the step's token, unless the prompt has it; or say why there is none. False: leave.
+    __device__ __forceinline__ bool choose(u32& finish) const {
+        Offers offers;
+        float largest_logit = -INFINITY;
+        const u32 now = step(), position = role.first_position + now;
+        if (has_head(role, now)) {
+            if ((shaping.flags & kMasked) && !fetch_mask(now, position + 1 - role.num_prompt, offers.flags)) return false;
+            if (!look_at_rows(now, position, is_too_early(now), offers, largest_logit)) return false;
+        } else if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), now & 1)) {
+            return false;
+        }
+#pragma unroll 1
+        for (bool is_first = true;; is_first = false) {
+            const bool has_logits = has_head(role, step());
+            if (!exchange(offers, has_logits && (shaping.flags & kReports), largest_logit, role.first_epoch + step() + 1)) return false;
+            if (!is_first || !has_logits || !is_too_early(step()) || offers.flags != 0 || offers.best.place != kNoPlace) break;
+            look_at_end_ids(role.first_position + step(), offers);  // nothing else is left
         }
         if (offers.flags & kCancelFlag) finish = kCancelledFinish;
-        else if (!has_logits) return true;
+        else if (!has_head(role, step())) return true;
         else if (offers.flags & kNoMaskFlag) finish = kNoMaskFinish;
         else if (offers.flags & kFaultFlag) finish = kNumericalFault;
         else if (offers.best.place == kNoPlace) finish = kNoMaskFinish;
-        else if ((shaping.flags & kFiltered) && !filter(offers.largest, offers.best)) return false;
+        else if ((shaping.flags & kFiltered) && !filter(offers, offers.best)) return false;
         store_shared(role.base + KOG_OFFSET(chosen_place), offers.best.place);
         __syncwarp();
         return true;

@@ -41,7 +41,7 @@ struct Finalizer {
     // Scale of the vector that is being multiplied: 1 / rms for normed ones.
     __device__ __forceinline__ bool rms_scale(float& scale) {
         Shared& shared = *role.shared;
-        const u32 at = num_vectors & 3;
+        const u32 at = num_vectors % kSquares;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(squares_full[at]), squares_parity >> at & 1)) return false;
         squares_parity ^= 1u << at;
         float sum = 0;

@@ -76,12 +76,13 @@ struct Gatherer {
         const u64* words;
         u32 tag;
     };
+    template <int kPhase>
     __device__ __forceinline__ Source source(const Place& at) {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
         const u32 tag = layer_tag(role.first_epoch + step, at.layer());
-        if (at.phase() == 3) return {words + kActivationOffset + copy * kActivationStride, tag};
-        if (at.phase() == 2) return {words + kMiddleOffset + copy * kStreamStride, tag};
+        if constexpr (kPhase == 3) return {words + kActivationOffset + copy * kActivationStride, tag};
+        if constexpr (kPhase == 2) return {words + kMiddleOffset + copy * kStreamStride, tag};
         return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu};
     }
     // A vector of kColumns values, of which a slice has kPer times 32 neighbouring ones, and each of kParts warps its part.
@@ -126,8 +127,9 @@ struct Gatherer {
         }
         return true;
     }
+    template <int kPhase>
     __device__ __forceinline__ void load_norm(const Place& at) {
-        const u32 half = 2 * at.layer() + (at.phase() >> 1);
+        const u32 half = 2 * at.layer() + (kPhase >> 1);
         const uint2* norm = reinterpret_cast<const uint2*>(params.norms_ptr) +
                             (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane())) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
 #pragma unroll
@@ -212,7 +214,7 @@ struct Gatherer {
     __device__ __forceinline__ bool gather_last_stream(const Place& at, float& squares) {
         const u32 lane_idx = kVocabParallelHead ? vocab_lane(role.cta) : at.lane();
         if (!loaded) {
-            if (!wait_until_near(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
+            if (!wait_until_near<0>(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
             load_last_stream(lane_idx);
         }
         const Source from = last_source(lane_idx);
@@ -225,6 +227,7 @@ struct Gatherer {
     }
 
     // ---- any vector ----
+    static constexpr bool kReadsWordsAhead = kLanes > 2;
     // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
     // attention's output is early enough: two of three looks at other words would come too early, and each delays the present product.
     __device__ __forceinline__ void read_ahead(const Place& at) {
@@ -235,31 +238,39 @@ struct Gatherer {
                 loaded = true;
             }
         }
-        if (at.is_last()) return;
-        if (at.phase() == 0 || at.phase() == 2) load_norm(at);
-        if (at.index() == 0) load_embedding();
-        else if (kLanes == 1 || (kLanes == 2 && at.phase() != 1) || !is_near(role, at.lane(), at.index())) return;
-        else if (at.phase() == 1) {
+        if (kLanes == 1 || at.is_last() || (!kReadsWordsAhead && at.phase() != 1 && at.index() != 0)) return;
+        if constexpr (kReadsWordsAhead) {
+            if (at.phase() == 0) load_norm<0>(at);
+            else if (at.phase() == 2) load_norm<2>(at);
+        }
+        if (at.index() == 0) {
+            load_embedding();
+        } else if (!is_near(role, at.lane(), at.index())) {
+            return;
+        } else if (at.phase() == 1) {
             if (kCluster > 1 && part() >= OutOp::kPer) return;
             load_splits(splits(at, part()));
+        } else if constexpr (kReadsWordsAhead) {
+            if (at.phase() == 3) load_units<FfnSlice>(source<3>(at).words);
+            else load_units<HiddenSlice>(at.phase() == 2 ? source<2>(at).words : source<0>(at).words);
         }
-        else if (at.phase() == 3) load_units<FfnSlice>(source(at).words);
-        else load_units<HiddenSlice>(source(at).words);
         loaded = true;
     }
     // x of the vector, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
+    template <int kPhase>
     __device__ __forceinline__ bool gather(const Place& at, float& squares) {
         squares = 0;
-        if (at.phase() == 1) {
+        if constexpr (kPhase == 1) {
             if (!gather_merged(at)) return false;
-        } else if (at.phase() == 3) {
-            if (!gather_units<FfnSlice>(at)) return false;
+        } else if constexpr (kPhase == 3) {
+            if (!gather_units<FfnSlice, 3>(at)) return false;
             write_units<FfnSlice, false>(squares);
         } else {
-            if (at.index() == 0) {
-                if (!loaded) load_norm(at), load_embedding();
+            if (!kReadsWordsAhead || (kPhase == 0 && at.index() == 0 && !loaded)) load_norm<kPhase>(at);  // words take as long
+            if (kPhase == 0 && at.index() == 0) {
+                if (!loaded) load_embedding();
                 widen_embedding();
-            } else if (!gather_units<HiddenSlice>(at)) {
+            } else if (!gather_units<HiddenSlice, kPhase>(at)) {
                 return false;
             }
             write_units<HiddenSlice, true>(squares);
@@ -273,7 +284,7 @@ struct Gatherer {
         for (u32 group = part(); group < OutOp::kPer; group += kCluster) {
             const Splits from = splits(at, group);
             if (group > part() || !loaded) {
-                if (!wait_until_near(role, at.lane(), at.index())) return false;
+                if (!wait_until_near<1>(role, at.lane(), at.index())) return false;
                 load_splits(from);
             }
             for (u32 rounds = 1; !splits_ready(from); ++rounds) {
@@ -289,15 +300,15 @@ struct Gatherer {
         }
         return true;
     }
-    template <class S>
+    template <class S, int kPhase>
     __device__ __forceinline__ bool gather_units(const Place& at) {
-        const Source from = source(at);
+        const Source from = source<kPhase>(at);
         if (!loaded) {
-            if (!wait_until_near(role, at.lane(), at.index())) return false;
+            if (!wait_until_near<kPhase>(role, at.lane(), at.index())) return false;
             load_units<S>(from.words);
         }
         return wait_for_units<S>(from, [&] {
-            note_wait(at.phase() == 0 ? kQkvPhase : at.phase() == 2 ? kGateUpPhase : kDownPhase, at.layer(), at.lane(), from.tag, from.words,
+            note_wait(kPhase == 0 ? kQkvPhase : kPhase == 2 ? kGateUpPhase : kDownPhase, at.layer(), at.lane(), from.tag, from.words,
                       S::kColumns / 2);
         });
     }
@@ -386,37 +397,19 @@ struct Gatherer {
                                          : reinterpret_cast<const u64*>(params.words_ptr) + kStreamOffset + role.cta % kReplicas * kStreamStride;
         return first + lane_idx * kStreamWords;
     }
-    // Up to so many last streams stay in registers, 24 bits of each value, until their scales are known; more are read a second time.
-    static constexpr bool kKeepsStreams = !kPreNormSum && kFinalNormLanes == 1 && kMatrixRegisters >= 88 && kModelLanes * WholeSlice::kLoads <= 16;
     // A norm that all lanes share is multiplied into their sum. Its weights wait in x, where the sum will be, while registers are full.
     static constexpr bool kParksNorm = (kPreNormSum || kFinalNormLanes == 1) && kCluster == 1;
-    // Streams are asked for in the order in which they come: those of the lanes that are half a layer ahead first (decode/order.py). Where
-    // they are added up as they come, that is the order of lanes.
-    static __device__ __forceinline__ constexpr u32 asked_lane(u32 i) {
-        if (!kKeepsStreams || kLanes == 1) return i;
-        constexpr u32 kAhead = kLanes == 1 ? 1 : kLanes / 2, kBehind = kLanes == 1 ? 1 : kLanes - kAhead;
-        if (i < kRanks * kAhead) return i / kAhead * kLanes + i % kAhead;
-        return (i - kRanks * kAhead) / kBehind * kLanes + kAhead + (i - kRanks * kAhead) % kBehind;
-    }
-    // The hosted lane whose end tells that those asked for from `first` on are near.
-    static __device__ __forceinline__ constexpr u32 last_hosted_lane(u32 first) {
-        u32 last = 0;
-        for (u32 k = 0; k < kTogether; ++k) last = asked_lane(first + k) % kLanes > last ? asked_lane(first + k) % kLanes : last;
-        return kKeepsStreams ? last : kLanes - 1;
-    }
-    // So the first of those that are asked for together has the lowest address: `load_streams` counts from it in unsigned numbers.
-    static_assert(kRanks == 1 || (kModelLanes & (kModelLanes - 1)) == 0, "lanes of a model are a power of two");
     struct Streams {
         ulonglong2 got[kTogether][WholeSlice::kLoads];
     };
     __device__ __forceinline__ void load_streams(u32 first, Streams& streams) {
-        const u64* mine = last_stream(asked_lane(first)) + 2 * (slice() * WholeSlice::kUnits + lane);
+        const u64* mine = last_stream(first) + 2 * (slice() * WholeSlice::kUnits + lane);
 #pragma unroll
         for (u32 k = 0; k < kTogether; ++k)
 #pragma unroll
             for (int i = 0; i < WholeSlice::kLoads; ++i)
                 if (WholeSlice::is_real(slice(), lane, i)) {
-                    const u64* at = mine + (asked_lane(first + k) - asked_lane(first)) * kStreamWords + 64 * i;
+                    const u64* at = mine + k * kStreamWords + 64 * i;
                     streams.got[k][i] = kRanks > 1 ? load_system_x2(at) : load_relaxed_x2(at);
                 }
     }
@@ -432,24 +425,8 @@ struct Gatherer {
                     if (WholeSlice::is_real(slice(), lane, i)) wrong |= tag_difference(streams.got[k][i], tag);
             if (__all_sync(kFullWarp, wrong == 0)) return true;
             if (must_leave(role.stopped())) return false;
-            if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, asked_lane(first), tag, last_stream(asked_lane(first)), kHidden / 2);
+            if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, first, tag, last_stream(first), kHidden / 2);
         }
-    }
-    // Four values of two pair words in three registers: the byte of the tag that each carries gives way to a byte of the fourth.
-    struct Kept {
-        u32 bits[3];
-    };
-    static __device__ __forceinline__ Kept keep(const ulonglong2& words) {
-        const u32 fourth = static_cast<u32>(words.y >> 32);
-        return {{opaque(__byte_perm(static_cast<u32>(words.x), fourth, 0x3217)),
-                 opaque(__byte_perm(static_cast<u32>(words.x >> 32), fourth, 0x3216)),
-                 opaque(__byte_perm(static_cast<u32>(words.y), fourth, 0x3215))}};
-    }
-    static __device__ __forceinline__ float4 values(const Kept& kept) {
-        const u32 upper = __byte_perm(kept.bits[0], kept.bits[1], 0x0400);
-        return make_float4(__uint_as_float(kept.bits[0] & 0xffffff00u), __uint_as_float(kept.bits[1] & 0xffffff00u),
-                           __uint_as_float(kept.bits[2] & 0xffffff00u),
-                           __uint_as_float((upper & 0xffff0000u) | (kept.bits[2] & 0xffu) << 8));
     }
     __device__ __forceinline__ bool gather_head(const Place& at, float& squares) {
         if constexpr (kStreamHead) return gather_last_stream(at, squares);
@@ -469,12 +446,12 @@ struct Gatherer {
             for (int i = 0; i < S::kLoads; ++i)
                 if (S::is_real(warp, lane, i)) store_shared(place_of(i * 32 + lane), norm[32 * i]);
         }
-        [[maybe_unused]] Kept kept[kKeepsStreams ? kModelLanes : 1][S::kLoads];
         // An abort ends the waits, but nobody leaves before the end: on a way around, registers would be kept for what is not there yet.
         bool alive = true;
-        auto take = [&](u32 first) {
+#pragma unroll 1
+        for (u32 first = 0; first < kModelLanes; first += kTogether) {
             Streams streams;
-            alive = wait_until_near(role, last_hosted_lane(first), 4 * kLayers) && alive;
+            alive = wait_until_near<0>(role, kLanes - 1, 4 * kLayers) && alive;
             alive = wait_for_streams(first, tag, streams) && alive;
             float squares[kTogether];
 #pragma unroll
@@ -483,25 +460,11 @@ struct Gatherer {
 #pragma unroll
                 for (int i = 0; i < S::kLoads; ++i) {
                     if (!S::is_real(warp, lane, i)) continue;
-                    if constexpr (kKeepsStreams) {
-                        Kept& own = kept[asked_lane(first + k)][i];
-                        own = keep(streams.got[k][i]);
-                        squares[k] += square_sum(values(own));
-                    } else if (kPreNormSum) {
-                        sum[i] = add_scaled(sum[i], 1.0f, values(streams.got[k][i]));
-                    } else {
-                        squares[k] += square_sum(values(streams.got[k][i]));
-                    }
+                    if (kPreNormSum) sum[i] = add_scaled(sum[i], 1.0f, values(streams.got[k][i]));
+                    else squares[k] += square_sum(values(streams.got[k][i]));
                 }
             }
             if (!kPreNormSum) add_squares(squares, first);
-        };
-        if constexpr (kKeepsStreams) {
-#pragma unroll
-            for (u32 first = 0; first < kModelLanes; first += kTogether) take(first);
-        } else {
-#pragma unroll 1
-            for (u32 first = 0; first < kModelLanes; first += kTogether) take(first);
         }
         if (kPreNormSum) {
             float squares[1] = {0};
@@ -517,36 +480,21 @@ struct Gatherer {
 #pragma unroll 4
         for (int i = 0; i < kMatrixWarps; ++i) total += shared.head_squares[num_heads & 1][i][mine];
         const float factor = inverse_root_approx(total * (1.0f / kHidden) + kNormEps) * (kPreNormSum ? 1.0f : 1.0f / kModelLanes);
-        // A stream's share of the mean.
-        auto add_stream = [&](u32 lane_idx, const float4 (&stream)[S::kLoads]) {
-            const float lane_factor = __shfl_sync(kFullWarp, factor, lane_idx);
-#pragma unroll
-            for (int i = 0; i < S::kLoads; ++i) {
-                if (!S::is_real(warp, lane, i)) continue;
-                const float4 scaled = kFinalNormLanes == 1 ? stream[i] : times(stream[i], widen(norm[lane_idx * (kHidden / 4) + 32 * i]));
-                sum[i] = add_scaled(sum[i], lane_factor, scaled);
-            }
-        };
-        float4 stream[S::kLoads];
-        if constexpr (kKeepsStreams) {
-#pragma unroll
-            for (u32 lane_idx = 0; lane_idx < kModelLanes; ++lane_idx) {
-#pragma unroll
-                for (int i = 0; i < S::kLoads; ++i)
-                    if (S::is_real(warp, lane, i)) stream[i] = values(kept[lane_idx][i]);
-                add_stream(lane_idx, stream);
-            }
-        } else if (!kPreNormSum) {
+        if (!kPreNormSum) {  // the mean: all streams are read once more
 #pragma unroll 1
             for (u32 first = 0; first < kModelLanes; first += kTogether) {
                 Streams streams;
                 load_streams(first, streams);
 #pragma unroll
                 for (u32 k = 0; k < kTogether; ++k) {
+                    const float lane_factor = __shfl_sync(kFullWarp, factor, first + k);
 #pragma unroll
-                    for (int i = 0; i < S::kLoads; ++i)
-                        if (S::is_real(warp, lane, i)) stream[i] = values(streams.got[k][i]);
-                    add_stream(first + k, stream);
+                    for (int i = 0; i < S::kLoads; ++i) {
+                        if (!S::is_real(warp, lane, i)) continue;
+                        float4 stream = values(streams.got[k][i]);
+                        if (kFinalNormLanes > 1) stream = times(stream, widen(norm[(first + k) * (kHidden / 4) + 32 * i]));
+                        sum[i] = add_scaled(sum[i], lane_factor, stream);
+                    }
                 }
             }
         }
@@ -593,11 +541,11 @@ struct Gatherer {
         for (; offset > 0; offset /= 2) values[0] += __shfl_xor_sync(kFullWarp, values[0], offset);
         return values[0];
     }
-    // This warp's sums of squares of the streams that were asked for from `first` on, to all warps.
+    // This warp's sums of squares of the streams from `first` on, to all warps.
     template <u32 kMany>
     __device__ __forceinline__ void add_squares(float (&squares)[kMany], u32 first) {
         const float sum = sums_of_warp(squares);
-        const u32 lane_idx = asked_lane(first + lane / (32 / kMany));
+        const u32 lane_idx = first + lane / (32 / kMany);
         const bool is_mine = lane % (32 / kMany) == 0;
         if constexpr (kCluster == 1) {
             if (is_mine) role.shared->head_squares[num_heads & 1][warp][lane_idx] = sum;

@@ -25,16 +25,10 @@ constexpr int kCluster = KOG_CLUSTER, kCtaSlices = kMatrixWarps / kCluster;
 static_assert(kMatrixWarps % kCluster == 0 && 8 % kCluster == 0 && kNumCtas % kCluster == 0, "clusters");
 
 constexpr int kLaunchRegisters = 96;
-// Exchanging with peers costs the finaliser and the sampler registers, most with many peers and where requests are shaped. With 88 the
-// matrix warps keep last streams (gather.cuh).
-#ifdef KOG_SHAPED
-constexpr bool kIsShaped = true;
-#else
-constexpr bool kIsShaped = false;
-#endif
-constexpr int kMatrixRegisters = kRanks > 4 ? 72 : kRanks > 1 && kIsShaped ? 80 : 88;
-constexpr int kServiceRegisters = kRanks > 4 ? 96 : kRanks == 1 ? 56 : kIsShaped ? 80 : 72;
-constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks == 1 || kIsShaped ? 160 : 144;
+// Attention holds two batches of keys and values. Exchanging with peers costs the finaliser and the sampler registers.
+constexpr int kMatrixRegisters = kRanks > 4 ? 72 : 80;
+constexpr int kServiceRegisters = kRanks > 4 ? 96 : kRanks == 1 ? 56 : 72;
+constexpr int kAttendRegisters = kRanks == 1 ? 184 : 168;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
@@ -89,11 +83,15 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
 constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kGroup * kHeadDim * 4;
 
+// Vectors whose sums of squares are kept. A matrix warp that begins a vector has handed over its sums of the one before, for which the finaliser
+// was done with the vector two before that one. In a cluster it has waited for one of the finalisers only.
+constexpr u32 kSquares = kCluster == 1 ? 3 : 4;
+
 struct Shared {
     unsigned char ring[kNumSlots][kSlotBytes];
     unsigned char x[kXBytes];
     float red[2][kMatrixWarps][24];
-    float squares[4][kMatrixWarps][32];                          // sums of squares of the last four vectors, by matrix thread
+    float squares[kSquares][kMatrixWarps][32];                   // sums of squares of the last vectors, by matrix thread
     float head_squares[2][kMatrixWarps][kModelLanes];
     float residual[kLanes][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
@@ -101,7 +99,7 @@ struct Shared {
     alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
     float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
     u64 full[kRingPieces], empty[kRingPieces];
-    u64 red_full[2], red_empty[2 * kCluster], squares_full[4], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
+    u64 red_full[2], red_empty[2 * kCluster], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];
     WaitNote note;
@@ -114,9 +112,8 @@ struct Shared {
     float unit_squares[2][kCtaSlices][kMaxPer * 8];  // sums of squares of units, of two vectors in turn
 #endif
 #ifdef KOG_SHAPED
-    u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler in this launch
-    u32 num_exchanges, chosen_place;                 // of the sampler, which has too few registers: see Chooser
-    float largest_logit;
+    u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits
+    u32 num_exchanges, chosen_place, max_tokens, step;  // of the sampler, which has too few registers: see Chooser
     alignas(8) u32 top_p_limit[2];
     u32 mask[kMaskWords];                            // of a grammar, from the word that has the first own id
     u32 scores[kScoresFit ? 1 : kScoreBytes / 4];
@@ -207,19 +204,21 @@ __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& tok
 // Words are polled only when they may be there; polling earlier only loads the memory system, also for those who write. All thread
 // blocks advance together, so a product's input is near when this thread block's finaliser is done with the lane's product before it,
 // and the cycles that words need at least (by the phase that reads them) have passed. `index`: among the lane's products of the token.
-__device__ __forceinline__ bool is_due(const Role& role, u32 lane_idx, u32 index) {
+__device__ __forceinline__ u32 poll_delay(u32 phase) {
     constexpr u32 kPollDelays[] = {KOG_POLL_DELAYS};
-    const u32 phase = index & 3;
-    const u32 delay = phase == 0 ? kPollDelays[0] : phase == 1 ? kPollDelays[1] : phase == 2 ? kPollDelays[2] : kPollDelays[3];
-    return clock_cycles() - load_shared_u32(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4) >= delay;
+    return phase == 0 ? kPollDelays[0] : phase == 1 ? kPollDelays[1] : phase == 2 ? kPollDelays[2] : kPollDelays[3];
+}
+__device__ __forceinline__ bool is_due(const Role& role, u32 lane_idx, u32 phase) {
+    return clock_cycles() - load_shared_u32(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4) >= poll_delay(phase);
 }
 __device__ __forceinline__ bool is_near(const Role& role, u32 lane_idx, u32 index) {
-    return __all_sync(kFullWarp, mbar_test(role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1) && is_due(role, lane_idx, index));
+    return __all_sync(kFullWarp, mbar_test(role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1) && is_due(role, lane_idx, index & 3));
 }
+template <int kPhase>
 __device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, u32 index) {
     if (index == 0) return true;
     if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1)) return false;
-    while (!__all_sync(kFullWarp, is_due(role, lane_idx, index))) __nanosleep(200);
+    while (!__all_sync(kFullWarp, is_due(role, lane_idx, kPhase))) __nanosleep(200);
     return true;
 }
 

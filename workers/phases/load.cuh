@@ -20,6 +20,7 @@ struct Loader {
     u32 first_full, full, slot;   // barriers of the first piece in the ring and of the next copy, whose slot begins at `slot`
     u32 parity = 1;               // of the `empty` barriers to wait for, which start as if they had been passed
     u32 landing, landing_parity = 0, num_under_way = 0;  // barrier of the oldest copy that was not seen to land
+    u32 most = kPiecesInFlight;                          // that may be under way
 
     static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
 
@@ -35,14 +36,16 @@ struct Loader {
         --num_under_way, landing += 8;
         if (landing == first_full + kEmptyOffset) landing = first_full, landing_parity ^= 1;
     }
+    __device__ __forceinline__ bool wait_for_landing() {
+        if (!wait(landing, landing_parity, role.stopped())) return false;
+        count_landed();
+        return true;
+    }
     __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
         if (!wait(full + kEmptyOffset, parity, role.base + KOG_OFFSET(finished))) return false;
         mbar_arrive_expect(full, bytes);
         // All is prepared when the turn comes: between a landing and the next copy memory has less to do.
-        if (num_under_way == kPiecesInFlight) {
-            if (!wait(landing, landing_parity, role.stopped())) return false;
-            count_landed();
-        }
+        if (num_under_way == most && !wait_for_landing()) return false;
         bulk_load(to, source, bytes, full, policy);
         source += bytes, full += 8, ++num_under_way;
         return true;
@@ -62,6 +65,9 @@ struct Loader {
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
         const unsigned char* tiles = tape + (kHeadOnly ? kNumCtas * kLayerBytes : 0);
+        most = role.first_position + step < kNearContext ? kPiecesInFlight : kFarPiecesInFlight;
+        while (num_under_way > most)
+            if (!wait_for_landing()) return false;
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);

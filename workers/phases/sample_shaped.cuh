@@ -49,38 +49,36 @@ __device__ __forceinline__ void sample_shaped(const KogDecodeParams& params, con
                                               const Role& role, u32 num_steps) {
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
     const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
-    u32 token = state->token, finish = state->finish;
+    u32 token = state->token, finish = state->finish, after = 0;  // `after`: ShapingFlags of what is left to do for the newest token
+    store_shared(role.base + KOG_OFFSET(max_tokens), state->max_tokens);
     const Chooser chooser{params, peers, shaping, role};
     chooser.set_number(state->num_exchanges);
     Reporter reporter{chooser, shaping, role};
-    bool reports = false;  // a token waits for its report
-    for (u32 step = 0;; ++step) {
+    for (u32 step = 0;; step = chooser.step() + 1) {
         const bool leave = step == num_steps || finish != kNone;
         // The last report comes before the thread block says that it has finished: then nobody keeps the time of waits any more.
         if (!leave) announce_token(role, state, step, token, finish, leave);
-        if (reports && !reporter.report(role.first_epoch + step, role.first_position + step - role.num_prompt, params.request_tag)) return;
+        // What nobody here waits for comes after that.
+        if (step > 0) tell_host(params, role, step - 1, role.first_position + step - 1, token, finish);
+        if (after & kRemembers) chooser.remember();
+        if ((after & kReports) && !reporter.report(role.first_epoch + step, role.first_position + step - role.num_prompt, params.request_tag)) return;
         if (leave) {
             if (role.cta == 0 && laneid() == 0 && step > 0) state->num_exchanges = chooser.number();
             announce_token(role, state, step, token, finish, leave);
             return;
         }
         finish = kNone;
-        if (!chooser.choose(step, finish)) return;
-        const u32 position = role.first_position + opaque(step), index = position + 1 - role.num_prompt;
-        reports = false;
+        chooser.set_step(step);
+        if (!chooser.choose(finish)) return;
+        const u32 position = role.first_position + chooser.step(), index = position + 1 - role.num_prompt;
+        after = 0;
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];
         } else if (finish == kNone) {
             token = id_of(shaping, chooser.chosen_place());
-            finish = finish_of(params, state->max_tokens, token, index, position);
-            reports = shaping.flags & kReports;
-            if ((shaping.flags & kRemembers) && laneid() == 0 && source_of(chooser.chosen_place()) == chooser.own_source()) {
-                u32* said = reinterpret_cast<u32*>(shaping.history_ptr) + chooser.first_row() + row_of(chooser.chosen_place());
-                store_relaxed_u32(said, load_relaxed_u32(said) + 1);
-            }
-            __syncwarp();
+            finish = finish_of(params, load_shared_u32(role.base + KOG_OFFSET(max_tokens)), token, index, position);
+            after = shaping.flags;
         }
-        tell_host(params, role, step, position, token, finish);
     }
 }
 

@@ -14,18 +14,19 @@ __device__ __forceinline__ u32 x_at(const Role& role, u32 row) {
 }
 __device__ __forceinline__ u32 score_at(const Role& role, u32 row) { return x_at(role, HeadOp::kCtaRows + row); }
 
-// The finaliser gives a block of logits to the sampler; rows are those of the rank.
+// The finaliser gives a block of logits to the sampler; rows are those of the rank. All but a token's last block are counted: behind that
+// one `token_ended` follows, which the sampler sees sooner.
+constexpr u32 kCountedBlocks = HeadOp::kBlocks - 1;
 __device__ __forceinline__ void hand_logits(const Role& role, u32 block, u32 row, float logit, float* logits) {
-    if (laneid() < HeadOp::kRows && row < end_vocab_row(role.cta)) {
-        logits[row] = logit;
-        store_shared(x_at(role, row - first_vocab_row(role.cta)), logit);
-    }
-    __threadfence_block();
+    const bool mine = laneid() < HeadOp::kRows && row < end_vocab_row(role.cta);
+    if (mine) store_shared(x_at(role, row - first_vocab_row(role.cta)), logit);
+    if (block < kCountedBlocks) __threadfence_block();
     __syncwarp();
-    if (laneid() == 0) {
+    if (block < kCountedBlocks && laneid() == 0) {
         const u32 counter = role.base + KOG_OFFSET(num_handed);
         store_shared(counter, load_shared_u32(counter) + 1);
     }
+    if (mine) logits[row] = logit;
 }
 
 // What a row's logit meets besides the temperature; loaded before the logit is there.
@@ -66,10 +67,13 @@ __device__ __forceinline__ u64 mass_of(float distance) {
     return __float2ull_rz(__fmul_rn(p, __uint_as_float((127 + 40 + static_cast<int>(n)) << 23)));  // a power of two: exact
 }
 
+// 27 bits at a time, of which 32 threads' sums fit into 32.
 __device__ __forceinline__ u64 sum_of_warp(u64 mine) {
-#pragma unroll 1
-    for (int offset = 16; offset > 0; offset >>= 1) mine += __shfl_xor_sync(kFullWarp, mine, offset);
-    return mine;
+    constexpr u32 kPart = (1u << 27) - 1;
+    const u32 low = __reduce_add_sync(kFullWarp, static_cast<u32>(mine) & kPart);
+    const u32 middle = __reduce_add_sync(kFullWarp, static_cast<u32>(mine >> 27) & kPart);
+    const u32 high = __reduce_add_sync(kFullWarp, static_cast<u32>(mine >> 54));
+    return low + (static_cast<u64>(middle) << 27) + (static_cast<u64>(high) << 54);
 }
 // A token's place in the order of ids, which every rank computes alike: (rank * kNumCtas + thread block) << 12 | row.
 constexpr u32 kRowBits = 12, kNoRowOfCta = (1u << kRowBits) - 1, kNoPlace = ~0u;
@@ -93,13 +97,25 @@ __device__ __forceinline__ Element no_element() { return {-INFINITY, kNoPlace}; 
 __device__ __forceinline__ bool is_before(const Element& a, const Element& b) {
     return a.value > b.value || (a.value == b.value && a.place < b.place);
 }
+// Unsigned numbers in the order of floats that are no NaNs; both zeros are the same. None is 0.
+__device__ __forceinline__ u32 order_of(float value) {
+    const u32 bits = __float_as_uint(__fadd_rn(value, 0.0f));
+    return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ float in_order(u32 order) { return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order); }
+
+// Which thread of the warp has what comes first: the largest `order`, equal ones by `place`. That becomes everybody's.
+__device__ __forceinline__ u32 thread_of_first(u32& order, u32& place) {
+    const u32 largest = __reduce_max_sync(kFullWarp, order);
+    const u32 first = __reduce_min_sync(kFullWarp, order == largest ? place : kNoPlace);
+    const u32 thread = __ffs(__ballot_sync(kFullWarp, order == largest && place == first)) - 1;
+    order = largest, place = first;
+    return thread;
+}
 __device__ __forceinline__ Element first_of_warp(Element mine) {
-#pragma unroll 1
-    for (int offset = 16; offset > 0; offset >>= 1) {
-        const Element other{__shfl_xor_sync(kFullWarp, mine.value, offset), __shfl_xor_sync(kFullWarp, mine.place, offset)};
-        if (is_before(other, mine)) mine = other;
-    }
-    return mine;
+    u32 order = order_of(mine.value);
+    const u32 thread = thread_of_first(order, mine.place);
+    return {__shfl_sync(kFullWarp, mine.value, thread), mine.place};
 }
 // The first in the order of those behind `last`, among `element(0)` to `element(count - 1)`; no_element() if there is none.
 template <class At>

@@ -9,6 +9,8 @@ multiply-add would give other bits):
 
 from __future__ import annotations
 
+import math
+import struct
 from typing import Any
 
 import numpy as np
@@ -135,5 +137,30 @@ def log_of_mass(total: int) -> np.float32:
 
     The sum is rounded once to float32 (to nearest, ties to even), scaled exactly, then `log32`.
     """
-    scaled = np.float32(np.uint64(total)) * np.float32(2.0**-MASS_BITS)
-    return np.float32(log32(scaled.reshape(1))[0])
+    return np.float32(_log32_of(float(np.float32(np.uint64(total)) * np.float32(2.0**-MASS_BITS))))
+
+
+_FLOAT32 = struct.Struct("f")
+_ONE_LOG_POLYNOMIAL = tuple(map(float, _LOG_POLYNOMIAL))
+_ONE_LN2_HIGH, _ONE_LN2_LOW, _ONE_SQRT_HALF = float(_LN2_HIGH), float(_LN2_LOW), float(_SQRT_HALF)
+
+
+def _rounded(x: float) -> float:
+    """To float32. Sums and products of two float32 numbers in float64 become what float32 arithmetic gives."""
+    (rounded,) = _FLOAT32.unpack(_FLOAT32.pack(x))
+    return float(rounded)
+
+
+def _log32_of(x: float) -> float:
+    """`log32` of one number, in a tenth of the time that arrays take: every token with log-probabilities needs it."""
+    f, exponent = math.frexp(x)
+    if f < _ONE_SQRT_HALF:
+        f, exponent = f + f, exponent - 1
+    f -= 1.0
+    z, p = _rounded(f * f), _ONE_LOG_POLYNOMIAL[0]
+    for coefficient in _ONE_LOG_POLYNOMIAL[1:]:
+        p = _rounded(_rounded(p * f) + coefficient)
+    p = _rounded(_rounded(p * f) * z)
+    p = _rounded(p + _rounded(exponent * _ONE_LN2_LOW))
+    p = _rounded(p - 0.5 * z)
+    return _rounded(_rounded(f + p) + _rounded(exponent * _ONE_LN2_HIGH))

@@ -85,3 +85,21 @@ def test_an_engine_that_has_not_answered_is_not_called_missing(tmp_path: Path, m
 
     with silent_engine(tmp_path, 128) as silent:
         assert asyncio.run(reason(silent)) == f"the engine at {silent.address} has not answered yet"
+
+
+@pytest.mark.parametrize("missed_s", [0.0, 60.0])
+def test_an_engine_that_is_not_found_is_in_the_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missed_s: float) -> None:
+    """`kog-gateway` serves before its engine does, and nobody looks at /readyz who does not know that something is wrong."""
+    monkeypatch.setattr(engine_module, "MISSED_S", missed_s)
+    written = io.StringIO()
+
+    async def run() -> None:
+        log = Log(written)
+        bridge = EngineBridge(lambda: Access.from_folder(tmp_path), Readiness(), log, on_welcome=lambda _welcome: None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(bridge.run(), 0.2)
+        log.close()
+
+    asyncio.run(run())
+    assert written.getvalue().count("engine_missing") == (missed_s == 0.0)
+    assert (f"no engine listens at ipc://{tmp_path}" in written.getvalue()) == (missed_s == 0.0)

@@ -154,3 +154,22 @@ def test_container_copies_all_folders_of_the_package_and_is_not_root() -> None:
     assert re.search(r"^USER \d+", text, re.M), "a number, so that an orchestrator can see that it is not root"
     last = instructions[len(instructions) - instructions[::-1].index("FROM") :]
     assert all(not (one == "USER" and two == "RUN") for one, two in pairwise(last))
+
+
+def test_unit_and_container_keep_device_programs_in_the_same_place() -> None:
+    text = (FOLDER / "Containerfile").read_text(encoding="utf-8")
+    unit_text = (FOLDER / "kog.service").read_text(encoding="utf-8")
+    places = re.compile(r"\b(XDG_CACHE_HOME|CUPY_CACHE_DIR|HOME)=(\S+)")
+    kept = dict(places.findall(unit_text))
+    assert dict(places.findall(text.rpartition("FROM ")[2])) == kept
+    assert set(kept) == {"XDG_CACHE_HOME", "CUPY_CACHE_DIR", "HOME"}
+    folder = kept["XDG_CACHE_HOME"]
+    assert re.search(rf"install -d -o kog -g kog -m 0700 .*{folder}$", text, re.M), "its user cannot write it"
+    assert f":{folder}`" in MANUAL, "read-only, and no volume there"
+
+
+def test_container_copies_what_exists() -> None:
+    text = (FOLDER / "Containerfile").read_text(encoding="utf-8")
+    sources = [name for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M) for name in line.split()]
+    assert {"pyproject.toml", "constraints.txt"} <= set(sources)
+    assert all((ROOT / name).exists() for name in sources)

@@ -13,7 +13,7 @@ from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import AbortedError, LaunchError
 from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers import worker
-from kog_dist.workers.cuda import load
+from kog_dist.workers.cuda import load, monokernel
 from kog_dist.workers.engines import cuda, cuda_peers, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.notes import NOTE
@@ -89,6 +89,18 @@ def start(
     for module in (cuda, cuda_start):
         monkeypatch.setattr(module, "free_memory", lambda: None)
     monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, observe=None: None)
+    kernel_of, failed, held = monokernel.Monokernel, list[int](), dict[int, Any]()
+
+    def make_kernel(shape: Any, weights: Any, **options: Any) -> Any:
+        rank = options["rank"]
+        if is_failing("kernel", rank) and not failed:
+            failed.append(rank)
+            raise OutOfMemoryError("2 GiB")
+        assert rank not in held or held[rank].closed, "two kernels map the same memory of the host"
+        held[rank] = kernel_of(shape, weights, **options)
+        return held[rank]
+
+    monkeypatch.setattr(monokernel, "Monokernel", make_kernel)
     for engine in ranks.engines:
         engine._args = replace(engine._args, prefill=prefill)
     return ranks.on_all(body)
@@ -105,6 +117,7 @@ def test_all_have_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, prefill: str
 @pytest.mark.parametrize(("failing", "cause", "room"), [
     ("torch", "cannot start: rank 1: torch finds no GPU", 0),
     ("matrices", "cannot start: rank 1: OutOfMemoryError: 2 GiB", 0),
+    ("kernel", "cannot start: rank 1: OutOfMemoryError: 2 GiB", 2048),
     ("prefill", "cannot start: rank 1: OutOfMemoryError: 2 GiB", 2048),
     ("overflow", "failed on trial: a value of two tokens leaves the range of its binary16", 2048),
 ])  # fmt: skip
@@ -122,7 +135,7 @@ def test_one_that_cannot_is_enough_for_all_to_go_without(
 
 
 @pytest.mark.parametrize(("failing", "prefill"), [
-    ("torch", "on"), ("matrices", "on"), ("prefill", "on"), ("trial", "on"), ("trial", "auto"),
+    ("torch", "on"), ("matrices", "on"), ("kernel", "on"), ("prefill", "on"), ("trial", "on"), ("trial", "auto"),
 ])  # fmt: skip
 def test_one_that_cannot_ends_the_engine_with_the_way_out(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, failing: str, prefill: str
@@ -153,7 +166,7 @@ def test_the_one_that_others_wait_for_is_seen(ranks: Ranks, monkeypatch: pytest.
 
 def test_one_that_has_failed_is_not_taken_for_one_that_agrees(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def live(engine: CudaEngine) -> None:
-        worker.live(engine, engine._control, engine._rank)
+        worker.live(lambda: engine, engine._control, engine._rank)
 
     other, failed = start(ranks, monkeypatch, "prefill", "on", live)
     assert isinstance(other, AbortedError), "until somebody tells it why, it waits"

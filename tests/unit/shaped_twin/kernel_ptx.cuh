@@ -29,6 +29,18 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     for (int i = 0; i < 32; ++i) result |= all[i];
     return result;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const unsigned long long* all = twin::collective(value);
+    unsigned result = 0;
+    for (int i = 0; i < 32; ++i) result = result > all[i] ? result : all[i];
+    return result;
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+    const unsigned long long* all = twin::collective(value);
+    unsigned result = ~0u;
+    for (int i = 0; i < 32; ++i) result = result < all[i] ? result : all[i];
+    return result;
+}
 inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     const unsigned long long* all = twin::collective(value);
     unsigned result = 0;

@@ -19,7 +19,7 @@ struct Request {
 };
 struct Rank {
     alignas(16) KogDecodeState state{};
-    std::vector<u64> ring, reports, maxima;
+    std::vector<u64> ring, reports;
     std::vector<float> raw, logits, bias;
     std::vector<u32> history;
     KogDecodeParams decode;
@@ -81,7 +81,7 @@ int main(int, char** argv) {
     const auto address = [](const auto* p) { return reinterpret_cast<uintptr_t>(p); };
     for (u32 r = 0; r < kRanks; ++r) {
         Rank& rank = ranks[r];
-        rank.ring.resize(2 * max_tokens + 2), rank.reports.resize(max_tokens * kReportEntry + 2), rank.maxima.resize(kNumCtas * kRanks * kNumCtas);
+        rank.ring.resize(2 * max_tokens + 2), rank.reports.resize(max_tokens * kReportEntry + 2);
         rank.raw.resize(kVocabRows), rank.logits.resize(kVocabRows);
         rank.bias.assign(bias + r * kVocabRows, bias + (r + 1) * kVocabRows);
         rank.history.assign(history + r * kVocabRows, history + (r + 1) * kVocabRows);
@@ -92,7 +92,7 @@ int main(int, char** argv) {
         d.state_ptr = address(&rank.state), d.ring_ptr = (address(rank.ring.data()) + 15) / 16 * 16, d.vocab_first = r * kVocabRows;
         KogShapingParams& s = rank.shaping;
         s.bias_ptr = address(rank.bias.data()), s.history_ptr = address(rank.history.data()), s.raw_ptr = address(rank.raw.data());
-        s.maxima_ptr = address(rank.maxima.data()), s.mask_ptr = address(mask_slots.data());
+        s.mask_ptr = address(mask_slots.data());
         s.report_ptr = (address(rank.reports.data()) + 15) / 16 * 16, s.num_mask_words = request.num_mask_words;
         for (u32 i = 0; i < kRanks; ++i) s.first_ids[i] = i * kVocabRows, s.cta_rows[i] = HeadOp::kCtaRows;
     }

@@ -1,0 +1,47 @@
+"""What `KernelShape` counts of a thread block's shared memory is what the compiler makes of `Shared` in phases/layout.cuh."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.workers.cuda.build import device_sources
+from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, SLOT_BYTES, KernelShape
+
+TWIN = Path(__file__).parent / "decode_twin"
+PROGRAM = (
+    '#define KOG_SHAPED 1\n#include "layout.cuh"\n#include <cstdio>\nint main() { std::printf("%zu", sizeof(kog::Shared)); }'
+)
+
+
+def shape_of(spec: ModelSpec, num_ranks: int, cluster: int = 1) -> KernelShape:
+    return KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, cluster=cluster)
+
+
+SHAPES = {
+    "2b on 8": shape_of(laneformer_2b(), 8),
+    "cluster": shape_of(laneformer_2b(), 4, cluster=2),
+    "wide heads": shape_of(ModelSpec(2560, 3, 10, 10, 8, 6000, max_context=64, num_lanes=2), 1),
+    "many lanes": shape_of(ModelSpec(4096, 3, 16, 16, 12800, 320, max_context=64, num_lanes=16, delay=2), 2, cluster=2),
+    "scores by themselves": shape_of(ModelSpec(256, 3, 16, 8, 1024, 100_000, max_context=64, num_lanes=8), 1),
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_path: Path) -> None:
+    sources = {**device_sources(), **shape.headers(), "ptx.cuh": (TWIN / "ptx.cuh").read_text(), "size.cpp": PROGRAM}
+    assert f"<= {SHARED_BYTES}" in sources["layout.cuh"]
+    for name, text in sources.items():
+        (tmp_path / name).write_text(re.sub(r"static_assert\(sizeof\(Shared\).*", "", text) if name == "layout.cuh" else text)
+    build = ["g++", "-std=c++20", "-O0", "-w", "-o", "size", "size.cpp"]
+    subprocess.run(build, cwd=tmp_path, check=True, timeout=60)
+    found = int(subprocess.run([tmp_path / "size"], capture_output=True, check=True, timeout=20).stdout)
+    counted = shape.shared_bytes_besides + shape.num_slots * (SLOT_BYTES + 16 * shape.num_pieces)
+    assert found <= counted <= found + 64
+    assert counted <= SHARED_BYTES
