@@ -79,9 +79,9 @@ class Tiles:
         for name, tensor in tensors.items():
             assert tensor.is_contiguous()
             params[f"{name}_ptr"] = tensor.data_ptr()
-        num_tiles, num_clusters = self._num_tiles(lanes, size), size // CLUSTER_ROWS
+        num_tiles, of_lane = self._num_tiles(lanes, size), size // CLUSTER_ROWS
         params["rows"], params["num_tiles"], params["is_shared"] = size, num_tiles, x.stride(0) == 0
-        params["band"] = max(band for band in range(1, _MOST_BAND + 1) if num_clusters % band == 0)
+        params["band"] = max(band for band in range(1, _MOST_BAND + 1) if of_lane % band == 0)
         self._launch(CLUSTER * min(self.num_clusters, num_tiles), NUM_THREADS, params.tobytes(), True)
 
     def _num_tiles(self, lanes: int, size: int) -> int:
