@@ -1,7 +1,7 @@
 // Bounded waits. A waiting loop only looks at `stopped`, in shared memory: it is inlined in many places and must stay small. The
 // watchdog warp of each thread block keeps the time: when its matrix warps have stood at one place for too long, it records what
 // they wait for, raises the device's abort mirror, and stops its thread block; the other watchdogs see the mirror. So every wait of
-// the device ends: well, or within the limit. After a wait that did not end well the caller must unwind without publishing.
+// the device ends: well, or within 9/8 of the limit. After a wait that did not end well the caller must unwind without publishing.
 #pragma once
 #include "abi.cuh"
 #include "words.cuh"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-HEARTBEAT_MARGIN_S = 2.0  # a wait that runs out of time says more than silence, so it comes first
+HEARTBEAT_MARGIN_S = 2.5  # a wait that runs out of time says more than silence, so it comes first: after 2.25 s among peers
 POLL_S = 20e-6
 FIRST_TOKEN_SPIN_S = 0.004  # behind prefill it comes within about a millisecond, and whoever asked waits for it
 REFILL_TOKENS = 16
