@@ -343,7 +343,7 @@ def test_our_products_have_the_bits_of_cublas(big: tuple[Monokernel, Matrices]) 
     generator, other = torch.Generator("cuda").manual_seed(1), list[str]()
     assert isinstance(do, DeviceOperations)
     ours = do._tiles
-    assert set(ours) == {"qkv", "out", "gate_up", "down"}
+    assert set(ours) == {"gate_up", "down", "qkv"}
     with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
         for size in runner.graphs:
             rows = runner.rows(size)
@@ -352,20 +352,18 @@ def test_our_products_have_the_bits_of_cublas(big: tuple[Monokernel, Matrices]) 
             rows.stream.copy_(torch.randn(rows.stream.shape, device="cuda", generator=generator))
             rows.inverse_rms.copy_(1 + torch.rand(rows.inverse_rms.shape, device="cuda", generator=generator))
             rows.place.copy_(torch.tensor([100, 0, 100 + size]))
-            mixed = torch.randn(8, size, of_layer.wo.shape[2], device="cuda", dtype=torch.float16, generator=generator)
             for streams, what in ((rows, "of all lanes"), (rows.shared, "of one stream")):
                 found = []
                 for do._tiles in (ours, {}):
                     outputs = {
                         "query": rows.query, "keys": buffers.keys[layer], "values": buffers.values[layer],
-                        "activation": rows.activation, "of attention": rows.partials[0][0], "of the FFN": rows.partials[1][0],
+                        "activation": rows.activation, "partial": rows.partials[0][0],
                     }  # fmt: skip
                     for tensor in outputs.values():
                         tensor.fill_(3)
                     do.append(streams, of_layer.wqkv, layer)
                     do.gate(streams, of_layer.w13)
-                    do.product(mixed, of_layer.wo, rows.partials[0][0])
-                    do.product(rows.activation, of_layer.w2, rows.partials[1][0])
+                    do.product(rows.activation, of_layer.w2, rows.partials[0][0])
                     found.append({name: tensor.clone() for name, tensor in outputs.items()})
                 pairs = {name: (found[0][name], found[1][name]) for name in found[0]}
                 other += [f"{name} {what}, {size} rows" for name, (one, two) in pairs.items() if not torch.equal(one, two)]

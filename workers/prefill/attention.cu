@@ -450,7 +450,6 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1) attend(const
     }
     __syncthreads();
     await_predecessors();
-    let_successors_begin();
     if (group < kGroups) {
         raise_registers<240>();
         if (group < num_groups) Consumer{launch.params, memory, group, num_groups > 1}.run();

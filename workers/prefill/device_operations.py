@@ -95,12 +95,11 @@ class DeviceOperations:
         )  # fmt: skip
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
-        """See `Operations`. Partial sums of large blocks by our own kernel."""
-        for name in ("out", "down"):
-            tiles = self._worthwhile(name, x.shape[1])
-            if tiles is not None and tiles.fits(matrix) and out.dtype == x.dtype and out.is_contiguous():
-                tiles.run(x, matrix, out=out)
-                return
+        """See `Operations`. That of `down` by our own kernel."""
+        tiles = self._worthwhile("down", x.shape[1])
+        if tiles is not None and tiles.fits(matrix) and out.dtype == x.dtype and out.is_contiguous():
+            tiles.run(x, matrix, out=out)
+            return
         self.products(x, matrix, out)
 
     def gate(self, rows: Rows, matrix: Tensor) -> None:

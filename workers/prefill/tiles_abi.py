@@ -95,7 +95,6 @@ def tile_shapes(layout: CacheLayout, kv_dtype: str) -> dict[str, TileShape]:
     found = {
         "qkv": TileShape("qkv", spec.hidden_size, qkv, tuple(lines)),
         "gate_up": TileShape("gate_up", spec.hidden_size, 2 * spec.lane_ffn),
-        "out": TileShape("partial", spec.lane_heads * spec.head_dim, spec.hidden_size),
         "down": TileShape("partial", spec.lane_ffn, spec.hidden_size),
     }
     if spec.head_dim not in _HEAD_DIMS:

@@ -25,7 +25,7 @@ NUM_CLUSTERS = 66
 
 def test_shapes_of_2b() -> None:
     assert {name: (shape.inner, shape.width) for name, shape in SHAPES_2B.items()} == {
-        "qkv": (3072, 768), "out": (384, 3072), "gate_up": (3072, 3072), "down": (1536, 3072),
+        "gate_up": (3072, 3072), "down": (1536, 3072), "qkv": (3072, 768),
     }  # fmt: skip
     assert all(shape.shared_bytes <= 227 << 10 for shape in SHAPES_2B.values())
 
