@@ -47,6 +47,7 @@ class KernelShape:
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
     pieces_in_flight: int = 0  # 0: see `in_flight`
     max_slots: int = 16
+    tweaks: tuple[str, ...] = ()  # NAME or NAME:VALUE, as KOG_T_NAME in the sources
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
@@ -297,7 +298,8 @@ class KernelShape:
     def headers(self) -> dict[str, str]:
         """By name, the generated headers that the kernels are compiled with. The same on all ranks that host equally much."""
         placed = place(self.boxes.specs(), self.num_ranks)
-        return {"shape.cuh": self.header(), "abi.cuh": abi_header(), "peers_shape.cuh": self.boxes.header(placed)}
+        tweaks = "".join(f"#define KOG_T_{t.partition(':')[0]} {t.partition(':')[2] or 1}\n" for t in self.tweaks)
+        return {"tweaks.cuh": tweaks, "shape.cuh": self.header(), "abi.cuh": abi_header(), "peers_shape.cuh": self.boxes.header(placed)}
 
     def header(self) -> str:
         """`shape.cuh`."""

@@ -1,5 +1,6 @@
 // Who does what, and where things lie in shared memory. `shape.cuh` is generated from the model's spec (workers/cuda/kernel_shape.py).
 #pragma once
+#include "tweaks.cuh"
 #include "abi.cuh"
 #include "ptx.cuh"
 #include "wait.cuh"
@@ -145,7 +146,13 @@ struct Role {
 // Products of one token, those of the LM head included. The kinds of stamps of a traced build, one of each per product, in the order of
 // `kProducts`; kFetched: the slice of matrix warp 0 is in shared memory.
 constexpr u32 kTokenVectors = 4 * kLayers * kLanes + kHeadProducts;
-enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kScored, kMixed, kMerged, kAttended, kStampKinds };
+enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kScored, kMixed, kMerged, kAttended, kWarpStamps = 8, kStampKinds = 56 };
+
+__device__ __forceinline__ void stamp_warp(const Role& role, u32 kind, u32 warp, u32 step, u32 vector) {
+#ifdef KOG_T_WARPS
+    if (step == kTracedStep && laneid() == 0) role.trace[(kWarpStamps + kind * 12 + warp) * kTokenVectors + vector] = globaltimer_ns();
+#endif
+}
 
 __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step, u32 vector) {
 #ifdef KOG_TRACE

@@ -149,6 +149,7 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
             const Place next(i + 1);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             gatherer.take_turn(multiplier.num_vectors);
+            stamp_warp(role, 2, warp, step, i);
             const u32 x_address = first_x + gatherer.half * (kXBytes / 2);
             float squares = 0;
             if (!(phase == kHeadPlace ? gatherer.gather_head(at, squares) : gatherer.gather(at, squares))) return;
@@ -156,6 +157,7 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
                 if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
                 stamp(role, kFetched, step, i);
             }
+            stamp_warp(role, 0, warp, step, i);
             if (kCluster > 1 && !gatherer.meet()) return;
             if (phase == 0 || phase == 2 || (kStreamHead && phase == kHeadPlace)) {  // the finaliser scales the product
                 if constexpr (kCluster > 1) {
@@ -186,6 +188,7 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
             else
                 ok = multiplier.blocks<HeadOp>(x_address, HeadOp::kWarpBytes, HeadOp::kRows, HeadOp::kBlocks, HeadOp::kTiles);
             if (!ok) return;
+            stamp_warp(role, 1, warp, step, i);
         }
     }
 }
