@@ -76,12 +76,13 @@ struct Gatherer {
         const u64* words;
         u32 tag;
     };
+    template <int kPhase>
     __device__ __forceinline__ Source source(const Place& at) {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
         const u32 tag = layer_tag(role.first_epoch + step, at.layer());
-        if (at.phase() == 3) return {words + kActivationOffset + copy * kActivationStride, tag};
-        if (at.phase() == 2) return {words + kMiddleOffset + copy * kStreamStride, tag};
+        if constexpr (kPhase == 3) return {words + kActivationOffset + copy * kActivationStride, tag};
+        if constexpr (kPhase == 2) return {words + kMiddleOffset + copy * kStreamStride, tag};
         return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu};
     }
     // A vector of kColumns values, of which a slice has kPer times 32 neighbouring ones, and each of kParts warps its part.
@@ -126,8 +127,9 @@ struct Gatherer {
         }
         return true;
     }
+    template <int kPhase>
     __device__ __forceinline__ void load_norm(const Place& at) {
-        const u32 half = 2 * at.layer() + (at.phase() >> 1);
+        const u32 half = 2 * at.layer() + (kPhase >> 1);
         const uint2* norm = reinterpret_cast<const uint2*>(params.norms_ptr) +
                             (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane())) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
 #pragma unroll
@@ -212,7 +214,7 @@ struct Gatherer {
     __device__ __forceinline__ bool gather_last_stream(const Place& at, float& squares) {
         const u32 lane_idx = kVocabParallelHead ? vocab_lane(role.cta) : at.lane();
         if (!loaded) {
-            if (!wait_until_near(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
+            if (!wait_until_near<0>(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
             load_last_stream(lane_idx);
         }
         const Source from = last_source(lane_idx);
@@ -225,6 +227,7 @@ struct Gatherer {
     }
 
     // ---- any vector ----
+    static constexpr bool kReadsWordsAhead = kLanes > 2;
     // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
     // attention's output is early enough: two of three looks at other words would come too early, and each delays the present product.
     __device__ __forceinline__ void read_ahead(const Place& at) {
@@ -235,31 +238,39 @@ struct Gatherer {
                 loaded = true;
             }
         }
-        if (at.is_last()) return;
-        if (at.phase() == 0 || at.phase() == 2) load_norm(at);
-        if (at.index() == 0) load_embedding();
-        else if (kLanes == 1 || (kLanes == 2 && at.phase() != 1) || !is_near(role, at.lane(), at.index())) return;
-        else if (at.phase() == 1) {
+        if (kLanes == 1 || at.is_last() || (!kReadsWordsAhead && at.phase() != 1 && at.index() != 0)) return;
+        if constexpr (kReadsWordsAhead) {
+            if (at.phase() == 0) load_norm<0>(at);
+            else if (at.phase() == 2) load_norm<2>(at);
+        }
+        if (at.index() == 0) {
+            load_embedding();
+        } else if (!is_near(role, at.lane(), at.index())) {
+            return;
+        } else if (at.phase() == 1) {
             if (kCluster > 1 && part() >= OutOp::kPer) return;
             load_splits(splits(at, part()));
+        } else if constexpr (kReadsWordsAhead) {
+            if (at.phase() == 3) load_units<FfnSlice>(source<3>(at).words);
+            else load_units<HiddenSlice>(at.phase() == 2 ? source<2>(at).words : source<0>(at).words);
         }
-        else if (at.phase() == 3) load_units<FfnSlice>(source(at).words);
-        else load_units<HiddenSlice>(source(at).words);
         loaded = true;
     }
     // x of the vector, in this warp's part of shared memory. `squares`: of this thread's values. False: leave.
+    template <int kPhase>
     __device__ __forceinline__ bool gather(const Place& at, float& squares) {
         squares = 0;
-        if (at.phase() == 1) {
+        if constexpr (kPhase == 1) {
             if (!gather_merged(at)) return false;
-        } else if (at.phase() == 3) {
-            if (!gather_units<FfnSlice>(at)) return false;
+        } else if constexpr (kPhase == 3) {
+            if (!gather_units<FfnSlice, 3>(at)) return false;
             write_units<FfnSlice, false>(squares);
         } else {
-            if (at.index() == 0) {
-                if (!loaded) load_norm(at), load_embedding();
+            if (!kReadsWordsAhead || (kPhase == 0 && at.index() == 0 && !loaded)) load_norm<kPhase>(at);  // words take as long
+            if (kPhase == 0 && at.index() == 0) {
+                if (!loaded) load_embedding();
                 widen_embedding();
-            } else if (!gather_units<HiddenSlice>(at)) {
+            } else if (!gather_units<HiddenSlice, kPhase>(at)) {
                 return false;
             }
             write_units<HiddenSlice, true>(squares);
@@ -273,7 +284,7 @@ struct Gatherer {
         for (u32 group = part(); group < OutOp::kPer; group += kCluster) {
             const Splits from = splits(at, group);
             if (group > part() || !loaded) {
-                if (!wait_until_near(role, at.lane(), at.index())) return false;
+                if (!wait_until_near<1>(role, at.lane(), at.index())) return false;
                 load_splits(from);
             }
             for (u32 rounds = 1; !splits_ready(from); ++rounds) {
@@ -289,15 +300,15 @@ struct Gatherer {
         }
         return true;
     }
-    template <class S>
+    template <class S, int kPhase>
     __device__ __forceinline__ bool gather_units(const Place& at) {
-        const Source from = source(at);
+        const Source from = source<kPhase>(at);
         if (!loaded) {
-            if (!wait_until_near(role, at.lane(), at.index())) return false;
+            if (!wait_until_near<kPhase>(role, at.lane(), at.index())) return false;
             load_units<S>(from.words);
         }
         return wait_for_units<S>(from, [&] {
-            note_wait(at.phase() == 0 ? kQkvPhase : at.phase() == 2 ? kGateUpPhase : kDownPhase, at.layer(), at.lane(), from.tag, from.words,
+            note_wait(kPhase == 0 ? kQkvPhase : kPhase == 2 ? kGateUpPhase : kDownPhase, at.layer(), at.lane(), from.tag, from.words,
                       S::kColumns / 2);
         });
     }
@@ -474,7 +485,7 @@ struct Gatherer {
         bool alive = true;
         auto take = [&](u32 first) {
             Streams streams;
-            alive = wait_until_near(role, last_hosted_lane(first), 4 * kLayers) && alive;
+            alive = wait_until_near<0>(role, last_hosted_lane(first), 4 * kLayers) && alive;
             alive = wait_for_streams(first, tag, streams) && alive;
             float squares[kTogether];
 #pragma unroll

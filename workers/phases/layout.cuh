@@ -214,19 +214,21 @@ __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& tok
 // Words are polled only when they may be there; polling earlier only loads the memory system, also for those who write. All thread
 // blocks advance together, so a product's input is near when this thread block's finaliser is done with the lane's product before it,
 // and the cycles that words need at least (by the phase that reads them) have passed. `index`: among the lane's products of the token.
-__device__ __forceinline__ bool is_due(const Role& role, u32 lane_idx, u32 index) {
+__device__ __forceinline__ u32 poll_delay(u32 phase) {
     constexpr u32 kPollDelays[] = {KOG_POLL_DELAYS};
-    const u32 phase = index & 3;
-    const u32 delay = phase == 0 ? kPollDelays[0] : phase == 1 ? kPollDelays[1] : phase == 2 ? kPollDelays[2] : kPollDelays[3];
-    return clock_cycles() - load_shared_u32(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4) >= delay;
+    return phase == 0 ? kPollDelays[0] : phase == 1 ? kPollDelays[1] : phase == 2 ? kPollDelays[2] : kPollDelays[3];
+}
+__device__ __forceinline__ bool is_due(const Role& role, u32 lane_idx, u32 phase) {
+    return clock_cycles() - load_shared_u32(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4) >= poll_delay(phase);
 }
 __device__ __forceinline__ bool is_near(const Role& role, u32 lane_idx, u32 index) {
-    return __all_sync(kFullWarp, mbar_test(role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1) && is_due(role, lane_idx, index));
+    return __all_sync(kFullWarp, mbar_test(role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1) && is_due(role, lane_idx, index & 3));
 }
+template <int kPhase>
 __device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, u32 index) {
     if (index == 0) return true;
     if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1)) return false;
-    while (!__all_sync(kFullWarp, is_due(role, lane_idx, index))) __nanosleep(200);
+    while (!__all_sync(kFullWarp, is_due(role, lane_idx, kPhase))) __nanosleep(200);
     return true;
 }
 

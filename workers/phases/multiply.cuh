@@ -35,7 +35,7 @@ struct Multiplier {
         if (lane == 0) mbar_arrive(full_barrier + kEmptyOffset + (loaded & zero));
     }
 
-    // What a warp takes from a tile: fragments of eight rows and 32 columns, and x.
+    // What a warp takes from a tile: pieces of eight rows and 32 columns, and x.
     template <int kGroups, int kSteps>
     struct Tile {
         uint4 weights[kSteps * kGroups];
@@ -109,35 +109,62 @@ struct Multiplier {
         return true;
     }
 
-    // Products whose tiles look alike are one piece of code, which stays in the instruction cache.
     template <class O>
     static constexpr u32 kStepStride = O::kSteps == 1 ? 0 : O::kRows * 64;
-    template <class A, class B>
-    static constexpr bool kAlike = A::kRowGroups == B::kRowGroups && A::kSteps == B::kSteps && kStepStride<A> == kStepStride<B>;
 
+    // The product of a phase with x.
     template <class O>
-    __device__ __forceinline__ bool blocks(u32 x_address, u32 warp_bytes, u32 num_rows, u32 num_blocks_of_rows, u32 num_tiles) {
-        const u32 offset = opaque(warp % kPieceWarps * warp_bytes);
+    __device__ __forceinline__ bool blocks(u32 x_address) {
+        const u32 offset = opaque(warp % kPieceWarps * O::kWarpBytes);
 #pragma unroll 1
-        for (u32 i = 0; i < num_blocks_of_rows; ++i) {
+        for (u32 i = 0; i < O::kBlocks; ++i) {
             float sums[3][4] = {};
-            if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, num_tiles, sums)) return false;
-            if (!hand_over<O::kRowGroups>(num_rows, sums)) return false;
+            if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, O::kTiles, sums)) return false;
+            if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
         }
         ++num_vectors;
         return true;
     }
 };
 
-constexpr u32 kHeadPlace = 4;  // after the four phases of the layers
+constexpr int kHeadPlace = 4;  // after the four phases of the layers
+
+// One product, from its vector's words to its sums. Each phase has code of its own, so that nothing is asked twice: what stands between the
+// words and the first tile delays every thread block.
+template <int kPhase, class O>
+__device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer, Multiplier& multiplier, const Place& at, const Place& next,
+                                            u32 first_x, u32 step, u32 number) {
+    const u32 warp = multiplier.warp, lane = gatherer.lane;
+    const u32 x_address = first_x + gatherer.half * (kXBytes / 2);
+    float squares = 0;
+    if constexpr (kPhase == kHeadPlace) {
+        if (!gatherer.gather_head(at, squares)) return false;
+    } else {
+        if (!gatherer.template gather<kPhase>(at, squares)) return false;
+    }
+    if (warp == 0) {
+        if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
+        stamp(role, kFetched, step, number);
+    }
+    if (kCluster > 1 && !gatherer.meet()) return false;
+    if constexpr (kPhase == 0 || kPhase == 2 || (kStreamHead && kPhase == kHeadPlace)) {  // the finaliser scales the product
+        if constexpr (kCluster > 1) {
+            gatherer.share_squares(multiplier.num_vectors & 3);
+        } else {
+            store_shared(role.base + KOG_OFFSET(squares[multiplier.num_vectors & 3][warp][lane]), squares);
+            __syncwarp();
+            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[multiplier.num_vectors & 3]));
+        }
+    }
+    gatherer.read_ahead(next);
+    return multiplier.template blocks<O>(x_address);
+}
 
 __device__ __forceinline__ void multiply(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 warp) {
-    using M = Multiplier;
     const u32 lane = opaque(laneid());
-    M multiplier(params, role, warp, lane);
+    Multiplier multiplier(params, role, warp, lane);
     Gatherer gatherer{params, peers, role, role.cluster_rank() * kMatrixWarps + warp, lane};
     const u32 first_x = opaque(role.base + KOG_OFFSET(x) + warp / kCluster * (kMaxPer * 128) + (lane & 15) * 8);
-    constexpr bool kOutLike = M::kAlike<OutOp, DownOp> && M::kAlike<OutOp, GateUpOp>, kHeadLike = kOutLike && M::kAlike<OutOp, HeadOp>;
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         gatherer.begin(step, token);
@@ -145,50 +172,17 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
         Place at(first_product());
 #pragma unroll 1
         for (u32 i = first_product(); i < num_vectors; ++i) {
-            const u32 phase = at.is_last() ? kHeadPlace : at.phase();
             const Place next(i + 1);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             gatherer.take_turn(multiplier.num_vectors);
-            stamp_warp(role, 2, warp, step, i);
-            const u32 x_address = first_x + gatherer.half * (kXBytes / 2);
-            float squares = 0;
-            if (!(phase == kHeadPlace ? gatherer.gather_head(at, squares) : gatherer.gather(at, squares))) return;
-            if (warp == 0) {
-                if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
-                stamp(role, kFetched, step, i);
-            }
-            stamp_warp(role, 0, warp, step, i);
-            if (kCluster > 1 && !gatherer.meet()) return;
-            if (phase == 0 || phase == 2 || (kStreamHead && phase == kHeadPlace)) {  // the finaliser scales the product
-                if constexpr (kCluster > 1) {
-                    gatherer.share_squares(multiplier.num_vectors & 3);
-                } else {
-                    store_shared(role.base + KOG_OFFSET(squares[multiplier.num_vectors & 3][warp][lane]), squares);
-                    __syncwarp();
-                    if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[multiplier.num_vectors & 3]));
-                }
-            }
-            at = next;
-            gatherer.read_ahead(at);
             bool ok;
-            if (phase == 0)
-                ok = multiplier.blocks<QkvOp>(x_address, QkvOp::kWarpBytes, QkvOp::kRows, QkvOp::kBlocks, QkvOp::kTiles);
-            else if (kHeadLike || (kOutLike && phase != kHeadPlace))
-                ok = multiplier.blocks<OutOp>(
-                    x_address, phase == kHeadPlace ? HeadOp::kWarpBytes : phase == 2 ? GateUpOp::kWarpBytes : OutOp::kWarpBytes,
-                    phase == kHeadPlace ? HeadOp::kRows : phase == 2 ? GateUpOp::kRows : OutOp::kRows,
-                    phase == kHeadPlace ? HeadOp::kBlocks : phase == 2 ? GateUpOp::kBlocks : OutOp::kBlocks,
-                    phase == kHeadPlace ? HeadOp::kTiles : phase == 2 ? GateUpOp::kTiles : phase == 3 ? DownOp::kTiles : OutOp::kTiles);
-            else if (phase == 1)
-                ok = multiplier.blocks<OutOp>(x_address, OutOp::kWarpBytes, OutOp::kRows, OutOp::kBlocks, OutOp::kTiles);
-            else if (phase == 2)
-                ok = multiplier.blocks<GateUpOp>(x_address, GateUpOp::kWarpBytes, GateUpOp::kRows, GateUpOp::kBlocks, GateUpOp::kTiles);
-            else if (phase == 3)
-                ok = multiplier.blocks<DownOp>(x_address, DownOp::kWarpBytes, DownOp::kRows, DownOp::kBlocks, DownOp::kTiles);
-            else
-                ok = multiplier.blocks<HeadOp>(x_address, HeadOp::kWarpBytes, HeadOp::kRows, HeadOp::kBlocks, HeadOp::kTiles);
+            if (at.is_last()) ok = run_product<kHeadPlace, HeadOp>(role, gatherer, multiplier, at, next, first_x, step, i);
+            else if (at.phase() == 0) ok = run_product<0, QkvOp>(role, gatherer, multiplier, at, next, first_x, step, i);
+            else if (at.phase() == 1) ok = run_product<1, OutOp>(role, gatherer, multiplier, at, next, first_x, step, i);
+            else if (at.phase() == 2) ok = run_product<2, GateUpOp>(role, gatherer, multiplier, at, next, first_x, step, i);
+            else ok = run_product<3, DownOp>(role, gatherer, multiplier, at, next, first_x, step, i);
             if (!ok) return;
-            stamp_warp(role, 1, warp, step, i);
+            at = next;
         }
     }
 }
