@@ -21,6 +21,8 @@ def parse(name: str) -> dict[str, Any]:
     """tweak options: a=1,b=(1;2),HUNGRY:10 -> dict"""
     options: dict[str, Any] = {}
     for part in filter(None, name.split(",")):
+        if part.startswith("@"):
+            continue
         if "=" in part:
             key, value = part.split("=")
             if key == "delays":
@@ -30,6 +32,18 @@ def parse(name: str) -> dict[str, Any]:
         else:
             options["tweaks"] = (*options.get("tweaks", ()), part)
     return options
+
+
+def program(name: str, shape: Any) -> Any:
+    """The cubin; `@TREE` in the name: of the sources in the folder TREES/TREE."""
+    from kog_dist.cuda import build as compiler
+    from kog_dist.workers.cuda.build import PLAIN_SOURCE, device_sources
+
+    sources = device_sources()
+    trees = [part[1:] for part in name.split(",") if part.startswith("@")]
+    if trees:
+        sources = {f.name: f.read_text() for f in (Path(os.environ["TREES"]) / trees[0]).rglob("*.cu*") if f.suffix in (".cu", ".cuh")}
+    return compiler.build({**sources, **shape.headers()}, PLAIN_SOURCE)
 
 
 def shapes_of(plan: dict[str, Any], ranks: int, rank: int = 0, world: int | None = None) -> dict[str, Any]:
@@ -69,7 +83,7 @@ def body(context: Any) -> dict[str, Any]:
         for name, shape in shapes.items():
             if shape.num_words != base.num_words:
                 raise ValueError(f"{name}: other words")
-            kernels[name] = Kernel(build(shape.headers()).path, KERNEL_NAME, SHARED_BYTES)
+            kernels[name] = Kernel(program(name, shape).path, KERNEL_NAME, SHARED_BYTES)
         cupy.cuda.Device().synchronize()
         found["host_s"].append(time.monotonic() - began)
 
@@ -176,7 +190,7 @@ def prebuild(plan: dict[str, Any], ranks: int) -> None:
 
     def one(item: tuple[str, Any]) -> None:
         name, shape = item
-        log = build(shape.headers()).log
+        log = program(name, shape).log
         spills = [line for line in log.splitlines() if "bytes spill" in line and "frame" in line and not " 0 bytes spill" in line]
         if spills:
             print("SPILLS", name, spills[0].strip(), flush=True)

@@ -1,6 +1,9 @@
 // Who does what, and where things lie in shared memory. `shape.cuh` is generated from the model's spec (workers/cuda/kernel_shape.py).
 #pragma once
 #include "tweaks.cuh"
+#ifndef KOG_T_SLEEP
+#define KOG_T_SLEEP 200
+#endif
 #include "abi.cuh"
 #include "ptx.cuh"
 #include "wait.cuh"
@@ -228,7 +231,7 @@ template <int kPhase>
 __device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, u32 index) {
     if (index == 0) return true;
     if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1)) return false;
-    while (!__all_sync(kFullWarp, is_due(role, lane_idx, kPhase))) __nanosleep(200);
+    while (!__all_sync(kFullWarp, is_due(role, lane_idx, kPhase))) __nanosleep(KOG_T_SLEEP);
     return true;
 }
 

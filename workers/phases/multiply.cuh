@@ -21,7 +21,17 @@ struct Multiplier {
 
     static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
 
+#ifdef KOG_T_EARLY
+    u32 ready = 0;
+    __device__ __forceinline__ bool wait_for_tile() {
+        if (__all_sync(kFullWarp, ready)) return true;
+        return mbar_wait(role.stopped(), full, parity);
+    }
+    __device__ __forceinline__ void test_next_tile() { ready = mbar_test(full, parity); }
+#else
     __device__ __forceinline__ bool wait_for_tile() { return mbar_wait(role.stopped(), full, parity); }
+    __device__ __forceinline__ void test_next_tile() {}
+#endif
     __device__ __forceinline__ void next_slot() {
         full += 8 * kPieces, slot_at += kSlotBytes;
         if (full >= role.base + KOG_OFFSET(full) + kEmptyOffset) full -= kEmptyOffset, slot_at -= kNumSlots * kSlotBytes, parity ^= 1;
@@ -73,6 +83,7 @@ struct Multiplier {
             read<kGroups, kSteps, kStepBytes>(tile, offset, x_address);
             const u32 held = full;
             next_slot();
+            test_next_tile();
             x_address += kSteps * 128;
             add_products(tile, sums);
             u32 loaded = 0;
@@ -83,9 +94,19 @@ struct Multiplier {
         return true;
     }
     // The partial sums of a block of rows, to the finaliser.
+    __device__ __forceinline__ u32 test_room() {
+#ifdef KOG_T_ROOM
+        return mbar_test(role.base + KOG_OFFSET(red_empty[2 * (warp % kCluster) + (num_blocks & 1)]), ((num_blocks >> 1) & 1) ^ 1);
+#else
+        return 0;
+#endif
+    }
     template <int kGroups>
-    __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[3][4]) {
+    __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[3][4], u32 has_room) {
         const u32 half = num_blocks & 1, owner = warp % kCluster;  // of the rows, in the cluster
+#ifdef KOG_T_ROOM
+        if (!__all_sync(kFullWarp, has_room))
+#endif
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[2 * owner + half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
         const bool is_own = kCluster == 1 || owner == role.cluster_rank();
         u32 at = role.base + KOG_OFFSET(red[half][role.slice(warp)]) + (lane & ~3u), bar = 0;
@@ -119,8 +140,9 @@ struct Multiplier {
 #pragma unroll 1
         for (u32 i = 0; i < O::kBlocks; ++i) {
             float sums[3][4] = {};
+            const u32 has_room = test_room();
             if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, O::kTiles, sums)) return false;
-            if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
+            if (!hand_over<O::kRowGroups>(O::kRows, sums, has_room)) return false;
         }
         ++num_vectors;
         return true;
