@@ -46,10 +46,26 @@ def program(name: str, shape: Any) -> Any:
     return compiler.build({**sources, **shape.headers()}, PLAIN_SOURCE)
 
 
+def spec_of(plan: dict[str, Any]) -> Any:
+    """2b; or with `part` 2 a model of half of its lanes, which two ranks run as four run 2b."""
+    spec = named_spec("2b")
+    part = plan.get("part", 1)
+    if part == 1:
+        return spec
+
+    class Part(type(spec)):  # type: ignore[misc]
+        head_dim = 96
+
+    fields = {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size", "num_lanes"):
+        fields[name] //= part
+    return Part(**fields)
+
+
 def shapes_of(plan: dict[str, Any], ranks: int, rank: int = 0, world: int | None = None) -> dict[str, Any]:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-    spec = named_spec("2b")
+    spec = spec_of(plan)
     lanes = spec.lanes_of_rank(rank, world or ranks)
     return {name: KernelShape(spec, lanes, num_ranks=ranks, **parse(name)) for name in plan["builds"]}
 
@@ -72,7 +88,7 @@ def body(context: Any) -> dict[str, Any]:
     if plan.get("lanes"):
         from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-        shapes = {name: KernelShape(named_spec("2b"), range(plan["lanes"]), **parse(name)) for name in plan["builds"]}
+        shapes = {name: KernelShape(spec_of(plan), range(plan["lanes"]), **parse(name)) for name in plan["builds"]}
     names = list(shapes)
     base = shapes[names[0]]
     began = time.monotonic()
@@ -199,7 +215,7 @@ def prebuild(plan: dict[str, Any], ranks: int) -> None:
     if plan.get("lanes"):
         from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-        shapes = {name: KernelShape(named_spec("2b"), range(plan["lanes"]), **parse(name)) for name in plan["builds"]}
+        shapes = {name: KernelShape(spec_of(plan), range(plan["lanes"]), **parse(name)) for name in plan["builds"]}
     items = list(shapes.items())
     if plan.get("places"):
         items.append(("alone", replace(shapes[plan["place_build"]], num_ranks=1)))

@@ -109,6 +109,11 @@ struct Attender {
         u32 keys[2][kDimRegisters], values[2][kDimRegisters];
         unsigned char* keys_at = cache + warp * kBatchBytes + group * kHeadDim * 2 + part * kDimRegisters * 4;
         unsigned char* values_at = cache + warp * kBatchBytes + 16 * kHeadDim * 2 + part * kHeadDim * 4 + group * kDimRegisters * 4;
+#ifdef KOG_T_KVAHEAD
+        if (lane == 0)
+#pragma unroll 1
+            for (u32 batch = warp + kAttendWarps; batch < num_batches; batch += kAttendWarps) bulk_prefetch(cache + batch * kBatchBytes, kBatchBytes);
+#endif
         if (warp < num_batches) load_rows<8 * kHeadDim * 2>(keys_at, keys), load_rows<4 * kHeadDim * 4>(values_at, values);
 #pragma unroll 1
         for (u32 batch = warp; batch < num_batches || !have_query; batch += kAttendWarps) {

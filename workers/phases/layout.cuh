@@ -1,6 +1,15 @@
 // Who does what, and where things lie in shared memory. `shape.cuh` is generated from the model's spec (workers/cuda/kernel_shape.py).
 #pragma once
 #include "tweaks.cuh"
+#ifndef KOG_T_AHEADCYC
+#define KOG_T_AHEADCYC 1000
+#endif
+#ifndef KOG_T_AHEADFROM
+#define KOG_T_AHEADFROM 1
+#endif
+#ifndef KOG_T_AHEADALL
+#define KOG_T_AHEADALL 0
+#endif
 #ifndef KOG_T_SLEEP
 #define KOG_T_SLEEP 200
 #endif

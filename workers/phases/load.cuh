@@ -36,8 +36,34 @@ struct Loader {
         --num_under_way, landing += 8;
         if (landing == first_full + kEmptyOffset) landing = first_full, landing_parity ^= 1;
     }
+#ifdef KOG_T_AHEAD
+    const unsigned char* asked = nullptr;
+    bool is_on = false;
+    u32 asked_cycles = 0;
+    __device__ __forceinline__ bool wait_reading_ahead() {
+        const u32 bar = full + kEmptyOffset;
+        constexpr u64 kShares = u64{kNumCtas} * kSlotBytes;
+        const unsigned char* next = source + KOG_T_AHEADFROM * kShares;
+        if (asked < next) asked = next;
+        const unsigned char* const limit = next + KOG_T_AHEAD * kShares;
+        while (!mbar_test(bar, parity)) {
+            if (load_shared_u32(role.stopped()) || load_shared_u32(role.base + KOG_OFFSET(finished))) return false;
+            if (asked < limit && clock_cycles() - asked_cycles >= KOG_T_AHEADCYC) {
+                bulk_prefetch(asked, kSlotBytes);
+                asked += kShares, asked_cycles = clock_cycles();
+            }
+        }
+        return true;
+    }
+#endif
     __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
+#ifdef KOG_T_AHEAD
+        if (is_on) {
+            if (!mbar_test(full + kEmptyOffset, parity) && !wait_reading_ahead()) return false;
+        } else if (!wait(full + kEmptyOffset, parity, role.base + KOG_OFFSET(finished))) return false;
+#else
         if (!wait(full + kEmptyOffset, parity, role.base + KOG_OFFSET(finished))) return false;
+#endif
 #ifdef KOG_T_NOLOAD  // each slot is filled once, then only counted: what a token takes without its weights
         const bool is_real = num_filled < kRingPieces;
         if (is_real) ++num_filled, mbar_arrive_expect(full, bytes);
@@ -73,6 +99,9 @@ struct Loader {
     }
     __device__ __forceinline__ bool issue_token(const unsigned char* tape, u32 step) {
         const unsigned char* tiles = tape + (kHeadOnly ? kNumCtas * kLayerBytes : 0);
+#ifdef KOG_T_AHEAD
+        asked = tape;
+#endif
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
@@ -83,6 +112,9 @@ struct Loader {
                 if (at.phase() == 2) count = GateUpOp::kBlocks * GateUpOp::kTiles, bytes = GateUpOp::kTileBytes;
                 if (at.phase() == 3) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
             }
+#ifdef KOG_T_AHEAD
+            is_on = !at.is_last() && (KOG_T_AHEADALL || in_mask(kAttentionBlocking | kMlpBlocking, at.layer()));
+#endif
             if (!issue_tiles(tiles, count, bytes)) return false;
             tiles += u64{kNumCtas} * count * bytes;
         }

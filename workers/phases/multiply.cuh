@@ -151,13 +151,17 @@ struct Multiplier {
 
 constexpr int kHeadPlace = 4;  // after the four phases of the layers
 
+// What matrix thread `lane` of `warp` reads of x for its first mma.
+__device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
+    return role.base + KOG_OFFSET(x) + warp / kCluster * (kMaxPer * 128) + (lane & 15) * 8;
+}
+
 // One product, from its vector's words to its sums. Each phase has code of its own, so that nothing is asked twice: what stands between the
 // words and the first tile delays every thread block.
 template <int kPhase, class O>
 __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer, Multiplier& multiplier, const Place& at, const Place& next,
-                                            u32 first_x, u32 step, u32 number) {
+                                            u32 step, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
-    const u32 x_address = first_x + gatherer.half * (kXBytes / 2);
     float squares = 0;
     if constexpr (kPhase == kHeadPlace) {
         if (!gatherer.gather_head(at, squares)) return false;
@@ -179,14 +183,13 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
         }
     }
     gatherer.read_ahead(next);
-    return multiplier.template blocks<O>(x_address);
+    return multiplier.template blocks<O>(first_x(role, warp, opaque(lane)) + gatherer.half * (kXBytes / 2));
 }
 
 __device__ __forceinline__ void multiply(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 warp) {
     const u32 lane = opaque(laneid());
     Multiplier multiplier(params, role, warp, lane);
     Gatherer gatherer{params, peers, role, role.cluster_rank() * kMatrixWarps + warp, lane};
-    const u32 first_x = opaque(role.base + KOG_OFFSET(x) + warp / kCluster * (kMaxPer * 128) + (lane & 15) * 8);
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         gatherer.begin(step, token);
@@ -198,11 +201,11 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             gatherer.take_turn(multiplier.num_vectors);
             bool ok;
-            if (at.is_last()) ok = run_product<kHeadPlace, HeadOp>(role, gatherer, multiplier, at, next, first_x, step, i);
-            else if (at.phase() == 0) ok = run_product<0, QkvOp>(role, gatherer, multiplier, at, next, first_x, step, i);
-            else if (at.phase() == 1) ok = run_product<1, OutOp>(role, gatherer, multiplier, at, next, first_x, step, i);
-            else if (at.phase() == 2) ok = run_product<2, GateUpOp>(role, gatherer, multiplier, at, next, first_x, step, i);
-            else ok = run_product<3, DownOp>(role, gatherer, multiplier, at, next, first_x, step, i);
+            if (at.is_last()) ok = run_product<kHeadPlace, HeadOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == 0) ok = run_product<0, QkvOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == 1) ok = run_product<1, OutOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == 2) ok = run_product<2, GateUpOp>(role, gatherer, multiplier, at, next, step, i);
+            else ok = run_product<3, DownOp>(role, gatherer, multiplier, at, next, step, i);
             if (!ok) return;
             at = next;
         }
