@@ -167,7 +167,7 @@ __device__ __forceinline__ void stamp_warp(const Role& role, u32 kind, u32 warp,
 }
 
 __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step, u32 vector) {
-#ifdef KOG_TRACE
+#if defined(KOG_TRACE) && !defined(KOG_T_NOSTAMP)
     if (step == kTracedStep && laneid() == 0) role.trace[kind * kTokenVectors + vector] = globaltimer_ns();
 #endif
 }

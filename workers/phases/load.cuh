@@ -56,7 +56,13 @@ struct Loader {
         return true;
     }
 #endif
+#ifdef KOG_T_LOADSTAMP
+    u32 room = 0, land = 0;
+#endif
     __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
+#ifdef KOG_T_LOADSTAMP
+        const u32 t0 = clock_cycles();
+#endif
 #ifdef KOG_T_AHEAD
         if (is_on) {
             if (!mbar_test(full + kEmptyOffset, parity) && !wait_reading_ahead()) return false;
@@ -70,11 +76,18 @@ struct Loader {
 #else
         mbar_arrive_expect(full, bytes);
 #endif
+#ifdef KOG_T_LOADSTAMP
+        const u32 t1 = clock_cycles();
+        room += t1 - t0;
+#endif
         // All is prepared when the turn comes: between a landing and the next copy memory has less to do.
         if (num_under_way == kPiecesInFlight) {
             if (!wait(landing, landing_parity, role.stopped())) return false;
             count_landed();
         }
+#ifdef KOG_T_LOADSTAMP
+        land += clock_cycles() - t1;
+#endif
 #ifdef KOG_T_NOLOAD
         if (is_real) bulk_load(to, source, bytes, full, policy);
         else mbar_arrive(full);
@@ -116,6 +129,14 @@ struct Loader {
             is_on = !at.is_last() && (KOG_T_AHEADALL || in_mask(kAttentionBlocking | kMlpBlocking, at.layer()));
 #endif
             if (!issue_tiles(tiles, count, bytes)) return false;
+#ifdef KOG_T_LOADSTAMP
+            if (step == kTracedStep) {
+                role.trace[50 * kTokenVectors + number] = globaltimer_ns();
+                role.trace[51 * kTokenVectors + number] = room;
+                role.trace[52 * kTokenVectors + number] = land;
+                role.trace[53 * kTokenVectors + number] = clock_cycles();
+            }
+#endif
             tiles += u64{kNumCtas} * count * bytes;
         }
         return true;
