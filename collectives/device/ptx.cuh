@@ -101,6 +101,9 @@ __device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u
 __device__ __forceinline__ void bulk_prefetch(const void* src, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void bulk_prefetch_as(const void* src, u32 bytes, u64 policy) {
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(src), "r"(bytes), "l"(policy) : "memory");
+}
 
 // ---- registers of a group of four warps ----
 template <int kRegisters>

@@ -47,6 +47,7 @@ class KernelShape:
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
     pieces_in_flight: int = 0  # 0: see `in_flight`
     max_slots: int = 16
+    slots: int = 0
     tweaks: tuple[str, ...] = ()  # NAME or NAME:VALUE, as KOG_T_NAME in the sources
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
@@ -292,7 +293,7 @@ class KernelShape:
         scores = 2 * 4 * self.head.cta_rows
         others += scores if scores > 2 * 4 * group * spec.head_dim * 4 else 0
         slot_bytes = SLOT_BYTES + 16 * (self.num_pieces - 1)  # pieces have barriers of their own
-        return min(self.max_slots, (SHARED_BYTES - others) // slot_bytes)
+        return min(self.max_slots, self.slots or (SHARED_BYTES - others) // slot_bytes)
 
     # ---- generated headers ----
     def headers(self) -> dict[str, str]:

@@ -7,8 +7,8 @@
 #ifndef KOG_T_AHEADFROM
 #define KOG_T_AHEADFROM 1
 #endif
-#ifndef KOG_T_AHEADALL
-#define KOG_T_AHEADALL 0
+#ifndef KOG_T_AHEADLAST
+#define KOG_T_AHEADLAST 1
 #endif
 #ifndef KOG_T_SLEEP
 #define KOG_T_SLEEP 200
@@ -245,3 +245,7 @@ __device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, 
 }
 
 }  // namespace kog
+#ifdef KOG_T_SIZE
+template <int N> struct ShowSize;
+ShowSize<sizeof(kog::Shared)> show;
+#endif

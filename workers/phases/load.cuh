@@ -49,7 +49,13 @@ struct Loader {
         while (!mbar_test(bar, parity)) {
             if (load_shared_u32(role.stopped()) || load_shared_u32(role.base + KOG_OFFSET(finished))) return false;
             if (asked < limit && clock_cycles() - asked_cycles >= KOG_T_AHEADCYC) {
+                
+#ifdef KOG_T_AHEADPOL
+                bulk_prefetch_as(asked, kSlotBytes, policy);
+#else
                 bulk_prefetch(asked, kSlotBytes);
+#endif
+
                 asked += kShares, asked_cycles = clock_cycles();
             }
         }
@@ -126,7 +132,7 @@ struct Loader {
                 if (at.phase() == 3) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
             }
 #ifdef KOG_T_AHEAD
-            is_on = !at.is_last() && (KOG_T_AHEADALL || in_mask(kAttentionBlocking | kMlpBlocking, at.layer()));
+            is_on = !at.is_last() && at.layer() <= KOG_T_AHEADLAST;
 #endif
             if (!issue_tiles(tiles, count, bytes)) return false;
 #ifdef KOG_T_LOADSTAMP
