@@ -137,7 +137,7 @@ def body(context: Any) -> dict[str, Any]:
             use(name)
             traced_token(kernel, at)
             traced_token(kernel, at)
-            np.savez_compressed(f"{plan['out']}/trace-{name.replace(',', '_').replace('=', '')}-{at}-{context.info.rank}.npz",
+            np.savez_compressed(f"{plan['out']}/trace-{name.replace(',', '_').replace('=', '').replace(':', '')}-{at}-{context.info.rank}.npz",
                                 raw=kernel.trace.get(), products=np.array([(int(p.phase), p.layer, p.lane) for p in shapes[name].products]))
         if plan.get("places"):
             found["places"] = places(context, plan, kernel, use, base, names)

@@ -40,6 +40,8 @@ struct Loader {
     const unsigned char* asked = nullptr;
     bool is_on = false;
     u32 asked_cycles = 0;
+    bool quick = false;
+    const unsigned char* end_of_layers = nullptr;
     __device__ __forceinline__ bool wait_reading_ahead() {
         const u32 bar = full + kEmptyOffset;
         constexpr u64 kShares = u64{kNumCtas} * kSlotBytes;
@@ -88,6 +90,10 @@ struct Loader {
 #endif
         // All is prepared when the turn comes: between a landing and the next copy memory has less to do.
         if (num_under_way == kPiecesInFlight) {
+#ifdef KOG_T_KEEP
+            quick = mbar_test(landing, landing_parity);
+            if (!quick)
+#endif
             if (!wait(landing, landing_parity, role.stopped())) return false;
             count_landed();
         }
@@ -112,6 +118,12 @@ struct Loader {
             for (u32 k = 0; k < kPieces; ++k)
                 if (!issue(slot + k * kPieceBytes, bytes / kPieces)) return false;
             source += (kNumCtas - 1) * bytes, slot += kSlotBytes;
+#ifdef KOG_T_KEEP
+            if (asked > source && (KOG_T_KEEP == 1 || quick) && asked < end_of_layers) {
+                bulk_prefetch_as(asked, kSlotBytes, policy);
+                asked += u64{kNumCtas} * kSlotBytes;
+            }
+#endif
             if (full == first_full + kEmptyOffset) full = first_full, slot -= kNumSlots * kSlotBytes, parity ^= 1;
         }
         return true;
@@ -120,6 +132,7 @@ struct Loader {
         const unsigned char* tiles = tape + (kHeadOnly ? kNumCtas * kLayerBytes : 0);
 #ifdef KOG_T_AHEAD
         asked = tape;
+        end_of_layers = tape + kNumCtas * kLayerBytes;
 #endif
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
