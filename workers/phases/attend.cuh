@@ -79,128 +79,134 @@ struct Attender {
         return upper ? __byte_perm(pair, value, 0x5410) : __byte_perm(pair, value, 0x3254);
     }
 
+    __device__ __forceinline__ unsigned char* batch_at(u32 number) const {
+        return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(number) * kBatchBytes;
+    }
     __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
         const u32 kv_head = item_idx / kSplits, split = item_idx % kSplits;
         const bool windowed = in_mask(kWindowMask, layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
         const u32 windowed_before = __popcll(kWindowMask & ((1ull << layer) - 1));
-        const u64 first_batch = static_cast<u64>(windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * kLanes *
-                                    kItems + static_cast<u64>(lane_idx * kItems + item_idx) * batches;
-        unsigned char* cache = reinterpret_cast<unsigned char*>(params.kv_ptr) + first_batch * kBatchBytes;
+        const u32 first_batch = (windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
+                                (lane_idx * kItems + item_idx) * batches;  // of the item, in the whole cache
 
-        // Positions of this split before the current one, and the batches that they fill.
-        const u32 num_old = (position + kSplits - 1 - split) / kSplits;
-        u32 num_batches = (num_old + 15) / 16;
+        // Positions of this split up to the current one, of which `num_seen` are in the window; `last` is the slot of the last one, which is
+        // the current position's if it is this split's.
+        const bool owner = position % kSplits == split;
+        const u32 num_rows = (position + kSplits - split) / kSplits;
+        u32 num_batches = (num_rows + 15) / 16;
         if (num_batches > batches) num_batches = batches;
-        const bool owner = position % kSplits == split;  // of the new position, whose place is this slot
-        const u32 slot_new = (position / kSplits) % capacity;
-        if (owner && num_batches <= slot_new >> 4) num_batches = (slot_new >> 4) + 1;
-        const u32 newest = (num_old + capacity - 1) % capacity;  // slot of the last old position
-        const u32 window = windowed ? kWindow : kMaxContext;
+        const u32 last = (num_rows + capacity - 1) % capacity;
+        const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
+        const u32 num_seen = num_rows - num_past;
 
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const u32 head = (group >> 1) < kGroup ? group >> 1 : kGroup - 1;
         u32 query[kDimRegisters];
         float outputs[kHeadDim / 16][4] = {};
         float peak = -INFINITY, sum = 0;
-        bool have_query = false;
-        // A batch's K and V are on their way while the one before is worked on.
-        u32 keys[2][kDimRegisters], values[2][kDimRegisters];
-        unsigned char* keys_at = cache + warp * kBatchBytes + group * kHeadDim * 2 + part * kDimRegisters * 4;
-        unsigned char* values_at = cache + warp * kBatchBytes + 16 * kHeadDim * 2 + part * kHeadDim * 4 + group * kDimRegisters * 4;
-#ifdef KOG_T_KVAHEAD
-        if (lane == 0)
-#pragma unroll 1
-            for (u32 batch = warp + kAttendWarps; batch < num_batches; batch += kAttendWarps) bulk_prefetch(cache + batch * kBatchBytes, kBatchBytes);
-#endif
-        if (warp < num_batches) load_rows<8 * kHeadDim * 2>(keys_at, keys), load_rows<4 * kHeadDim * 4>(values_at, values);
-#pragma unroll 1
-        for (u32 batch = warp; batch < num_batches || !have_query; batch += kAttendWarps) {
-            const bool real = batch < num_batches, fresh = owner && batch == slot_new >> 4;
-            const bool more = batch + kAttendWarps < num_batches;
-            if (!have_query || fresh) {
-                const u32 count = first_vector + product + 1;
-                if (!have_query && !counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), count))
-                    return false;
-                // Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
-                // The new position's K and V are read by all threads and spread through shared memory.
-                constexpr int kHalf = kDimRegisters / 2, kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
-                const u32 row = slot_new & 15, is_low = group & 1;
-                const u64* query_words = words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters + is_low * kHalf;
-                const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
-                u64 got[kHalf], got_new[kNew];
-                while (true) {
-                    bool ready = read(query_words, !have_query, tag, got);
-                    if (fresh) {
-#pragma unroll
-                        for (int i = 0; i < kNew; ++i)
-                            if (i * 32 + lane < kNewWords)
-                                got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
-#pragma unroll
-                        for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
-                    }
-                    if (__all_sync(kFullWarp, ready)) break;
-                    if (must_leave(role.stopped())) return false;
-                }
-                if (warp == 0) stamp(role, kQuerySeen, step, product);
-                if (!have_query) {
-#pragma unroll
-                    for (int i = 0; i < kHalf; ++i) {
-                        const float a = first_of(got[i]), b = second_of(got[i]);
-                        const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
-                        const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
-                        query[i] = is_low ? theirs : high;
-                        query[kHalf + i] = is_low ? low : theirs;
-                    }
-                }
-                have_query = true;
-                if (fresh) {
-                    const u32 staged = role.base + KOG_OFFSET(fresh);
+        // K and V of two batches are on their way, or here before the query is: the one that comes is worked on, then its registers are filled
+        // with the next but one.
+        struct Batch {
+            u32 keys[2][kDimRegisters], values[2][kDimRegisters];
+        };
+        Batch even, odd;
+        auto keys_at = [&](u32 batch) {
+            const u32 lane = opaque(this->lane);
+            return batch_at(first_batch + batch) + ((lane >> 2) * kHeadDim * 2 + (lane & 3) * kDimRegisters * 4);
+        };
+        auto values_at = [&](u32 batch) {
+            const u32 lane = opaque(this->lane);
+            return batch_at(first_batch + batch) + (16 * kHeadDim * 2 + (lane & 3) * kHeadDim * 4 + (lane >> 2) * kDimRegisters * 4);
+        };
+        auto load_keys = [&](Batch& to, u32 batch) { if (batch < num_batches) load_rows<8 * kHeadDim * 2>(keys_at(batch), to.keys); };
+        auto load_values = [&](Batch& to, u32 batch) { if (batch < num_batches) load_rows<4 * kHeadDim * 4>(values_at(batch), to.values); };
+        load_keys(even, warp), load_values(even, warp), load_keys(odd, warp + kAttendWarps), load_values(odd, warp + kAttendWarps);
+
+        // Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words. The new position's
+        // K and V are read by all threads of the warp that has its batch, and spread through shared memory.
+        const u32 fresh_batch = owner ? last >> 4 : ~0u;
+        const bool has_fresh = owner && fresh_batch % kAttendWarps == warp;
+        constexpr int kHalf = kDimRegisters / 2, kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
+        const u32 staged = role.base + KOG_OFFSET(fresh);
+        {
+            if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
+            const u32 is_low = group & 1;
+            const u64* query_words = words + ((kv_head * kGroup + head) * kHeadDim) / 2 + part * kDimRegisters + is_low * kHalf;
+            const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
+            u64 got[kHalf], got_new[kNew];
+            while (true) {
+                bool ready = read(query_words, true, tag, got);
+                if (has_fresh) {
 #pragma unroll
                     for (int i = 0; i < kNew; ++i)
                         if (i * 32 + lane < kNewWords)
-                            store_shared(staged + (i * 32 + lane) * 4, KvFormat::pack(first_of(got_new[i]), second_of(got_new[i])));
-                    __syncwarp();
-                    const u32 i = row >> 3;
-                    if (group == (row & 7)) {
+                            got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
 #pragma unroll
-                        for (int k = 0; k < kDimRegisters; ++k) {
-                            const u32 both = load_shared_u32(staged + (part * kDimRegisters + k) * 4);
-                            keys[0][k] = i == 0 ? both : keys[0][k], keys[1][k] = i == 0 ? keys[1][k] : both;
-                        }
-                        if (i == 0) store_dims(keys_at, keys[0]);
-                        else store_dims(keys_at + 8 * kHeadDim * 2, keys[1]);
-                    }
-                    if (part == (row >> 1 & 3)) {
-#pragma unroll
-                        for (int k = 0; k < kDimRegisters; ++k) {
-                            const u32 both = load_shared_u32(staged + (kNewWords / 2 + group * kHalf + k / 2) * 4);
-                            const u32 one = k & 1 ? both >> 16 : both;
-                            const u32 mixed = with_half(i == 0 ? values[0][k] : values[1][k], one, row & 1);
-                            values[0][k] = i == 0 ? mixed : values[0][k], values[1][k] = i == 0 ? values[1][k] : mixed;
-                        }
-                        if (i == 0) store_dims(values_at, values[0]);
-                        else store_dims(values_at + 4 * kHeadDim * 4, values[1]);
-                    }
-                    __syncwarp();
+                    for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
                 }
+                if (__all_sync(kFullWarp, ready)) break;
+                if (must_leave(role.stopped())) return false;
             }
-            if (!real) break;
+            if (warp == 0) stamp(role, kQuerySeen, step, product);
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) {
+                const float a = first_of(got[i]), b = second_of(got[i]);
+                const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
+                const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
+                query[i] = is_low ? theirs : high;
+                query[kHalf + i] = is_low ? low : theirs;
+            }
+            if (has_fresh) {
+#pragma unroll
+                for (int i = 0; i < kNew; ++i)
+                    if (i * 32 + lane < kNewWords)
+                        store_shared(staged + (i * 32 + lane) * 4, KvFormat::pack(first_of(got_new[i]), second_of(got_new[i])));
+                __syncwarp();
+            }
+        }
+        auto add_batch = [&](Batch& now, u32 batch) {
+            const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, head = (group >> 1) < kGroup ? group >> 1 : kGroup - 1;
+            if (batch == fresh_batch) {
+                const u32 row = last & 15, i = row >> 3;
+                if (group == (row & 7)) {
+#pragma unroll
+                    for (int k = 0; k < kDimRegisters; ++k) {
+                        const u32 both = load_shared_u32(staged + (part * kDimRegisters + k) * 4);
+                        now.keys[0][k] = i == 0 ? both : now.keys[0][k], now.keys[1][k] = i == 0 ? now.keys[1][k] : both;
+                    }
+                    unsigned char* at = keys_at(batch);
+                    if (i == 0) store_dims(at, now.keys[0]);
+                    else store_dims(at + 8 * kHeadDim * 2, now.keys[1]);
+                }
+                if (part == (row >> 1 & 3)) {
+#pragma unroll
+                    for (int k = 0; k < kDimRegisters; ++k) {
+                        const u32 both = load_shared_u32(staged + (kNewWords / 2 + group * kHalf + k / 2) * 4);
+                        const u32 one = k & 1 ? both >> 16 : both;
+                        const u32 mixed = with_half(i == 0 ? now.values[0][k] : now.values[1][k], one, row & 1);
+                        now.values[0][k] = i == 0 ? mixed : now.values[0][k], now.values[1][k] = i == 0 ? now.values[1][k] : mixed;
+                    }
+                    unsigned char* at = values_at(batch);
+                    if (i == 0) store_dims(at, now.values[0]);
+                    else store_dims(at + 4 * kHeadDim * 4, now.values[1]);
+                }
+                __syncwarp();
+            }
             // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
             float scores[4] = {};
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
-                KvFormat::mma(scores, keys[0][2 * i], keys[1][2 * i], keys[0][2 * i + 1], keys[1][2 * i + 1], query[2 * i],
+                KvFormat::mma(scores, now.keys[0][2 * i], now.keys[1][2 * i], now.keys[0][2 * i + 1], now.keys[1][2 * i + 1], query[2 * i],
                               query[2 * i + 1]);
             if (warp == 0) stamp(role, kScored, step, product);
-            if (more) load_rows<8 * kHeadDim * 2>(keys_at + kAttendWarps * kBatchBytes, keys);
+            load_keys(now, batch + 2 * kAttendWarps);
             bool seen[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const u32 slot = batch * 16 + group + 8 * i;
-                const u32 back = newest >= slot ? newest - slot : newest + capacity - slot;  // rows before the last old one
-                seen[i] = (back < num_old && (num_old - 1 - back) * kSplits + split + window > position) || (owner && slot == slot_new);
+                seen[i] = (last >= slot ? last - slot : last + capacity - slot) < num_seen;  // rows before the last one
             }
             const float score0 = seen[0] ? (scores[0] + scores[1]) * kScoreScale : -INFINITY;
             const float score1 = seen[1] ? (scores[2] + scores[3]) * kScoreScale : -INFINITY;
@@ -221,10 +227,14 @@ struct Attender {
             for (int i = 0; i < kHeadDim / 16; ++i) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) outputs[i][k] *= shrink;
-                KvFormat::mma(outputs[i], values[0][2 * i], values[0][2 * i + 1], values[1][2 * i], values[1][2 * i + 1], first, second);
+                KvFormat::mma(outputs[i], now.values[0][2 * i], now.values[0][2 * i + 1], now.values[1][2 * i], now.values[1][2 * i + 1], first, second);
             }
-            keys_at += kAttendWarps * kBatchBytes, values_at += kAttendWarps * kBatchBytes;
-            if (more) load_rows<4 * kHeadDim * 4>(values_at, values);
+            load_values(now, batch + 2 * kAttendWarps);
+        };
+#pragma unroll 1
+        for (u32 batch = warp; batch < num_batches; batch += 2 * kAttendWarps) {
+            add_batch(even, batch);
+            if (batch + kAttendWarps < num_batches) add_batch(odd, batch + kAttendWarps);
         }
         if (warp == 0) stamp(role, kMixed, step, product);
         const bool ok = merge(layer, kv_head, split, lane_idx, tag, outputs, peak, sum);

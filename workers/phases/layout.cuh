@@ -45,9 +45,9 @@ constexpr bool kIsShaped = true;
 #else
 constexpr bool kIsShaped = false;
 #endif
-constexpr int kMatrixRegisters = kRanks > 4 ? 72 : kRanks > 1 && kIsShaped ? 80 : 88;
+constexpr int kMatrixRegisters = kRanks > 4 ? 72 : 80;
 constexpr int kServiceRegisters = kRanks > 4 ? 96 : kRanks == 1 ? 56 : kIsShaped ? 80 : 72;
-constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks == 1 || kIsShaped ? 160 : 144;
+constexpr int kAttendRegisters = kRanks > 4 ? 168 : kRanks == 1 ? 184 : kIsShaped ? 160 : 168;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
