@@ -258,15 +258,19 @@ struct Finalizer {
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             float logit;
-            [[maybe_unused]] float before = 0;
+            const u32 row = vocab_row(block);
+            [[maybe_unused]] const u32 id = params.vocab_first + row;
+            [[maybe_unused]] float before = 0, noise = 0;
+#ifndef KOG_SHAPED
+            if (inverse_temperature > 0) noise = gumbel(id, position, params.seed);  // while the matrix warps multiply
+#endif
             if constexpr (kStreamHead) {
-                if (product > 0 && is_own_row(block)) before = logits[vocab_row(block)];
+                if (product > 0 && is_own_row(block)) before = logits[row];
                 if (block == 0 && !rms_scale(scale)) return false;
             }
             if (!row_sum(logit, HeadOp::kRows)) return false;
             end_block();
             logit *= scale;
-            const u32 row = vocab_row(block);
             if constexpr (kStreamHead) {
                 logit += before;
                 if (product + 1 < kHeadProducts) {
@@ -279,11 +283,8 @@ struct Finalizer {
             continue;
 #endif
             if (is_own_row(block)) {
-                const u32 id = params.vocab_first + row;
                 logits[row] = logit;
-                float score = logit;
-                if (inverse_temperature > 0)
-                    score = __fadd_rn(__fmul_rn(logit, inverse_temperature), gumbel(id, position, params.seed));
+                const float score = inverse_temperature > 0 ? __fadd_rn(__fmul_rn(logit, inverse_temperature), noise) : logit;
                 const bool finite = fabsf(logit) < INFINITY;
                 best = better(best, {finite ? score : -INFINITY, finite ? id : id | kNotFinite});
             }
