@@ -1,6 +1,6 @@
 """When the next token of an answer is likely, for those on whose speed the token after it depends: they do not sleep then.
 
-A mask is made between two tokens (docs/sampling.md), which a GPU decodes in as little as 280 us. To be woken, or to end a sleep,
+A mask is made between two tokens (docs/sampling.md), which a GPU decodes in as little as 280 us. To be woken, or to end
 a sleep, takes a good part of that.
 """
 

@@ -67,10 +67,17 @@ def build(sources: Mapping[str, str], kernel: str, *, folder: Path | None = None
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written")
     code, log = _with_nvrtc(kernel, sources) if compiler == "nvrtc" else _with_nvcc(compiler, kernel, sources)
-    with _keeping(folder), tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        (Path(unfinished) / path.name).write_bytes(code)
-        (Path(unfinished) / path.name).replace(path)  # at once: other ranks may build the same
+    with _keeping(folder):
+        write_at_once(path, code)
     return Cubin(path, log)
+
+
+def write_at_once(path: Path, content: bytes) -> None:
+    """Write a file of the cache, where other ranks may read or write the same. Raises OSError, and leaves nothing behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
+        (Path(unfinished) / path.name).write_bytes(content)
+        (Path(unfinished) / path.name).replace(path)
 
 
 @contextmanager

@@ -9,15 +9,9 @@ import torch
 
 from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
 from kog_dist.workers.prefill.attention_abi import AttentionShape
-from kog_dist.workers.prefill.hopper_abi import HOPPER
+from tests.gpu.on_hopper import on_hopper
 
-pytestmark = [
-    pytest.mark.gpu(1),
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER, reason="attention.cu is made for Hopper"
-    ),
-]
+pytestmark = on_hopper("attention.cu")
 
 MAX_CONTEXT, LARGEST = 4096, 2048
 SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)

@@ -14,17 +14,11 @@ import torch
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.hopper_abi import HOPPER
 from kog_dist.workers.prefill.tiles import Tiles, tiles_on_gpu
 from kog_dist.workers.prefill.tiles_abi import TileShape, tile_shapes
+from tests.gpu.on_hopper import on_hopper
 
-pytestmark = [
-    pytest.mark.gpu(1),
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER, reason="tiles.cuh is made for Hopper"
-    ),
-]
+pytestmark = on_hopper("tiles.cuh")
 
 LANES, LARGEST = 8, 4096
 SPEC = laneformer_2b()

@@ -15,10 +15,9 @@ import torch
 
 from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.cache_layout import CacheLayout
-from tests.unit.test_decode_twin import SHARED, TWIN, Model
+from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 STEPS = 12
@@ -95,20 +94,14 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
 
 def prepare(shape: KernelShape, model: Model, ids: np.ndarray[tuple[int], np.dtype[np.uint32]], folder: Path) -> None:
     """The program, the weights and the sequence."""
-    sources = {**device_sources(), **shape.headers()}
-    assert SHARED in sources["decode.cu"]
-    sources["decode.cu"] = sources["decode.cu"].replace(SHARED, "char* memory = twin::current->block->memory;")
+    sources = twin_sources(shape.headers())
     assert sources["attend.cuh"].count(LOADED) == sources["attend.cuh"].count(STORED) == 2
     sources["attend.cuh"] = (
         sources["attend.cuh"]
         .replace(LOADED, "load_global(twin::own(from + i * kStride), v)")
         .replace(STORED, "(twin::own(to + i * kStride)) =")
     )
-    for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
-        (folder / name).write_text(text)
-    build = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", "context", "context.cpp"]
-    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    build_twin("context", sources, folder)
     ids.tofile(folder / "prompt.bin")
     weights = model.weights(shape)
     for name in ("tape", "norms", "final_norm", "embedding"):

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +39,7 @@ SPEC = ModelSpec(
 )  # fmt: skip
 VARIANTS = {
     "replicate": SPEC,
-    "replicate, one norm": replace(SPEC, shared_norm_scale=True),  # the last streams stay in registers, as in the 2B shape
+    "replicate, one norm": replace(SPEC, shared_norm_scale=True),  # as in the 2B shape
     "lane": replace(SPEC, head_type=HeadType.LANE),
     "vocab_parallel": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
     "vocab_parallel, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, delay=0),
@@ -76,6 +77,23 @@ class Model:
             return oracle(torch.tensor([ids]))[0].numpy()
 
 
+def twin_sources(generated: Mapping[str, str]) -> dict[str, str]:
+    """The packaged sources and generated headers; the kernel's shared memory is a fiber's."""
+    sources = {**device_sources(), **generated}
+    assert SHARED in sources["decode.cu"]
+    sources["decode.cu"] = sources["decode.cu"].replace(SHARED, "char* memory = twin::current->block->memory;")
+    return sources
+
+
+def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
+    """Build `program`.cpp of decode_twin/ in a folder, with these sources beside its own."""
+    for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
+        (folder / name).write_text(text)
+    build = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", program, f"{program}.cpp"]
+    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tuple[list[int], Any]:
     """Tokens of a greedy answer, and all logits (vocab,) before the last one.
 
@@ -98,19 +116,13 @@ def answer(model: Model, num_ranks: int, folder: Path, cluster: int = 1) -> tupl
         )
         for rank in range(num_ranks)
     ]
-    sources = {**device_sources(), **shapes[0].headers()}
-    assert SHARED in sources["decode.cu"]
+    sources = twin_sources(shapes[0].headers())
     assert HEAD_ONLY in sources["layout.cuh"]
-    sources["decode.cu"] = sources["decode.cu"].replace(SHARED, "char* memory = twin::current->block->memory;")
     sources["layout.cuh"] = (
         sources["layout.cuh"].replace(HEAD_ONLY, "inline bool kHeadOnly;").replace("constexpr u32 first_p", "u32 first_p")
     )
     folder.mkdir()
-    for name, text in {**sources, **{path.name: path.read_text() for path in TWIN.iterdir()}}.items():
-        (folder / name).write_text(text)
-    build = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", "decode", "decode.cpp"]
-    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    build_twin("decode", sources, folder)
     np.array(PROMPT, np.uint32).tofile(folder / "prompt.bin")
     for rank, shape in enumerate(shapes):
         weights = model.weights(shape)

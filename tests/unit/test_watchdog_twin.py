@@ -11,21 +11,16 @@ import pytest
 
 from kog_dist.abi import WaitRecord
 from kog_dist.decode.steps import Phase
-from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_abi import abi_header
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.unit.test_context_twin import CONTEXT, HEADS, prepare
-from tests.unit.test_decode_twin import TWIN, Model
+from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def test_a_thread_block_that_misses_no_words_waits_an_eighth_longer(tmp_path: Path) -> None:
-    for name, text in {**device_sources(), "abi.cuh": abi_header(), **{p.name: p.read_text() for p in TWIN.iterdir()}}.items():
-        (tmp_path / name).write_text(text)
-    build = ["g++", "-std=c++20", "-O1", "-w", "-o", "watchdog", "watchdog.cpp"]
-    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    build_twin("watchdog", twin_sources({"abi.cuh": abi_header()}), tmp_path)
     done = subprocess.run(["./watchdog", "8000"], cwd=tmp_path, capture_output=True, text=True, timeout=10, check=True)
     of_one, of_none = ([int(number) for number in line.split()] for line in done.stdout.splitlines())
     assert of_one == [8005, 1, 1, 1], "a word is missing: at the limit"

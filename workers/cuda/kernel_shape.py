@@ -193,17 +193,20 @@ class KernelShape:
     @property
     def in_flight(self) -> int:
         """Pieces of ring tiles that may be under way from memory: three tiles; with one or two lanes halves or two tiles."""
-        if self.pieces_in_flight:
-            return self.pieces_in_flight
-        if self.num_lanes > 2:
-            return 3 * self.num_pieces
-        return _HALVES_IN_FLIGHT[self.num_lanes][0] if self.num_pieces == 2 else 2 * self.num_pieces
+        return self._in_flight[0]
 
     @property
     def far_in_flight(self) -> int:
         """The same for tokens at NEAR_CONTEXT and further on."""
-        has_halves = self.num_lanes <= 2 and self.num_pieces == 2 and not self.pieces_in_flight
-        return _HALVES_IN_FLIGHT[self.num_lanes][1] if has_halves else self.in_flight
+        return self._in_flight[1]
+
+    @property
+    def _in_flight(self) -> tuple[int, int]:
+        if self.pieces_in_flight:
+            return (self.pieces_in_flight,) * 2
+        if self.num_lanes <= 2 and self.num_pieces == 2:
+            return _HALVES_IN_FLIGHT[self.num_lanes]
+        return ((2 if self.num_lanes <= 2 else 3) * self.num_pieces,) * 2
 
     @property
     def replicas(self) -> int:
@@ -279,6 +282,13 @@ class KernelShape:
         return sum(words * count for words, count in self._word_lists.values())
 
     # ---- shared memory ----
+    @property
+    def num_squares(self) -> int:
+        """Vectors whose sums of squares are kept. A matrix warp that begins one has handed over its sums of the one before, for
+        which the finaliser was done with the one two before that. In a cluster it has waited for one of the finalisers only.
+        """
+        return 3 if self.cluster == 1 else 4
+
     @cached_property
     def num_slots(self) -> int:
         """Ring slots that fit beside everything else in `Shared`."""
@@ -291,14 +301,14 @@ class KernelShape:
         spec, lanes, rows, slices = self.spec, self.num_lanes, self.out.cta_rows, MATRIX_WARPS // self.cluster
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
         attended = 2 * 4 * (spec.lane_heads // spec.lane_kv_heads) * spec.head_dim
-        scores, num_squares = 2 * self.head.cta_rows, 3 if self.cluster == 1 else 4
+        scores = 2 * self.head.cta_rows
         values = max_per * MATRIX_WARPS * 32  # x
-        values += MATRIX_WARPS * (2 * MAX_ROWS + num_squares * 32 + 2 * lanes * self.num_ranks)  # red, squares, head_squares
+        values += MATRIX_WARPS * (2 * MAX_ROWS + self.num_squares * 32 + 2 * lanes * self.num_ranks)  # red, squares, head_squares
         values += lanes * rows * (1 + 2 * (spec.delay + 1))  # residual, history
         values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
-        barriers = 7 + num_squares + 2 * self.cluster + lanes
+        barriers = 7 + self.num_squares + 2 * self.cluster + lanes
         if self.cluster > 1:
             values += 2 * slices * max_per * 8  # unit_squares
             barriers += slices  # x_full
@@ -320,7 +330,7 @@ class KernelShape:
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
-            "kNearContext": NEAR_CONTEXT,
+            "kNearContext": NEAR_CONTEXT, "kSquares": self.num_squares,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,

@@ -236,9 +236,8 @@ class CudaEngine:
     def _decode(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat, num_cached: int, launches: Launches) -> Finish:
         """The kernel decodes many tokens in a launch and chooses them itself."""
         num_prompt, max_tokens = len(request.prompt), self._max_tokens(request)
-        pace = (
-            Pace() if request.mask_epoch and self._rank == 0 else None
-        )  # the next mask can only be made when the token is handed out
+        # The next mask can only be made when the token is handed out.
+        pace = Pace() if request.mask_epoch and self._rank == 0 else None
         for index in range(max_tokens):
             num_prefilled = min(num_cached, num_prompt - 1) if index == 0 else None
             token = self._next_token(seq, index, launches, heartbeat, num_prefilled, pace)

@@ -80,14 +80,14 @@ class Start:
         watch = Watch()
         loaded: tuple[Any, Matrices] | None = None
         kernel: Kernel | None = None
-        heap, is_linked = None, False
+        heap: CudaHeap | None = None
         cause = self._agreed(obstacle(self.shape))
         watch.ended("torch")
         if not cause:
             loaded, cause = self._attempt(partial(self._load_both, watch.ended))
             watch.ended("weights")
         if loaded is not None:
-            heap, is_linked = self._link(max(sizes_within(self.shape.spec.max_context))), True
+            heap = self._link(max(sizes_within(self.shape.spec.max_context)))
             kernel, cause = self._make_kernel(loaded[0], heap)
             watch.ended("kernel")
         if loaded is not None and kernel is not None:
@@ -99,7 +99,7 @@ class Start:
         loaded = None
         free_memory()
         note(f"prompts go token by token, since prefill cannot start: {cause}")
-        return kernel or self._without_prefill(lambda: heap if is_linked else self.link(0)), None
+        return kernel or self._without_prefill(lambda: heap or self.link(0)), None
 
     def _without_prefill(self, link: Callable[[], CudaHeap | None]) -> Kernel:
         """The kernel alone."""

@@ -83,10 +83,6 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
 constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kGroup * kHeadDim * 4;
 
-// Vectors whose sums of squares are kept. A matrix warp that begins a vector has handed over its sums of the one before, for which the finaliser
-// was done with the vector two before that one. In a cluster it has waited for one of the finalisers only.
-constexpr u32 kSquares = kCluster == 1 ? 3 : 4;
-
 struct Shared {
     unsigned char ring[kNumSlots][kSlotBytes];
     unsigned char x[kXBytes];

@@ -16,6 +16,12 @@ struct Offer {
     __device__ __forceinline__ void take(float other_score, float other_x, u32 other_place) {
         if (other_score > score || (other_score == score && other_place < place)) score = other_score, x = other_x, place = other_place;
     }
+    // That of the whole warp.
+    __device__ __forceinline__ void combine() {
+        u32 order = order_of(score);
+        const u32 thread = thread_of_first(order, place);
+        score = in_order(order), x = __shfl_sync(kFullWarp, x, thread);
+    }
 };
 __device__ __forceinline__ Offer no_offer() { return {-INFINITY, -INFINITY, kNoPlace}; }
 
@@ -28,9 +34,7 @@ struct Offers {
 
     // Those of the whole warp.
     __device__ __forceinline__ void combine() {
-        u32 order = order_of(best.score);
-        const u32 thread = thread_of_first(order, best.place);
-        best.score = in_order(order), best.x = __shfl_sync(kFullWarp, best.x, thread);
+        best.combine();
         first = first_of_warp(first);
         flags = __reduce_or_sync(kFullWarp, flags);
     }
@@ -82,9 +86,7 @@ struct Before {
 
     __device__ __forceinline__ void combine_masses() { total = sum_of_warp(total), mass = sum_of_warp(mass); }
     __device__ __forceinline__ void combine_tokens() {
-        u32 order = order_of(best.score);
-        const u32 thread = thread_of_first(order, best.place);
-        best.score = in_order(order), best.x = __shfl_sync(kFullWarp, best.x, thread);
+        best.combine();
         num = __reduce_add_sync(kFullWarp, num);
     }
 };

@@ -18,35 +18,9 @@ T* own(T* at) {
 }  // namespace twin
 
 #include "decode.cu"
+#include "files.h"
 
 using namespace kog;
-
-std::string folder;
-struct Memory {
-    std::vector<char> bytes;
-    char* at;
-    explicit Memory(size_t size) : bytes(size + 128), at(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 127) / 128 * 128)) {}
-    u64 ptr() const { return reinterpret_cast<uintptr_t>(at); }
-    size_t size() const { return bytes.size() - 128; }
-};
-FILE* open(const std::string& name, const char* mode) {
-    FILE* file = fopen((folder + "/" + name + ".bin").c_str(), mode);
-    return file ? file : (exit(3), nullptr);
-}
-Memory read(const std::string& name) {
-    FILE* file = open(name, "rb");
-    fseek(file, 0, SEEK_END);
-    Memory memory(ftell(file));
-    rewind(file);
-    if (fread(memory.at, 1, memory.size(), file) != memory.size()) exit(3);
-    fclose(file);
-    return memory;
-}
-void write(const std::string& name, const Memory& memory) {
-    FILE* file = open(name, "wb");
-    if (fwrite(memory.at, 1, memory.size(), file) != memory.size()) exit(3);
-    fclose(file);
-}
 
 int main(int num_arguments, char** argv) {
     folder = argv[1];

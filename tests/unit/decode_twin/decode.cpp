@@ -2,35 +2,12 @@
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
 // rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
 // UNREST in the environment: a seed, by which warps stand still now and then.
-// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone,
-// with 7 when the loader was to read ahead of the ring and did not.
+// Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
 #include "decode.cu"
+#include "files.h"
 #include "last_streams.cu"
 
 using namespace kog;
-
-std::string folder;
-struct Memory {
-    std::vector<char> bytes;
-    char* at;
-    explicit Memory(size_t size) : bytes(size + 128), at(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 127) / 128 * 128)) {}
-    u64 ptr() const { return reinterpret_cast<uintptr_t>(at); }
-};
-Memory read(const std::string& name) {
-    FILE* file = fopen((folder + "/" + name + ".bin").c_str(), "rb");
-    if (!file) exit(3);
-    fseek(file, 0, SEEK_END);
-    Memory memory(ftell(file));
-    rewind(file);
-    if (fread(memory.at, 1, memory.bytes.size() - 128, file) != memory.bytes.size() - 128) exit(3);
-    fclose(file);
-    return memory;
-}
-void write(const std::string& name, const Memory& memory) {
-    FILE* file = fopen((folder + "/" + name + ".bin").c_str(), "wb");
-    if (!file || fwrite(memory.at, 1, memory.bytes.size() - 128, file) != memory.bytes.size() - 128) exit(3);
-    fclose(file);
-}
 
 struct Rank {
     Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, hashes;
@@ -79,7 +56,7 @@ int main(int num_arguments, char** argv) {
     if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed);
     twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");
-    const u32 num_prompt = (prompt.bytes.size() - 128) / 4;
+    const u32 num_prompt = prompt.size() / 4;
     const bool begins_at_head = num_arguments > 6;
     std::vector<Rank> ranks;
     for (u32 rank = 0; rank < kRanks; ++rank) {
