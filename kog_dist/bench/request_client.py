@@ -41,10 +41,12 @@ class Answer:
         return 1e3 * (self.arrivals[0][0] - self.sent_s)
 
     @property
-    def tokens_per_s(self) -> float:
-        """Tokens after the first by the time between the first and the last, as this process received them."""
+    def tokens_per_s(self) -> float | None:
+        """Tokens after the first by the time between the first and the last, as this process received them; None if all came at
+        once, as `Done.tokens_per_s`.
+        """
         (first_s, first), (last_s, last) = self.arrivals[0], self.arrivals[-1]
-        return (last - first) / (last_s - first_s)
+        return (last - first) / (last_s - first_s) if last_s > first_s else None
 
     @property
     def done(self) -> Done:

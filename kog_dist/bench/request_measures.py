@@ -228,7 +228,7 @@ def _speed(answers: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
     times_us = [1e6 / rate for rate in rates if rate]
     return {
         **about, "us": statistics.median(times_us), "best_us": min(times_us), "tokens_per_s": statistics.median(rates),
-        "client_tokens_per_s": statistics.median(answer.tokens_per_s for answer in answers),
+        "client_tokens_per_s": statistics.median(answer.tokens_per_s or 0.0 for answer in answers),
         "itl_p99_us": 1e6 * max(answer.done.itl_p99_s or 0.0 for answer in answers),
         "tokens": answers[0].done.num_generated_tokens, "repeats": len(answers),
     }  # fmt: skip
