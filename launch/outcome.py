@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kog_dist.files import write_at_once
 from kog_dist.launch.events import EXIT_FILE
 
 INTERRUPTED = "stopped_by_"  # how the reason of an interrupted run begins
@@ -38,7 +39,7 @@ class Outcome:
             return
         record = asdict(self) | {"instance": instance, "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         with contextlib.suppress(OSError):
-            (log_dir / EXIT_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            write_at_once(log_dir / EXIT_FILE, json.dumps(record, indent=2).encode() + b"\n")
 
 
 def client_outcome(pid: int, code: int) -> Outcome:

@@ -14,6 +14,7 @@ from pathlib import Path
 from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
+from kog_dist.files import write_at_once
 from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
@@ -196,10 +197,8 @@ class RayLauncher:
 
     def _write_key(self, access: Access) -> None:
         """Keep a copy of the key here, for clients on this machine."""
-        path = self._place.path / ACCESS_NAME
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-            json.dump({name: value for name, value in asdict(access).items() if value is not None}, stream)
+        content = json.dumps({name: value for name, value in asdict(access).items() if value is not None})
+        write_at_once(self._place.path / ACCESS_NAME, content.encode(), is_private=True)
 
     # ---- the client of the one request ----
     def _start_client(self, access: Access, request: PromptRequest) -> None:

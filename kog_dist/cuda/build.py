@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CompileError, LaunchError
+from kog_dist.files import write_at_once
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
 _TIMEOUT_S = 300.0
@@ -70,14 +71,6 @@ def build(sources: Mapping[str, str], kernel: str, *, folder: Path | None = None
     with _keeping(folder):
         write_at_once(path, code)
     return Cubin(path, log)
-
-
-def write_at_once(path: Path, content: bytes) -> None:
-    """Write a file of the cache, where other ranks may read or write the same. Raises OSError, and leaves nothing behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
-        (Path(unfinished) / path.name).write_bytes(content)
-        (Path(unfinished) / path.name).replace(path)
 
 
 @contextmanager

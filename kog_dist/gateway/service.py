@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.errors import CheckpointError
+from kog_dist.files import write_at_once
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
 from kog_dist.gateway.documents import handler_of
 from kog_dist.gateway.engine import EngineBridge
@@ -101,11 +102,7 @@ class Service:
         if self.args.instance_folder is None or not self.args.ends_with_engine:
             return
         self._announced = {"url": self.url, "pid": os.getpid(), "serves": self._serves()}
-        path = Path(self.args.instance_folder) / HTTP_FILE
-        fresh = path.with_suffix(".new")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
-            json.dump(self._announced, stream)
-        fresh.replace(path)
+        write_at_once(Path(self.args.instance_folder) / HTTP_FILE, json.dumps(self._announced).encode(), is_private=True)
 
     def _serves(self) -> bool:
         return self.served is not None and self.readiness.health().serves

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CheckpointError
+from kog_dist.files import write_at_once
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "kog_dist manifest 1"
@@ -102,12 +103,9 @@ def check_inside(folder: Path, path: Path) -> None:
 
 def write_small_file(path: Path, content: bytes) -> None:
     """Write a file completely or not at all. Raises CheckpointError naming it if that fails."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(content)
-        partial.replace(path)
+        write_at_once(path, content)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {error.strerror}") from None
 
 

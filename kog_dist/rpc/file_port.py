@@ -59,16 +59,20 @@ class FilePort:
         self._behind: set[bytes] = set()  # those with something unsent
         self._num_peers = 0
         self._accept_at_s = 0.0
+        unready = path.with_suffix(".new")  # its name comes when it listens: whoever finds the file can connect
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+            unready.unlink()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(os.fspath(path))
-            path.chmod(0o600)
+            self._listener.bind(os.fspath(unready))
+            unready.chmod(0o600)
             self._listener.listen(_BACKLOG)
             self._listener.setblocking(False)
+            unready.replace(path)
         except OSError:
             self._listener.close()
+            with contextlib.suppress(OSError):
+                unready.unlink()
             raise
         self._epoll = select.epoll()
         self._more = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # makes `fd` readable while messages are left

@@ -21,6 +21,7 @@ from pathlib import Path
 import zmq
 
 from kog_dist.errors import LaunchError
+from kog_dist.files import write_at_once
 from kog_dist.port_holder import process_name
 from kog_dist.rpc.file_port import FilePort, Gone
 from kog_dist.rpc.messages import (
@@ -103,11 +104,8 @@ class RpcListener:
             raise LaunchError(f"cannot listen on {address}: {error.strerror}") from error
 
     def _write_access(self, access: Access) -> None:
-        path = self._folder / ACCESS_NAME
-        path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as stream:
-            json.dump({name: getattr(access, name) for name in Access.__slots__}, stream)
+        content = json.dumps({name: getattr(access, name) for name in Access.__slots__})
+        write_at_once(self._folder / ACCESS_NAME, content.encode(), is_private=True)
 
     def has_input(self) -> bool:
         """Whether `receive` has something to do."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.files import write_at_once
 
 _MAX_FILE_BYTES = 15 * 2**20
 _PROGRESS = "progress.json"
@@ -74,9 +74,7 @@ def load_progress(folder: Path) -> dict[str, Any] | None:
 def write_json(path: Path, content: object) -> None:
     """Write a file whole or not at all, with its folders. Of several writers the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_at_once(path, json.dumps(content, indent=1).encode() + b"\n")
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

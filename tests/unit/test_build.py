@@ -83,15 +83,15 @@ def test_a_cache_that_cannot_be_written_is_said_before_anything_is_built(tmp_pat
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(path: Path, code: bytes) -> None:
-        path.touch()
+    def replace(path: Path, target: Path) -> None:
+        assert path.exists()
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(build_module, "_nvcc", lambda: None)
     monkeypatch.setattr(build_module, "_version", lambda compiler: "13")
     monkeypatch.setattr(build_module, "_with_nvrtc", lambda kernel, sources: (b"cubin", ""))
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_bytes", write)
+        full.setattr(Path, "replace", replace)
         with pytest.raises(LaunchError, match="No space left on device; make room there"):
             build(headers(), folder=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import time
@@ -59,6 +60,32 @@ def test_a_tcp_client_cannot_take_the_name_of_another(listener: RpcListener, tmp
             assert listener.send(name, Alive("ours", 1)) is Delivery.TAKEN
             assert local.poll(round(WAIT_S * 1000))
             assert decode_event(local.recv()) == Alive("ours", 1)
+
+
+def test_files_by_which_an_engine_is_found_appear_when_it_can_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher calls the engine ready when both are there, and reads them at once."""
+    tmp_path.chmod(0o700)
+    appeared: list[str] = []
+    replace = Path.replace
+
+    def watched(self: Path, target: Path) -> Path:
+        assert not target.exists()
+        if target.name == SOCKET_NAME:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.connect(str(self))
+        else:
+            assert Access.from_file(self).address.startswith("tcp://")
+        appeared.append(target.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    listener = RpcListener(tmp_path, tcp_port=0)
+    try:
+        assert appeared == [SOCKET_NAME, ACCESS_NAME]
+        assert sorted(os.listdir(tmp_path)) == sorted(appeared)
+    finally:
+        listener.close()
+    assert os.listdir(tmp_path) == []
 
 
 # ---- clients that do not read ----

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kog_dist.cuda.build import cache_folder, write_at_once
+from kog_dist.cuda.build import cache_folder
+from kog_dist.files import write_at_once
 from kog_dist.workers.notes import note
 
 _ALGORITHMS, _MADE_FOR = "algorithms", "made for"
@@ -43,6 +44,7 @@ class AlgorithmCache:
             return
         kept = {_MADE_FOR: self._made_for, _ALGORITHMS: self._read() | self._new}
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             write_at_once(self.path, json.dumps(kept, indent=1, sort_keys=True).encode())
         except OSError as error:
             note(f"the fastest algorithms of products are not kept, and will be looked for at every start: {error}")
