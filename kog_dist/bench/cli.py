@@ -11,6 +11,7 @@ from kog_dist.bench.commands.compare import compare
 from kog_dist.bench.commands.decode import decode
 from kog_dist.bench.commands.endurance import endurance
 from kog_dist.bench.commands.faults import faults
+from kog_dist.bench.commands.first_token import first_token
 from kog_dist.bench.commands.gateway import gateway
 from kog_dist.bench.commands.inspect import inspect
 from kog_dist.bench.commands.latency import latency
@@ -39,6 +40,7 @@ for _command in (
     inspect,
     router,
     requests,
+    first_token,
     soak,
     replay,
     serve,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kog_dist.bench.request_client import Answer
@@ -44,3 +44,19 @@ def show_steps(name: str, figures: Sequence[dict[str, Any]], key: str) -> None:
     for step in (step for step in STEPS if any(step in figure[key] for figure in columns)):
         values = [figure[key].get(step) for figure in columns]
         print(f"{name} {step:>14}" + "".join(f"{'-':>10}" if ms is None else f"{ms:10.3f}" for ms in values), flush=True)
+
+
+def show_first_tokens(name: str, figures: Sequence[dict[str, Any]], wanted: Mapping[int | None, float]) -> None:
+    """A line for each of `Measures.first_tokens`, then where the time went. `wanted`: ms by prompt; None: behind a kept one."""
+    for figure in figures:
+        kept = figure.get("kept")
+        prompt = f"{kept:,} kept, {figure['new']} new" if kept else f"{figure['prompt']:,}"
+        limit = wanted.get(None if kept else figure["prompt"])
+        print(
+            f"{name}: prompt {prompt:>20}: first token after {figure['ms']:8.2f} ms (most {figure['most_ms']:.2f}, "
+            f"by the engine {figure['engine_ms']:.2f}, after a pause {figure['rested_ms']:.2f}, cached {figure['cached_tokens']})"
+            + (f", wanted {limit:g}" if limit else ""),
+            flush=True,
+        )
+    show_steps(f"{name}: ms until", figures, "steps_ms")
+    show_steps(f"{name}: ms after a pause until", figures, "rested_steps_ms")

@@ -19,7 +19,7 @@ from kog_dist.bench.random_model import random_model
 from kog_dist.bench.report import finishing, machine
 from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import Measures, Workload
-from kog_dist.bench.request_stages import show_steps
+from kog_dist.bench.request_stages import show_first_tokens
 from kog_dist.bench.session import EngineSession, engine_session
 from kog_dist.launch.gpu_choice import PREFILLED_GPUS
 from kog_dist.model.spec import ModelSpec
@@ -112,7 +112,7 @@ def _engine(
         measures = Measures(client, spec, workload)
         measures.warm_up()
         steps: dict[str, tuple[Measure, Show]] = {
-            "first_tokens": (measures.first_tokens, lambda found: _show_first_tokens(name, found, wanted)),
+            "first_tokens": (measures.first_tokens, lambda found: show_first_tokens(name, found, wanted)),
             "kinds": (measures.kinds, lambda found: _show_speeds(name, found, bare)),
             "constrained": (measures.constrained, lambda found: _show_speeds(name, found, bare, wanted_json)),
             "cancels": (measures.cancels, lambda found: _show_cancels(name, found)),
@@ -160,21 +160,6 @@ def _abort(
         return measures.abort(session, launcher, in_prefill=during == "prefill")
     finally:
         client.close()
-
-
-def _show_first_tokens(name: str, figures: list[dict[str, Any]], wanted: dict[int | None, float]) -> None:
-    for figure in figures:
-        kept = figure.get("kept")
-        prompt = f"{kept:,} kept, {figure['new']} new" if kept else f"{figure['prompt']:,}"
-        limit = wanted.get(None if kept else figure["prompt"])
-        print(
-            f"{name}: prompt {prompt:>20}: first token after {figure['ms']:8.2f} ms (most {figure['most_ms']:.2f}, "
-            f"by the engine {figure['engine_ms']:.2f}, after a pause {figure['rested_ms']:.2f}, cached {figure['cached_tokens']})"
-            + (f", wanted {limit:g}" if limit else ""),
-            flush=True,
-        )
-    show_steps(f"{name}: ms until", figures, "steps_ms")
-    show_steps(f"{name}: ms after a pause until", figures, "rested_steps_ms")
 
 
 def _show_speeds(

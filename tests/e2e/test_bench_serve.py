@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kog_dist.bench.request_stages import STEPS
 from kog_dist.bench.session import until
 from kog_dist.instance import Instance
 from kog_dist.rpc.client import Client
@@ -122,6 +123,25 @@ def test_the_path_through_the_gateway_is_measured() -> None:
     for way in ("rpc", "http", "arrival"):
         assert figures[way]["tokens"] == 200
         assert 0 < figures[way]["p50_us"] <= figures[way]["p99_us"]
+
+
+def test_the_hosts_way_to_a_first_token_is_measured() -> None:
+    done = run("first-token", "--prompts=16,300", "--blocks-ms=5,20", "--rest-ms=2", "--head-ms=3", "--repeats=2")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])["figures"]
+    assert [figure["prompt"] for figure in figures] == [16, 300]
+    for figure, blocks_ms in zip(figures, (5, 20), strict=True):
+        assert figure["ms"] > blocks_ms + 2 + 3, "the played GPU works for so long"
+        for steps in (figure["steps_ms"], figure["rested_steps_ms"]):
+            assert tuple(steps) == STEPS
+            assert steps["launched"] + steps["prefilled"] >= blocks_ms + 2
+
+
+@pytest.mark.parametrize("wrong", ["1", "1,x", "1,0", "1,nan"])
+def test_times_of_a_played_gpu_are_checked(wrong: str) -> None:
+    done = run("first-token", "--prompts=16,300", f"--blocks-ms={wrong}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--blocks-ms must be a number of milliseconds for each of --prompts, below 10000, got {wrong!r}" in done.stderr
 
 
 def test_chat_finds_the_ranks(url: str) -> None:
