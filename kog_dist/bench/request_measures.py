@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import Done, Error, FinishReason
 
 BUDGET_S = 3.0  # for the repeats of one figure, of which two are always made
+KINDS_BUDGET_S = 12.0  # of all kinds of sampling, ten rounds on one H200: they are told apart by a percent
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8, "seed": 7},
@@ -121,20 +123,24 @@ class Measures:
             answers.append(ask())
         return answers
 
-    def _repeats(self) -> Iterator[int]:
+    def _repeats(self, budget_s: float = BUDGET_S) -> Iterator[int]:
         begin_s = time.monotonic()
         for number in range(self._workload.repeats):
-            if number < 2 or time.monotonic() - begin_s < BUDGET_S:
+            if number < 2 or time.monotonic() - begin_s < budget_s:
                 yield number
 
     # ---- speed ----
     def kinds(self) -> list[dict[str, Any]]:
-        """Microseconds per token of each kind of sampling, in turns, and beside greedy."""
-        prompt = self._ids(self._workload.context)
+        """Microseconds per token of each kind of sampling, in turns, and beside greedy.
+
+        Each round begins with the next kind: the first answer after a pause, or the one that finds a card warm, is another's.
+        """
+        prompt, kinds = self._ids(self._workload.context), deque(KINDS.items())
         answers: dict[str, list[Answer]] = {name: [] for name in KINDS}
-        for _ in self._repeats():
-            for name, options in KINDS.items():
+        for _ in self._repeats(KINDS_BUDGET_S):
+            for name, options in kinds:
                 answers[name].append(self._client.ask(prompt, max_tokens=self._workload.tokens, **options))
+            kinds.rotate(-1)
         return _beside_first([_speed(found, {"kind": name}) for name, found in answers.items()])
 
     def constrained(self) -> list[dict[str, Any]]:
@@ -227,7 +233,8 @@ def _speed(answers: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
     rates = [answer.done.tokens_per_s or 0.0 for answer in answers]
     times_us = [1e6 / rate for rate in rates if rate]
     return {
-        **about, "us": statistics.median(times_us), "best_us": min(times_us), "tokens_per_s": statistics.median(rates),
+        **about, "us": statistics.median(times_us), "best_us": min(times_us), "each_us": times_us,
+        "tokens_per_s": statistics.median(rates),
         "client_tokens_per_s": statistics.median(answer.tokens_per_s or 0.0 for answer in answers),
         "itl_p99_us": 1e6 * max(answer.done.itl_p99_s or 0.0 for answer in answers),
         "tokens": answers[0].done.num_generated_tokens, "repeats": len(answers),

@@ -15,7 +15,7 @@ def first_token(
     blocks_ms: Annotated[str, typer.Option(help="Milliseconds that a GPU needs for the blocks of each.")] = "1.9,4.1,15.3,30.5",
     rest_ms: Annotated[float, typer.Option(help="What is left of prefill behind them.")] = 0.13,
     head_ms: Annotated[float, typer.Option(help="From there to the first token.")] = 0.05,
-    repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after 3 s.")] = 30,
+    repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after some seconds.")] = 30,
 ) -> None:
     """The host's way to a first token, with real coordinator and client and a played rank: no GPU, no model."""
     from kog_dist.bench import first_token as benchmark

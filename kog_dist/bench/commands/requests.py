@@ -20,7 +20,7 @@ def requests(
     new: Annotated[int, typer.Option(help="Tokens behind them.")] = 50,
     context: Annotated[int, typer.Option(help="Prompt of the answers whose speed is measured.")] = 512,
     tokens: Annotated[int, typer.Option(help="Tokens of these answers.")] = 400,
-    repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after 3 s.")] = 10,
+    repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after some seconds.")] = 10,
     aborts: Annotated[str, typer.Option(help="When engines are aborted, one for each: prefill,decode.")] = "prefill,decode",
     prefill: Annotated[str, typer.Option(help="Prompts in blocks of tokens: auto (on 1, 2 or 4 GPUs), on or off.")] = "auto",
 ) -> None:
