@@ -81,7 +81,7 @@ STEPS = {
     "sampling": _bench(1, 40, 150, f"{_LATENCY} {_SAMPLING}", _TABLE, "2b:1"),
     "load": _bench(1, 40, 150, "load --spec 2b", _TABLE, "2b:1"),
     "prompts": _bench(1, 30, 120, "prefill --spec 2b --only-prompts", _TABLE, "2b:1"),
-    "requests_1": _bench(1, 40, 110, f"requests --gpus 1 {_REQUESTS}", _OF_REQUESTS, "2b:1"),
+    "requests_1": _bench(1, 50, 110, f"requests --gpus 1 {_REQUESTS}", _OF_REQUESTS, "2b:1"),
     "soak": _bench(1, 100, 300, "soak --gpus 1 --requests 1000", _TABLE, "tiny:1"),
     "endurance_1": _bench(1, 125, 175, "endurance --gpus 1 --tokens 100000 --deadline-s 150", _OF_GPUS, "benchmarks:1"),
     # ---- two GPUs ----
@@ -91,7 +91,7 @@ STEPS = {
     "kccl_2": _tests(2, 60, 180, "test_kccl", f"not ({_NOT_ON_2})", alone=True),
     "engines_2": _engines(2, 150, 400, "2]"),
     "lost_2_off": _engines(2, 40, 150, "lost and 2]", prefill="off"),
-    "requests_2": _bench(2, 40, 110, f"requests --gpus 2 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:2"),
+    "requests_2": _bench(2, 46, 110, f"requests --gpus 2 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:2"),
     # ---- four GPUs ----
     "ranks_4": _tests(4, 70, 220, "test_ranks", "4]", builds="ranks:1,4"),
     "prefill_ranks_4": _tests(4, 60, 160, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4"),
@@ -109,5 +109,5 @@ STEPS = {
     "scaling_short": _bench(4, 20, 60, f"scaling --gpus 4 {_SCALING} 20", _OF_GPUS, "benchmarks:4"),
     "endurance": _bench(4, 40, 100, "endurance --gpus 4 --tokens 100000 --deadline-s 85", _OF_GPUS, "benchmarks:4"),
     "collectives": _bench(4, 60, 120, "collectives --gpus 4 --kills 2 --out {out}/collectives", _OF_COLLECTIVES),
-    "requests_4": _bench(4, 35, 110, f"requests --gpus 4 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:4"),
+    "requests_4": _bench(4, 38, 110, f"requests --gpus 4 --prefill on {_REQUESTS}", _OF_REQUESTS, "2b:4"),
 }  # fmt: skip
