@@ -309,6 +309,12 @@ class ControlPage:
         """Say that the running request has come to `stage` now. Writer: the rank itself."""
         self._words[self._rank_word(rank, _STAGES) + stage] = time.monotonic_ns()
 
+    def tell(self, rank: int, stage: RankStage) -> None:
+        """Stamp a stage from which on the coordinator looks for the first token, and wake it if this is rank 0."""
+        self.stamp(rank, stage)
+        if rank == 0:
+            self.ring.announce()
+
     def stages_ns(self, rank: int) -> list[int]:
         """When the newest request that came to each RankStage did so; 0: none did."""
         first = self._rank_word(rank, _STAGES)

@@ -12,6 +12,7 @@ was no such moment, as of prefill in an engine without it.
 | `read` | rank 0 has read the block |
 | `uploaded` | the prompt is on its way to the GPU, and cached keys and values are where prefill reads them |
 | `launched` | the request is set up in the kernel, and its first launches are queued: on a GPU behind prefill |
+| `near` | of a prompt that takes long: the GPU is in the last layers of its last block, and rank 0 knows it |
 | `prefilled` | what prefill does of the prompt is in the KV cache, and rank 0 knows it |
 | `chosen` | rank 0 has the first token |
 | `put` | it goes into the token ring; `ttft_s` ends here |
@@ -32,8 +33,9 @@ class RankStage(enum.IntEnum):
     READ = 1
     UPLOADED = 2
     LAUNCHED = 3
-    PREFILLED = 4
-    CHOSEN = 5
+    NEAR = 4
+    PREFILLED = 5
+    CHOSEN = 6
 
 
 RANK_STAGES: Final = tuple(stage.name.lower() for stage in RankStage)

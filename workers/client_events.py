@@ -52,10 +52,11 @@ class ClientEvents:
     def _remove(self, stream: RequestStream) -> bool:
         return self._requests.remove(stream, self._clock())
 
-    def tell_where_requests_are(self, prefilled: Callable[[], int]) -> None:
+    def tell_where_requests_are(self, prefilled: Callable[[], int], *, is_first_token_near: bool = False) -> None:
         """Changed places in the queue, progress of the prefill, a word after a silence; finds out which clients are gone.
 
-        `prefilled`: positions of the running request that the KV cache holds.
+        `prefilled`: positions of the running request that the KV cache holds. `is_first_token_near`: its client hears a word, so
+        that a core which has slept for long is awake for the token.
         """
         now_ns = self._clock()
         for position, stream in enumerate(self._requests):
@@ -64,6 +65,6 @@ class ClientEvents:
                 continue
             if stream is self._requests.running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
                 self.send(stream, Prefill(stream.request_id, prefilled(), len(stream.request.prompt)))
-            elif position != stream.told_position or silent_ns >= ALIVE_EVERY_NS:
+            elif position != stream.told_position or silent_ns >= ALIVE_EVERY_NS or (is_first_token_near and not position):
                 stream.told_position = position
                 self.send(stream, Alive(stream.request_id, position))

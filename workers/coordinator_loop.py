@@ -106,7 +106,8 @@ class Coordinator:
         self._end_expired()
         self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
         self._look_after_engine()
-        self._clients.tell_where_requests_are(lambda: self._slot.position)
+        is_near = self._slot.sees_first_token_near()
+        self._clients.tell_where_requests_are(lambda: self._slot.position, is_first_token_near=is_near)
         for gone in self._listener.flush():
             self._clients.forget(gone)
 

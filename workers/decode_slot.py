@@ -16,7 +16,7 @@ from kog_dist.workers.kept_caches import KeptCaches
 
 # How long the first token is looked for without sleeping, from a stage on of which rank 0 tells: a core that sleeps takes 0.1 to
 # 0.3 ms to wake. A short prompt is through by then; the end of prefill comes some 50 us before the token.
-LOOKS_S = {RankStage.LAUNCHED: 0.006, RankStage.PREFILLED: 0.001}
+LOOKS_S = {RankStage.LAUNCHED: 0.006, RankStage.NEAR: 0.003, RankStage.PREFILLED: 0.001}
 _POLL_S, _POLL_OF_SHARED_CORES_S = 0.002, 0.005  # some 5 % of one, and 2 %
 MAX_ENTRIES = 64  # of one read, so that an event stays small and the loop responsive
 
@@ -34,6 +34,7 @@ class DecodeSlot:
         self._next_index = 0
         self._num_cached = 0
         self._sequence = array("I")  # prompt and answer of the current request
+        self._is_near_seen = False
 
     @property
     def busy(self) -> bool:
@@ -73,6 +74,7 @@ class DecodeSlot:
         request = request.at(self._caches.take(request.prompt, reuse=reuse_kv))
         self._seq = self._control.submit(request)
         self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, array("I", request.prompt)
+        self._is_near_seen = False
         return request
 
     def cancel(self) -> None:
@@ -80,20 +82,35 @@ class DecodeSlot:
         if self._seq is not None:
             self._control.cancel(self._seq)
 
+    def sees_first_token_near(self) -> bool:
+        """True once for a request of which rank 0 has told so (RankStage.NEAR), unless its first token is there."""
+        is_new = self._is_newly_near()
+        self._is_near_seen = self._is_near_seen or is_new
+        return is_new
+
+    def _is_newly_near(self) -> bool:
+        if self._seq is None or self._next_index or self._is_near_seen:
+            return False
+        return self._control.stages_ns(0)[RankStage.NEAR] >= self._control.submitted_ns
+
     def wait(self, timeout_s: float, interrupted: Callable[[], bool]) -> None:
-        """Block until the next entry is there, at most `timeout_s`; `interrupted` is asked every 2 ms, or 5 if ranks may
-        share the coordinator's core.
+        """Block until the next entry is there or `sees_first_token_near` says so, at most `timeout_s`; `interrupted` is asked
+        every 2 ms, or 5 if ranks may share the coordinator's core.
 
         The first token is looked for without sleeping when it is about to come (LOOKS_S).
         """
         seq, index, ring = self._seq, self._next_index, self._control.ring
         if seq is None:
             return
+
+        def is_over() -> bool:
+            return interrupted() or self._is_newly_near()
+
         poll_s = _POLL_S if self._control.heeds_rousing() else _POLL_OF_SHARED_CORES_S
-        ring.wait(seq, index, Deadline.after(timeout_s), poll_s=poll_s, interrupted=lambda: interrupted() or self._look_s() > 0)
+        ring.wait(seq, index, Deadline.after(timeout_s), poll_s=poll_s, interrupted=lambda: is_over() or self._look_s() > 0)
         if (look_s := self._look_s()) > 0:
             deadline = Deadline.after(min(timeout_s, look_s))
-            wait(lambda: ring.is_begun(seq, index), aborted=interrupted, deadline=deadline, yields=sys.maxsize)
+            wait(lambda: ring.is_begun(seq, index), aborted=is_over, deadline=deadline, yields=sys.maxsize)
 
     def _look_s(self) -> float:
         """Seconds for which the first token is to be looked for from now on; 0: it does not come yet, or is late, or is there."""

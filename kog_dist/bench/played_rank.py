@@ -17,6 +17,7 @@ from kog_dist.control import ControlPage, RankState
 from kog_dist.decode.ring import Finish
 from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline
+from kog_dist.workers.prefill.layers import LATE_SIZE
 
 TOKEN_ID = 7
 _LAUNCHED_MS = 0.4  # from the prompt's copy on: what queueing takes a host, while the GPU works
@@ -29,18 +30,19 @@ class Play:
     """How long the GPU works, in milliseconds."""
 
     blocks_ms: Mapping[int, float]  # of all blocks of a prompt, by its tokens; other prompts take those of the next longer one
+    near_ms: float  # before the end of the blocks of a long prompt, rank 0 tells that it is near; 0: it does not
     rest_ms: float  # of prefill behind the last block: the last token's last layer, and the copy to the cache
     head_ms: float  # from there to the first token
 
     def to_json(self) -> str:
         """One line for the command line."""
-        return json.dumps([list(self.blocks_ms.items()), self.rest_ms, self.head_ms])
+        return json.dumps([list(self.blocks_ms.items()), self.near_ms, self.rest_ms, self.head_ms])
 
     @classmethod
     def from_json(cls, text: str) -> Play:
         """The inverse of `to_json`."""
-        blocks_ms, rest_ms, head_ms = json.loads(text)
-        return cls(dict(blocks_ms), rest_ms, head_ms)
+        blocks_ms, near_ms, rest_ms, head_ms = json.loads(text)
+        return cls(dict(blocks_ms), near_ms, rest_ms, head_ms)
 
     def blocks_of(self, num_tokens: int) -> float:
         """Milliseconds of a prompt's blocks."""
@@ -74,11 +76,14 @@ class PlayedRank:
         control.stamp(0, RankStage.UPLOADED)
         begin_ns, blocks_ms = time.monotonic_ns(), play.blocks_of(num_prompt)
         _work(begin_ns, min(_LAUNCHED_MS, blocks_ms))
-        self._tell(RankStage.LAUNCHED)
+        control.tell(0, RankStage.LAUNCHED)
+        if near_ms := play.near_ms if num_prompt >= LATE_SIZE else 0.0:
+            _work(begin_ns, blocks_ms - near_ms)
+            control.tell(0, RankStage.NEAR)
         _work(begin_ns, blocks_ms)
         control.set_progress(0, seq, num_prompt - 1)
         _work(begin_ns, blocks_ms + play.rest_ms)
-        self._tell(RankStage.PREFILLED)
+        control.tell(0, RankStage.PREFILLED)
         _work(begin_ns, blocks_ms + play.rest_ms + play.head_ms)
         control.stamp(0, RankStage.CHOSEN)
         for index in range(request.max_tokens):
@@ -87,10 +92,6 @@ class PlayedRank:
             if is_last:
                 return
             _work(time.monotonic_ns(), _TOKEN_MS)
-
-    def _tell(self, stage: RankStage) -> None:
-        self._control.stamp(0, stage)
-        self._control.ring.announce()
 
 
 def _work(begin_ns: int, ms: float) -> None:

@@ -36,6 +36,9 @@ class CheckedOperations:
             assert error < LIMIT, f"{name}: {key} is wrong by {error:.1e}"
             tensor.copy_(found[key])
 
+    def tell_near(self) -> None:
+        self.device.tell_near()
+
     def begin(self, rows: Rows) -> None:
         outputs = {"place": rows.place, "next start": self.buffers.next_start}
         self._compare("begin", outputs, lambda do: do.begin(rows))

@@ -65,7 +65,7 @@ def test_a_message_ends_the_wait_soon(
     assert waits == [poll_s] * 3
 
 
-@pytest.mark.parametrize("stage", [RankStage.LAUNCHED, RankStage.PREFILLED])
+@pytest.mark.parametrize("stage", [RankStage.LAUNCHED, RankStage.NEAR, RankStage.PREFILLED])
 def test_the_first_token_is_looked_for_once_it_must_come(
     control: ControlPage, slot: DecodeSlot, waits: Waits, monkeypatch: pytest.MonkeyPatch, stage: RankStage
 ) -> None:
@@ -74,11 +74,30 @@ def test_the_first_token_is_looked_for_once_it_must_come(
     slot.wait(LONG_S, after(2))
     assert len(waits) == 1, "it does not come yet"
     control.stamp(0, stage)
+    assert slot.sees_first_token_near() is (stage is RankStage.NEAR)
     slot.wait(LONG_S, after(3))
     assert len(waits) == 1, "it looks, until something else is to be done"
     monkeypatch.setattr(decode_slot, "LOOKS_S", {stage: 0.0})
     slot.wait(LONG_S, after(2))
     assert len(waits) == 2, "the token did not come in time, and sleeping goes on"
+
+
+def test_that_the_first_token_is_near_ends_the_wait_once(control: ControlPage, slot: DecodeSlot, waits: Waits) -> None:
+    assert not slot.sees_first_token_near()
+    control.tell(0, RankStage.NEAR)
+    slot.wait(LONG_S, lambda: False)
+    assert waits == []
+    assert [slot.sees_first_token_near(), slot.sees_first_token_near()] == [True, False]
+    slot.wait(LONG_S, after(3))
+    assert waits == [], "from then on it is looked for"
+    control.ring.put(1, 0, 7, 1, None, Finish.LENGTH)
+    assert [entry.token_id for entry in slot.read()] == [7]
+    slot.submit(DecodeRequest((1, 2), 4), reuse_kv=True)
+    assert not slot.sees_first_token_near(), "that was another request's"
+    control.ring.put(2, 0, 7, 1, None, Finish.NONE)
+    assert slot.read()
+    control.tell(0, RankStage.NEAR)
+    assert not slot.sees_first_token_near(), "it is there"
 
 
 def test_looking_ends_after_its_time(control: ControlPage, slot: DecodeSlot, monkeypatch: pytest.MonkeyPatch) -> None:

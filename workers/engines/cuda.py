@@ -149,7 +149,7 @@ class CudaEngine:
         try:
             reached = prefill.run(
                 ids, 0, should_stop=lambda: False, aborted=self._control.aborted, on_progress=lambda _: None,
-                on_queued=lambda: None,
+                on_queued=lambda: None, on_near=lambda: None,
             )  # fmt: skip
             if self._control.aborted():
                 return prefill  # the kernel's own trial ends, too
@@ -183,7 +183,7 @@ class CudaEngine:
                     self._await_first_mask(seq, request, heartbeat)
                 launches = self._begin(request, num_cached)
             if num_cached > request.kv.num_cached:
-                self._tell(RankStage.PREFILLED)
+                self._control.tell(self._rank, RankStage.PREFILLED)
             return self._decode(seq, request, heartbeat, num_cached, launches)
 
     def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, Launches | None]:
@@ -221,14 +221,8 @@ class CudaEngine:
             request.prompt, max_tokens, sampling, request.end_ids, first_position=first, shaped=shaped, streams=streams
         )  # fmt: skip
         launches = Launches(kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests)
-        self._tell(RankStage.LAUNCHED)
+        self._control.tell(self._rank, RankStage.LAUNCHED)
         return launches
-
-    def _tell(self, stage: RankStage) -> None:
-        """Stamp a stage from which on the coordinator looks for the first token."""
-        self._control.stamp(self._rank, stage)
-        if self._rank == 0:
-            self._control.ring.announce()
 
     def _max_tokens(self, request: DecodeRequest) -> int:
         return min(request.max_tokens, self._max_context - len(request.prompt))

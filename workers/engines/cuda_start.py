@@ -41,9 +41,10 @@ class Prefiller(Protocol):
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
         on_queued: Callable[[], None],
+        on_near: Callable[[], None],
     ) -> int:
         """Fill the kernel's KV cache behind the first `start` tokens; returns how many it holds then. `on_queued` is called when
-        `streams` are queued; they are valid if all tokens are held in the end.
+        `streams` are queued; they are valid if all tokens are held in the end. `on_near`: a long prompt is nearly through.
         """
 
     @property

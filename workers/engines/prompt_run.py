@@ -35,7 +35,7 @@ class PromptRun:
         """Positions that the KV cache holds then."""
         held = prefill.run(
             self._request.prompt, self._request.kv.num_cached, should_stop=self._should_stop, aborted=self._control.aborted,
-            on_progress=self._progress, on_queued=self._queued,
+            on_progress=self._progress, on_queued=self._queued, on_near=self._near,
         )  # fmt: skip
         if not self._control.aborted():
             prefill.forget(held)
@@ -57,6 +57,9 @@ class PromptRun:
             is_later = self._num_asked > 1
             self.is_stopped = is_later and bool(self._peers.share_choice(int(self.is_stopped), Finish.NONE)[0])
         return self.is_stopped
+
+    def _near(self) -> None:
+        self._control.tell(self._rank, RankStage.NEAR)
 
     def _queued(self) -> None:
         """Behind prefill; if that overflows, the launches do nothing. A mask that is not there yet is waited for by the host."""

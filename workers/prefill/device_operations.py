@@ -87,6 +87,10 @@ class DeviceOperations:
         """See `Operations`."""
         self._launch("begin", 1, 1, size=rows.size, place=rows.place)
 
+    def tell_near(self) -> None:
+        """See Operations."""
+        self.buffers.staging.tell_near()
+
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""
         self._launch(

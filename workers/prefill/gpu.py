@@ -226,6 +226,10 @@ class GraphRunner:
             self.buffers.staging.read_back()
             self._stored.record()
 
+    def is_near(self, end: int) -> bool:
+        """See `Runner`."""
+        return self.buffers.staging.near_end >= end
+
     def has_ended(self) -> bool:
         """See `Runner`."""
         return bool(self._stored.query())  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 LATE_SIZE = 1024  # of the smallest block whose last layer has no queries: `finish` makes that of the prompt's last token
+NEAR_LAYERS = 2  # before so many layers such a block tells the host: some half a ms each, in which coordinator and client wake
 
 
 class Layers:
@@ -36,6 +37,8 @@ class Layers:
         for layer, matrices in enumerate(self.matrices):
             is_last = layer == self.spec.num_layers - 1  # keys and values are all that a later token sees of it
             is_late = is_last and rows.size >= LATE_SIZE
+            if layer == self.spec.num_layers - NEAR_LAYERS and rows.size >= LATE_SIZE:
+                do.tell_near()
             do.append(self._behind(rows, 2 * layer), matrices.wqkv, layer, queries=not is_late)
             if not is_last:
                 self._attend_and_feed(rows, layer)

@@ -23,6 +23,9 @@ class Operations(Protocol):
     def begin(self, rows: Rows) -> None:
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
+    def tell_near(self) -> None:
+        """See Staging."""
+
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it.
         Rows behind the prompt's last token are 0; a GPU leaves them so in large blocks, which draws less power.
@@ -98,6 +101,10 @@ class TorchOperations:
         rows.place[0] = self.buffers.next_start[0]
         rows.place[2] = rows.place[0] + rows.size
         self.buffers.next_start[0] = rows.place[2]
+
+    def tell_near(self) -> None:
+        """See Operations."""
+        self.buffers.staging.tell_near()
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""

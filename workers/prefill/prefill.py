@@ -40,6 +40,9 @@ class Runner(Protocol):
     def store(self, first: int, last: int) -> None:
         """Queue behind all blocks: these positions go to the monokernel's cache if all values are finite."""
 
+    def is_near(self, end: int) -> bool:
+        """Whether a long block that ends at `end` or later is in its last layers; a short one may never say so."""
+
     def has_ended(self) -> bool:
         """Whether all that was queued has ended, after `store`."""
 
@@ -87,6 +90,7 @@ class Prefill:
         aborted: Callable[[], bool] = lambda: False,
         on_progress: Callable[[int], None] = lambda position: None,
         on_queued: Callable[[], None] = lambda: None,
+        on_near: Callable[[], None] = lambda: None,
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
@@ -94,7 +98,8 @@ class Prefill:
         then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
         `start` comes back; the monokernel can go on from there. `on_progress` is called with the number of positions after every
         block, and `on_queued` once, when all is queued, unless it was stopped before: a launch that begins with `streams` may be
-        queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
+        queued behind it. `on_near` is called at most once, while a long last block is in its last layers. Once `aborted` is true,
+        nobody waits for a peer any more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
@@ -109,7 +114,7 @@ class Prefill:
         self._runner.begin(token_ids, start, min(self._held, start))
         self._held = 0
         try:
-            reached = self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress, on_queued)
+            reached = self._queue(waiting, start, len(token_ids), should_stop, aborted, on_progress, on_queued, on_near)
         except BaseException:
             self._runner.stop()
             raise
@@ -127,11 +132,12 @@ class Prefill:
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
         on_queued: Callable[[], None],
+        on_near: Callable[[], None],
     ) -> int:
         """Queue what is waiting, and return when it has ended: one past the last position."""
         queued: deque[tuple[Block, Callable[[], bool]]] = deque()  # and whether it has ended
         end = start
-        is_stored = is_stopped = False
+        is_stored = is_stopped = is_near = False
         while queued or not is_stored or not self._runner.has_ended():
             if aborted() and not is_stopped:
                 self._runner.stop()
@@ -151,6 +157,9 @@ class Prefill:
                 is_stored = True
                 if end == num_tokens:
                     on_queued()
+            elif queued and not is_near and self._runner.is_near(num_tokens):
+                is_near = True
+                on_near()
             elif queued and queued[0][1]():
                 on_progress(queued.popleft()[0].end)
             elif waiting:  # the GPU has more to do
@@ -199,6 +208,10 @@ class HostRunner:
         """See `Runner`."""
         self._layers.exchange.share_overflow(self._buffers.overflow)
         self._layers.operations.store_cache(first, last)
+
+    def is_near(self, end: int) -> bool:
+        """See `Runner`."""
+        return self._buffers.staging.near_end >= end
 
     def has_ended(self) -> bool:
         """See `Runner`."""

@@ -34,6 +34,8 @@ class Staging:
         self._padding = memoryview(array("I", bytes(4 * num_rows)))
         self._read_back = staged(_NUM_FLAGS, torch.int32, is_cuda=self._is_cuda)
         self._flags_seen = self._read_back.numpy()
+        self._near = staged(1, torch.int32, is_cuda=self._is_cuda)
+        self._near_seen = self._near.numpy()
         self.flags, self.prompt = self._on_device[:_NUM_FLAGS], self._on_device[_FLAG_WORDS:]
         self._device_ptr, self._host_ptr = self._on_device.data_ptr(), self._on_host.data_ptr()
 
@@ -47,6 +49,7 @@ class Staging:
         words[0], words[1], words[2] = start, 0, len(ids) - 1
         words[_FLAG_WORDS:end] = memoryview(ids)
         words[end:last] = self._padding[: last - end]  # any token will do
+        self._near_seen[0] = 0
         if self._is_cuda:
             copy_to_device(self._device_ptr, self._host_ptr, last * words.itemsize, stream_ptr)
         else:
@@ -55,6 +58,15 @@ class Staging:
     def read_back(self) -> None:
         """Queue on torch's current stream that the host gets the flags."""
         self._read_back.copy_(self.flags, non_blocking=True)
+
+    def tell_near(self) -> None:
+        """Queue on torch's current stream that the host sees where the block that runs will end: it is nearly through."""
+        self._near.copy_(self.flags[:1], non_blocking=True)
+
+    @property
+    def near_end(self) -> int:
+        """Where the newest block ends that is nearly through, padding counted; 0 if none is since `load`."""
+        return int(self._near_seen[0])
 
     @property
     def has_overflown(self) -> bool:

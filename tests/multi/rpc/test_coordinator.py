@@ -12,8 +12,9 @@ import pytest
 from kog_dist.control import AbortCause, RankState
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.client import Client, DeadlineExceeded, StreamEvent
-from kog_dist.rpc.messages import Accepted, Done, EngineState, FinishReason, Tokens
-from kog_dist.workers import coordinator_watch
+from kog_dist.rpc.messages import Accepted, Alive, Done, EngineState, FinishReason, Tokens
+from kog_dist.stages import RankStage
+from kog_dist.workers import client_events, coordinator_watch
 from kog_dist.workers.coordinator_args import EXIT_DRAIN_TIMEOUT
 
 EOS_ID = 256
@@ -59,6 +60,23 @@ def test_a_request_from_prompt_to_done(start_engine: StartEngine) -> None:
     request = engine.requests[0]
     assert (bytes(list(request.prompt)), request.temperature, request.seed, request.stop_ids) == (b"hi", 0.5, 7, (EOS_ID,))
     assert (report.state, report.num_completed, report.num_tokens, report.running) == (EngineState.READY, 1, 11, None)
+
+
+def test_a_client_hears_that_its_first_token_is_near(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and of its own request: its core, which may have slept for long, is awake when the token comes."""
+    monkeypatch.setattr(client_events, "ALIVE_EVERY_NS", 1 << 60)
+    monkeypatch.setattr(client_events, "PREFILL_EVERY_NS", 1 << 60)
+    engine = start_engine(paced=True)
+    with engine.client() as client:
+        for is_told in (True, False):
+            events = client.generate("hi", max_tokens=2)
+            assert isinstance(next(events), Accepted)
+            if is_told:
+                engine.until(lambda: len(engine.requests) == 1)
+                engine.control.tell(0, RankStage.NEAR)
+                assert next(events) == Alive(engine.coordinator.requests.running.request_id, 0)
+            engine.allow(2)
+            assert [type(event) for event in events if not isinstance(event, Tokens)] == [Done]
 
 
 def test_one_connection_serves_many_requests(start_engine: StartEngine) -> None:

@@ -44,6 +44,7 @@ class ScriptedPrefill:
         aborted: Callable[[], bool],
         on_progress: Callable[[int], None],
         on_queued: Callable[[], None],
+        on_near: Callable[[], None],
     ) -> int:
         self.calls.append((len(token_ids), start))
         position = start
@@ -53,6 +54,7 @@ class ScriptedPrefill:
             on_progress(position)
         if position == len(token_ids):
             on_queued()
+            on_near()
         return start if self.gives_up else position
 
     def forget(self, position: int) -> None:
@@ -131,24 +133,25 @@ def test_every_stage_on_the_way_to_the_first_token_is_stamped(control: ControlPa
     engine.run(1, request(num_prompt=100, max_tokens=5))
     first, second = control.stages_ns(0), answer(control)[1]
     assert first[: RankStage.UPLOADED] == [0, 0], "the worker's"
-    assert 0 < first[RankStage.UPLOADED] <= first[RankStage.LAUNCHED] <= first[RankStage.PREFILLED] <= first[RankStage.CHOSEN]
+    stages = [RankStage.UPLOADED, RankStage.LAUNCHED, RankStage.NEAR, RankStage.PREFILLED, RankStage.CHOSEN]
+    assert [0, *(first[stage] for stage in stages)] == sorted({0, *(first[stage] for stage in stages)})
     assert first[RankStage.CHOSEN] < second.stamp_ns
     engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
     later = control.stages_ns(0)
-    assert all(later[stage] == first[stage] for stage in (RankStage.UPLOADED, RankStage.PREFILLED)), "no prefill"
+    assert all(later[stage] == first[stage] for stage in (RankStage.UPLOADED, RankStage.NEAR, RankStage.PREFILLED)), "no prefill"
     assert later[RankStage.CHOSEN] > first[RankStage.CHOSEN]
 
 
-def test_the_coordinator_hears_of_the_launch_and_of_the_end_of_prefill(
+def test_the_coordinator_hears_of_the_launch_and_of_the_end_of_prefill_before_and_when_it_comes(
     control: ControlPage, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _, _ = parts
     at: list[int] = []
     monkeypatch.setattr(control.ring, "announce", lambda: at.append(control.stages_ns(0)[RankStage.PREFILLED]))
     engine.run(1, request(num_prompt=100, max_tokens=5))
-    assert at == [0, control.stages_ns(0)[RankStage.PREFILLED]]
+    assert at == [0, 0, control.stages_ns(0)[RankStage.PREFILLED]]
     engine.run(2, request(num_prompt=101, max_tokens=2, kv=KvUse(num_cached=99)))
-    assert len(at) == 3, "there was no prefill"
+    assert len(at) == 4, "there was no prefill"
 
 
 def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:

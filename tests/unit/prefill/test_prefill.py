@@ -230,6 +230,26 @@ def test_a_stop_waits_for_few_rows(make: Make, monkeypatch: pytest.MonkeyPatch, 
     assert most == wanted
 
 
+def test_the_end_of_a_long_last_block_is_announced_before_it_comes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kog_dist.workers.prefill.layers.LATE_SIZE", 16)
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill.BLOCKS_QUEUED", 1)  # the runner here runs a block when it is queued
+    checkpoint = make({})
+    rank, ids, told = Rank(checkpoint), token_ids(checkpoint.spec, 48), list[object]()
+
+    def run(num_tokens: int) -> list[object]:
+        told.clear()
+        reached = rank.prefill.run(
+            ids[:num_tokens], 0, should_stop=lambda: False, on_progress=told.append, on_near=lambda: told.append("near")
+        )
+        assert reached == num_tokens
+        return told
+
+    assert run(32) == [16, "near", 32]
+    assert run(32) == [16, "near", 32], "the prompt before it ended at the same place"
+    assert run(30) == [16, "near", 30], "its last block is padded"
+    assert run(40) == [16, 32, 40], "its last block is short"
+
+
 def test_values_out_of_range_store_nothing(make: Make) -> None:
     checkpoint = make({})
     ids = token_ids(checkpoint.spec, PROMPT)

@@ -44,6 +44,18 @@ def test_a_gpu_gets_all_of_it_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> No
     assert held.prompt.tolist()[:4] == [5, 6, 7, 0]
 
 
+def test_where_a_block_ends_is_seen_once_it_is_nearly_through() -> None:
+    held, seen = Staging(NUM_ROWS, "cpu"), []
+    held.load((5, 6, 7), 1, PADDING, 0)
+    held.flags[0] = 9
+    seen.append(held.near_end)
+    held.tell_near()
+    seen.append(held.near_end)
+    held.load((5, 6, 7), 1, PADDING, 0)
+    seen.append(held.near_end)
+    assert seen == [0, 9, 0]
+
+
 def test_what_has_overflown_is_seen_once_it_was_read() -> None:
     held, seen = Staging(NUM_ROWS, "cpu"), []
     held.flags[1] = 1
