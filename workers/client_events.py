@@ -65,6 +65,10 @@ class ClientEvents:
                 continue
             if stream is self._requests.running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
                 self.send(stream, Prefill(stream.request_id, prefilled(), len(stream.request.prompt)))
-            elif position != stream.told_position or silent_ns >= ALIVE_EVERY_NS or (is_first_token_near and not position):
+            elif (
+                position != stream.told_position
+                or silent_ns >= ALIVE_EVERY_NS
+                or (is_first_token_near and stream is self._requests.running)
+            ):
                 stream.told_position = position
                 self.send(stream, Alive(stream.request_id, position))

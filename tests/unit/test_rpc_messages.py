@@ -285,7 +285,7 @@ def test_defaults_are_left_out_of_requests_and_are_in_events() -> None:
 
 
 def test_stages_are_all_or_none() -> None:
-    with pytest.raises(BadMessage, match="stages_s must have 12 elements or none, got 2"):
+    with pytest.raises(BadMessage, match="stages_s must have 13 elements or none, got 2"):
         Done("id", FinishReason.LENGTH, 1, 1, 0.0, 0.0, stages_s=(0.1, None))
 
 

@@ -59,7 +59,8 @@ class PromptRun:
         return self.is_stopped
 
     def _near(self) -> None:
-        self._control.tell(self._rank, RankStage.NEAR)
+        if self.launches is not None:  # else the first token waits for something else, too
+            self._control.tell(self._rank, RankStage.NEAR)
 
     def _queued(self) -> None:
         """Behind prefill; if that overflows, the launches do nothing. A mask that is not there yet is waited for by the host."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
 _KERNELS = (
-    "begin", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
+    "begin", "tell_near", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
     "swiglu", "swiglu_exact", "take_last", "take_last_split", "take_last_exact", "give_streams",
     *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
 )  # fmt: skip
@@ -63,7 +63,8 @@ class DeviceOperations:
         self._held = (embedding, cache)  # the kernels have their addresses
         self._params = np.zeros((), PREFILL_PARAMS.dtype)
         pointers = {
-            "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
+            "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow,
+            "near": buffers.staging.near, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
             "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
@@ -89,7 +90,7 @@ class DeviceOperations:
 
     def tell_near(self) -> None:
         """See Operations."""
-        self.buffers.staging.tell_near()
+        self._launch("tell_near", 1, 1)
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""

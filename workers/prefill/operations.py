@@ -24,7 +24,7 @@ class Operations(Protocol):
         """The next block: `place` of its rows; `next_start` = where the one after it begins."""
 
     def tell_near(self) -> None:
-        """See Staging."""
+        """The host sees in `Staging.near` where the block ends."""
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it.
@@ -104,7 +104,7 @@ class TorchOperations:
 
     def tell_near(self) -> None:
         """See Operations."""
-        self.buffers.staging.tell_near()
+        self.buffers.staging.near[0] = self.buffers.next_start[0]
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """See `Operations`."""

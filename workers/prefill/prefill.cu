@@ -398,6 +398,11 @@ __global__ void begin(const __grid_constant__ KogPrefillParams params) {
     place[0] = start, place[2] = end, *next_start = end;
 }
 
+// The host sees where the block will end: what was queued before has been done.
+__global__ void tell_near(const __grid_constant__ KogPrefillParams params) {
+    *reinterpret_cast<volatile int*>(params.near_ptr) = *reinterpret_cast<const int*>(params.next_start_ptr);
+}
+
 }  // extern "C"
 
 // Whether a row of the block stands behind the prompt.

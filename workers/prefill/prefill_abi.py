@@ -22,6 +22,7 @@ PREFILL_PARAMS = Struct(
         Field("place_ptr", "u64", "int32: start of the block; 0, end of its keys"),
         Field("next_start_ptr", "u64", "int32: where the next block begins"),
         Field("overflow_ptr", "u64", "int32: set to 1 when a value is not finite"),
+        Field("near_ptr", "u64", "int32 in the host's memory: next_start of a block that is nearly through"),
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
         Field("stream_ptr", "u64", "binary16 (lanes, size, hidden), or (1, size, hidden) for all lanes"),

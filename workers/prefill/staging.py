@@ -34,8 +34,10 @@ class Staging:
         self._padding = memoryview(array("I", bytes(4 * num_rows)))
         self._read_back = staged(_NUM_FLAGS, torch.int32, is_cuda=self._is_cuda)
         self._flags_seen = self._read_back.numpy()
-        self._near = staged(1, torch.int32, is_cuda=self._is_cuda)
-        self._near_seen = self._near.numpy()
+        self.near = staged(
+            1, torch.int32, is_cuda=self._is_cuda
+        )  # the host's: where the newest block ends that is nearly through
+        self._near_seen = self.near.numpy()
         self.flags, self.prompt = self._on_device[:_NUM_FLAGS], self._on_device[_FLAG_WORDS:]
         self._device_ptr, self._host_ptr = self._on_device.data_ptr(), self._on_host.data_ptr()
 
@@ -59,13 +61,9 @@ class Staging:
         """Queue on torch's current stream that the host gets the flags."""
         self._read_back.copy_(self.flags, non_blocking=True)
 
-    def tell_near(self) -> None:
-        """Queue on torch's current stream that the host sees where the block that runs will end: it is nearly through."""
-        self._near.copy_(self.flags[:1], non_blocking=True)
-
     @property
     def near_end(self) -> int:
-        """Where the newest block ends that is nearly through, padding counted; 0 if none is since `load`."""
+        """See `near`: padding counts; 0 if there was none since `load`."""
         return int(self._near_seen[0])
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAGIC = b"KOG"
-PROTOCOL_VERSION = 3  # another one for whatever an end of the version before would read otherwise, a default too
+PROTOCOL_VERSION = 4  # another one for whatever an end of the version before would read otherwise, a default too
 MAX_MESSAGE_BYTES = 1 << 20  # all frames of a message together
 MAX_ARRAY = 1 << 16  # longest array: token ids of one prompt
 MAX_FIELDS = 32  # of one message

@@ -47,9 +47,8 @@ def test_a_gpu_gets_all_of_it_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> No
 def test_where_a_block_ends_is_seen_once_it_is_nearly_through() -> None:
     held, seen = Staging(NUM_ROWS, "cpu"), []
     held.load((5, 6, 7), 1, PADDING, 0)
-    held.flags[0] = 9
     seen.append(held.near_end)
-    held.tell_near()
+    held.near[0] = 9
     seen.append(held.near_end)
     held.load((5, 6, 7), 1, PADDING, 0)
     seen.append(held.near_end)
