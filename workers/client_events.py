@@ -63,12 +63,9 @@ class ClientEvents:
             silent_ns = now_ns - stream.last_sent_ns
             if self._listener.is_behind(stream.peer):
                 continue
-            if stream is self._requests.running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
+            is_running = stream is self._requests.running
+            if is_running and not stream.num_tokens and silent_ns >= PREFILL_EVERY_NS:
                 self.send(stream, Prefill(stream.request_id, prefilled(), len(stream.request.prompt)))
-            elif (
-                position != stream.told_position
-                or silent_ns >= ALIVE_EVERY_NS
-                or (is_first_token_near and stream is self._requests.running)
-            ):
+            elif position != stream.told_position or silent_ns >= ALIVE_EVERY_NS or (is_first_token_near and is_running):
                 stream.told_position = position
                 self.send(stream, Alive(stream.request_id, position))

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
 _KERNELS = (
-    "begin", "tell_near", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
-    "swiglu", "swiglu_exact", "take_last", "take_last_split", "take_last_exact", "give_streams",
+    "begin", "tell_near", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum",
+    "lane_sum_exact", "swiglu", "swiglu_exact", "take_last", "take_last_split", "take_last_exact", "give_streams",
     *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
 )  # fmt: skip
 _MOST_APPENDING = 1024  # thread blocks of `append`: each waits for its first loads
