@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kog_dist.bench.played_rank import Play
+from kog_dist.bench.processes import child_process
 from kog_dist.bench.report import finish, machine
 from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import FIRST_OF, Measures, Workload
@@ -25,7 +24,7 @@ from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 
-_READY_S, _END_S = 30.0, 10.0
+_READY_S, _DRAIN_S = 30.0, 5.0
 
 
 def run(play: Play, *, repeats: int) -> None:
@@ -58,9 +57,9 @@ def _engine(spec: ModelSpec, play: Play) -> Iterator[Access]:
         model.mkdir()
         (model / "config.json").write_text(json.dumps(spec.to_config()), encoding="utf-8")
         control = stack.enter_context(contextlib.closing(ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size)))
-        args = CoordinatorArgs("played", str(folder), -1, control.fd, str(model), "played", os.getpid(), _END_S)
+        args = CoordinatorArgs("played", str(folder), -1, control.fd, str(model), "played", os.getpid(), _DRAIN_S)
         children = [
-            stack.enter_context(_process(control.fd, module, *arguments))
+            stack.enter_context(child_process(module, *arguments, pass_fds=(control.fd,)))
             for module, *arguments in (
                 ("kog_dist.workers.coordinator", args.to_json()),
                 ("kog_dist.bench.played_rank", str(control.fd), play.to_json()),
@@ -72,18 +71,3 @@ def _engine(spec: ModelSpec, play: Play) -> Iterator[Access]:
                 raise LaunchError("the engine with a played rank did not become ready; see what its processes say above")
             time.sleep(0.01)
         yield Access.from_folder(folder)
-
-
-@contextlib.contextmanager
-def _process(control_fd: int, module: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A child that has the control page; it ends by SIGTERM, or by SIGKILL if that takes too long."""
-    command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(control_fd,)) as child:
-        try:
-            yield child
-        finally:
-            child.terminate()
-            try:
-                child.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                child.kill()

@@ -16,7 +16,6 @@ import os
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kog_dist.bench.processes import child_process
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.serve_client import LoadClient
 from kog_dist.chat.wire import EventParser, ResponseParser, ServiceUrl, error_text, request_bytes
@@ -36,7 +36,6 @@ from kog_dist.rpc.transport import Access
 
 INSTANCE = "path"
 _READY_S = 30.0
-_END_S = 10.0
 _RECEIVE_BYTES = 1 << 16  # as httpcore
 _SO_TIMESTAMPNS = 35  # of Linux, on all but a few old architectures; the type of the message that carries it, too
 _TIMESPEC = struct.Struct("@ll")
@@ -171,15 +170,17 @@ def _service(rate: float) -> Iterator[tuple[Access, ServiceUrl, dict[str, int]]]
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kog-p-")))
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(root)}
         flags = [f"--rate={rate}", f"--instance={INSTANCE}", "--stamps"]
-        engine = stack.enter_context(_process(["kog_dist.bench.cli", "replay", *flags], environment))
+        engine = stack.enter_context(child_process("kog_dist.bench.cli", "replay", *flags, environment=environment))
         folder = root / "kog" / INSTANCE
         _wait_until(lambda: (folder / "rpc.sock").exists(), engine, "the synthetic engine")
         access = Access.from_folder(folder)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         model = Path(str(resources.files("kog_dist"))) / "models" / "demo"
         args = GatewayArgs(listener.fileno(), "127.0.0.1", instance_folder=str(folder), model=str(model))
-        command = ["kog_dist.gateway.process", args.to_json()]
-        gateway = stack.enter_context(_process(command, environment, pass_fd=listener.fileno()))
+        fds = (listener.fileno(),)
+        gateway = stack.enter_context(
+            child_process("kog_dist.gateway.process", args.to_json(), environment=environment, pass_fds=fds)
+        )
         url = ServiceUrl.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")
         _wait_until(lambda: asyncio.run(_is_ready(url)), gateway, "the gateway")
         yield access, url, {"engine": engine.pid, "gateway": gateway.pid, "client": os.getpid()}
@@ -197,27 +198,6 @@ def _wait_until(condition: Any, process: subprocess.Popen[bytes], name: str) -> 
         if process.poll() is not None or time.monotonic() >= deadline_s:
             raise LaunchError(f"{name} did not become ready; see what it says above")
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def _process(arguments: Sequence[str], environment: dict[str, str], pass_fd: int = -1) -> Iterator[subprocess.Popen[bytes]]:
-    """A child that is stopped by SIGTERM, and killed if that takes too long."""
-    command = [sys.executable, "-m", *arguments]
-    fds = (pass_fd,) if pass_fd >= 0 else ()
-    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=fds) as child:
-        try:
-            yield child
-        except BaseException:
-            child.kill()
-            assert child.stderr is not None
-            sys.stderr.write(child.stderr.read().decode(errors="replace"))
-            raise
-        finally:
-            child.terminate()
-            try:
-                child.communicate(timeout=_END_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
 
 
 @contextlib.contextmanager

@@ -1,11 +1,15 @@
-"""Processes that were started together, found again by a variable that they inherit."""
+"""Processes that a benchmark starts, and those that were started together, found again by a variable that they inherit."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+_END_S = 10.0
 
 
 def marked_processes(mark: str) -> Iterator[tuple[int, list[str], dict[str, str]]]:
@@ -19,3 +23,29 @@ def marked_processes(mark: str) -> Iterator[tuple[int, list[str], dict[str, str]
                     environ = {name: value for name, _, value in (word.partition("=") for word in words)}
                     command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
                     yield int(entry.name), command, environ
+
+
+@contextlib.contextmanager
+def child_process(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m MODULE`, until the block ends: by SIGTERM, or by SIGKILL if that takes 10 s. Its standard input stays open until
+    then. What it says of errors is shown only if the block raises something.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=tuple(pass_fds)
+    ) as child:  # fmt: skip
+        try:
+            yield child
+        except BaseException:
+            child.kill()
+            assert child.stderr is not None
+            sys.stderr.write(child.stderr.read().decode(errors="replace"))
+            raise
+        finally:
+            child.terminate()
+            try:
+                child.communicate(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
