@@ -6,25 +6,23 @@ import contextlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from kog_dist.bench.played_rank import Play
-from kog_dist.bench.processes import child_process
+from kog_dist.bench.processes import child_process, wait_ready
 from kog_dist.bench.report import finish, machine
 from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import FIRST_OF, Measures, Workload
 from kog_dist.bench.request_stages import show_first_tokens
 from kog_dist.control import ControlPage, RankState
-from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 
-_READY_S, _DRAIN_S = 30.0, 5.0
+_DRAIN_S = 5.0
 
 
 def run(play: Play, *, repeats: int) -> None:
@@ -65,9 +63,6 @@ def _engine(spec: ModelSpec, play: Play) -> Iterator[Access]:
                 ("kog_dist.bench.played_rank", str(control.fd), play.to_json()),
             )
         ]
-        deadline_s = time.monotonic() + _READY_S
-        while control.state(0) is not RankState.READY or not (folder / SOCKET_NAME).exists():
-            if any(child.poll() is not None for child in children) or time.monotonic() >= deadline_s:
-                raise LaunchError("the engine with a played rank did not become ready; see what its processes say above")
-            time.sleep(0.01)
+        socket = folder / SOCKET_NAME
+        wait_ready(lambda: control.state(0) is RankState.READY and socket.exists(), children, "the engine with a played rank")
         yield Access.from_folder(folder)

@@ -15,7 +15,6 @@ import json
 import os
 import socket
 import struct
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,18 +23,19 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.processes import child_process
+from kog_dist.bench.processes import child_process, wait_ready
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.bench.serve_client import LoadClient
 from kog_dist.chat.wire import EventParser, ResponseParser, ServiceUrl, error_text, request_bytes
-from kog_dist.errors import LaunchError, RequestFailed
+from kog_dist.errors import RequestFailed
 from kog_dist.gateway.args import GatewayArgs
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
+from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
 
 INSTANCE = "path"
-_READY_S = 30.0
+_TIMEOUT_S = 30.0
 _RECEIVE_BYTES = 1 << 16  # as httpcore
 _SO_TIMESTAMPNS = 35  # of Linux, on all but a few old architectures; the type of the message that carries it, too
 _TIMESPEC = struct.Struct("@ll")
@@ -146,7 +146,7 @@ def _exchange(url: ServiceUrl, request: bytes, stamps: type[_ReceiverStamps]) ->
     """Payloads of the answer's events, each with the moment of its bytes."""
     response, events, plain = ResponseParser(), EventParser(), b""
     received: list[tuple[bytes, int]] = []
-    with socket.create_connection((url.host, url.port), timeout=_READY_S) as connection:
+    with socket.create_connection((url.host, url.port), timeout=_TIMEOUT_S) as connection:
         receiver = stamps(connection)
         connection.sendall(request)
         while not response.is_complete:
@@ -172,7 +172,7 @@ def _service(rate: float) -> Iterator[tuple[Access, ServiceUrl, dict[str, int]]]
         flags = [f"--rate={rate}", f"--instance={INSTANCE}", "--stamps"]
         engine = stack.enter_context(child_process("kog_dist.bench.cli", "replay", *flags, environment=environment))
         folder = root / "kog" / INSTANCE
-        _wait_until(lambda: (folder / "rpc.sock").exists(), engine, "the synthetic engine")
+        wait_ready(lambda: (folder / SOCKET_NAME).exists(), [engine], "the synthetic engine")
         access = Access.from_folder(folder)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         model = Path(str(resources.files("kog_dist"))) / "models" / "demo"
@@ -182,7 +182,7 @@ def _service(rate: float) -> Iterator[tuple[Access, ServiceUrl, dict[str, int]]]
             child_process("kog_dist.gateway.process", args.to_json(), environment=environment, pass_fds=fds)
         )
         url = ServiceUrl.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        _wait_until(lambda: asyncio.run(_is_ready(url)), gateway, "the gateway")
+        wait_ready(lambda: asyncio.run(_is_ready(url)), [gateway], "the gateway")
         yield access, url, {"engine": engine.pid, "gateway": gateway.pid, "client": os.getpid()}
 
 
@@ -190,14 +190,6 @@ async def _is_ready(url: ServiceUrl) -> bool:
     async with LoadClient(url) as client:
         exchange = await client.get(f"{url.root}/readyz", 2.0)
     return exchange.response.status == 200
-
-
-def _wait_until(condition: Any, process: subprocess.Popen[bytes], name: str) -> None:
-    deadline_s = time.monotonic() + _READY_S
-    while not condition():
-        if process.poll() is not None or time.monotonic() >= deadline_s:
-            raise LaunchError(f"{name} did not become ready; see what it says above")
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager

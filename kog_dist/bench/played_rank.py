@@ -18,7 +18,7 @@ from kog_dist.decode.ring import Finish
 from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline
 
-TOKEN_ID = 7
+_TOKEN_ID = 7
 _LAUNCHED_MS = 0.4  # from the prompt's copy on: what queueing takes a host, while the GPU works
 _TOKEN_MS = 1.0
 _IDLE_S = 0.2
@@ -81,12 +81,11 @@ class PlayedRank:
         self._tell(RankStage.PREFILLED)
         _work(begin_ns, blocks_ms + play.rest_ms + play.head_ms)
         control.stamp(0, RankStage.CHOSEN)
-        for index in range(request.max_tokens):
-            is_last = index == request.max_tokens - 1 or control.cancelled(seq)
-            control.ring.put(seq, index, TOKEN_ID, time.monotonic_ns(), None, Finish.LENGTH if is_last else Finish.NONE)
-            if is_last:
-                return
+        last = request.max_tokens - 1
+        for index in range(last):
+            control.ring.put(seq, index, _TOKEN_ID, time.monotonic_ns(), None, Finish.NONE)
             _work(time.monotonic_ns(), _TOKEN_MS)
+        control.ring.put(seq, last, _TOKEN_ID, time.monotonic_ns(), None, Finish.LENGTH)
 
     def _tell(self, stage: RankStage) -> None:
         self._control.stamp(0, stage)

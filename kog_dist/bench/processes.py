@@ -6,10 +6,13 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-_END_S = 10.0
+from kog_dist.errors import LaunchError
+
+_READY_S, _POLL_S, _END_S = 30.0, 0.05, 10.0
 
 
 def marked_processes(mark: str) -> Iterator[tuple[int, list[str], dict[str, str]]]:
@@ -49,3 +52,12 @@ def child_process(
                 child.communicate(timeout=_END_S)
             except subprocess.TimeoutExpired:
                 child.kill()
+
+
+def wait_ready(condition: Callable[[], bool], children: Sequence[subprocess.Popen[bytes]], name: str) -> None:
+    """Return once `condition` is true. Raises LaunchError naming `name` if one of `children` ends first, and after 30 s."""
+    deadline_s = time.monotonic() + _READY_S
+    while not condition():
+        if any(child.poll() is not None for child in children) or time.monotonic() >= deadline_s:
+            raise LaunchError(f"{name} did not become ready; see what it says above")
+        time.sleep(_POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_only_a_private_file_has_a_mode_of_its_own(tmp_path: Path) -> None:
     assert modes == {"shared": 0o640, "secret": 0o600}
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
+def test_a_file_that_cannot_be_put_in_place_leaves_the_old_one_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "state.json"
@@ -57,6 +58,20 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space"):
         write_at_once(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["state.json"]
+
+
+def test_a_full_disk_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_at_once(path, b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_at_once(path, b"longer")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["state.json"]
 
