@@ -26,8 +26,9 @@ LIMIT_US = 2_000_000  # of waits; a turn of all threads takes 10 ns
 CONTEXT, WINDOW = 2320, 1100
 RING = 9 * 16 * 8
 # The start; where the first row leaves the window; where the ring begins anew; where it does so again, and the other layers
-# begin a batch.
-FIRST = (0, WINDOW, RING - 6, 2 * RING - 6)
+# begin a batch; where those begin a part.
+FIRST = (0, WINDOW, RING - 6, 2 * RING - 6, 2048 - 6)
+PARTS = {48: 16, 64: 4}  # batches of a part, by the values of a head: two parts, five
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
 HEADS = {  # values of a head, so registers of a share: in pairs; more than one chunk of four
     48: ModelSpec(
@@ -61,9 +62,9 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     with torch.no_grad():
         wanted = oracle(torch.from_numpy(ids.astype(np.int64))[None], kept)[0].numpy()
 
-    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
+    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, part_batches=PARTS[head_dim])
     layout = CacheLayout.of(shape)
-    assert (shape.window_batches, shape.full_batches) == (9, 19)
+    assert (shape.window_batches, shape.full_batches, shape.num_parts) == (9, 19, {48: 2, 64: 5}[head_dim])
     prepare(shape, model, ids, tmp_path)
     rows = [layer.to(torch.bfloat16).transpose(1, 2) for layer in (part[:, 0] for part in kept._layers)]
     before = {}

@@ -34,7 +34,8 @@ FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 class KernelShape:
     """Everything static about one build of the monokernel. Raises ConfigError for a model that it cannot run.
 
-    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share.
+    `hosted_lanes` of the model's lanes run in this kernel. `splits` of the positions are shared by attention items. In layers without
+    a window an item has `part_batches` batches of 16 positions of its split, and the next ones are another item's.
     """
 
     spec: ModelSpec
@@ -43,6 +44,7 @@ class KernelShape:
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
     splits: int = 8
+    part_batches: int = 16
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     cluster: int = 1  # or 2: thread blocks that share the columns of x, of which each reads the words of its half
@@ -245,6 +247,12 @@ class KernelShape:
         return -(-self.spec.max_context // (16 * self.splits))
 
     @property
+    def num_parts(self) -> int:
+        """Attention items that share a split of a layer which sees everything, at the end of the context."""
+        has_full = len(self.spec.window_layers) < self.spec.num_layers
+        return -(-self.full_batches // self.part_batches) if has_full else 1
+
+    @property
     def kv_bytes(self) -> int:
         """Size of the KV cache."""
         windowed = len(self.spec.window_layers)
@@ -263,8 +271,8 @@ class KernelShape:
             "Middle": (spec.hidden_size // 2, copies),
             "Activation": (spec.lane_ffn // 2, copies),
             "Qkv": ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2, lanes),
-            "Attended": (query_rows * self.splits // 2, copies),
-            "LogSum": (MATRIX_WARPS * self.log_sum_words, copies),
+            "Attended": (self.num_parts * query_rows * self.splits // 2, copies),
+            "LogSum": (MATRIX_WARPS * self.num_parts * self.log_sum_words, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
             "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
             "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
@@ -273,7 +281,7 @@ class KernelShape:
 
     @property
     def log_sum_words(self) -> int:
-        """Words of the log-sums that one matrix warp reads. Each has its own: all of them would read the same lines."""
+        """Words of the log-sums of a part that one matrix warp reads. Each has its own: all of them would read the same lines."""
         return -(-self.spec.lane_heads * self.splits // 16) * 16
 
     @property
@@ -328,7 +336,7 @@ class KernelShape:
             "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
-            "kReplicas": self.replicas, "kSplits": self.splits, "kNumSlots": self.num_slots,
+            "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.part_batches, "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
             "kNearContext": NEAR_CONTEXT, "kSquares": self.num_squares,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,

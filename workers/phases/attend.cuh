@@ -1,4 +1,5 @@
-// Attention of one position. An item is a KV head and a split: positions p with p % kSplits == split. Items are spread over the
+// Attention of one position. An item is a KV head and a split: positions p with p % kSplits == split. A layer without a window has more
+// items far into a context: each takes the next kPartBatches batches of a split. Items are spread over the
 // thread blocks by a map that depends on layer and lane only, and the batches of an item over the warps by their number. So the
 // thread that appends its share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its
 // rows in batches of 16 (K by rows, V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
@@ -62,7 +63,7 @@ struct Attender {
         u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
         u32 fresh_batch;               // that gets the current position's row, or none
     };
-    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 position) const {
+    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 part, u32 position) const {
         const u32 split = item_idx % kSplits;
         const bool windowed = in_mask(kWindowMask, layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
@@ -71,8 +72,15 @@ struct Attender {
                                 (lane_idx * kItems + item_idx) * batches;
         const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
         const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
-        return {first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
-                position % kSplits == split ? last >> 4 : kNoBatch};
+        Rows rows{first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
+                  position % kSplits == split ? last >> 4 : kNoBatch};
+        if (kParts > 1 && !windowed) {  // batches and slots are counted from the part's first ones
+            const u32 skipped = part * kPartBatches;
+            rows.first_batch += skipped, rows.last -= skipped * 16;
+            rows.num_batches = rows.num_batches > skipped ? min(rows.num_batches - skipped, static_cast<u32>(kPartBatches)) : 0;
+            if (rows.fresh_batch != kNoBatch) rows.fresh_batch = rows.fresh_batch / kPartBatches == part ? rows.fresh_batch - skipped : kNoBatch;
+        }
+        return rows;
     }
     static constexpr u32 kNoBatch = ~0u;
 
@@ -234,9 +242,9 @@ struct Attender {
         load_values(rows, next, batch);
     }
 
-    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 position, u32 tag) {
+    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 part, u32 position, u32 tag) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
-        const Rows rows = rows_of(layer, lane_idx, item_idx, position);
+        const Rows rows = rows_of(layer, lane_idx, item_idx, part, position);
         // Two batches are on their way, or here before the query is.
         Batch even, odd;
         load_keys(rows, warp, even), load_values(rows, warp, even);
@@ -253,27 +261,27 @@ struct Attender {
             if (batch + kAttendWarps < rows.num_batches) mix(rows, batch + kAttendWarps, batch + 3 * kAttendWarps, query, odd, mixed);
         }
         if (warp == 0) stamp(role, kMixed, step, product);
-        const bool ok = merge(kv_head, split, lane_idx, tag, mixed);
+        const bool ok = merge(kv_head, split, part, lane_idx, tag, mixed);
         if (warp == 0) stamp(role, kAttended, step, product);
         return ok;
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 lane_idx, u32 tag, const Mixed& own) {
+    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 part, u32 lane_idx, u32 tag, const Mixed& own) {
         Shared& shared = *role.shared;
-        const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, part = lane & 3;
+        const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, head = lane & 3;
         const u32 half = num_items++ & 1;
         float sum = own.sum;
 #pragma unroll
         for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-        if (part < kGroup) {
+        if (head < kGroup) {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
-                *reinterpret_cast<float2*>(&shared.attended[half][warp][part][value_dim(group, 2 * i)]) =
+                *reinterpret_cast<float2*>(&shared.attended[half][warp][head][value_dim(group, 2 * i)]) =
                     make_float2(own.outputs[i][0] + own.outputs[i][1], own.outputs[i][2] + own.outputs[i][3]);
             if (group == 0) {
-                shared.attended_max[half][warp][part] = own.peak;
-                shared.attended_sum[half][warp][part] = sum;
+                shared.attended_max[half][warp][head] = own.peak;
+                shared.attended_sum[half][warp][head] = sum;
             }
         }
         __syncwarp();
@@ -309,10 +317,10 @@ struct Attender {
 #pragma unroll
             for (int replica = 0; replica < kReplicas; ++replica) {
                 store_relaxed_x2(base + kAttendedOffset + (lane_idx * kReplicas + replica) * kAttendedStride +
-                                     (row * kHeadUnits + dim / 4) * 2, first, second);
+                                     part * kAttendedPart + (row * kHeadUnits + dim / 4) * 2, first, second);
                 if (dim == 0 || column % kWarpColumns == 0)
                     store_relaxed(base + kLogSumOffset + (lane_idx * kReplicas + replica) * kLogSumStride +
-                                      column / kWarpColumns * kLogSumWords + row, make_value_word(__float_as_uint(log_sum), tag));
+                                      (column / kWarpColumns * kParts + part) * kLogSumWords + row, make_value_word(__float_as_uint(log_sum), tag));
             }
         }
         return true;
@@ -329,11 +337,15 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
         for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
             attender.product = kQkvProducts[i];
             const Place at(attender.product);
-            const u32 first_cta = ((at.layer() * kLanes + at.lane()) * kItems) % kNumCtas;
-            const u32 first = role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
+            const u32 parts = num_parts(at.layer(), position);
 #pragma unroll 1
-            for (u32 item = first; item < kItems; item += kNumCtas)
-                if (!attender.item(at.layer(), at.lane(), item, position, layer_tag(role.first_epoch + step, at.layer()))) return;
+            for (u32 part = 0; part < parts; ++part) {
+                const u32 first_cta = ((at.layer() * kLanes + at.lane()) * kItems + part * (kNumCtas / kParts)) % kNumCtas;
+                const u32 first = role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
+#pragma unroll 1
+                for (u32 item = first; item < kItems; item += kNumCtas)
+                    if (!attender.item(at.layer(), at.lane(), item, part, position, layer_tag(role.first_epoch + step, at.layer()))) return;
+            }
         }
         attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);
     }

@@ -151,7 +151,7 @@ struct Gatherer {
         if (unit >= kOutUnits) unit = 0, reader = 0;  // padding: read something that will be there
         const u32 head = unit / kHeadUnits, place = unit % kHeadUnits;
         return {words + kAttendedOffset + copy * kAttendedStride + ((head * kSplits + first) * kHeadUnits + place) * 2,
-                words + kLogSumOffset + copy * kLogSumStride + reader * kLogSumWords + head * kSplits + first,
+                words + kLogSumOffset + copy * kLogSumStride + reader * (kParts * kLogSumWords) + head * kSplits + first,
                 layer_tag(role.first_epoch + step, at.layer())};
     }
     __device__ __forceinline__ void load_splits(const Splits& from) {
@@ -174,20 +174,34 @@ struct Gatherer {
         const ulonglong2& pair = got[kSplitsOfThread + i / 2];
         return payload(i & 1 ? pair.y : pair.x);
     }
-    // Four neighbouring threads hold the splits of a unit.
-    __device__ __forceinline__ void write_merged(u32 group) {
-        float peak = -INFINITY, total = 0;
+    // Outputs of the splits so far, with weights relative to the largest log-sum. Four neighbouring threads hold the splits of a unit.
+    struct Mixture {
+        float peak, total = 0;
+        float4 sum = make_float4(0, 0, 0, 0);
+    };
+    __device__ __forceinline__ float peak_of_splits() const {
+        float peak = -INFINITY;
 #pragma unroll
         for (int i = 0; i < kSplitsOfThread; ++i) peak = fmaxf(peak, log_sum(i));
         peak = fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, 1));
-        peak = fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, 2));
-        float4 sum = make_float4(0, 0, 0, 0);
+        return fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, 2));
+    }
+    __device__ __forceinline__ void add_splits(Mixture& mixture) const {
 #pragma unroll
         for (int i = 0; i < kSplitsOfThread; ++i) {
-            const float weight = exp2_approx(log_sum(i) - peak);
-            total += weight;
-            sum = add_scaled(sum, weight, values(got[i]));
+            const float weight = exp2_approx(log_sum(i) - mixture.peak);
+            mixture.total += weight;
+            mixture.sum = add_scaled(mixture.sum, weight, values(got[i]));
         }
+    }
+    __device__ __forceinline__ void add_part(Mixture& mixture) const {
+        const float peak = fmaxf(mixture.peak, peak_of_splits()), shrink = exp2_approx(mixture.peak - peak);
+        mixture = {peak, mixture.total * shrink, times(mixture.sum, make_float4(shrink, shrink, shrink, shrink))};
+        add_splits(mixture);
+    }
+    __device__ __forceinline__ void write_mixture(u32 group, Mixture& mixture) {
+        float& total = mixture.total;
+        float4& sum = mixture.sum;
 #pragma unroll
         for (int offset = 1; offset < 4; offset *= 2) {
             total += __shfl_xor_sync(kFullWarp, total, offset);
@@ -282,21 +296,33 @@ struct Gatherer {
     __device__ __forceinline__ bool gather_merged(const Place& at) {
 #pragma unroll 1
         for (u32 group = part(); group < OutOp::kPer; group += kCluster) {
-            const Splits from = splits(at, group);
+            Splits from = splits(at, group);
             if (group > part() || !loaded) {
                 if (!wait_until_near<1>(role, at.lane(), at.index())) return false;
                 load_splits(from);
             }
-            for (u32 rounds = 1; !splits_ready(from); ++rounds) {
-                if (must_leave(role.stopped())) return false;
-                if (rounds % 1024 == 0) {
-                    const u64* all = reinterpret_cast<const u64*>(params.words_ptr) + kAttendedOffset +
-                                     (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride;
-                    note_wait(kOutPhase, at.layer(), at.lane(), from.tag, all, kSplits * kQueryRows / 2);
-                }
+            if (!wait_for_splits(at, from)) return false;
+            Mixture mixture{peak_of_splits()};
+            add_splits(mixture);
+            for (u32 part = 1; part < num_parts(at.layer(), role.first_position + step); ++part) {
+                from.outputs += kAttendedPart, from.log_sums += kLogSumWords;
                 load_splits(from);
+                if (!wait_for_splits(at, from)) return false;
+                add_part(mixture);
             }
-            write_merged(group);
+            write_mixture(group, mixture);
+        }
+        return true;
+    }
+    __device__ __forceinline__ bool wait_for_splits(const Place& at, const Splits& from) {
+        for (u32 rounds = 1; !splits_ready(from); ++rounds) {
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 1024 == 0) {
+                const u64* all = reinterpret_cast<const u64*>(params.words_ptr) + kAttendedOffset +
+                                 (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride;
+                note_wait(kOutPhase, at.layer(), at.lane(), from.tag, all, kSplits * kQueryRows / 2);
+            }
+            load_splits(from);
         }
         return true;
     }
