@@ -10,7 +10,8 @@ namespace kog {
 constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring values) of a thread
 constexpr int kSplitsOfThread = kSplits / 4;        // of a unit of the attention's output: four threads share a unit
 static_assert(kSplits % 8 == 0, "a thread reads the log-sums of its splits two at a time");
-constexpr int kGot = kMany > kSplitsOfThread + kSplitsOfThread / 2 ? kMany : kSplitsOfThread + kSplitsOfThread / 2;
+constexpr int kPartLoads = kSplitsOfThread + kSplitsOfThread / 2, kPartsLoaded = kParts > 1 ? 2 : 1;  // of a part; parts under way
+constexpr int kGot = kMany > kPartLoads * kPartsLoaded ? kMany : kPartLoads * kPartsLoaded;
 
 struct Gatherer {
     const KogDecodeParams& params;
@@ -154,24 +155,32 @@ struct Gatherer {
                 words + kLogSumOffset + copy * kLogSumStride + reader * (kParts * kLogSumWords) + head * kSplits + first,
                 layer_tag(role.first_epoch + step, at.layer())};
     }
-    __device__ __forceinline__ void load_splits(const Splits& from) {
-#pragma unroll
-        for (int i = 0; i < kSplitsOfThread; ++i) got[i] = load_relaxed_x2(from.outputs + i * kHeadUnits * 2);
-#pragma unroll
-        for (int i = 0; i < kSplitsOfThread / 2; ++i) got[kSplitsOfThread + i] = load_relaxed_x2(from.log_sums + 2 * i);
+    // The parts' words are read in turn into one half of `got` and the other.
+    static __device__ __forceinline__ Splits behind(const Splits& from) {
+        return {from.outputs + kAttendedPart, from.log_sums + kLogSumWords, from.tag};
     }
+    template <int kHalf = 0>
+    __device__ __forceinline__ void load_splits(const Splits& from) {
+        constexpr int kOutputs = kHalf * kPartLoads, kLogSums = kOutputs + kSplitsOfThread;
+#pragma unroll
+        for (int i = 0; i < kSplitsOfThread; ++i) got[kOutputs + i] = load_relaxed_x2(from.outputs + i * kHeadUnits * 2);
+#pragma unroll
+        for (int i = 0; i < kSplitsOfThread / 2; ++i) got[kLogSums + i] = load_relaxed_x2(from.log_sums + 2 * i);
+    }
+    template <int kHalf>
     __device__ __forceinline__ bool splits_ready(const Splits& from) {
+        constexpr int kOutputs = kHalf * kPartLoads, kLogSums = kOutputs + kSplitsOfThread;
         u32 wrong = 0;
 #pragma unroll
-        for (int i = 0; i < kSplitsOfThread; ++i) wrong |= tag_difference(got[i], from.tag);
+        for (int i = 0; i < kSplitsOfThread; ++i) wrong |= tag_difference(got[kOutputs + i], from.tag);
 #pragma unroll
         for (int i = 0; i < kSplitsOfThread / 2; ++i)
-            wrong |= (static_cast<u32>(got[kSplitsOfThread + i].x >> 32) ^ from.tag) |
-                     (static_cast<u32>(got[kSplitsOfThread + i].y >> 32) ^ from.tag);
+            wrong |= (static_cast<u32>(got[kLogSums + i].x >> 32) ^ from.tag) | (static_cast<u32>(got[kLogSums + i].y >> 32) ^ from.tag);
         return __all_sync(kFullWarp, wrong == 0);
     }
+    template <int kHalf>
     __device__ __forceinline__ float log_sum(int i) const {
-        const ulonglong2& pair = got[kSplitsOfThread + i / 2];
+        const ulonglong2& pair = got[kHalf * kPartLoads + kSplitsOfThread + i / 2];
         return payload(i & 1 ? pair.y : pair.x);
     }
     // Outputs of the splits so far, with weights relative to the largest log-sum. Four neighbouring threads hold the splits of a unit.
@@ -179,25 +188,30 @@ struct Gatherer {
         float peak, total = 0;
         float4 sum = make_float4(0, 0, 0, 0);
     };
+    template <int kHalf>
     __device__ __forceinline__ float peak_of_splits() const {
         float peak = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < kSplitsOfThread; ++i) peak = fmaxf(peak, log_sum(i));
+        for (int i = 0; i < kSplitsOfThread; ++i) peak = fmaxf(peak, log_sum<kHalf>(i));
         peak = fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, 1));
         return fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, 2));
     }
+    template <int kHalf>
     __device__ __forceinline__ void add_splits(Mixture& mixture) const {
 #pragma unroll
         for (int i = 0; i < kSplitsOfThread; ++i) {
-            const float weight = exp2_approx(log_sum(i) - mixture.peak);
+            const float weight = exp2_approx(log_sum<kHalf>(i) - mixture.peak);
             mixture.total += weight;
-            mixture.sum = add_scaled(mixture.sum, weight, values(got[i]));
+            mixture.sum = add_scaled(mixture.sum, weight, values(got[kHalf * kPartLoads + i]));
         }
     }
-    __device__ __forceinline__ void add_part(Mixture& mixture) const {
-        const float peak = fmaxf(mixture.peak, peak_of_splits()), shrink = exp2_approx(mixture.peak - peak);
+    template <int kHalf>
+    __device__ __forceinline__ bool add_part(const Place& at, const Splits& from, Mixture& mixture) {
+        if (!wait_for_splits<kHalf>(at, from)) return false;
+        const float peak = fmaxf(mixture.peak, peak_of_splits<kHalf>()), shrink = exp2_approx(mixture.peak - peak);
         mixture = {peak, mixture.total * shrink, times(mixture.sum, make_float4(shrink, shrink, shrink, shrink))};
-        add_splits(mixture);
+        add_splits<kHalf>(mixture);
+        return true;
     }
     __device__ __forceinline__ void write_mixture(u32 group, Mixture& mixture) {
         float& total = mixture.total;
@@ -301,28 +315,35 @@ struct Gatherer {
                 if (!wait_until_near<1>(role, at.lane(), at.index())) return false;
                 load_splits(from);
             }
-            if (!wait_for_splits(at, from)) return false;
-            Mixture mixture{peak_of_splits()};
-            add_splits(mixture);
-            for (u32 part = 1; part < num_parts(at.layer(), role.first_position + step); ++part) {
-                from.outputs += kAttendedPart, from.log_sums += kLogSumWords;
-                load_splits(from);
-                if (!wait_for_splits(at, from)) return false;
-                add_part(mixture);
+            const u32 parts = num_parts(at.layer(), role.first_position + step);
+            Splits next = behind(from);
+            if (parts > 1) load_splits<kPartsLoaded - 1>(next);
+            if (!wait_for_splits<0>(at, from)) return false;
+            Mixture mixture{peak_of_splits<0>()};
+            add_splits<0>(mixture);
+            for (u32 part = 1; part < parts; part += 2) {
+                from = behind(next);
+                if (part + 1 < parts) load_splits<0>(from);
+                if (!add_part<kPartsLoaded - 1>(at, next, mixture)) return false;
+                if (part + 1 == parts) break;
+                next = behind(from);
+                if (part + 2 < parts) load_splits<kPartsLoaded - 1>(next);
+                if (!add_part<0>(at, from, mixture)) return false;
             }
             write_mixture(group, mixture);
         }
         return true;
     }
+    template <int kHalf>
     __device__ __forceinline__ bool wait_for_splits(const Place& at, const Splits& from) {
-        for (u32 rounds = 1; !splits_ready(from); ++rounds) {
+        for (u32 rounds = 1; !splits_ready<kHalf>(from); ++rounds) {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
                 const u64* all = reinterpret_cast<const u64*>(params.words_ptr) + kAttendedOffset +
                                  (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride;
                 note_wait(kOutPhase, at.layer(), at.lane(), from.tag, all, kSplits * kQueryRows / 2);
             }
-            load_splits(from);
+            load_splits<kHalf>(from);
         }
         return true;
     }
