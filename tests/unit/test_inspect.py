@@ -48,11 +48,14 @@ def test_pair_words_round_trip() -> None:
 class MadeUp:
     """The words that a right kernel would leave, made of what the interpreter has."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, num_layers: int) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, num_layers: int, *, num_parts: int = 1, num_used: int = 1) -> None:
+        """`num_used` of the parts of a split have attention items."""
         write_checkpoint(folder, spec, random_tensors(spec, 2), manifest=False)
         weights = limited_weights(open_checkpoint(folder).rank_weights(range(spec.num_lanes)), num_layers)
         self.spec = limited(spec, num_layers)
-        self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2)
+        self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2, part_batches=1)
+        assert self.shape.num_parts == num_parts
+        self.num_used = num_used
         self.expected = Expected(self.spec, weights, IDS, "bfloat16")
         self.words = np.zeros(self.shape.num_words, np.uint64)
         self.tag = (EPOCH * (num_layers + 1) + num_layers) & 0xFFFF
@@ -65,7 +68,7 @@ class MadeUp:
         for source in (expected.stream, expected.middle, expected.activation):
             self._put([pair_words(source(lane), self.tag) for lane in lanes for _ in range(2)])
         self._put([pair_words(expected.qkv(lane), self.tag) for lane in lanes])
-        rng, splits = np.random.default_rng(4), self.shape.splits
+        rng, splits, num_parts = np.random.default_rng(4), self.shape.splits * self.num_used, self.shape.num_parts
         outputs, sums = [], []
         for lane in lanes:
             wanted = expected.attended(lane).reshape(spec.lane_heads, 1, spec.head_dim)
@@ -75,10 +78,15 @@ class MadeUp:
             weights = np.exp2(log_sums) / np.exp2(log_sums).sum(axis=1, keepdims=True)
             parts = wanted + noise - (weights * noise).sum(axis=1, keepdims=True)
             parts[:, -1] = 0
-            outputs.append(pair_words(parts.astype(np.float32).reshape(-1), self.tag))
-            of_a_warp = np.zeros(self.shape.log_sum_words, np.uint64)
-            of_a_warp[: log_sums.size] = value_words(log_sums.astype(np.float32).reshape(-1).view(np.uint32), self.tag)
-            sums.append(np.tile(of_a_warp, MATRIX_WARPS))
+            words = np.zeros((num_parts, parts.size // 2 // self.num_used), np.uint64)
+            of_a_warp = np.zeros((num_parts, self.shape.log_sum_words), np.uint64)
+            for part in range(self.num_used):
+                own = slice(part * self.shape.splits, (part + 1) * self.shape.splits)
+                words[part] = pair_words(parts[:, own].astype(np.float32).reshape(-1), self.tag)
+                payloads = log_sums[:, own].astype(np.float32).reshape(-1).view(np.uint32)
+                of_a_warp[part, : payloads.size] = value_words(payloads, self.tag)
+            outputs.append(words.reshape(-1))
+            sums.append(np.tile(of_a_warp.reshape(-1), MATRIX_WARPS))
         self._put([words for words in outputs for _ in range(2)])
         self._put([words for words in sums for _ in range(2)])
         candidates = np.zeros((self.shape.num_ctas, 2), np.uint32)
@@ -119,6 +127,17 @@ def test_right_words_are_right(tmp_path: Path, variant: str) -> None:
     assert max(finding.error for finding in findings) < 1e-4
     assert first_suspicious(findings, LIMITS["bfloat16"]) is None
     assert made.report().endswith("all below 0.01")
+
+
+@pytest.mark.parametrize("num_used", [1, 2, 3])
+def test_parts_that_the_context_has_come_to_are_merged(tmp_path: Path, num_used: int) -> None:
+    made = MadeUp(tmp_path, replace(SPEC, max_context=300), 4, num_parts=3, num_used=num_used)
+    found = Published(made.shape, made.words, EPOCH).attended(1)
+    assert (found.num_wrong_tags, found.replicas_agree) == (0, True)
+    assert np.allclose(found.values, made.expected.attended(1).reshape(-1), rtol=1e-3, atol=1e-4)
+    last = made.place("LogSum") + (num_used - 1) * made.shape.log_sum_words
+    made.words[last] ^= np.uint64(1 << 40)
+    assert Published(made.shape, made.words, EPOCH).attended(0).num_wrong_tags == 1
 
 
 def flip(made: MadeUp, name: str, word: int, bits: int) -> None:

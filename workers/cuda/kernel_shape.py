@@ -34,8 +34,8 @@ FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 class KernelShape:
     """Everything static about one build of the monokernel. Raises ConfigError for a model that it cannot run.
 
-    `hosted_lanes` of the model's lanes run in this kernel. `splits` of the positions are shared by attention items. In layers without
-    a window an item has `part_batches` batches of 16 positions of its split, and the next ones are another item's.
+    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share; in layers
+    without a window an item has `part_batches` batches of 16 of them, and the next ones are another item's.
     """
 
     spec: ModelSpec
@@ -336,7 +336,8 @@ class KernelShape:
             "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
-            "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.part_batches, "kNumSlots": self.num_slots,
+            "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.part_batches,
+            "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
             "kNearContext": NEAR_CONTEXT, "kSquares": self.num_squares,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,

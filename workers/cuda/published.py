@@ -58,25 +58,33 @@ class Published:
         return self._pairs("Qkv", [lane], (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim)
 
     def attended(self, lane: int) -> Vector:
-        """The merged output (heads * head_dim,) of the lane's attention items."""
+        """The merged output (heads * head_dim,) of the lane's attention items; none of parts that the context has not come to."""
         spec, splits, replicas = self.shape.spec, self.shape.splits, self.shape.replicas
-        outputs = self._pairs("Attended", self._copies(lane), spec.lane_heads * splits * spec.head_dim)
-        payloads, tags = value_payloads(np.concatenate([self._log_sums(copy) for copy in self._copies(lane)]))
-        log_sums = payloads.view(np.float32).reshape(replicas, spec.lane_heads, splits, 1).astype(np.float64)
-        parts = outputs.values.reshape(spec.lane_heads, splits, spec.head_dim)
+        num_values = spec.lane_heads * splits * spec.head_dim
+        outputs, log_sums, wrong, agree = [], [], 0, True
+        for part in range(self.shape.num_parts):
+            of_part = self._pairs("Attended", self._copies(lane), num_values, part * num_values // 2)
+            payloads, tags = value_payloads(np.concatenate([self._log_sums(copy, part) for copy in self._copies(lane)]))
+            if part and (tags != self._tag).all():
+                break
+            by_copy = payloads.view(np.float32).reshape(replicas, spec.lane_heads, splits, 1)
+            outputs.append(of_part.values.reshape(spec.lane_heads, splits, spec.head_dim))
+            log_sums.append(by_copy[0].astype(np.float64))
+            wrong += of_part.num_wrong_tags + int((tags != self._tag).sum())
+            agree = agree and of_part.replicas_agree and len({copy.tobytes() for copy in by_copy}) == 1
+        parts, sums = np.concatenate(outputs, axis=1), np.concatenate(log_sums, axis=1)
         with np.errstate(all="ignore"):  # words that were never written give anything
-            weights = np.exp2(log_sums[0] - log_sums[0].max(axis=1, keepdims=True))
+            weights = np.exp2(sums - sums.max(axis=1, keepdims=True))
             merged = (weights * parts).sum(axis=1) / weights.sum(axis=1)
-        agree = outputs.replicas_agree and bool((payloads.reshape(replicas, -1) == payloads[: spec.lane_heads * splits]).all())
-        wrong = outputs.num_wrong_tags + int((tags != self._tag).sum())
         return Vector(merged.astype(np.float32).reshape(-1), wrong, agree)
 
-    def _log_sums(self, copy: int) -> Words:
-        """The words (heads * splits,) of all heads, each from the matrix warp that takes the head's first column."""
+    def _log_sums(self, copy: int, part: int) -> Words:
+        """A part's words (heads * splits,) of all heads, each from the matrix warp that takes the head's first column."""
         shape, splits = self.shape, self.shape.splits
-        words = self._slice("LogSum", copy, MATRIX_WARPS * shape.log_sum_words).reshape(MATRIX_WARPS, -1)
+        words = self._slice("LogSum", copy, MATRIX_WARPS * shape.num_parts * shape.log_sum_words)
+        of_part = words.reshape(MATRIX_WARPS, shape.num_parts, -1)[:, part]
         warps = [head * shape.spec.head_dim // (32 * shape.out.per) for head in range(shape.spec.lane_heads)]
-        return np.concatenate([words[warp, head * splits : (head + 1) * splits] for head, warp in enumerate(warps)])
+        return np.concatenate([of_part[warp, head * splits : (head + 1) * splits] for head, warp in enumerate(warps)])
 
     def middle(self, lane: int) -> Vector:
         """The lane's residual stream after attention."""
@@ -100,12 +108,12 @@ class Published:
     def _copies(self, lane: int) -> list[int]:
         return [lane * self.shape.replicas + replica for replica in range(self.shape.replicas)]
 
-    def _slice(self, name: str, copy: int, num_words: int) -> Words:
-        first = self._constants[f"k{name}Offset"] + copy * self._constants[f"k{name}Stride"]
+    def _slice(self, name: str, copy: int, num_words: int, behind: int = 0) -> Words:
+        first = self._constants[f"k{name}Offset"] + copy * self._constants[f"k{name}Stride"] + behind
         return self._words[first : first + num_words]
 
-    def _pairs(self, name: str, copies: list[int], num_values: int) -> Vector:
-        all_words = [self._slice(name, copy, num_values // 2) for copy in copies]
+    def _pairs(self, name: str, copies: list[int], num_values: int, behind: int = 0) -> Vector:
+        all_words = [self._slice(name, copy, num_values // 2, behind) for copy in copies]
         decoded: list[tuple[Any, Any]] = [pair_values(words) for words in all_words]
         wrong = sum(int((tags != self._tag).sum()) for _, tags in decoded)
         return Vector(decoded[0][0], wrong, all(np.array_equal(words, all_words[0]) for words in all_words))
