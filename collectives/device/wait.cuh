@@ -14,8 +14,13 @@ struct WaitNote {
     volatile u32 stopped;               // this thread block is leaving
     volatile u32 num_waits;             // counts the places
     volatile u32 phase, layer, lane;    // what the record shows as `phase`, `slot` and `mailbox`
-    volatile u32 wanted, num_words;     // the tag, and how many pair words must carry it
-    const u64* volatile words;
+    volatile u32 wanted;                // the tag
+    // The words that must carry it, in one piece: of two warps that write at once, not the place by one and the number by the other.
+    volatile u64 packed_words;
+    static constexpr u32 kPlaceBits = 46;  // of an address, but for the lowest three
+    __device__ __forceinline__ void set_words(const u64* words, u64 num_words) volatile {
+        packed_words = reinterpret_cast<u64>(words) >> 3 | num_words << kPlaceBits;
+    }
 };
 
 // The waits below take shared-memory addresses; `stopped` is that of WaitNote::stopped.
@@ -62,10 +67,12 @@ struct Watchdog {
     // cluster, or the note is of a wait that is over.
     __device__ __forceinline__ u32 num_missing(u32& seen) const {
         const u32 tag = seen = note.wanted;
+        const u64 packed = note.packed_words;
+        const u64* words = reinterpret_cast<const u64*>((packed & ((u64{1} << WaitNote::kPlaceBits) - 1)) << 3);
         u32 missing = 0;
 #pragma unroll 1
-        for (u32 i = 0; i < note.num_words; ++i) {
-            const u64 word = load_relaxed(note.words + i);
+        for (u32 i = 0; i < packed >> WaitNote::kPlaceBits; ++i) {
+            const u64 word = load_relaxed(words + i);
             if (!has_tag(word, tag) && missing++ == 0) seen = tag_of(word);
         }
         return missing;

@@ -28,7 +28,7 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     mbar_init(role.base + KOG_OFFSET(token_full), 1), mbar_init(role.base + KOG_OFFSET(token_ended), 1);
     for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0, shared.num_finalized = 0;
-    shared.note.phase = 0, shared.note.layer = 0, shared.note.lane = 0, shared.note.wanted = 0, shared.note.num_words = 0;
+    shared.note.phase = 0, shared.note.layer = 0, shared.note.lane = 0, shared.note.wanted = 0, shared.note.packed_words = 0;
 #ifdef KOG_SHAPED
     shared.num_handed = 0;
 #endif

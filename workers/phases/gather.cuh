@@ -67,7 +67,7 @@ struct Gatherer {
     __device__ __forceinline__ void note_wait(u32 phase, u32 layer, u32 lane_idx, u32 tag, const u64* words, u32 num_words) {
         WaitNote& note = role.shared->note;
         note.phase = phase, note.layer = layer, note.lane = lane_idx;
-        note.wanted = tag, note.words = words, note.num_words = num_words;
+        note.wanted = tag, note.set_words(words, num_words);
     }
 
     __device__ __forceinline__ void begin(u32 step_, u32 token_) { step = step_, token = token_, loaded = false; }

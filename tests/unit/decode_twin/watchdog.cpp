@@ -15,7 +15,7 @@ int main(int, char** argv) {
         u32 mirror = 0;
         KogWaitRecord record{};
         WaitNote note{};
-        note.phase = 10, note.wanted = 7, note.num_words = 2, note.words = words;
+        note.phase = 10, note.wanted = 7, note.set_words(words, 2);
         Watchdog watchdog{note, &mirror, &record, limit_us * 1000};
         const u64 from = ++twin::turns;
         const auto passed_us = [&] { return (twin::turns - from) / 100; };
