@@ -249,8 +249,12 @@ class KernelShape:
     @property
     def num_parts(self) -> int:
         """Attention items that share a split of a layer which sees everything, at the end of the context."""
-        has_full = len(self.spec.window_layers) < self.spec.num_layers
-        return -(-self.full_batches // self.part_batches) if has_full else 1
+        return -(-self.full_batches // self.part_batches) if self.full_layers else 1
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers that see everything."""
+        return tuple(layer for layer in range(self.spec.num_layers) if self.spec.window(layer) is None)
 
     @property
     def kv_bytes(self) -> int:
@@ -337,6 +341,7 @@ class KernelShape:
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.part_batches,
+            "kFirstFull": min(self.full_layers, default=0),
             "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
             "kNearContext": NEAR_CONTEXT, "kSquares": self.num_squares,

@@ -174,14 +174,17 @@ class Monokernel:
         The layers' words carry 16 bits of their epoch. After thousands of requests of one token each, whose only step was an LM
         head, words that are there from the last step that ran its layers might have the tag that layer 0 of the next one gives
         (`layer_tag` in layout.cuh). Such words are of the last layer; of the one before where the last layer's streams go to all
-        ranks' mailboxes; or nobody wrote them yet, and 0 is the tag behind the last layer of epoch -1. Epochs left out are never
-        waited for by anybody; their number is even, since candidates have two slots in turn.
+        ranks' mailboxes; or nobody wrote them yet, and 0 is the tag behind the last layer of epoch -1. Words of attention's
+        parts may stand until the first layer without a window waits for them, from that one or from the last one. Epochs left out
+        are never waited for by anybody; their number is even, since candidates have two slots in turn.
         """
         if epoch - self._epoch > self._num_heads_alone:
             self._whole_epoch = epoch - 1
         self._epoch, self._num_heads_alone = epoch, int(begins_at_head)
         num_layers = self.shape.spec.num_layers
-        left = range(num_layers - 2, num_layers + 1)  # layers whose tags words may have
+        left = {num_layers - 2, num_layers - 1, num_layers}  # how many layers before the one that waits words may be from
+        if full := self.shape.full_layers:
+            left |= {0, full[-1] - full[0], num_layers - full[0]}
         since = self._epoch + self._num_heads_alone - self._whole_epoch
         while any((since * (num_layers + 1) - layer) % 0x10000 == 0 for layer in left):
             self._epoch, since = self._epoch + 2, since + 2

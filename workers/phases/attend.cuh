@@ -46,6 +46,12 @@ __device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)
     }
 }
 
+// The first of the items of a layer, a lane and a part that this thread block has; the next one is kNumCtas further on.
+__device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_idx, u32 part) {
+    const u32 first_cta = ((layer * kLanes + lane_idx) * kItems + part * (kNumCtas / kParts)) % kNumCtas;
+    return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
+}
+
 struct Attender {
     const KogDecodeParams& params;
     const Role& role;
@@ -266,6 +272,41 @@ struct Attender {
         return ok;
     }
 
+    // Four values of unit `unit` of an item's outputs, and with a head's first ones the log-sum. `row`: head and split.
+    __device__ __forceinline__ void publish(u32 row, u32 part, u32 lane_idx, u32 unit, u64 first, u64 second, float log_sum, u32 tag) const {
+        u64* base = reinterpret_cast<u64*>(params.words_ptr);
+        // Every matrix warp that takes columns of this head finds the log-sum among its own words.
+        constexpr u32 kWarpColumns = OutOp::kPer * 32;
+        const u32 place = unit % kHeadUnits, column = row / kSplits * kHeadDim + place * 4;
+#pragma unroll
+        for (int replica = 0; replica < kReplicas; ++replica) {
+            store_relaxed_x2(base + kAttendedOffset + (lane_idx * kReplicas + replica) * kAttendedStride + part * kAttendedPart +
+                                 (row * kHeadUnits + place) * 2, first, second);
+            if (place == 0 || column % kWarpColumns == 0)
+                store_relaxed(base + kLogSumOffset + (lane_idx * kReplicas + replica) * kLogSumStride +
+                                  (column / kWarpColumns * kParts + part) * kLogSumWords + row, make_value_word(__float_as_uint(log_sum), tag));
+        }
+    }
+    static constexpr int kHeadUnits = kHeadDim / 4;
+
+    // Nobody reads the words of a part that the context has not come to. They are written all the same, once in a token, since their
+    // tags come again after thousands of tokens; by the threads that write them when the first layer with this part has come to it.
+    __device__ __forceinline__ void keep_apart(u32 position, u32 tag) const {
+#pragma unroll 1
+        for (u32 i = num_parts(kFirstFull, position) * kLanes; i < kParts * kLanes; ++i) {
+            const u32 part = i / kLanes, lane_idx = i % kLanes;
+#pragma unroll 1
+            for (u32 item = first_item(role, kFirstFull, lane_idx, part); item < kItems; item += kNumCtas) {
+#pragma unroll 1
+                for (u32 unit = warp * 32 + lane; unit < kGroup * kHeadUnits; unit += kAttendThreads) {
+                    const u64 nothing = make_pair_word(0, 0, tag);
+                    const u32 row = (item / kSplits * kGroup + unit / kHeadUnits) * kSplits + item % kSplits;
+                    publish(row, part, lane_idx, unit, nothing, nothing, -INFINITY, tag);
+                }
+            }
+        }
+    }
+
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
     __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 part, u32 lane_idx, u32 tag, const Mixed& own) {
         Shared& shared = *role.shared;
@@ -288,8 +329,6 @@ struct Attender {
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(merge_full[half]));
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(merge_full[half]), (num_items - 1) >> 1 & 1)) return false;
         if (warp == 0) stamp(role, kMerged, step, product);
-        constexpr int kHeadUnits = kHeadDim / 4;
-        u64* base = reinterpret_cast<u64*>(params.words_ptr);
 #pragma unroll 1
         for (u32 unit = warp * 32 + lane; unit < kGroup * kHeadUnits; unit += kAttendThreads) {
             const u32 head = unit / kHeadUnits, dim = (unit % kHeadUnits) * 4;
@@ -310,18 +349,7 @@ struct Attender {
             const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
             const u64 first = make_pair_word(mixed.x * inverse, mixed.y * inverse, tag);
             const u64 second = make_pair_word(mixed.z * inverse, mixed.w * inverse, tag);
-            const u32 row = (kv_head * kGroup + head) * kSplits + split;
-            // Every matrix warp that takes columns of this head finds the log-sum among its own words.
-            constexpr u32 kWarpColumns = OutOp::kPer * 32;
-            const u32 column = (kv_head * kGroup + head) * kHeadDim + dim;
-#pragma unroll
-            for (int replica = 0; replica < kReplicas; ++replica) {
-                store_relaxed_x2(base + kAttendedOffset + (lane_idx * kReplicas + replica) * kAttendedStride +
-                                     part * kAttendedPart + (row * kHeadUnits + dim / 4) * 2, first, second);
-                if (dim == 0 || column % kWarpColumns == 0)
-                    store_relaxed(base + kLogSumOffset + (lane_idx * kReplicas + replica) * kLogSumStride +
-                                      (column / kWarpColumns * kParts + part) * kLogSumWords + row, make_value_word(__float_as_uint(log_sum), tag));
-            }
+            publish((kv_head * kGroup + head) * kSplits + split, part, lane_idx, unit, first, second, log_sum, tag);
         }
         return true;
     }
@@ -333,15 +361,14 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         const u32 position = role.first_position + step;
         attender.step = step;
+        if (!kHeadOnly) attender.keep_apart(position, layer_tag(role.first_epoch + step, kFirstFull));
 #pragma unroll 1
         for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
             attender.product = kQkvProducts[i];
             const Place at(attender.product);
-            const u32 parts = num_parts(at.layer(), position);
 #pragma unroll 1
-            for (u32 part = 0; part < parts; ++part) {
-                const u32 first_cta = ((at.layer() * kLanes + at.lane()) * kItems + part * (kNumCtas / kParts)) % kNumCtas;
-                const u32 first = role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
+            for (u32 part = 0; part < num_parts(at.layer(), position); ++part) {
+                const u32 first = first_item(role, at.layer(), at.lane(), part);
 #pragma unroll 1
                 for (u32 item = first; item < kItems; item += kNumCtas)
                     if (!attender.item(at.layer(), at.lane(), item, part, position, layer_tag(role.first_epoch + step, at.layer()))) return;
