@@ -175,7 +175,7 @@ struct Attender {
     // The staged row goes into the registers of the threads that hold its place, and into the cache.
     __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, row = rows.last & 15, i = row >> 3;
-        const u32 staged = role.base + KOG_OFFSET(fresh);
+        const u32 staged = opaque(role.base) + KOG_OFFSET(fresh);
         if (group == (row & 7)) {
 #pragma unroll
             for (int k = 0; k < kDimRegisters; ++k) {
