@@ -70,7 +70,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
     made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
-    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, cluster=1, spec=spec)  # type: ignore[assignment]
+    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, cluster=1, spec=spec, full_layers=(1, 4))  # type: ignore[assignment]
     made.words, made._begins_at_head, made._shaped, made._peers = Memory(4, np.uint64), False, None, b"peers"
     made._kernel, start = Launched(), HeadStart.__new__(HeadStart)  # type: ignore[assignment]
     start._peers, start._num_pairs, start._publisher, start.plain = b"peers", 768, Launched(), Launched()  # type: ignore[assignment]
@@ -118,11 +118,14 @@ def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> Non
     assert (len(head.plain.steps), len(whole.steps)) == (2, 2)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("num_layers", [6, 12, 15])
-def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(kernel: Monokernel, num_layers: int) -> None:
+@pytest.mark.parametrize(("num_layers", "full_layers"), [(6, (2,)), (12, (1, 5, 9)), (15, (0, 1, 2)), (12, ())])
+def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(
+    kernel: Monokernel, num_layers: int, full_layers: tuple[int, ...]
+) -> None:
     """Thousands of requests of one token, whose only step is an LM head; then one whose layers read words again."""
     num_tags, last = 1 << 16, num_layers - 1
-    kernel.shape = SimpleNamespace(spec=SimpleNamespace(num_layers=num_layers))  # type: ignore[assignment]
+    spec = SimpleNamespace(num_layers=num_layers)
+    kernel.shape = SimpleNamespace(spec=spec, full_layers=full_layers)  # type: ignore[assignment]
 
     def layer_tag(epoch: int, layer: int) -> int:
         return (epoch * (num_layers + 1) + layer + 1) % num_tags
@@ -133,13 +136,18 @@ def test_no_epoch_has_the_tags_of_words_that_were_left_long_ago(kernel: Monokern
         kernel._choose_epoch(epoch, begins_at_head=True)
         head, whole = kernel._epoch, kernel._epoch + 1  # the second step, if there were one
         left_out += [epoch + 1 - 99] * (head != epoch)
-        # Layer 0's are the only words that are waited for where something of another step may be.
+        # Layer 0's are the only words that are waited for where something of another step may be, but for those of a part of
+        # attention's positions: the first layer without a window left them (nobody read them), or the last one.
         assert layer_tag(whole, 0) not in left | {layer_tag(head, last)}
+        if full_layers:
+            assert layer_tag(whole, full_layers[0]) not in {layer_tag(99, full_layers[0]), layer_tag(99, full_layers[-1])}
         assert (head - epoch) % 2 == 0
         epoch = head + 1
-    behind = (last - 1, last, num_layers)  # the third: as if nobody had written
-    even = num_layers % 2 == 0  # else there are no such epochs
-    assert left_out == sorted(layer * pow(num_layers + 1, -1, num_tags) % num_tags for layer in behind if even)
+    behind = {last - 1, last, num_layers}  # the third: as if nobody had written
+    if full_layers:
+        behind |= {0, full_layers[-1] - full_layers[0], num_layers - full_layers[0]}
+    tags_of_layers = {layer % num_tags for layer in behind}
+    assert left_out == [since for since in range(2, num_tags + 1) if since * (num_layers + 1) % num_tags in tags_of_layers]
     kernel._choose_epoch(epoch, begins_at_head=False)
     kernel._choose_epoch(kernel._epoch + 3, begins_at_head=True)
     assert kernel._whole_epoch == kernel._epoch - 1
