@@ -16,6 +16,7 @@ import torch
 from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.published import Published, Words, pair_values, value_payloads
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
@@ -91,6 +92,23 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
         logits = np.fromfile(tmp_path / f"logits.{first}.bin", np.float32)
         last = wanted[first + STEPS - 1]
         assert np.linalg.norm(logits - last) / np.linalg.norm(last) < 2e-3, f"from {first} on"
+        check_later_parts(shape, np.fromfile(tmp_path / f"words.{first}.bin", np.uint64), first)
+
+
+def check_later_parts(shape: KernelShape, words: Words, first: int) -> None:
+    """Parts that the context has not come to have the tag of the last step, and nothing in them."""
+    epoch, first_full = (FIRST.index(first) + 1) * STEPS - 1, shape.full_layers[0]
+    published, tag = Published(shape, words, epoch), (epoch * (shape.spec.num_layers + 1) + first_full + 1) & 0xFFFF
+    num_used = (first + STEPS - 1) // (16 * shape.part_batches * shape.splits) + 1
+    num_words = shape.spec.lane_heads * shape.splits * shape.spec.head_dim // 2
+    for part in range(num_used, shape.num_parts):
+        for copy in range(shape.num_lanes * shape.replicas):
+            sums, tags = value_payloads(published._log_sums(copy, part))
+            assert set(tags.tolist()) == {tag}
+            assert set(sums.view(np.float32).tolist()) == {-np.inf}
+            values, tags = pair_values(published._slice("Attended", copy, num_words, part * num_words))
+            assert set(tags.tolist()) == {tag}
+            assert not values.any()
 
 
 def prepare(shape: KernelShape, model: Model, ids: np.ndarray[tuple[int], np.dtype[np.uint32]], folder: Path) -> None:

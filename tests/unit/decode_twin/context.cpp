@@ -57,5 +57,6 @@ int main(int num_arguments, char** argv) {
         write("record", record);
         if (state.abort_mirror || state.position != first + num_steps) return 5;
         write("kept." + std::string(argv[i]), kv), write("logits." + std::string(argv[i]), logits);
+        write("words." + std::string(argv[i]), words);
     }
 }
