@@ -44,7 +44,7 @@ class KernelShape:
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
     splits: int = 8
-    part_batches: int = 16
+    part_batches: int = 0  # 0: see `part`
     ahead_tiles: int = 0  # that are read into L2 beyond the ring while the first layers wait for sums, at most
     ahead_cycles: int = 800
     ahead_layers: int = 2
@@ -80,6 +80,8 @@ class KernelShape:
             findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
         if self.keeps_hashes and self.traced_step >= 0:
             findings.append("hashes and a trace (one of them)")
+        if self.part_batches < 0:
+            findings.append(f"parts of {self.part_batches} batches (1 or more, or 0)")
         if self.splits % 8:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.head.cta_rows >= 4095:
@@ -253,7 +255,12 @@ class KernelShape:
     @property
     def num_parts(self) -> int:
         """Attention items that share a split of a layer which sees everything, at the end of the context."""
-        return -(-self.full_batches // self.part_batches) if self.full_layers else 1
+        return -(-self.full_batches // self.part) if self.full_layers else 1
+
+    @property
+    def part(self) -> int:
+        """Batches of a part: 2,048 positions, or a quarter of a longer context, since in each token unread parts are written."""
+        return self.part_batches or max(16, -(-self.full_batches // 4))
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -344,7 +351,7 @@ class KernelShape:
             "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
-            "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.part_batches,
+            "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.part,
             "kAheadTiles": self.ahead_tiles, "kAheadCycles": self.ahead_cycles, "kAheadLayers": self.ahead_layers,
             "kAheadContext": self.ahead_context,
             "kFirstFull": min(self.full_layers, default=0),

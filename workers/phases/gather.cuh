@@ -206,8 +206,8 @@ struct Gatherer {
         }
     }
     template <int kHalf>
-    __device__ __forceinline__ bool add_part(const Place& at, const Splits& from, Mixture& mixture) {
-        if (!wait_for_splits<kHalf>(at, from)) return false;
+    __device__ __forceinline__ bool add_part(const Place& at, const Splits& from, u32 number, Mixture& mixture) {
+        if (!wait_for_splits<kHalf>(at, from, number)) return false;
         const float peak = fmaxf(mixture.peak, peak_of_splits<kHalf>()), shrink = exp2_approx(mixture.peak - peak);
         mixture = {peak, mixture.total * shrink, times(mixture.sum, make_float4(shrink, shrink, shrink, shrink))};
         add_splits<kHalf>(mixture);
@@ -318,29 +318,29 @@ struct Gatherer {
             const u32 parts = num_parts(at.layer(), role.first_position + step);
             Splits next = behind(from);
             if (parts > 1) load_splits<kPartsLoaded - 1>(next);
-            if (!wait_for_splits<0>(at, from)) return false;
+            if (!wait_for_splits<0>(at, from, 0)) return false;
             Mixture mixture{peak_of_splits<0>()};
             add_splits<0>(mixture);
             for (u32 part = 1; part < parts; part += 2) {
                 from = behind(next);
                 if (part + 1 < parts) load_splits<0>(from);
-                if (!add_part<kPartsLoaded - 1>(at, next, mixture)) return false;
+                if (!add_part<kPartsLoaded - 1>(at, next, part, mixture)) return false;
                 if (part + 1 == parts) break;
                 next = behind(from);
                 if (part + 2 < parts) load_splits<kPartsLoaded - 1>(next);
-                if (!add_part<0>(at, from, mixture)) return false;
+                if (!add_part<0>(at, from, part + 1, mixture)) return false;
             }
             write_mixture(group, mixture);
         }
         return true;
     }
     template <int kHalf>
-    __device__ __forceinline__ bool wait_for_splits(const Place& at, const Splits& from) {
+    __device__ __forceinline__ bool wait_for_splits(const Place& at, const Splits& from, u32 number) {
         for (u32 rounds = 1; !splits_ready<kHalf>(from); ++rounds) {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
                 const u64* all = reinterpret_cast<const u64*>(params.words_ptr) + kAttendedOffset +
-                                 (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride;
+                                 (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride + number * kAttendedPart;
                 note_wait(kOutPhase, at.layer(), at.lane(), from.tag, all, kSplits * kQueryRows / 2);
             }
             load_splits<kHalf>(from);
