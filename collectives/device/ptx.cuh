@@ -97,11 +97,6 @@ __device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u
         : "memory");
 }
 
-// Into L2 only; may be dropped.
-__device__ __forceinline__ void bulk_prefetch(const void* src, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
-
 // ---- registers of a group of four warps ----
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {

@@ -63,16 +63,7 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     with torch.no_grad():
         wanted = oracle(torch.from_numpy(ids.astype(np.int64))[None], kept)[0].numpy()
 
-    shape = KernelShape(
-        spec,
-        range(spec.num_lanes),
-        max_ctas=5,
-        copies=2,
-        max_slots=6,
-        part_batches=PARTS[head_dim],
-        ahead_tiles=2,
-        ahead_context=2000,
-    )
+    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, part_batches=PARTS[head_dim])
     layout = CacheLayout.of(shape)
     assert (shape.window_batches, shape.full_batches, shape.num_parts) == (9, 19, {48: 2, 64: 5}[head_dim])
     prepare(shape, model, ids, tmp_path)

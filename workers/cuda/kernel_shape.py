@@ -45,10 +45,6 @@ class KernelShape:
     max_ctas: int = MAX_CTAS
     splits: int = 8
     part_batches: int = 0  # 0: see `part`
-    ahead_tiles: int = 0  # that are read into L2 beyond the ring while the first layers wait for sums, at most
-    ahead_cycles: int = 800
-    ahead_layers: int = 2
-    ahead_context: int = 1024  # not further on: attention needs what memory has to give
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     cluster: int = 1  # or 2: thread blocks that share the columns of x, of which each reads the words of its half
@@ -259,8 +255,8 @@ class KernelShape:
 
     @property
     def part(self) -> int:
-        """Batches of a part: 2,048 positions, or a quarter of a longer context, since in each token unread parts are written."""
-        return self.part_batches or max(16, -(-self.full_batches // 4))
+        """Batches of a part: 1,536 positions, or a quarter of a longer context, since in each token unread parts are written."""
+        return self.part_batches or max(12, -(-self.full_batches // 4))
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -352,8 +348,6 @@ class KernelShape:
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.part,
-            "kAheadTiles": self.ahead_tiles, "kAheadCycles": self.ahead_cycles, "kAheadLayers": self.ahead_layers,
-            "kAheadContext": self.ahead_context,
             "kFirstFull": min(self.full_layers, default=0),
             "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,

@@ -21,9 +21,6 @@ struct Loader {
     u32 parity = 1;               // of the `empty` barriers to wait for, which start as if they had been passed
     u32 landing, landing_parity = 0, num_under_way = 0;  // barrier of the oldest copy that was not seen to land
     u32 most = kPiecesInFlight;                          // that may be under way
-    const unsigned char *asked = nullptr, *end = nullptr;  // of what is read ahead: the next; of the tape
-    bool reads_ahead = false;
-    u32 asked_cycles = 0;
 
     static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
 
@@ -44,26 +41,8 @@ struct Loader {
         count_landed();
         return true;
     }
-    // Where lanes and ranks wait for each other, in the first layers, the ring is full and memory has nothing to do: meanwhile tiles
-    // behind the ring's are read into L2, one every kAheadCycles. All thread blocks together ask for whole rows of tiles.
-    __device__ __forceinline__ bool wait_reading_ahead() {
-        constexpr u64 kRow = u64{kNumCtas} * kSlotBytes;
-        if (asked < source + kRow) asked = source + kRow;  // what comes next is asked for soon enough
-        while (!mbar_test(full + kEmptyOffset, parity)) {
-            if (load_shared_u32(role.stopped()) || load_shared_u32(role.base + KOG_OFFSET(finished))) return false;
-            if (asked < source + (kAheadTiles + 1) * kRow && asked + kSlotBytes <= end && clock_cycles() - asked_cycles >= kAheadCycles) {
-                bulk_prefetch(asked, kSlotBytes);
-                asked += kRow, asked_cycles = clock_cycles();
-            }
-        }
-        return true;
-    }
-    __device__ __forceinline__ bool wait_for_room() {
-        if (kAheadTiles > 0 && reads_ahead) return mbar_try(full + kEmptyOffset, parity) || wait_reading_ahead();
-        return wait(full + kEmptyOffset, parity, role.base + KOG_OFFSET(finished));
-    }
     __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
-        if (!wait_for_room()) return false;
+        if (!wait(full + kEmptyOffset, parity, role.base + KOG_OFFSET(finished))) return false;
         mbar_arrive_expect(full, bytes);
         // All is prepared when the turn comes: between a landing and the next copy memory has less to do.
         if (num_under_way == most && !wait_for_landing()) return false;
@@ -89,7 +68,6 @@ struct Loader {
         most = role.first_position + step < kNearContext ? kPiecesInFlight : kFarPiecesInFlight;
         while (num_under_way > most)
             if (!wait_for_landing()) return false;
-        asked = tape, end = tape + u64{kNumCtas} * kTapeBytes;
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
@@ -100,7 +78,6 @@ struct Loader {
                 if (at.phase() == 2) count = GateUpOp::kBlocks * GateUpOp::kTiles, bytes = GateUpOp::kTileBytes;
                 if (at.phase() == 3) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
             }
-            reads_ahead = !kHeadOnly && at.layer() < kAheadLayers && role.first_position + step < kAheadContext;
             if (!issue_tiles(tiles, count, bytes)) return false;
             tiles += u64{kNumCtas} * count * bytes;
         }

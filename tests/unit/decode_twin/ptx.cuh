@@ -293,14 +293,6 @@ inline void claim(u32 bar, u32 first, u32 end) {
     for (const auto& [other, range] : claimed)
         if (other != bar && range.first < own.second && own.first < range.second) abort();
 }
-inline u64 num_prefetched = 0;
-inline void bulk_prefetch(const void* src, u32 bytes) {
-    const char* from = static_cast<const char*>(src);
-    bool is_inside = false;
-    for (const auto& [first, end] : tapes) is_inside |= from >= first && from + bytes <= end;
-    if (!is_inside || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) abort();
-    ++num_prefetched;
-}
 inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
     const char* from = static_cast<const char*>(src);
     bool is_inside = false;
