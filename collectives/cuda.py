@@ -76,11 +76,12 @@ class CudaCommunicator:
         device: int,
         timeout_s: float = 30.0,
         epoch_bits: int = words.TAG_BITS,
+        shares_gpus: bool = False,
     ) -> CudaCommunicator:
         """Collective: every rank calls it with equal mailboxes (ConfigError otherwise); `deadline` bounds the meeting.
 
-        `device`: ordinal of this rank's GPU in this process. `timeout_s` bounds every later wait. Raises also CompileError, and
-        LaunchError when the GPU or a peer's memory is not to be had.
+        `device`: ordinal of this rank's GPU in this process. `timeout_s` bounds every later wait. `shares_gpus`: as of
+        `CudaHeap.create`. Raises also CompileError, and LaunchError when the GPU or a peer's memory is not to be had.
         """
         world_size = rendezvous.world_size
         placed = place([*mailboxes, BARRIER], world_size)
@@ -96,6 +97,7 @@ class CudaCommunicator:
             memory,
             generation=control.generation,
             fingerprint=hashlib.sha256(layout).digest(),
+            shares_gpus=shares_gpus,
         )
         with cuda_errors(f"rank {rendezvous.rank}: preparing its GPU for collectives"):
             comm = cls(heap, placed, kernel, control, timeout_s=timeout_s, epoch_bits=epoch_bits)

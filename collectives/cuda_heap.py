@@ -92,8 +92,11 @@ class CudaHeap:
         *,
         generation: int,
         fingerprint: bytes,
+        shares_gpus: bool = False,
     ) -> CudaHeap:
         """Allocate, export, open and try every peer. Collective, with the same size, generation and fingerprint (32 bytes).
+
+        `shares_gpus`: two ranks may have one GPU, where their kernels take turns. For tests of more ranks than there are GPUs.
 
         Raises RendezvousTimeout naming the ranks that never came, ConfigError when ranks do not fit together (other layout, other
         machine, one GPU for two ranks), LaunchError when memory cannot be had or a peer's cannot be reached.
@@ -110,7 +113,7 @@ class CudaHeap:
             own = CudaHeapHandle(memory.place, address, total_bytes, generation, fingerprint, ipc)
             raw = rendezvous.all_gather_bytes(own.pack(), deadline)
             handles = [CudaHeapHandle.unpack(packed, peer) for peer, packed in enumerate(raw)]
-            _check(handles, rank)
+            _check(handles, rank, shares_gpus=shares_gpus)
             for peer in _others(rank, world_size):
                 handle = handles[peer]
                 if handle.place.process == own.place.process:
@@ -185,7 +188,7 @@ def _greeting(generation: int, writer: int, reader: int) -> int:
     return generation << 32 | (writer + 1) << 16 | (reader + 1)
 
 
-def _check(handles: Sequence[CudaHeapHandle], rank: int) -> None:
+def _check(handles: Sequence[CudaHeapHandle], rank: int, *, shares_gpus: bool) -> None:
     own = handles[rank]
     for peer, handle in enumerate(handles):
         if (handle.size_bytes, handle.generation, handle.fingerprint) != (own.size_bytes, own.generation, own.fingerprint):
@@ -199,7 +202,7 @@ def _check(handles: Sequence[CudaHeapHandle], rank: int) -> None:
     users: dict[str, int] = {}
     for peer, handle in enumerate(handles):
         first = users.setdefault(handle.place.bus_id, peer)
-        if first != peer:
+        if first != peer and not shares_gpus:
             raise ConfigError(
                 f"ranks {first} and {peer} were both given GPU {handle.place.bus_id}: every rank needs a GPU of its own"
             )

@@ -5,7 +5,7 @@
 A child process imports the module and forks the ranks from itself, so eight ranks cost one interpreter start. It watches them,
 sets the abort word when one dies, raises or asks for it, kills what is left at the deadline, and dies with the caller. Arguments
 and results are JSON. The function gets a `RankContext` and makes its communicator from it, so the same body runs on CPU ranks and
-on GPUs, of which rank r then uses number r."""
+on GPUs, of which rank r then uses number r, or with `ranks_per_gpu` number r // ranks_per_gpu."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class RankContext:
     arguments: Mapping[str, Any]
     deadline: Deadline
     device: str = "cpu"
+    shares_gpus: bool = False
 
     def communicator(self, mailboxes: Sequence[MailboxSpec], **options: Any) -> Communicator:
         """This rank's communicator over the mailboxes; options go to `create` of its class."""
@@ -68,6 +69,7 @@ class RankContext:
             control=self.control,
             deadline=self.deadline,
             device=self.info.local_rank,
+            shares_gpus=self.shares_gpus,
             **options,
         )
 
@@ -90,14 +92,17 @@ def run_ranks(
     deadline_s: float = 60.0,
     search_path: Sequence[Path] = (),
     device: str = "cpu",
+    ranks_per_gpu: int = 1,
     environ: Mapping[str, str] | None = None,
 ) -> list[RankOutcome]:
     """Call `body` ("module:function") with a RankContext on every rank; returns the outcomes in the order of ranks.
 
-    `search_path` is put before sys.path, `environ` over the environment. Nothing is left running, whatever happens. LaunchError
-    when the ranks could not be started."""
+    `search_path` is put before sys.path, `environ` over the environment. Ranks that share a GPU take turns:
+    those that wait for one another take 50 times as long, and have the same results. Nothing is left running, whatever happens.
+    LaunchError when the ranks could not be started."""
     order = {
         "world_size": world_size, "body": body, "arguments": dict(arguments or {}), "deadline_s": deadline_s, "device": device,
+        "ranks_per_gpu": ranks_per_gpu,
     }  # fmt: skip
     paths = [*(str(path) for path in search_path), *(path or os.getcwd() for path in sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -129,7 +134,8 @@ def _main(order: Mapping[str, Any]) -> list[dict[str, Any]]:
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            info = RankInfo(rank, world_size, rank, "ranks", control_fd=page.fd, rendezvous_fd=meeting.fd)
+            gpu = rank // int(order["ranks_per_gpu"])
+            info = RankInfo(rank, world_size, gpu, "ranks", control_fd=page.fd, rendezvous_fd=meeting.fd)
             _run_rank(info, body, order, deadline, reports[rank])
         pids.append(pid)
     statuses = _watch(pids, page, deadline)
@@ -146,7 +152,9 @@ def _run_rank(
         os.dup2(2, 1)  # what libraries print must not mix with the supervisor's report
         control = ControlPage.from_fd(os.dup(info.control_fd))
         meeting = LocalRendezvous.from_fd(os.dup(info.rendezvous_fd), info.rank, aborted=control.aborted)
-        outcome = {"result": body(RankContext(info, control, meeting, order["arguments"], deadline, order["device"]))}
+        shares_gpus = int(order["ranks_per_gpu"]) > 1
+        context = RankContext(info, control, meeting, order["arguments"], deadline, order["device"], shares_gpus)
+        outcome = {"result": body(context)}
         status = 0
     except BaseException:
         outcome = {"error": traceback.format_exc()}

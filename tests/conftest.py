@@ -22,7 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
+    from tests.gpu.sharing import RANKS_PER_GPU
+
     present = torch.cuda.device_count()
     for item, count in needed:
-        if present < count:
+        if present * RANKS_PER_GPU < count:
             item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA device{'s' if count > 1 else ''}, found {present}"))

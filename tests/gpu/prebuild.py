@@ -37,11 +37,12 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         from tests.gpu.test_monokernel import DEMO, HEADS, VARIANTS
 
         for overrides in (*VARIANTS.values(), *HEADS.values()):
-            yield from ((ModelSpec(**{**DEMO, **overrides}), {"kv_dtype": kv_dtype}) for kv_dtype in ("bfloat16", "float16"))
+            for kv_dtype in ("bfloat16", "float16"):
+                yield ModelSpec(**{**DEMO, **overrides}), {"kv_dtype": kv_dtype, "part_batches": 1}
     elif group == "ranks":
         from tests.gpu.rank_bodies import VARIANTS as OF_RANKS
 
-        yield from ((spec, {}) for spec in OF_RANKS.values())
+        yield from ((spec, {"part_batches": 1}) for spec in OF_RANKS.values())
     elif group == "demo":
         checkpoint = open_checkpoint(Path(str(resources.files("kog_dist"))) / "models" / "demo", verify=False)
         dtypes = ({"weight_dtype": checkpoint.dtype, "kv_dtype": kv_dtype} for kv_dtype in ("bfloat16", "float16"))

@@ -73,6 +73,7 @@ def _kernel(context: RankContext, *, shaped: bool) -> AbstractContextManager[Mon
     """The rank's kernel with the variant's random weights."""
     from kog_dist.workers.cuda.device_weights import random_weights
 
-    shape = rank_shape(context, VARIANTS[str(context.arguments["variant"])])
+    variant = VARIANTS[str(context.arguments["variant"])]
+    shape = rank_shape(context, variant, part_batches=1)  # 128 positions: answers come to attention's second part
     prepare(context, [shape], shaped=shaped)
     return rank_kernel(context, shape, random_weights(shape, 5), shaped=shaped)

@@ -36,11 +36,15 @@ class Step:
         return " ".join(words).replace(sys.executable, "python")
 
 
-def _tests(gpus: int, about_s: float, limit_s: float, name: str, select: str = "", builds: str = "", alone: bool = False) -> Step:
-    """A file of this folder, or what `pytest -k` selects of it."""
+def _tests(
+    gpus: int, about_s: float, limit_s: float, name: str, select: str = "", builds: str = "", *, alone: bool = False,
+    ranks_per_gpu: int = 1,
+) -> Step:  # fmt: skip
+    """A file of this folder, or what `pytest -k` selects of it. `ranks_per_gpu`: see sharing.py."""
     chosen = ("-k", select) if select else ()
     command = (sys.executable, "-m", "pytest", "-q", "--maxfail=3", "-p", "no:cacheprovider", f"tests/gpu/{name}.py", *chosen)
-    return Step(gpus, about_s, limit_s, command, alone=alone, builds=tuple(builds.split()))
+    environ = {"RANKS_PER_GPU": f"{ranks_per_gpu}"} if ranks_per_gpu > 1 else {}
+    return Step(gpus, about_s, limit_s, command, alone=alone, builds=tuple(builds.split()), environ=environ)
 
 
 def _engines(gpus: int, about_s: float, limit_s: float, select: str, prefill: str = "auto") -> Step:
@@ -87,6 +91,9 @@ STEPS = {
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2"),
     "prefill_ranks_2": _tests(2, 60, 200, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
+    "ranks_4_on_2": _tests(2, 120, 300, "test_ranks", "4]", builds="ranks:1,4", ranks_per_gpu=2),
+    "ranks_8_on_2": _tests(2, 240, 480, "test_ranks", "8]", builds="ranks:1,8", ranks_per_gpu=4),
+    "prefill_ranks_4_on_2": _tests(2, 90, 250, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4", ranks_per_gpu=2),
     "train_2": _tests(2, 60, 200, "test_train", "two_gpus"),
     "kccl_2": _tests(2, 60, 180, "test_kccl", f"not ({_NOT_ON_2})", alone=True),
     "engines_2": _engines(2, 150, 400, "2]"),

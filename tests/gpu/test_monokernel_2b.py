@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
 SPEC, SEED = laneformer_2b(), 1
 IDS = np.random.default_rng(1).integers(0, SPEC.vocab_size, SPEC.max_context).tolist()
-POSITIONS = (0, 1, 7, 8, 63, 64, 127, 128, 129, 300, 510, 511, 512, 513, 640, 1023, 1500, 2047, 2048, 3000, 3999, 4000)
+POSITIONS = (
+    0, 1, 7, 8, 63, 64, 127, 128, 129, 300, 510, 511, 512, 513, 640, 1023, 1500, 1535, 1536, 2048, 3000, 3071, 3072, 3999, 4000,
+)  # fmt: skip
 LIMIT = 2e-3
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kog_dist.collectives.ranks import run_ranks
+from tests.gpu.sharing import RANKS_PER_GPU
 
 pytestmark = pytest.mark.timeout(300)
 ON_2_AND_4 = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
@@ -17,7 +18,7 @@ ON_2_AND_4 = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 def results(world_size: int, body: str, **arguments: Any) -> list[dict[str, Any]]:
     outcomes = run_ranks(
         world_size, f"tests.gpu.prefill_bodies:{body}", arguments, deadline_s=120.0, search_path=[Path(__file__).parents[2]],
-        device="cuda",
+        device="cuda", ranks_per_gpu=RANKS_PER_GPU,
     )  # fmt: skip
     failed = [
         f"rank {rank} ended with {outcome.status}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.status

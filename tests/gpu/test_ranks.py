@@ -9,6 +9,7 @@ import pytest
 
 from kog_dist.collectives.ranks import run_ranks
 from tests.gpu.rank_bodies import VARIANTS
+from tests.gpu.sharing import RANKS_PER_GPU
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -22,12 +23,13 @@ def results(world_size: int, variant: str, body: str = "answer") -> list[Any]:
         deadline_s=100.0,
         search_path=[Path(__file__).parents[2]],
         device="cuda",
+        ranks_per_gpu=RANKS_PER_GPU,
     )
     assert not any(outcome.status for outcome in outcomes), [outcome.error for outcome in outcomes if outcome.status]
     return [outcome.result for outcome in outcomes]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_ranks_have_the_bits_of_one(variant: str, world_size: int) -> None:
     (alone,) = results(1, variant)
@@ -38,7 +40,7 @@ def test_ranks_have_the_bits_of_one(variant: str, world_size: int) -> None:
         assert [digest for rank in ranks for digest in rank["digests"][number]] == alone["digests"][number]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4)])
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
 @pytest.mark.parametrize("variant", ["delay 1", "all blocking", "head of all lanes", "head by lane"])
 def test_shaped_answers_do_not_depend_on_ranks(variant: str, world_size: int) -> None:
     """One rank's are compared with the definition, others with these. The vocabulary of `delay 1` is cut unevenly."""

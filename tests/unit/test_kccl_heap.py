@@ -104,7 +104,9 @@ def places(world_size: int, *, one_process: bool = False) -> list[Place]:
     ]  # fmt: skip
 
 
-def meet(machine: Machine, own_places: list[Place], body: Callable[[CudaHeap], Any], **changes: Any) -> list[Any]:
+def meet(
+    machine: Machine, own_places: list[Place], body: Callable[[CudaHeap], Any], *, shares_gpus: bool = False, **changes: Any
+) -> list[Any]:
     """Make the heap on every rank, in threads, and call `body` with it; results or errors by rank. `changes`: of rank 0."""
     world_size = len(own_places)
     meeting = LocalRendezvous.create(world_size)
@@ -113,7 +115,7 @@ def meet(machine: Machine, own_places: list[Place], body: Callable[[CudaHeap], A
 
     def run(rank: int) -> None:
         rendezvous = LocalRendezvous.from_fd(os.dup(meeting.fd), rank, aborted=stopped.is_set)
-        options = {"generation": 3, "fingerprint": PLAN, **(changes if rank == 0 else {})}
+        options = {"generation": 3, "fingerprint": PLAN, "shares_gpus": shares_gpus, **(changes if rank == 0 else {})}
         memory = PlayedMemory(machine, rank, own_places[rank])
         try:
             heap = CudaHeap.create(5000, rendezvous, Deadline.after(20.0), memory, **options)
@@ -217,6 +219,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
     own_places[2] = replace(own_places[2], bus_id=own_places[1].bus_id)
     texts = errors(meet(Machine(), own_places, lambda heap: None), ConfigError)
     assert all("ranks 1 and 2 were both given GPU 0000:01:00.0" in text for text in texts)
+    assert meet(Machine(), own_places, lambda heap: heap.world_size, shares_gpus=True) == [3, 3, 3]
 
 
 def test_ranks_of_other_machines_are_refused() -> None:
