@@ -48,7 +48,7 @@ CHOICES = {  # what could be the default
     "default": DEFAULT,
     "to 1024": replace(DEFAULT, sizes=_TO_1024),
     "to 2048": replace(DEFAULT, sizes=_TO_2048),
-    "finer": replace(DEFAULT, sizes=tuple(sorted((*BLOCK_SIZES, 384, 768, 1536, 3072)))),
+    "powers of two": replace(DEFAULT, sizes=(128, 256, 512, 1024, 2048, 4096)),
 }
 _CACHED, _ADDED = 3900, 50  # a conversation that goes on
 _REPEATS_OF_OPERATIONS = 20

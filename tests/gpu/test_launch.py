@@ -107,7 +107,7 @@ def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
     assert figures["findings"] == []
     assert figures["replayed"] > 50
     assert figures["cached_tokens"] > 0
-    assert "GPU 0" in figures["growth"]
+    assert any(name.startswith("GPU ") for name in figures["growth"])
 
 
 def test_cancels_and_aborts_are_obeyed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better.
-BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
+# Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better. Few rows are
+# what an agent's conversation goes on with, so small sizes lie close together.
+BLOCK_SIZES = (128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 3072, 4096)
 # A prompt that is no longer goes through one block of so many rows. Its values are kept as sums of two, so products see twice as
 # many rows: in short prompts little averages roundings out, and weights are waited for anyway.
 EXACT_SIZE = 64
@@ -16,7 +17,7 @@ SPLIT_SIZE = 128
 
 def sizes_within(max_context: int, sizes: Sequence[int] = BLOCK_SIZES) -> tuple[int, ...]:
     """Those of `sizes`, which ascend, that `blocks` uses in a context of so many positions."""
-    return tuple(size for size in sizes if size == sizes[0] or size - max_context < _padded_below(size, sizes))
+    return tuple(size for size in sizes if size == sizes[0] or size - max_context < sizes[0])
 
 
 class Block(NamedTuple):
@@ -37,7 +38,8 @@ def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size:
 
     A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast blocks were
     queued. Largest blocks come first: where a prompt was left at the end of one, going on there gives the blocks that the whole
-    prompt has. A rest is padded if that wastes less than the smallest block, in large blocks than two of them; else cut again.
+    prompt has. A rest is padded if that wastes less than the smallest block, which takes as long as reading the weights, however
+    few rows it has; else cut again.
     """
     if start < end <= exact_size:
         return [Block(start, exact_size, end - start)]
@@ -45,13 +47,8 @@ def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size:
     while start < end:
         rest = end - start
         holding = next((size for size in sizes if size >= rest), None)
-        if holding is None or holding - rest >= _padded_below(holding, sizes):
+        if holding is None or holding - rest >= sizes[0]:
             holding = max(size for size in sizes if size <= rest)
         found.append(Block(start, holding, min(holding, rest)))
         start += holding
     return found
-
-
-def _padded_below(size: int, sizes: Sequence[int]) -> int:
-    """Rows of padding that would be too many: small blocks take as long as reading the weights, however few rows they have."""
-    return sizes[0] * (2 if size >= 8 * sizes[0] else 1)

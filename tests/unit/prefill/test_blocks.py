@@ -15,7 +15,7 @@ def test_blocks_cover_every_position_once_and_waste_little() -> None:
             assert all(block.size in BLOCK_SIZES and 0 < block.num_tokens <= block.size for block in found)
             assert all(block.num_tokens == block.size for block in found[:-1]), "only the last one is padded"
             wasted = found[-1].size - found[-1].num_tokens if found else 0
-            assert wasted < (256 if found and found[-1].size >= 1024 else 128)
+            assert wasted < 128
 
 
 def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
@@ -32,28 +32,32 @@ def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
         (50, [128]),
         (128, [128]),
         (129, [256]),
-        (300, [256, 128]),
+        (300, [384]),
         (385, [512]),
         (512, [512]),
-        (768, [512, 256]),
-        (769, [1024]),
+        (600, [640]),
+        (769, [896]),
         (1100, [1024, 128]),
-        (1500, [1024, 512]),
-        (1792, [1024, 512, 256]),
-        (1793, [2048]),
+        (1300, [1024, 384]),
+        (1408, [1024, 384]),
+        (1409, [1536]),
+        (1500, [1536]),
+        (1800, [1536, 384]),
         (2047, [2048]),
-        (3840, [2048, 1024, 512, 256]),
-        (3841, [4096]),
+        (2900, [2048, 896]),
+        (3000, [3072]),
+        (3968, [3072, 896]),
+        (3969, [4096]),
         (3999, [4096]),
-        (5800, [4096, 1024, 512, 256]),
-        (6000, [4096, 2048]),
+        (5800, [4096, 1536, 256]),
+        (6000, [4096, 1536, 384]),
     ],
 )
 def test_sizes(end: int, sizes: list[int]) -> None:
     assert [block.size for block in blocks(0, end)] == sizes
 
 
-@pytest.mark.parametrize("max_context", [60, 128, 300, 1792, 1793, 2048, 3840, 3841, 4096])
+@pytest.mark.parametrize("max_context", [60, 128, 300, 1408, 1409, 2048, 3968, 3969, 4096])
 def test_a_context_has_the_sizes_that_its_prompts_need(max_context: int) -> None:
     sizes = sizes_within(max_context)
     needed = {block.size for end in range(1, max_context + 1) for block in blocks(0, end)}
