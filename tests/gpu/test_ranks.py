@@ -40,6 +40,14 @@ def test_ranks_have_the_bits_of_one(variant: str, world_size: int) -> None:
         assert [digest for rank in ranks for digest in rank["digests"][number]] == alone["digests"][number]
 
 
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)])
+def test_2b_ranks_have_the_bits_of_one(world_size: int) -> None:
+    (alone,) = results(1, "2b", "digests_2b")
+    ranks = results(world_size, "2b", "digests_2b")
+    for place, wanted in enumerate(alone):
+        assert [digest for rank in ranks for digest in rank[place]] == wanted
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
 @pytest.mark.parametrize("variant", ["delay 1", "all blocking", "head of all lanes", "head by lane"])
 def test_shaped_answers_do_not_depend_on_ranks(variant: str, world_size: int) -> None:
