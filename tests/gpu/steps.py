@@ -91,9 +91,9 @@ STEPS = {
     # ---- two GPUs ----
     "ranks_2": _tests(2, 70, 200, "test_ranks", "2]", builds="ranks:1,2"),
     "prefill_ranks_2": _tests(2, 60, 200, "test_prefill_ranks", "2] or peer", builds="ranks:1,2 2b:1,2"),
-    "ranks_4_on_2": _tests(2, 120, 300, "test_ranks", "4]", builds="ranks:1,4", ranks_per_gpu=2),
-    "ranks_8_on_2": _tests(2, 240, 480, "test_ranks", "8]", builds="ranks:1,8", ranks_per_gpu=4),
-    "prefill_ranks_4_on_2": _tests(2, 90, 250, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4", ranks_per_gpu=2),
+    "ranks_4_on_2": _tests(2, 145, 350, "test_ranks", "4]", builds="ranks:1,4", ranks_per_gpu=2),
+    "ranks_8_on_2": _tests(2, 240, 500, "test_ranks", "8]", builds="ranks:1,8", ranks_per_gpu=4),
+    "prefill_ranks_4_on_2": _tests(2, 140, 320, "test_prefill_ranks", "4]", builds="ranks:1,4 2b:1,4", ranks_per_gpu=2),
     "train_2": _tests(2, 60, 200, "test_train", "two_gpus"),
     "kccl_2": _tests(2, 60, 180, "test_kccl", f"not ({_NOT_ON_2})", alone=True),
     "engines_2": _engines(2, 150, 400, "2]"),
