@@ -34,15 +34,15 @@ BLOCKS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest block, wher
 def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
     """Models and options of KernelShape."""
     if group == "one_gpu":
-        from tests.gpu.test_monokernel import DEMO, HEADS, VARIANTS
+        from tests.gpu.test_monokernel import DEMO, DTYPES, HEADS, VARIANTS
 
         for overrides in (*VARIANTS.values(), *HEADS.values()):
-            for kv_dtype in ("bfloat16", "float16"):
-                yield ModelSpec(**{**DEMO, **overrides}), {"kv_dtype": kv_dtype, "part_batches": 1}
+            for dtype, kv_dtype in DTYPES:
+                yield ModelSpec(**{**DEMO, **overrides}), {"weight_dtype": dtype, "kv_dtype": kv_dtype, "part_batches": 1}
     elif group == "ranks":
         from tests.gpu.rank_bodies import VARIANTS as OF_RANKS
 
-        yield from ((spec, {"part_batches": 1}) for spec in OF_RANKS.values())
+        yield from ((spec, options) for spec in OF_RANKS.values() for options in ({"part_batches": 1}, {}))
     elif group == "demo":
         checkpoint = open_checkpoint(Path(str(resources.files("kog_dist"))) / "models" / "demo", verify=False)
         dtypes = ({"weight_dtype": checkpoint.dtype, "kv_dtype": kv_dtype} for kv_dtype in ("bfloat16", "float16"))

@@ -47,6 +47,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "head_type": HeadType.VOCAB_PARALLEL,
     },
 }  # fmt: skip
+DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float16")]  # of weights and cache
 LIMITS = {"bfloat16": 2e-3, "float16": 5e-4}  # the oracle rounds keys and values, too, but not everything falls on the same side
 
 
@@ -82,7 +83,7 @@ def logits_of(kernel: Monokernel) -> np.ndarray[Any, Any]:
     return np.asarray(kernel.logits.get())
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float16")])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_match_the_oracle(tmp_path: Path, variant: str, dtype: str, kv_dtype: str) -> None:
     compare_with_oracle(
