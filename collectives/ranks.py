@@ -47,6 +47,7 @@ class RankContext:
     arguments: Mapping[str, Any]
     deadline: Deadline
     device: str = "cpu"
+    gpu: int = 0  # ordinal of the rank's GPU, if it has one
     shares_gpus: bool = False
 
     def communicator(self, mailboxes: Sequence[MailboxSpec], **options: Any) -> Communicator:
@@ -68,7 +69,7 @@ class RankContext:
             rendezvous=self.rendezvous,
             control=self.control,
             deadline=self.deadline,
-            device=self.info.local_rank,
+            device=self.gpu,
             shares_gpus=self.shares_gpus,
             **options,
         )
@@ -134,8 +135,7 @@ def _main(order: Mapping[str, Any]) -> list[dict[str, Any]]:
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            gpu = rank // int(order["ranks_per_gpu"])
-            info = RankInfo(rank, world_size, gpu, "ranks", control_fd=page.fd, rendezvous_fd=meeting.fd)
+            info = RankInfo(rank, world_size, rank, "ranks", control_fd=page.fd, rendezvous_fd=meeting.fd)
             _run_rank(info, body, order, deadline, reports[rank])
         pids.append(pid)
     statuses = _watch(pids, page, deadline)
@@ -152,8 +152,8 @@ def _run_rank(
         os.dup2(2, 1)  # what libraries print must not mix with the supervisor's report
         control = ControlPage.from_fd(os.dup(info.control_fd))
         meeting = LocalRendezvous.from_fd(os.dup(info.rendezvous_fd), info.rank, aborted=control.aborted)
-        shares_gpus = int(order["ranks_per_gpu"]) > 1
-        context = RankContext(info, control, meeting, order["arguments"], deadline, order["device"], shares_gpus)
+        gpu, shares_gpus = info.rank // int(order["ranks_per_gpu"]), int(order["ranks_per_gpu"]) > 1
+        context = RankContext(info, control, meeting, order["arguments"], deadline, order["device"], gpu, shares_gpus)
         outcome = {"result": body(context)}
         status = 0
     except BaseException:

@@ -17,7 +17,7 @@ settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    needed = [(item, mark.args[0]) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
+    needed = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
     if not needed:
         return
     import torch
@@ -25,6 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.gpu.sharing import RANKS_PER_GPU
 
     present = torch.cuda.device_count()
-    for item, count in needed:
-        if present * RANKS_PER_GPU < count:
-            item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA device{'s' if count > 1 else ''}, found {present}"))
+    for item, mark in needed:
+        count, sharing = mark.args[0], RANKS_PER_GPU if mark.kwargs.get("may_share") else 1
+        if present * sharing < count:
+            shared = f" for {sharing} ranks each" if sharing > 1 else ""
+            missing = f"needs {-(-count // sharing)} CUDA device{'s' if count > sharing else ''}{shared}, found {present}"
+            item.add_marker(pytest.mark.skip(reason=missing))

@@ -17,7 +17,7 @@ struct WaitNote {
     volatile u32 wanted;                // the tag
     // The words that must carry it, in one piece: of two warps that write at once, not the place by one and the number by the other.
     volatile u64 packed_words;
-    static constexpr u32 kPlaceBits = 46;  // of an address, but for the lowest three
+    static constexpr u32 kPlaceBits = 46, kMostWords = (1u << (64 - kPlaceBits)) - 1;  // of an address, but for the lowest three
     __device__ __forceinline__ void set_words(const u64* words, u64 num_words) volatile {
         packed_words = reinterpret_cast<u64>(words) >> 3 | num_words << kPlaceBits;
     }

@@ -30,9 +30,8 @@ def in_mpi(body: Callable[[RankContext], Any], arguments: dict[str, Any], local_
     rendezvous = MpiRendezvous(comm.Dup(), aborted=control.aborted)
     info = RankInfo(rank, world_size, local_rank, "mpi")
     try:
-        result = body(
-            RankContext(info, control, rendezvous, json.loads(json.dumps(arguments)), Deadline.after(deadline_s), "cuda")
-        )
+        deadline = Deadline.after(deadline_s)
+        result = body(RankContext(info, control, rendezvous, json.loads(json.dumps(arguments)), deadline, "cuda", local_rank))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

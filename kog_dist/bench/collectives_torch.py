@@ -23,7 +23,7 @@ def measure(context: RankContext) -> dict[str, Any]:
     """Microseconds per all-reduce by method and bytes; a text where a method does not work here."""
     torch, dist = _torch()
     rank, world_size = context.info.rank, context.info.world_size
-    device = torch.device("cuda", context.info.local_rank)
+    device = torch.device("cuda", context.gpu)
     torch.cuda.set_device(device)
     store = dist.FileStore(str(context.arguments["store"]), world_size)
     dist.init_process_group(

@@ -152,7 +152,7 @@ def compare(published: Published, logits: Array, expected: Expected, kv_dtype: s
 
     sources: dict[str, tuple[Callable[[int], Vector], Callable[[int], Array]]] = {
         "qkv": (rounded_qkv, expected.qkv),
-        "attend": (published.attended, expected.attended),
+        "attend": (lambda lane: published.attended(lane, expected.position), expected.attended),
         "out": (published.middle, expected.middle),
         "gate_up": (published.activation, expected.activation),
         "down": (published.stream, expected.stream),

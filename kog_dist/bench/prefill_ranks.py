@@ -56,8 +56,8 @@ def prepared(
 
     rank, world_size = context.info.rank, context.info.world_size
     shape = KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size)
-    cupy.cuda.Device(context.info.local_rank).use()
-    torch.cuda.set_device(context.info.local_rank)
+    cupy.cuda.Device(context.gpu).use()
+    torch.cuda.set_device(context.gpu)
     if rank == 0:
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
             build(shape.headers(), source)

@@ -46,7 +46,7 @@ def prepare(context: RankContext, shapes: Sequence[KernelShape], *, shaped: bool
 
     from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
 
-    cupy.cuda.Device(context.info.local_rank).use()
+    cupy.cuda.Device(context.gpu).use()
     if context.info.rank == 0:
         for shape in shapes:
             for source in KERNEL_SOURCES[: 1 + shaped]:

@@ -48,6 +48,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {  # neither is at its end before many toke
 _SHORT_PROMPT = 16
 FIRST_OF = 8  # tokens of answers whose first one is measured; the last token of an answer waits until ranks have left it
 PAUSE_S, RESTED_REPEATS = 0.15, 5
+NUM_BARE = 5  # launches of the kernel alone beside an engine, each of which begins a position further on
 _BETWEEN_S = 0.002  # from the first to the second SIGTERM: two at once may be seen as one
 _ENDED_S = 20.0
 
@@ -67,7 +68,7 @@ class Workload:
         """Raise ConfigError if something is longer than the model's context."""
         for name, size in (
             ("--prompts", max(self.prompts) + FIRST_OF), ("--kept and --new", self.kept + self.new + FIRST_OF),
-            ("--context and --tokens", self.context + self.tokens), ("a short prompt", 2 * _SHORT_PROMPT),
+            ("--context and --tokens", self.context + self.tokens + NUM_BARE - 1), ("a short prompt", 2 * _SHORT_PROMPT),
         ):  # fmt: skip
             if size > spec.max_context:
                 raise ConfigError(f"{name}: {size} tokens, the model's context is {spec.max_context}")

@@ -18,7 +18,7 @@ from typing import Any
 from kog_dist.bench.random_model import random_model
 from kog_dist.bench.report import finishing, machine
 from kog_dist.bench.request_client import RequestClient
-from kog_dist.bench.request_measures import Measures, Workload
+from kog_dist.bench.request_measures import NUM_BARE, Measures, Workload
 from kog_dist.bench.request_stages import show_first_tokens
 from kog_dist.bench.session import EngineSession, engine_session
 from kog_dist.launch.gpu_choice import PREFILLED_GPUS
@@ -75,7 +75,8 @@ def run(
                     must_abort=model is not None or spec_name != "tiny",
                 )  # fmt: skip
                 if has_bare:  # GPUs that have worked for a while are slower: what is beside the first figure is beside this, too
-                    figures[-1]["bare_after"] = _bare_kernel(spec_name, count, workload, "afterwards, ")
+                    with _noting_errors(figures[-1], f"{count} GPUs", "bare_after"):
+                        figures[-1]["bare_after"] = _bare_kernel(spec_name, count, workload, "afterwards, ")
     return not any("errors" in figure for figure in figures)
 
 
@@ -91,7 +92,7 @@ def _bare_kernel(spec_name: str, count: int, workload: Workload, when: str = "")
     """Greedy decoding by the plain kernel and nothing else, from the same position: microseconds per token of five launches."""
     from kog_dist.bench.scaling_run import decode
 
-    contexts = [workload.context + extra for extra in range(5)]
+    contexts = [workload.context + extra for extra in range(NUM_BARE)]
     arguments = {"spec": spec_name, "contexts": contexts, "tokens": workload.tokens, "repeats": 0}
     means = [statistics.fmean(times) for times in decode(count, arguments)[0]["us"].values()]
     found = {"us": statistics.median(means), "best_us": min(means), "each_us": means}

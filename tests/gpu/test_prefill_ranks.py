@@ -12,7 +12,7 @@ from kog_dist.collectives.ranks import run_ranks
 from tests.gpu.sharing import RANKS_PER_GPU
 
 pytestmark = pytest.mark.timeout(300)
-ON_2_AND_4 = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
+ON_2_AND_4 = [pytest.param(n, marks=pytest.mark.gpu(n, may_share=True)) for n in (2, 4)]
 
 
 def results(world_size: int, body: str, **arguments: Any) -> list[dict[str, Any]]:

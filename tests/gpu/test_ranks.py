@@ -29,7 +29,7 @@ def results(world_size: int, variant: str, body: str = "answer") -> list[Any]:
     return [outcome.result for outcome in outcomes]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)])
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n, may_share=True)) for n in (2, 4, 8)])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_ranks_have_the_bits_of_one(variant: str, world_size: int) -> None:
     (alone,) = results(1, variant)
@@ -40,7 +40,7 @@ def test_ranks_have_the_bits_of_one(variant: str, world_size: int) -> None:
         assert [digest for rank in ranks for digest in rank["digests"][number]] == alone["digests"][number]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)])
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n, may_share=True)) for n in (2, 4, 8)])
 def test_2b_ranks_have_the_bits_of_one(world_size: int) -> None:
     (alone,) = results(1, "2b", "digests_2b")
     ranks = results(world_size, "2b", "digests_2b")
@@ -48,7 +48,7 @@ def test_2b_ranks_have_the_bits_of_one(world_size: int) -> None:
         assert [digest for rank in ranks for digest in rank[place]] == wanted
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n, may_share=True)) for n in (1, 2, 4, 8)])
 @pytest.mark.parametrize("variant", ["delay 1", "all blocking", "head of all lanes", "head by lane"])
 def test_shaped_answers_do_not_depend_on_ranks(variant: str, world_size: int) -> None:
     """One rank's are compared with the definition, others with these. The vocabulary of `delay 1` is cut unevenly."""

@@ -27,10 +27,13 @@ LIMIT_US = 2_000_000  # of waits; a turn of all threads takes 10 ns
 CONTEXT, WINDOW = 2320, 1100
 RING = 9 * 16 * 8
 # The start; where the first row leaves the window; where the ring begins anew; where it does so again, and the other layers
-# begin a batch; where those begin a part.
-FIRST = (0, WINDOW, RING - 6, 2 * RING - 6, 2048 - 6)
-PARTS = {48: 16, 64: 4}  # batches of a part, by the values of a head: two parts, five
+# begin a batch; where those begin a part, in the middle of a launch.
+FIRST = (0, WINDOW, RING - 6, 2 * RING - 6, 2048 - 5)
+PARTS = {48: 8, 64: 4}  # batches of a part, by the values of a head: three parts, five
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
+# Words of a part have other writers in another layer, which come to it behind the ones before.
+PUBLISHES = "        constexpr u32 kWarpColumns = OutOp::kPer * 32;\n"
+NOTED = "        if (tag % (kLayers + 1) == (kFirstFull + 1) % (kLayers + 1)) twin::write_words(lane_idx, part, row, unit);\n"
 HEADS = {  # values of a head, so registers of a share: in pairs; more than one chunk of four
     48: ModelSpec(
         hidden_size=192, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=64, vocab_size=76, max_context=CONTEXT,
@@ -65,7 +68,7 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
 
     shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, part_batches=PARTS[head_dim])
     layout = CacheLayout.of(shape)
-    assert (shape.window_batches, shape.full_batches, shape.num_parts) == (9, 19, {48: 2, 64: 5}[head_dim])
+    assert (shape.window_batches, shape.full_batches, shape.num_parts) == (9, 19, {48: 3, 64: 5}[head_dim])
     prepare(shape, model, ids, tmp_path)
     rows = [layer.to(torch.bfloat16).transpose(1, 2) for layer in (part[:, 0] for part in kept._layers)]
     before = {}
@@ -99,7 +102,7 @@ def check_later_parts(shape: KernelShape, words: Words, first: int) -> None:
     """Parts that the context has not come to have the tag of the last step, and nothing in them."""
     epoch, first_full = (FIRST.index(first) + 1) * STEPS - 1, shape.full_layers[0]
     published, tag = Published(shape, words, epoch), (epoch * (shape.spec.num_layers + 1) + first_full + 1) & 0xFFFF
-    num_used = (first + STEPS - 1) // (16 * shape.part * shape.splits) + 1
+    num_used = shape.parts_at(first + STEPS - 1)
     num_words = shape.spec.lane_heads * shape.splits * shape.spec.head_dim // 2
     for part in range(num_used, shape.num_parts):
         for copy in range(shape.num_lanes * shape.replicas):
@@ -115,10 +118,12 @@ def prepare(shape: KernelShape, model: Model, ids: np.ndarray[tuple[int], np.dty
     """The program, the weights and the sequence."""
     sources = twin_sources(shape.headers())
     assert sources["attend.cuh"].count(LOADED) == sources["attend.cuh"].count(STORED) == 2
+    assert sources["attend.cuh"].count(PUBLISHES) == 1
     sources["attend.cuh"] = (
         sources["attend.cuh"]
         .replace(LOADED, "load_global(twin::own(from + i * kStride), v)")
         .replace(STORED, "(twin::own(to + i * kStride)) =")
+        .replace(PUBLISHES, PUBLISHES + NOTED)
     )
     build_twin("context", sources, folder)
     ids.tofile(folder / "prompt.bin")

@@ -132,12 +132,16 @@ def test_right_words_are_right(tmp_path: Path, variant: str) -> None:
 @pytest.mark.parametrize("num_used", [1, 2, 3])
 def test_parts_that_the_context_has_come_to_are_merged(tmp_path: Path, num_used: int) -> None:
     made = MadeUp(tmp_path, replace(SPEC, max_context=300), 4, num_parts=3, num_used=num_used)
-    found = Published(made.shape, made.words, EPOCH).attended(1)
+    position = 128 * num_used - 1
+    found = Published(made.shape, made.words, EPOCH).attended(1, position)
     assert (found.num_wrong_tags, found.replicas_agree) == (0, True)
     assert np.allclose(found.values, made.expected.attended(1).reshape(-1), rtol=1e-3, atol=1e-4)
     last = made.place("LogSum") + (num_used - 1) * made.shape.log_sum_words
     made.words[last] ^= np.uint64(1 << 40)
-    assert Published(made.shape, made.words, EPOCH).attended(0).num_wrong_tags == 1
+    assert Published(made.shape, made.words, EPOCH).attended(0, position).num_wrong_tags == 1
+    if num_used < made.shape.num_parts:
+        missing = Published(made.shape, made.words, EPOCH).attended(1, position + 1)
+        assert missing.num_wrong_tags > 0, "of a part that nobody published"
 
 
 def flip(made: MadeUp, name: str, word: int, bits: int) -> None:

@@ -23,7 +23,7 @@ PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in t
 NUM_THREADS = 640  # of a thread block
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
-_NOTES_BYTES, _PADDING_BYTES = 40 + 2 * 48, 32  # WaitNote and both PeerNotes; of `Shared`, at most
+_NOTES_BYTES, _PADDING_BYTES = 32 + 2 * 48, 32  # WaitNote and both PeerNotes; of `Shared`, at most
 _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
@@ -44,7 +44,7 @@ class KernelShape:
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
     splits: int = 8
-    part_batches: int = 0  # 0: see `part`
+    part_batches: int = 0  # 0: see `batches_of_part`
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     cluster: int = 1  # or 2: thread blocks that share the columns of x, of which each reads the words of its half
@@ -251,11 +251,15 @@ class KernelShape:
     @property
     def num_parts(self) -> int:
         """Attention items that share a split of a layer which sees everything, at the end of the context."""
-        return -(-self.full_batches // self.part) if self.full_layers else 1
+        return -(-self.full_batches // self.batches_of_part) if self.full_layers else 1
+
+    def parts_at(self, position: int) -> int:
+        """Those of them that there are at a position: `num_parts` of layout.cuh, of such a layer."""
+        return position // (16 * self.batches_of_part * self.splits) + 1
 
     @property
-    def part(self) -> int:
-        """Batches of a part: 1,536 positions, or a quarter of a longer context, since in each token unread parts are written."""
+    def batches_of_part(self) -> int:
+        """1,536 positions of eight splits, or a quarter of a longer context, since in each token unread parts are written."""
         return self.part_batches or max(12, -(-self.full_batches // 4))
 
     @property
@@ -347,7 +351,7 @@ class KernelShape:
             "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
-            "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.part,
+            "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.batches_of_part,
             "kFirstFull": min(self.full_layers, default=0),
             "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,

@@ -57,16 +57,15 @@ class Published:
         spec = self.shape.spec
         return self._pairs("Qkv", [lane], (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim)
 
-    def attended(self, lane: int) -> Vector:
-        """The merged output (heads * head_dim,) of the lane's attention items; none of parts that the context has not come to."""
+    def attended(self, lane: int, position: int) -> Vector:
+        """The merged output (heads * head_dim,) of the lane's attention items of a token at this position."""
         spec, splits, replicas = self.shape.spec, self.shape.splits, self.shape.replicas
         num_values = spec.lane_heads * splits * spec.head_dim
         outputs, log_sums, wrong, agree = [], [], 0, True
-        for part in range(self.shape.num_parts):
+        last = spec.num_layers - 1
+        for part in range(1 if last in spec.window_layers else self.shape.parts_at(position)):
             of_part = self._pairs("Attended", self._copies(lane), num_values, part * num_values // 2)
             payloads, tags = value_payloads(np.concatenate([self._log_sums(copy, part) for copy in self._copies(lane)]))
-            if part and (tags != self._tag).all():
-                break
             by_copy = payloads.view(np.float32).reshape(replicas, spec.lane_heads, splits, 1)
             outputs.append(of_part.values.reshape(spec.lane_heads, splits, spec.head_dim))
             log_sums.append(by_copy[0].astype(np.float64))

@@ -68,6 +68,7 @@ struct Gatherer {
         WaitNote& note = role.shared->note;
         note.phase = phase, note.layer = layer, note.lane = lane_idx;
         note.wanted = tag, note.set_words(words, num_words);
+        static_assert(kAttendedPart <= WaitNote::kMostWords && kHidden <= WaitNote::kMostWords && kFfn <= WaitNote::kMostWords, "counts");
     }
 
     __device__ __forceinline__ void begin(u32 step_, u32 token_) { step = step_, token = token_, loaded = false; }
@@ -86,11 +87,11 @@ struct Gatherer {
         if constexpr (kPhase == 2) return {words + kMiddleOffset + copy * kStreamStride, tag};
         return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu};
     }
-    // A vector of kColumns values, of which a slice has kPer times 32 neighbouring ones, and each of kParts warps its part.
-    template <int kColumns_, int kPer_, int kParts = kCluster>
+    // A vector of kColumns values, of which a slice has kPer times 32 neighbouring ones, and each of kSharers warps its part.
+    template <int kColumns_, int kPer_, int kSharers = kCluster>
     struct Slice {
-        static constexpr int kColumns = kColumns_, kUnits = kPer_ * 8 / kParts, kLoads = (kUnits + 31) / 32;  // of a warp; of a thread
-        static constexpr bool kEven = kUnits % 32 == 0 && kUnits * 4 * kMatrixWarps * kParts == kColumns;       // no thread without a unit
+        static constexpr int kColumns = kColumns_, kUnits = kPer_ * 8 / kSharers, kLoads = (kUnits + 31) / 32;  // of a warp; of a thread
+        static constexpr bool kEven = kUnits % 32 == 0 && kUnits * 4 * kMatrixWarps * kSharers == kColumns;     // no thread without a unit
         // Whether the i-th unit of a thread is the warp's, and whether it is one of the vector's, too.
         static __device__ __forceinline__ bool is_mine(u32 lane, int i) { return kEven || i * 32 + lane < kUnits; }
         static __device__ __forceinline__ bool is_real(u32 warp, u32 lane, int i) {
@@ -213,9 +214,9 @@ struct Gatherer {
         add_splits<kHalf>(mixture);
         return true;
     }
-    __device__ __forceinline__ void write_mixture(u32 group, Mixture& mixture) {
-        float& total = mixture.total;
-        float4& sum = mixture.sum;
+    __device__ __forceinline__ void write_mixture(u32 group, Mixture mixture) {
+        float total = mixture.total;
+        float4 sum = mixture.sum;
 #pragma unroll
         for (int offset = 1; offset < 4; offset *= 2) {
             total += __shfl_xor_sync(kFullWarp, total, offset);
@@ -321,14 +322,14 @@ struct Gatherer {
             if (!wait_for_splits<0>(at, from, 0)) return false;
             Mixture mixture{peak_of_splits<0>()};
             add_splits<0>(mixture);
-            for (u32 part = 1; part < parts; part += 2) {
+            for (u32 number = 1; number < parts; number += 2) {
                 from = behind(next);
-                if (part + 1 < parts) load_splits<0>(from);
-                if (!add_part<kPartsLoaded - 1>(at, next, part, mixture)) return false;
-                if (part + 1 == parts) break;
+                if (number + 1 < parts) load_splits<0>(from);
+                if (!add_part<kPartsLoaded - 1>(at, next, number, mixture)) return false;
+                if (number + 1 == parts) break;
                 next = behind(from);
-                if (part + 2 < parts) load_splits<kPartsLoaded - 1>(next);
-                if (!add_part<0>(at, from, part + 1, mixture)) return false;
+                if (number + 2 < parts) load_splits<kPartsLoaded - 1>(next);
+                if (!add_part<0>(at, from, number + 1, mixture)) return false;
             }
             write_mixture(group, mixture);
         }

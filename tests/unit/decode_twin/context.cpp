@@ -2,7 +2,8 @@
 // tokens in three launches, from a cache that something else has filled. FOLDER holds prompt.bin (uint32, the whole sequence),
 // embedding.bin, rope.bin, tape.bin, norms.bin, final_norm.bin, and kv.FIRST.bin; it gets kept.FIRST.bin (the cache) and
 // logits.FIRST.bin (float32, after the last token). Ends with 3 when a file is missing, 4 when that takes too long, 5 when the kernel
-// does not end well (record.bin says why), 6 when two threads read or write the same keys or values in one launch: no fence stands between them.
+// does not end well (record.bin says why), 6 when two threads read or write the same keys or values in one launch: no fence stands between them;
+// likewise when two write the same words of a part in the first layer that has parts.
 #include <unordered_map>
 
 #include "ptx.cuh"
@@ -14,6 +15,11 @@ template <class T>
 T* own(T* at) {
     is_shared |= owners.try_emplace(at, current).first->second != current;
     return at;
+}
+inline std::unordered_map<unsigned long long, const Fiber*> writers;  // of units of words
+inline void write_words(unsigned lane_idx, unsigned part, unsigned row, unsigned unit) {
+    const unsigned long long place = ((lane_idx * 64ull + part) * 4096 + row) * 4096 + unit;
+    is_shared |= writers.try_emplace(place, current).first->second != current;
 }
 }  // namespace twin
 
@@ -49,7 +55,7 @@ int main(int num_arguments, char** argv) {
             p.prompt_ptr = prompt.ptr(), p.state_ptr = state_memory.ptr(), p.record_ptr = record.ptr(), p.host_ptr = host.ptr();
             p.ring_ptr = ring.ptr(), p.wait_limit_us = limit_us, p.num_steps = steps, p.request_tag = 7;
             packed.peers.num_ranks = 1;
-            twin::owners.clear();
+            twin::owners.clear(), twin::writers.clear();
             twin::start(kNumCtas, kNumThreads, sizeof(Shared), [packed] { kog_decode(packed); });
             if (!twin::run(100000)) return 4;
             if (twin::is_shared) return 6;
