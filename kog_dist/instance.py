@@ -139,17 +139,18 @@ class Instance:
         return path
 
     def loss(self) -> str | None:
-        """How the name was lost while this process held it: what was removed, and who has the name now. None: it was not."""
+        """How the name was lost while the engine ran, and what follows from that. None: it was not."""
         try:
             if _owns(self.folder, self.lease_fd):
                 return None
         except OSError:  # the file system does not say
             return None
         if not self.folder.is_dir():
-            return f"the instance folder {self.folder} was removed"
+            return f"the instance folder {self.folder} was removed while the engine ran, so no client could reach it"
         holder = read_holder(self.folder)
-        taken = f", and {holder} has taken the name" if holder is not None and holder.alive() else ""
-        return f"the lease {self.folder / LEASE_FILE} was removed{taken}"
+        is_taken = holder is not None and holder.alive()
+        what = f"and {holder} has taken its name" if is_taken else "so another one could take its name"
+        return f"the lease {self.folder / LEASE_FILE} was removed while the engine ran, {what}"
 
     def remove(self) -> None:
         """Delete the folder with all that is in it, then give the name up. Does nothing where it was done already, and to the

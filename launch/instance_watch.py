@@ -13,7 +13,7 @@ from kog_dist.rpc.paths import SOCKET_NAME
 
 LOOK_EVERY_S: Final = 0.5
 _REMEDY: Final = (
-    "a logout removes /run/user/UID (`loginctl enable-linger` keeps it), and cleaners of /tmp remove old files: set "
+    "a logout removes /run/user/UID, unless there was a `loginctl enable-linger`, and cleaners of /tmp remove old files: set "
     "XDG_RUNTIME_DIR to a folder that stays"
 )
 
@@ -41,7 +41,7 @@ class InstanceWatch:
             what = self._socket_loss(now_s, beat_age_s)
         if what is None:
             return None
-        return f"{what} while the engine ran, so clients could not reach it and it was stopped; {_REMEDY}"
+        return f"{what}; the engine was stopped ({_REMEDY})"
 
     def _socket_loss(self, now_s: float, beat_age_s: float) -> str | None:
         path, is_there = self._instance.folder / SOCKET_NAME, True
@@ -52,5 +52,5 @@ class InstanceWatch:
         elif self._missed_s is None:
             self._missed_s = now_s
         elif beat_age_s < now_s - self._missed_s:
-            return f"the socket file {path} was removed"
+            return f"the socket file {path} was removed while the engine ran, so no client could reach it"
         return None

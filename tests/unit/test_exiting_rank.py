@@ -187,7 +187,7 @@ def test_an_engine_that_no_client_could_find_ends_unless_it_drains(is_ready: boo
         asked.append(was_ready)
         return "its folder was removed"
 
-    run.supervisor._engine.loss_of_instance = loss  # type: ignore[assignment, method-assign]
+    run.supervisor._engine.loss_of_instance = loss  # type: ignore[method-assign]
     outcome = run.decide()
     assert (outcome.exit_code, outcome.reason, outcome.sentence) == (exit_code, "instance_lost", "its folder was removed")
     assert (run.aborts, asked) == ([(cause, NO_RANK)], [is_ready])

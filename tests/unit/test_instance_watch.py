@@ -43,7 +43,8 @@ def test_a_folder_that_is_gone(watched: Watched) -> None:
     assert watched.look(after_s=LOOK_EVERY_S / 2) is None, "it looks now and then only"
     sentence = watched.look(after_s=LOOK_EVERY_S / 2)
     assert sentence is not None
-    assert sentence.startswith(f"the instance folder {watched.folder} was removed while the engine ran, so clients could not")
+    assert sentence.startswith(f"the instance folder {watched.folder} was removed while the engine ran, so no client ")
+    assert "; the engine was stopped (" in sentence
     assert "loginctl enable-linger" in sentence
     assert "XDG_RUNTIME_DIR" in sentence
 

@@ -236,13 +236,15 @@ def test_a_removed_folder_or_lease_is_a_loss(root: Path) -> None:
     assert instance.loss() is None
     (instance.folder / "rpc.sock").touch()
     (instance.folder / LEASE_FILE).unlink()
-    assert instance.loss() == f"the lease {instance.folder / LEASE_FILE} was removed"
+    removed = f"the lease {instance.folder / LEASE_FILE} was removed while the engine ran"
+    assert instance.loss() == f"{removed}, so another one could take its name"
     successor = Instance.acquire("demo", root)
-    taken = f"the lease {instance.folder / LEASE_FILE} was removed, and process {os.getpid()} ("
-    assert str(instance.loss()).startswith(taken)
-    assert str(instance.loss()).endswith(") has taken the name")
+    assert str(instance.loss()).startswith(f"{removed}, and process {os.getpid()} (")
+    assert str(instance.loss()).endswith(") has taken its name")
     successor.remove()
-    assert instance.loss() == f"the instance folder {instance.folder} was removed"
+    assert (
+        instance.loss() == f"the instance folder {instance.folder} was removed while the engine ran, so no client could reach it"
+    )
     instance.remove()
     assert list(root.iterdir()) == []
 

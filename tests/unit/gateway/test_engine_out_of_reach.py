@@ -50,6 +50,7 @@ def other_engine(path: Path) -> Iterator[int]:
     """A process that listens at this path, and its pid."""
     with subprocess.Popen([sys.executable, "-c", LISTEN, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
+            assert process.stdout is not None
             assert select.select([process.stdout], [], [], WAIT_S)[0], "it does not listen"
             yield process.pid
         finally:
