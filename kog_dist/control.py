@@ -62,6 +62,7 @@ class AbortCause(enum.IntEnum):
     REQUESTED_BY_RANK = 4
     SHUTDOWN = 5
     STARTUP_FAILED = 6
+    INSTANCE_LOST = 7
 
 
 class RankState(enum.IntEnum):

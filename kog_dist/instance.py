@@ -138,10 +138,31 @@ class Instance:
             )
         return path
 
+    def loss(self) -> str | None:
+        """How the name was lost while the engine ran, and what follows from that. None: it was not."""
+        try:
+            if _owns(self.folder, self.lease_fd):
+                return None
+        except OSError:  # the file system does not say
+            return None
+        if not self.folder.is_dir():
+            return f"the instance folder {self.folder} was removed while the engine ran, so no client could reach it"
+        holder = read_holder(self.folder)
+        is_taken = holder is not None and holder.alive()
+        what = f"and {holder} has taken its name" if is_taken else "so another one could take its name"
+        return f"the lease {self.folder / LEASE_FILE} was removed while the engine ran, {what}"
+
     def remove(self) -> None:
-        """Delete the folder with all that is in it, then give the name up. Does nothing where it was done already."""
-        if self.lease_fd >= 0 and _owns(self.folder, self.lease_fd):
-            _delete(self.folder)
+        """Delete the folder with all that is in it, then give the name up. Does nothing where it was done already, and to the
+        folder of a successor, who has the name because somebody removed the lease.
+        """
+        if self.lease_fd >= 0:
+            with contextlib.suppress(OSError):
+                if _owns(self.folder, self.lease_fd):
+                    _delete(self.folder)
+                elif (fd := _lock_lease(self.folder)) is not None:  # the lease was removed, and nobody has the name
+                    _delete(self.folder)
+                    os.close(fd)
         self.close()
 
     def close(self) -> None:
@@ -222,6 +243,11 @@ def _lock(folder: Path, *, create: bool) -> int | None:
         _private_folder(folder)
     elif not (folder / LEASE_FILE).exists():
         return _lock_empty(folder)
+    return _lock_lease(folder)
+
+
+def _lock_lease(folder: Path) -> int | None:
+    """The same where the folder is there, or was a moment ago; makes the lease if there is none."""
     try:
         fd = os.open(folder / LEASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
@@ -248,7 +274,7 @@ def _lock_empty(folder: Path) -> int | None:
 def _owns(folder: Path, fd: int) -> bool:
     try:
         return os.path.samestat(os.stat(folder / LEASE_FILE, follow_symlinks=False), os.fstat(fd))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -12,11 +13,12 @@ from typing import Protocol
 
 from kog_dist import env
 from kog_dist.config import LaunchConfig
-from kog_dist.control import NO_RANK, AbortCause, ControlPage, RankState
+from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, RankState
 from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.gpu_leases import GpuLeases
 from kog_dist.launch.http import EngineOfGateway
+from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.local import LocalRanks
 from kog_dist.launch.outcome import INTERRUPTED, Outcome
 from kog_dist.launch.process import EngineProcess
@@ -67,6 +69,7 @@ class EngineProcesses:
         sweep_stale()  # what a killed launcher, reaper and coordinator left under names that nobody asks for again
         self._lease = Instance.acquire(name)
         self.instance = self._lease.name
+        self._watch = InstanceWatch(self._lease)
         self._reaper = Reaper.start(self._lease)
         self._gpu_leases = GpuLeases()
         try:
@@ -120,6 +123,10 @@ class EngineProcesses:
             listening = listening and (self._lease.folder / ACCESS_NAME).exists()
         states = {self.control.state(rank) for rank in range(self.world_size)}
         return listening and states <= {RankState.READY, RankState.RUNNING}
+
+    def loss_of_instance(self, *, was_ready: bool) -> str | None:
+        """A sentence once no client could find the engine because somebody removed its folder, or files in it."""
+        return self._watch.look(self.control.beat_age_s(COORDINATOR) if was_ready else math.inf)
 
     def rank_pid(self, rank: int) -> int | None:
         """Process id of a rank."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kog_dist.instance import Instance, process_start_time, sweep_stale
+from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.reaper import Reaper
 
 
@@ -17,6 +18,7 @@ class FleetFolder:
         sweep_stale()
         self._lease = Instance.acquire(name)
         self._reaper = Reaper.start(self._lease)
+        self._watch = InstanceWatch(self._lease)
         self._pids: dict[int, int | None] = {}  # with their start time: pids are used again
 
     def __enter__(self) -> FleetFolder:
@@ -40,6 +42,10 @@ class FleetFolder:
     def lease_fd(self) -> int:
         """Descriptor of the lease, for processes that hold the name too."""
         return self._lease.lease_fd
+
+    def loss(self) -> str | None:
+        """A sentence once no client could find the fleet because somebody removed its folder, or the lease in it."""
+        return self._watch.look()
 
     def watch(self, pid: int) -> None:
         """From now on `pid`, a child of this process, is killed if this process dies."""

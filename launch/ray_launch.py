@@ -19,6 +19,7 @@ from kog_dist.instance import Instance, sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
+from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.outcome import EXIT_OK, EXIT_RANK_DIED, INTERRUPTED, Outcome, client_outcome
 from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.ray_cluster import RayCluster, leave
@@ -34,6 +35,7 @@ from kog_dist.wait import Deadline
 
 STOP_MARGIN_S = 5.0  # for an engine that was told to stop to say that it has
 _POLL_S = 0.1
+_FOLDER_LOST = "driver_folder_lost"  # not that of the engine, where the engine runs: with that one a new generation begins
 _CLUSTER_LOST = "Ray's daemons on the launcher's machine died, and with them the way to the engine; the engine was stopped"
 
 
@@ -76,6 +78,7 @@ class DriverFolder:
 
     path: Path
     reaper: Reaper
+    watch: InstanceWatch
 
 
 @contextlib.contextmanager
@@ -85,7 +88,7 @@ def driver_folder() -> Iterator[DriverFolder]:
     lease = Instance.acquire(f"ray-{os.getpid()}")
     reaper = Reaper.start(lease)
     try:
-        yield DriverFolder(lease.folder, reaper)
+        yield DriverFolder(lease.folder, reaper, InstanceWatch(lease))
     finally:
         lease.remove()
         reaper.dismiss()
@@ -124,7 +127,8 @@ class RayLauncher:
             while True:
                 outcome, was_ready = self._run_generation(cluster, generation)
                 is_ours = outcome.exit_code != EXIT_OK and self._request is None and not self._signals.count
-                if not is_ours or cluster.is_lost() or not (was_ready or generation > 1):
+                is_lost = cluster.is_lost() or outcome.reason == _FOLDER_LOST
+                if not is_ours or is_lost or not (was_ready or generation > 1):
                     return outcome
                 if not self._restarts.take():
                     return replace(outcome, sentence=f"{outcome.sentence}; it is not started again after {self._restarts}")
@@ -161,12 +165,20 @@ class RayLauncher:
                     return ended, was_ready
                 if cluster.is_lost():
                     return self._of_both(Outcome(EXIT_RANK_DIED, "cluster_lost", _CLUSTER_LOST)), was_ready
+                if (ended := self._folder_lost()) is not None:
+                    return ended, was_ready
                 if (ended := self._answer_signals(gang)) is not None:
                     return ended, was_ready
             return self._of_both(gang.outcome), was_ready
         finally:
             self._progress.clear()
             gang.close()
+
+    def _folder_lost(self) -> Outcome | None:
+        """The gateway and clients here would not find the engine's key any more; one client of one request has it."""
+        if self._request is not None or self._stop_deadline is not None or (sentence := self._place.watch.look()) is None:
+            return None
+        return Outcome(EXIT_RANK_DIED, _FOLDER_LOST, sentence)
 
     def _of_both(self, ended: Outcome) -> Outcome:
         """The client's end, unless the engine failed it."""

@@ -21,6 +21,7 @@ from kog_dist.launch.events import EventLog
 from kog_dist.launch.fleet_folder import FleetFolder
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
 from kog_dist.launch.outcome import (
+    EXIT_CANNOT_START,
     EXIT_OK,
     EXIT_RANK_DIED,
     EXIT_TIMEOUT,
@@ -220,6 +221,8 @@ class FleetLauncher:
 
     # ---- decisions ----
     def _decide(self) -> Outcome | None:
+        if self._drain_deadline is None and (sentence := self._folder.loss()) is not None:
+            return Outcome(EXIT_RANK_DIED if self._is_announced else EXIT_CANNOT_START, "instance_lost", sentence)
         if self._replicas.failure is not None:
             return self._replicas.failure
         outcome = self._router.ended(has_served=self._is_announced) or self._gateway_ended() or self._answer_signals()

@@ -16,6 +16,7 @@ from kog_dist.launch.engine import EngineProcesses, RankSource
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import HttpGateway
 from kog_dist.launch.outcome import (
+    EXIT_CANNOT_START,
     EXIT_RANK_DIED,
     EXIT_TIMEOUT,
     INTERRUPTED,
@@ -149,7 +150,7 @@ class Supervisor:
         if outcome is None and (self._exiting is not None or self._has_exiting_rank()):
             self._last_tick_s = time.monotonic()
             return None
-        outcome = outcome or self._gateway_ended() or self._interrupted_or_draining()
+        outcome = outcome or self._instance_lost() or self._gateway_ended() or self._interrupted_or_draining()
         if outcome is None and not self._is_ready:
             outcome = self._startup(startup_deadline)
         elif outcome is None:
@@ -194,6 +195,16 @@ class Supervisor:
         if outcome is not None:
             self._engine.abort(AbortCause.SHUTDOWN if self._is_ready else AbortCause.STARTUP_FAILED)
         return outcome
+
+    def _instance_lost(self) -> Outcome | None:
+        """No client would find the engine any more; one that drains has all its clients."""
+        if self._drain_deadline is not None:
+            return None
+        sentence = self._engine.loss_of_instance(was_ready=self._is_ready)
+        if sentence is None:
+            return None
+        self._engine.abort(AbortCause.INSTANCE_LOST if self._is_ready else AbortCause.STARTUP_FAILED)
+        return Outcome(EXIT_RANK_DIED if self._is_ready else EXIT_CANNOT_START, "instance_lost", sentence)
 
     def _orphaned(self) -> Outcome | None:
         if self._lost_lifeline is None:

@@ -23,6 +23,8 @@ def describe_abort(
             return ErrorCode.SHUTDOWN, "the engine was stopped before the answer was complete", 0
         case AbortCause.STARTUP_FAILED:
             return ErrorCode.STARTUP_FAILED, f"the engine could not start because of {who}{seen}; see the launcher's output", 3
+        case AbortCause.INSTANCE_LOST:
+            return ErrorCode.ENGINE_LOST, f"the engine's instance folder was removed or changed, so it was stopped; {_AGAIN}", 4
         case AbortCause.RANK_DIED:
             return ErrorCode.RANK_FAILED, f"{who} died while decoding{seen}; {_AGAIN}", 4
         case AbortCause.RANK_STALLED:

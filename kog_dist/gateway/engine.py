@@ -19,6 +19,7 @@ from kog_dist.errors import KogError, LaunchError
 from kog_dist.gateway.line import Line, Sink
 from kog_dist.gateway.logs import Log
 from kog_dist.gateway.readiness import ASK_EVERY_S, ASK_FIRST_S, Readiness
+from kog_dist.rpc.file_end import EngineBusy
 from kog_dist.rpc.messages import Error, ErrorCode, Event, Generate, Hello, Status, StatusReport, Welcome, build_hash
 from kog_dist.rpc.transport import Access
 
@@ -67,6 +68,7 @@ class EngineBridge:
         self._control_s = 0.0
         self._lines: dict[Hashable, Line] = {}
         self._greeted = False
+        self._doubt: str | None = None  # why new connections do not lead to the engine whose reports still come
         self._missed_s: float | None = None  # when to say that no engine was found; None: it was, or that was said
 
     async def run(self) -> None:
@@ -95,7 +97,10 @@ class EngineBridge:
         """Send requests of an HTTP client; each sink hears the events of its request, the last of them a Done or an Error."""
         try:
             line = self._line_of(client)
+        except EngineBusy as error:
+            return self._refuse(generates, sinks, str(error))
         except KogError as error:
+            self._doubt_engine(str(error))
             return self._refuse(generates, sinks, str(error))
         call = Call(line, [message.request_id for message in generates])
         for message, sink in zip(generates, sinks, strict=True):
@@ -126,7 +131,18 @@ class EngineBridge:
             return line
         if len(self._lines) >= MAX_LINES:
             return min(self._lines.values(), key=len)
-        line = self._lines[client] = Line(self._context, self._find(), on_event=self._take, on_lost=self._line_lost)
+        line = self._lines[client] = self._new_line()
+        return line
+
+    def _new_line(self) -> Line:
+        """A new connection to the engine that reports. Raises KogError: none is there, or another one; EngineBusy."""
+        line = Line(self._context, self._find(), on_event=self._take, on_lost=self._line_lost)
+        if self._control is not None and line.engine != self._control.engine:
+            line.close()
+            raise LaunchError(
+                f"another engine ({line.engine}) listens at {line.access.address} by now, not the one of this service "
+                f"({self._control.engine})"
+            )
         return line
 
     def _line_lost(self, lost: Line, reason: str) -> None:
@@ -136,6 +152,25 @@ class EngineBridge:
             self._ask()  # whether the engine is gone, or only this connection
 
     # ---- the engine's state ----
+    def _doubt_engine(self, reason: str) -> None:
+        """Reports come through a connection that was made before; a request needs a new one, and there is none to be had."""
+        if self._doubt is None:
+            self._log.problem("engine_unreachable", reason)
+        self._doubt = reason
+        if self._control is not None:
+            self.readiness.lost(reason)
+
+    def _try_again(self) -> None:
+        """Whether new connections lead to the engine again. The next report makes it ready then."""
+        try:
+            self._new_line().close()
+        except EngineBusy:
+            return
+        except KogError as error:
+            self._doubt_engine(str(error))
+            return
+        self._doubt = None
+
     def _tend(self) -> None:
         now_s = time.monotonic()
         for client, line in list(self._lines.items()):
@@ -152,6 +187,8 @@ class EngineBridge:
             self._control.close()  # it may have the keys of an engine that is gone
             self._control = None
         else:
+            if self._doubt is not None:
+                self._try_again()
             self._ask()
         if not self.readiness.health().serves:
             self._on_report(None)
@@ -167,7 +204,7 @@ class EngineBridge:
         except KogError as error:
             self.readiness.lost(str(error))
             return
-        self._control_s, self._greeted = time.monotonic(), False
+        self._control_s, self._greeted, self._doubt = time.monotonic(), False, None
         with contextlib.suppress(LaunchError):
             self._control.send(Hello(build_hash()))
             self._control.send(Status())
@@ -195,6 +232,8 @@ class EngineBridge:
         match event:
             case StatusReport():
                 self.readiness.reported(event)
+                if self._doubt is not None:
+                    self.readiness.lost(self._doubt)
                 self._on_report(event)
             case Welcome():
                 self._on_welcome(event)

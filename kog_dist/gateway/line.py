@@ -38,7 +38,7 @@ class Line:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], access: Access, *, on_event: Sink, on_lost: Callable[[Line, str], None]
     ) -> None:
-        """Begin to connect. `on_event` hears what belongs to no request. Raises LaunchError like `open_link`."""
+        """Begin to connect. `on_event` hears what belongs to no request. Raises LaunchError and EngineBusy like `open_link`."""
         self.access = access
         self.is_lost = False
         self.used_s = time.monotonic()  # when there was last something to do
@@ -56,6 +56,11 @@ class Line:
     def is_connected(self) -> bool:
         """Whether the engine has taken the connection."""
         return self._link.is_connected
+
+    @property
+    def engine(self) -> str:
+        """Which run of an engine it leads to: another run has another name."""
+        return self._link.engine
 
     @property
     def absence(self) -> str:

@@ -29,6 +29,10 @@ class Link(Protocol):
         """Whether the engine has taken the connection."""
 
     @property
+    def engine(self) -> str:
+        """Which run of an engine is at the other end: another run has another name."""
+
+    @property
     def absence(self) -> str:
         """One sentence on an engine that has not taken the connection for a while."""
 
@@ -47,8 +51,8 @@ class Link(Protocol):
 
 
 def open_link(context: zmq.Context[zmq.Socket[bytes]], access: Access, on_readable: Callable[[], None]) -> Link:
-    """Begin to connect. Raises LaunchError for a wrong address or key, where no engine listens at a socket file, and where it
-    has too many connections.
+    """Begin to connect. Raises LaunchError for a wrong address or key and where no engine listens at a socket file, EngineBusy
+    where it has too many connections.
     """
     if access.address.startswith(FILE_SCHEME):
         return FileLink(access.address, on_readable)
@@ -62,6 +66,7 @@ class FileLink:
         self._loop = asyncio.get_running_loop()
         self._address = address
         self._end, self._on_readable = FileEnd(address), on_readable
+        self.engine = f"process {self._end.listener_pid}"
         self._loop.add_reader(self._end.fileno(), on_readable)
         self._watch_unsent()
 
@@ -126,6 +131,7 @@ class ZmqLink:
         self.is_connected = False
         self._loop = asyncio.get_running_loop()
         self._address, self._on_readable = access.address, on_readable
+        self.engine = f"the key {access.server_public}"  # made by each run of an engine for itself
         self._dealer = open_dealer(context, access)
         self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from typing import Final
 
 from kog_dist.errors import LaunchError, ProtocolError
@@ -12,6 +13,7 @@ from kog_dist.rpc.zmtp import DEALER, Wire, framed, only_message, opening
 FILE_SCHEME: Final = "ipc://"
 _RECEIVE_BYTES: Final = 1 << 12  # a token has 150; room for more costs time, though it is not used
 _STEPS_PER_CALL: Final = 32  # reads, or 64 commands each
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _UNSENT_BYTES: Final = 8 * MAX_MESSAGE_BYTES  # of requests that the engine has not read
 
 
@@ -19,11 +21,15 @@ class EndLost(Exception):
     """The engine closed the connection, and everything that it had sent was received."""
 
 
+class EngineBusy(LaunchError):
+    """No connection is to be had now, which says nothing against the engine: it or this process has too many."""
+
+
 class FileEnd:
     """A DEALER. Nothing blocks: whoever uses it watches `fileno`, for writing too while `has_unsent`."""
 
     def __init__(self, address: str) -> None:
-        """Begin to connect. Raises LaunchError where nobody listens, and where too many connections wait."""
+        """Begin to connect. Raises LaunchError where nobody listens, EngineBusy where too many connections wait."""
         self._wire = Wire(DEALER, MAX_MESSAGE_BYTES)
         self._unsent = bytearray()
         self._is_drained = False  # the last `recv` has taken all there was
@@ -35,6 +41,12 @@ class FileEnd:
     def is_ready(self) -> bool:
         """Whether the engine has taken the connection."""
         return self._wire.is_ready
+
+    @property
+    def listener_pid(self) -> int:
+        """The process that listens there, as this one sees it; 0 where it cannot see it (in another container)."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(credentials)[0])
 
     @property
     def has_unsent(self) -> bool:
@@ -131,17 +143,17 @@ class FileEnd:
 
 
 def _connected(address: str) -> socket.socket:
-    """A socket connected to a Unix socket. Raises LaunchError."""
+    """A socket connected to a Unix socket. Raises LaunchError, EngineBusy."""
     try:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:  # no descriptor is free
-        raise LaunchError(f"cannot connect to the engine at {address} ({error.strerror})") from None
+        raise EngineBusy(f"cannot connect to the engine at {address} ({error.strerror})") from None
     made.setblocking(False)
     try:
         made.connect(address.removeprefix(FILE_SCHEME))
     except OSError as error:
         made.close()
         if isinstance(error, BlockingIOError):
-            raise LaunchError(f"the engine at {address} is busy: too many connections wait for it") from None
+            raise EngineBusy(f"the engine at {address} is busy: too many connections wait for it") from None
         raise LaunchError(f"no engine listens at {address} ({error.strerror})") from None
     return made

@@ -68,6 +68,7 @@ class FilePort:
             unready.chmod(0o600)
             self._listener.listen(_BACKLOG)
             self._listener.setblocking(False)
+            self._path, self._status = path, unready.lstat()
             unready.replace(path)
         except OSError:
             self._listener.close()
@@ -234,7 +235,7 @@ class FilePort:
         return self._behind
 
     def close(self, linger_s: float) -> None:
-        """Close everything; the rest of a message gets at most `linger_s`."""
+        """Close everything; the rest of a message gets at most `linger_s`. Removes the socket file, unless it is another's."""
         deadline_s = time.monotonic() + linger_s
         while self._behind and (remaining_s := deadline_s - time.monotonic()) > 0:
             poll = select.poll()
@@ -244,6 +245,9 @@ class FilePort:
             self.flush()
         for name in tuple(self._peers):
             self.forget(name)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self._path.lstat(), self._status):  # while the socket is open its inode has no other file
+                self._path.unlink()
         self._listener.close()
         self._epoll.close()
         os.close(self._more)

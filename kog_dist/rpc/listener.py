@@ -73,6 +73,7 @@ class RpcListener:
         """Bind at once. Raises LaunchError naming who holds the address. `tcp_port` 0 takes a free one."""
         self._folder = folder
         self._path = folder / SOCKET_NAME
+        self._access_content = b""  # of the access file that this listener has written
         self._outboxes: dict[bytes, _Outbox] = {}
         self.num_bad_messages = 0
         self._file = self._open_file()
@@ -105,7 +106,8 @@ class RpcListener:
 
     def _write_access(self, access: Access) -> None:
         content = json.dumps({name: getattr(access, name) for name in Access.__slots__})
-        write_at_once(self._folder / ACCESS_NAME, content.encode(), is_private=True)
+        self._access_content = content.encode()
+        write_at_once(self._folder / ACCESS_NAME, self._access_content, is_private=True)
 
     def has_input(self) -> bool:
         """Whether `receive` has something to do."""
@@ -204,13 +206,17 @@ class RpcListener:
             return Delivery.GONE
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close and remove the socket file. What is under way to clients that read gets at most `linger_s`."""
+        """Close, and remove the socket file and the access file, unless they are another engine's by now.
+
+        What is under way to clients that read gets at most `linger_s`.
+        """
         self._file.close(linger_s)
         if self._tcp is not None:
             self._tcp.close(linger_s)
-        for path in (self._path, self._folder / ACCESS_NAME):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        access_file = self._folder / ACCESS_NAME
+        with contextlib.suppress(OSError):
+            if self._access_content and access_file.read_bytes() == self._access_content:  # its keys are nobody else's
+                access_file.unlink()
 
 
 def _only_frame(message: Message) -> bytes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +15,10 @@ import pytest
 
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import RequestFailed
+from kog_dist.instance import LEASE_FILE
 from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import ErrorCode, Tokens
+from kog_dist.rpc.paths import SOCKET_NAME
 from tests.e2e.conftest import without_progress
 
 RANKS = 4
@@ -46,6 +50,53 @@ def token_ids(events: Iterator[StreamEvent], at_least: int) -> list[int]:
 
 def stream(client: Client, max_tokens: int) -> Iterator[StreamEvent]:
     return client.generate(prompt_ids=[1, 2, 3], max_tokens=max_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize("removed", ["folder", "lease", "socket"])
+def test_an_engine_whose_files_were_removed_ends(session: EngineSession, tiny_model: Path, removed: str) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2", f"--log-dir={session.folder / 'logs'}")
+    with session.connect() as client:
+        until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
+        events = stream(client, 8000)
+        assert token_ids(events, 5)
+        folder = session.instance_folder
+        if removed == "folder":
+            shutil.rmtree(folder.parent)
+        else:
+            (folder / {"lease": LEASE_FILE, "socket": SOCKET_NAME}[removed]).unlink()
+        begin_s = time.monotonic()
+        with pytest.raises(RequestFailed) as caught:
+            token_ids(events, 8000)
+        took_s = time.monotonic() - begin_s
+        assert caught.value.code is ErrorCode.ENGINE_LOST
+        assert took_s < 3.0, f"the client was told after {took_s:.2f} s"
+    assert launcher.wait(ENDED_S) == 4
+    assert_clean(session)
+    what = {"folder": f"instance folder {folder}", "lease": f"lease {folder}/lease", "socket": f"socket file {folder}/rpc.sock"}
+    [sentence] = without_progress(session.output()).splitlines()
+    assert sentence.startswith(f"kog-launch: the {what[removed]} was removed while the engine ran")
+    last_words = json.loads((session.folder / "logs" / "exit.json").read_text(encoding="utf-8"))
+    assert (last_words["exit_code"], last_words["reason"]) == (4, "instance_lost")
+
+
+def test_an_engine_that_lost_its_name_leaves_the_successor_alone(session: EngineSession, tiny_model: Path) -> None:
+    first = session.launch(str(tiny_model), "--ranks=2")
+    session.connect().close()
+    until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
+    first.send_signal(signal.SIGSTOP)  # so that the other one is there before this one notices
+    (session.instance_folder / LEASE_FILE).unlink()
+    second = session.launch(str(tiny_model), "--ranks=1", name="second")
+    until(lambda: "ready after" in session.output("second", "out"), ENDED_S, lambda: session.output("second"))
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(ENDED_S) == 4
+    assert f"process {second.pid} (" in session.output()
+    assert ") has taken its name; the engine was stopped (" in session.output()
+    with session.connect() as client:
+        assert client.status().world_size == 1
+        assert len(token_ids(stream(client, 3), 3)) == 3
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(ENDED_S) == 0
+    assert_clean(session)
 
 
 @pytest.mark.parametrize(

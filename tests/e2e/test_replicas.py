@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import ErrorCode, Tokens
 from kog_dist.rpc.transport import Access
+from tests.e2e.conftest import without_progress
 
 from .replica_clients import Crowd, Stream, replay
 from .replica_engines import ENDED_S, READY_S, both_ready, launch
@@ -31,6 +33,17 @@ def test_any_process_may_be_killed(session: EngineSession, tiny_model: Path) -> 
         check_kill_in_a_replica(session, access, victim)
     check_killed_router(session, access)
     check_killed_launcher(session, access)
+
+
+def test_replicas_whose_folder_was_removed_end(session: EngineSession, tiny_model: Path) -> None:
+    """That of the fleet: a launcher starts another generation of a replica whose own folder was removed."""
+    launcher = session.launch(str(tiny_model), "--ranks=1", "--stall-timeout=10", "--replicas=1")
+    until(lambda: "ready after" in session.output(stream="out"), READY_S, session.output)
+    shutil.rmtree(session.instance_folder)
+    assert launcher.wait(ENDED_S) == 4
+    assert_clean(session)
+    [sentence] = without_progress(session.output()).splitlines()
+    assert sentence.startswith(f"kog-launch: the instance folder {session.instance_folder} was removed while the engine ran")
 
 
 def check_kill_in_a_replica(session: EngineSession, access: Access, victim: str) -> None:

@@ -72,6 +72,7 @@ class Run:
         engine: Any = SimpleNamespace(
             ranks=SimpleNamespace(origin="", is_killed_soon=False), children=self.ranks, control=self.control, world_size=4,
             request=None, mend_reaper=lambda: None, is_ready=lambda: True, rank_pid=lambda rank: 1000 + rank,
+            loss_of_instance=lambda was_ready: None,
             abort=lambda cause, rank=NO_RANK: self.aborts.append((cause, rank)),
         )  # fmt: skip
         signals: Any = SimpleNamespace(count=0)
@@ -171,6 +172,30 @@ def test_a_start_that_takes_too_long_names_the_rank_on_which_others_wait() -> No
     assert outcome is not None
     assert (outcome.rank, run.aborts) == (2, [(AbortCause.STARTUP_FAILED, 2)])
     assert "rank 2 is still loading weights, 3 more not ready" in str(outcome.sentence)
+
+
+@pytest.mark.parametrize(
+    ("is_ready", "cause", "exit_code"), [(True, AbortCause.INSTANCE_LOST, 4), (False, AbortCause.STARTUP_FAILED, 3)]
+)
+def test_an_engine_that_no_client_could_find_ends_unless_it_drains(is_ready: bool, cause: AbortCause, exit_code: int) -> None:
+    run = Run()
+    run.supervisor._is_ready = is_ready
+    run.supervisor._engine.is_ready = lambda: is_ready  # type: ignore[method-assign]
+    asked: list[bool] = []
+
+    def loss(was_ready: bool) -> str:
+        asked.append(was_ready)
+        return "its folder was removed"
+
+    run.supervisor._engine.loss_of_instance = loss  # type: ignore[method-assign]
+    outcome = run.decide()
+    assert (outcome.exit_code, outcome.reason, outcome.sentence) == (exit_code, "instance_lost", "its folder was removed")
+    assert (run.aborts, asked) == ([(cause, NO_RANK)], [is_ready])
+    run.aborts.clear()
+    run.supervisor._drain_deadline = Deadline.after(60.0)
+    run.signals.count = 1
+    assert run.supervisor._instance_lost() is None
+    assert run.aborts == []
 
 
 def test_pids_of_other_processes_are_not_taken_for_the_ranks() -> None:

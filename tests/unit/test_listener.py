@@ -89,6 +89,22 @@ def test_files_by_which_an_engine_is_found_appear_when_it_can_be_reached(tmp_pat
 
 
 # ---- clients that do not read ----
+def test_closing_late_leaves_the_files_of_a_successor(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    first = RpcListener(tmp_path, tcp_port=0)
+    for name in (SOCKET_NAME, ACCESS_NAME):
+        (tmp_path / name).unlink()
+    successor = RpcListener(tmp_path, tcp_port=0)
+    try:
+        first.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(str(tmp_path / SOCKET_NAME))
+        assert Access.from_file(tmp_path / ACCESS_NAME).address == successor.tcp_address
+    finally:
+        successor.close()
+    assert os.listdir(tmp_path) == []
+
+
 def is_idle(listener: RpcListener) -> bool:
     return not listener.has_backlog
 

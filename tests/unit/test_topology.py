@@ -231,6 +231,40 @@ def test_removing_late_does_not_touch_the_successor(root: Path) -> None:
     successor.remove()
 
 
+def test_a_removed_folder_or_lease_is_a_loss(root: Path) -> None:
+    instance = Instance.acquire("demo", root)
+    assert instance.loss() is None
+    (instance.folder / "rpc.sock").touch()
+    (instance.folder / LEASE_FILE).unlink()
+    removed = f"the lease {instance.folder / LEASE_FILE} was removed while the engine ran"
+    assert instance.loss() == f"{removed}, so another one could take its name"
+    successor = Instance.acquire("demo", root)
+    assert str(instance.loss()).startswith(f"{removed}, and process {os.getpid()} (")
+    assert str(instance.loss()).endswith(") has taken its name")
+    successor.remove()
+    assert (
+        instance.loss() == f"the instance folder {instance.folder} was removed while the engine ran, so no client could reach it"
+    )
+    instance.remove()
+    assert list(root.iterdir()) == []
+
+
+def test_whoever_lost_the_lease_removes_the_folder_unless_it_is_a_successors(root: Path) -> None:
+    first = Instance.acquire("demo", root)
+    (first.folder / "rpc.sock").touch()
+    (first.folder / LEASE_FILE).unlink()
+    first.remove()
+    assert list(root.iterdir()) == []
+    second = Instance.acquire("demo", root)
+    (second.folder / LEASE_FILE).unlink()
+    third = Instance.acquire("demo", root)
+    (third.folder / "rpc.sock").touch()
+    second.remove()
+    assert third.loss() is None
+    assert sorted(path.name for path in third.folder.iterdir()) == [LEASE_FILE, "rpc.sock"]
+    third.remove()
+
+
 def test_a_lock_on_a_deleted_lease_is_not_a_lease(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner removes the folder between this start's open and its flock."""
     flock, lease = fcntl.flock, root / "demo" / LEASE_FILE

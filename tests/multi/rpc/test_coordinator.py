@@ -300,6 +300,7 @@ def test_not_finite_logits_end_the_request_only(start_engine: StartEngine) -> No
     [
         (AbortCause.RANK_DIED, "rank_failed", 4, "rank 1 died"),
         (AbortCause.RANK_STALLED, "rank_failed", 4, "rank 1 gave no sign of life"),
+        (AbortCause.INSTANCE_LOST, "engine_lost", 4, "the engine's instance folder was removed"),
         (AbortCause.SHUTDOWN, "shutdown", 0, "stopped"),
     ],
 )
