@@ -123,6 +123,27 @@ def test_what_is_wrong_is_named(base_model: ServedModel, kind: str, fields: dict
     assert (error.status, error.param) == (400, param), error.message
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "sentence"),
+    [
+        ("chat", {"stop": ["a"] * 17}, "stop: must have at most 16 items, got 17"),
+        ("chat", {"stop": [""]}, "stop[0]: string must have at least 1 character, got \"\""),
+        ("chat", {"stop": 5}, "stop: must be a valid string, got 5"),
+        ("chat", {"messages": []}, "messages: must have at least 1 item, got 0"),
+        ("chat", {"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias: must have at most 1024 items, got 2000"),
+        ("response", {"input": []}, "input: must have at least 1 item, got 0"),
+    ],
+)
+def test_how_many_there_may_be_is_said(base_model: ServedModel, kind: str, fields: dict[str, Any], sentence: str) -> None:
+    assert refused(kind, base_model, **fields).message == sentence
+
+
+def test_an_integer_of_too_many_digits_is_too_long() -> None:
+    with pytest.raises(ApiError) as caught:
+        read_body(b'{"seed": ' + b"9" * 5000 + b"}")
+    assert caught.value.message == "the body is not valid JSON: an integer has more than 4300 digits"
+
+
 def test_unknown_fields_are_refused_with_a_guess(base_model: ServedModel) -> None:
     error = refused("chat", base_model, temprature=1)
     assert (error.code, error.param) == ("unknown_parameter", "temprature")
