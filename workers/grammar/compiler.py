@@ -135,7 +135,7 @@ def _reason(kind: Kind, complaint: str) -> str:
     if complaint and not complaint.startswith(_NO_TEXT):
         return _shortened(complaint)
     if kind is Kind.JSON_SCHEMA:
-        return "no text satisfies it; a $ref that leads only to itself is a reason, as in {\"$ref\": \"#\"}"
+        return 'no text satisfies it; a $ref that leads only to itself is a reason, as in {"$ref": "#"}'
     return "no text satisfies it"
 
 

@@ -93,8 +93,8 @@ def _is_one_of(value: object, harmless: Iterable[object]) -> bool:
 
 # ---- pydantic's findings as one sentence ----
 def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any], model: type[RequestModel]) -> ApiError:
-    """Of a union pydantic tells the complaints of all its branches; the one that got deepest into the input is meant, and of those
-    one that takes values of this type.
+    """Of a union pydantic tells the complaints of all its branches; the one that got deepest into the input is meant, and of two
+    that got as far, the one of a branch that takes values of this type.
     """
     findings = [(_path(finding["loc"], body), finding) for finding in error.errors(include_url=False, include_context=True)]
     first_field = findings[0][0][:1]

@@ -130,7 +130,7 @@ def test_what_is_wrong_is_named(base_model: ServedModel, kind: str, fields: dict
     ("kind", "fields", "sentence"),
     [
         ("chat", {"stop": ["a"] * 17}, "stop: must have at most 16 items, got 17"),
-        ("chat", {"stop": [""]}, "stop[0]: string must have at least 1 character, got \"\""),
+        ("chat", {"stop": [""]}, 'stop[0]: string must have at least 1 character, got ""'),
         ("chat", {"stop": 5}, "stop: must be a valid string, got 5"),
         ("chat", {"messages": []}, "messages: must have at least 1 item, got 0"),
         ("chat", {"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias: must have at most 1024 items, got 2000"),
