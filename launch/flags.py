@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kog_dist import config
-from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.launch.request import PromptRequest
@@ -179,7 +179,8 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except OSError as error:
         silence("stdout")
-        say(f"kog-launch: the system refused what is needed: {error}", error=True)
+        remedy = remedy_of(error)
+        say(f"kog-launch: the system refused what is needed: {error}{'; ' if remedy else ''}{remedy}", error=True)
         return LaunchError.exit_code
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else 1
