@@ -71,7 +71,7 @@ class BoundedHttp(H11Protocol):
             self._head_timer = self.loop.call_later(self.limits.head_s, self._cut)
 
     def _is_long_head(self, data: bytes) -> bool:
-        """Whether the head that these bytes belong to is longer than it may be; h11 looks at the length of incomplete ones only."""
+        """Whether the head of these bytes is longer than it may be; h11 looks only at the length of incomplete ones."""
         most, begun = self.limits.head_bytes, self.conn.trailing_data[0]
         return len(begun) + len(data) > most and _END_OF_HEAD.search(begun + data, 0, most) is None
 
