@@ -60,7 +60,7 @@ def parse(model: type[Model], body: object) -> Model:
 def _json_complaint(error: ValueError) -> str:
     """What the parser says, but for its advice to Python's programmers."""
     if "int_max_str_digits" in str(error):
-        return f"an integer has more than {sys.get_int_max_str_digits()} digits"
+        return f"an integer is too long, with more than {sys.get_int_max_str_digits()} digits"
     return str(error)[:200]
 
 

@@ -144,7 +144,7 @@ def test_how_many_there_may_be_is_said(base_model: ServedModel, kind: str, field
 def test_an_integer_of_too_many_digits_is_too_long() -> None:
     with pytest.raises(ApiError) as caught:
         read_body(b'{"seed": ' + b"9" * 5000 + b"}")
-    assert caught.value.message == "the body is not valid JSON: an integer has more than 4300 digits"
+    assert caught.value.message == "the body is not valid JSON: an integer is too long, with more than 4300 digits"
 
 
 def test_unknown_fields_are_refused_with_a_guess(base_model: ServedModel) -> None:
