@@ -17,11 +17,19 @@ KogError
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kog_dist.abi import WaitRecord
+
+
+def remedy_of(error: BaseException, otherwise: str = "") -> str:
+    """What to do where the system has refused something: the limit that was reached, else `otherwise`."""
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return "raise the limit of open files (ulimit -n)"
+    return otherwise
 
 
 class KogError(Exception):

@@ -17,10 +17,11 @@ import stat
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.errors import ConfigError, LaunchError, remedy_of
 from kog_dist.wait import Deadline
 
 LEASE_FILE = "lease"
@@ -80,7 +81,9 @@ def _private_folder(folder: Path) -> Path:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
         except OSError as error:
-            raise LaunchError(f"cannot create {folder} for the engine's sockets: {error.strerror}") from error
+            raise LaunchError(
+                f"cannot create {folder} for the engine's sockets: {error.strerror}; set XDG_RUNTIME_DIR"
+            ) from error
         with contextlib.suppress(FileNotFoundError):  # another start has just swept it away
             status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -109,7 +112,8 @@ class Instance:
         folder = (root or instances_root()) / name
         deadline = Deadline.after(_HANDOVER_S)
         while True:
-            fd = _lock(folder, create=True)
+            with _writing(folder):
+                fd = _lock(folder, create=True)
             if fd is not None:
                 break
             holder = read_holder(folder)
@@ -118,8 +122,9 @@ class Instance:
                 raise LaunchError(f"instance name {name!r} is taken by {who}; stop it or choose another --instance")
             time.sleep(0.01)
         instance = cls(folder, fd)
-        _clear(folder)
-        write_holder(fd)
+        with _writing(folder):
+            _clear(folder)
+            write_holder(fd)
         return instance
 
     @classmethod
@@ -235,6 +240,16 @@ def is_stale(folder: Path) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the system refuses of an instance folder, as a LaunchError."""
+    try:
+        yield
+    except OSError as error:
+        remedy = remedy_of(error, "free space there or set XDG_RUNTIME_DIR to another folder")
+        raise LaunchError(f"the engine's folder {folder} cannot be written: {error.strerror}; {remedy}") from error
 
 
 def _lock(folder: Path, *, create: bool) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.errors import LaunchError
+from kog_dist.errors import LaunchError, remedy_of
 
 PAGE_BYTES = 4096
 
@@ -58,9 +58,8 @@ class Segment:
             return cls(fd, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise LaunchError(
-                f"cannot get {size_bytes} bytes of shared memory for {name}: {error.strerror}; free memory or raise the limit"
-            ) from error
+            remedy = remedy_of(error, "free memory or raise the limit")
+            raise LaunchError(f"cannot get {size_bytes} bytes of shared memory for {name}: {error.strerror}; {remedy}") from error
 
     @classmethod
     def from_fd(cls, fd: int) -> Segment:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -33,16 +33,42 @@ def silence(stream: Literal["stdout", "stderr"]) -> None:
         os.close(null)
 
 
-def open_log(folder: Path, role: str) -> FileIO:
-    """The log of a process, open for appending after a line that begins this run. Raises LaunchError."""
-    path = folder / f"{role.replace(' ', '-')}.log"
-    try:
-        log = path.open("ab", buffering=0)
-    except OSError as error:
-        raise LaunchError(f"log file {path} cannot be opened: {error.strerror}; choose another --log-dir") from None
-    with contextlib.suppress(OSError):  # a full disk costs the log, not the engine
-        log.write(f"---- {role}, run of kog-launch {os.getpid()}, {_now()} ----\n".encode())
-    return log
+@functools.cache
+def _say_lost(folder: Path, reason: str) -> None:
+    say(
+        f"kog-launch: lines of the logs in {folder} are lost: {reason}; free space there, or choose another --log-dir", error=True
+    )
+
+
+def say_lost(folder: Path, error: OSError) -> None:
+    """Tell the user that a log folder cannot be written, once: a full disk costs the logs, not the engine."""
+    _say_lost(folder, error.strerror or str(error))
+
+
+class LogFile:
+    """The log of a process, appended to."""
+
+    def __init__(self, folder: Path, role: str) -> None:
+        """Open it and begin this run with a line. Raises LaunchError if it cannot be opened."""
+        path = folder / f"{role.replace(' ', '-')}.log"
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise LaunchError(f"log file {path} cannot be opened: {error.strerror}; choose another --log-dir") from None
+        self._folder = folder
+        self.write(f"---- {role}, run of kog-launch {os.getpid()}, {_now()} ----\n".encode())
+
+    def write(self, chunk: bytes) -> None:
+        """Append to it, or say that this cannot be done."""
+        try:
+            if rest := chunk[self._file.write(chunk) or 0 :]:  # what no longer fits: the next attempt says why
+                self._file.write(rest)
+        except OSError as error:
+            say_lost(self._folder, error)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
 
 
 class EventLog:
@@ -51,7 +77,7 @@ class EventLog:
     def __init__(self, log_dir: str | None) -> None:
         """Make the log folder and forget how an earlier run ended. Raises LaunchError when that cannot be done."""
         self.log_dir: Path | None = None
-        self._log: FileIO | None = None
+        self._log: LogFile | None = None
         if log_dir is None:
             return
         self.log_dir = Path(log_dir)
@@ -62,7 +88,7 @@ class EventLog:
             raise LaunchError(
                 f"log folder {log_dir} cannot be made or used: {error.strerror}; choose another --log-dir"
             ) from None
-        self._log = open_log(self.log_dir, "launcher")
+        self._log = LogFile(self.log_dir, "launcher")
 
     def __enter__(self) -> EventLog:
         return self
@@ -80,8 +106,7 @@ class EventLog:
     def note(self, text: str) -> None:
         """Tell only the log."""
         if self._log is not None:
-            with contextlib.suppress(OSError):
-                self._log.write(f"{_now()} {text}\n".encode(errors="replace"))
+            self._log.write(f"{_now()} {text}\n".encode(errors="replace"))
 
 
 def _now() -> str:

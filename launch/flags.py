@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +13,13 @@ from typing import Annotated
 import typer
 
 from kog_dist import config
-from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.launch.request import PromptRequest
 from kog_dist.rank_env import read_rank_variables
 from kog_dist.rpc import shaping_flags
+from kog_dist.rpc.output import write_out
 from kog_dist.rpc.shaping_options import ShapingOptions
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -135,14 +136,9 @@ def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_
 
 
 def _print(text: str) -> None:
-    """Print what was asked for. Raises LaunchError when it cannot be written."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        silence("stdout")  # whoever read it has enough
-    except OSError as error:
-        silence("stdout")
-        raise LaunchError(f"standard output cannot be written: {error.strerror}") from None
+    """Print what was asked for. Raises OutputError when it cannot be written."""
+    with suppress(BrokenPipeError):  # whoever read it has enough
+        write_out(text + "\n")
 
 
 def _open_standard_streams() -> None:
@@ -183,7 +179,8 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except OSError as error:
         silence("stdout")
-        say(f"kog-launch: the system refused what is needed: {error}", error=True)
+        remedy = remedy_of(error)
+        say(f"kog-launch: the system refused what is needed: {error}{'; ' if remedy else ''}{remedy}", error=True)
         return LaunchError.exit_code
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else 1

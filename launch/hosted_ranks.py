@@ -30,13 +30,12 @@ import struct
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from kog_dist import env
 from kog_dist.errors import KogError, LaunchError, RendezvousTimeout
-from kog_dist.launch.events import open_log
+from kog_dist.launch.events import LogFile
 from kog_dist.launch.local import WORKER_MODULE, popen
 from kog_dist.launch.process import EngineProcess
 from kog_dist.wait import Deadline
@@ -93,7 +92,7 @@ class Door:
     def _start_rank(self, arguments: WorkerArgs, log_dir: Path | None) -> HostedWorker:
         rank = arguments.info.rank
         role, visitor = f"rank {rank}", self._visitors[rank]
-        log = None if log_dir is None else open_log(log_dir, role)
+        log = None if log_dir is None else LogFile(log_dir, role)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
         try:
@@ -119,7 +118,7 @@ class HostedWorker(EngineProcess):
     """A worker that is the child of its host, which reports its end."""
 
     def __init__(
-        self, role: str, pid: int, visitor: socket.socket, pidfd: int, stderr_fd: int, log: FileIO | None, host_name: str
+        self, role: str, pid: int, visitor: socket.socket, pidfd: int, stderr_fd: int, log: LogFile | None, host_name: str
     ) -> None:  # fmt: skip
         super().__init__(role, pid, ended_fd=os.dup(visitor.fileno()), stderr_fd=stderr_fd, log=log)
         visitor.setblocking(False)

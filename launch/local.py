@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import FileIO
 from pathlib import Path
 from typing import Final
 
 from kog_dist import env
-from kog_dist.errors import LaunchError
-from kog_dist.launch.events import open_log
+from kog_dist.errors import LaunchError, remedy_of
+from kog_dist.launch.events import LogFile
 from kog_dist.launch.process import EngineProcess
 from kog_dist.workers.arguments import WorkerArgs
 
@@ -27,7 +26,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Child(EngineProcess):
     """A child of this process, in a process group of its own."""
 
-    def __init__(self, role: str, process: subprocess.Popen[bytes], stderr_fd: int, log: FileIO | None) -> None:
+    def __init__(self, role: str, process: subprocess.Popen[bytes], stderr_fd: int, log: LogFile | None) -> None:
         super().__init__(role, process.pid, ended_fd=os.pidfd_open(process.pid), stderr_fd=stderr_fd, log=log)
         self.process = process
 
@@ -85,7 +84,7 @@ def spawn(
     reaper looks after it, and it ignores SIGINT until it is ready to answer to one. Raises LaunchError if it, or its log, cannot
     be had.
     """
-    log = None if log_dir is None or on_terminal else open_log(log_dir, role)
+    log = None if log_dir is None or on_terminal else LogFile(log_dir, role)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_fd, False)
     output_fd = None if on_terminal else write_fd
@@ -121,7 +120,8 @@ def popen(
             preexec_fn=_die_with(os.getpid()) if is_tied else _prepare_for_terminal,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"cannot start {role}: {error}; free memory or raise the process limit") from error
+        remedy = remedy_of(error, "free memory or raise the process limit")
+        raise LaunchError(f"cannot start {role}: {error}; {remedy}") from error
 
 
 def _prepare_for_terminal() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import time
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kog_dist.files import write_at_once
-from kog_dist.launch.events import EXIT_FILE
+from kog_dist.launch.events import EXIT_FILE, say_lost
 
 INTERRUPTED = "stopped_by_"  # how the reason of an interrupted run begins
 _REQUEST = "request_"  # how the reason of an end begins about which the client has told the user
@@ -38,8 +37,10 @@ class Outcome:
         if log_dir is None:
             return
         record = asdict(self) | {"instance": instance, "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        with contextlib.suppress(OSError):
+        try:
             write_at_once(log_dir / EXIT_FILE, json.dumps(record, indent=2).encode() + b"\n")
+        except OSError as error:
+            say_lost(log_dir, error)
 
 
 def client_outcome(pid: int, code: int) -> Outcome:

@@ -6,9 +6,9 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
-from io import FileIO
 from pathlib import Path
 
+from kog_dist.launch.events import LogFile
 from kog_dist.launch.outcome import how_it_ended
 from kog_dist.workers.notes import NOTE
 
@@ -20,7 +20,7 @@ _FLAGS_FIELD, _PF_EXITING = 6, 0x4  # of /proc/PID/stat behind the name, and of 
 class EngineProcess(ABC):
     """`ended_fd` becomes readable when it may have ended, `stderr_fd` when it has printed; both are -1 once they are closed."""
 
-    def __init__(self, role: str, pid: int, *, ended_fd: int, stderr_fd: int, log: FileIO | None) -> None:
+    def __init__(self, role: str, pid: int, *, ended_fd: int, stderr_fd: int, log: LogFile | None) -> None:
         self.role = role  # "rank 3", "coordinator", "client"
         self.pid = pid
         self.ended_fd = ended_fd
@@ -84,7 +84,8 @@ class EngineProcess(ABC):
                 os.close(self.stderr_fd)
                 self.stderr_fd = -1
                 return False
-            self._write_log(chunk)
+            if self._log is not None:
+                self._log.write(chunk)
             *lines, self._partial = (self._partial + chunk).split(b"\n")
             self._partial = self._partial[-_LINE_BYTES:]
             self._take_lines(line[-_LINE_BYTES:].decode(errors="replace") for line in lines if line.strip())
@@ -95,15 +96,6 @@ class EngineProcess(ABC):
                 self.notes = [*self.notes, line.removeprefix(NOTE)][-_TAIL_LINES:]
             else:
                 self._tail.append(line)
-
-    def _write_log(self, chunk: bytes) -> None:
-        """Append to the process's log; a full disk costs the log, not the engine."""
-        if self._log is not None:
-            try:
-                self._log.write(chunk)
-            except OSError:
-                self._log.close()
-                self._log = None
 
     def last_line(self) -> str:
         """The last line of its output, where a process that stops by itself says why; empty if it said nothing."""

@@ -24,6 +24,7 @@ from kog_dist.bench.commands.scaling import scaling
 from kog_dist.bench.commands.serve import serve
 from kog_dist.bench.commands.soak import soak
 from kog_dist.errors import KogError
+from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
@@ -56,7 +57,8 @@ for _command in (
 def main() -> None:
     """Run `kog-bench` and exit with its code."""
     try:
-        app(prog_name="kog-bench")
+        with checked_stdout():
+            app(prog_name="kog-bench")
     except KogError as error:
         print(f"kog-bench: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

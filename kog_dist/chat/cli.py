@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -79,7 +80,8 @@ def _key(given: str | None, file: Path | None) -> str:
 def main() -> None:
     """Run `kog-chat` and exit with its code."""
     try:
-        app(prog_name="kog-chat")
+        with checked_stdout():
+            app(prog_name="kog-chat")
     except KogError as error:
         from kog_dist.chat.session import BrokenOutput
 

@@ -14,7 +14,7 @@ from kog_dist.chat.conversation import Conversation
 from kog_dist.chat.screen import Meter, Screen, now, summary
 from kog_dist.chat.service import Service, ServiceFacts
 from kog_dist.errors import ConfigError, KogError
-from kog_dist.rpc.output import OutputError, silence
+from kog_dist.rpc.output import OutputError, not_written, silence
 
 EXIT_INTERRUPTED: Final = 130
 MAX_PIPED_BYTES: Final = 1 << 22
@@ -159,7 +159,7 @@ def _no_output(error: OSError) -> KogError:
     silence(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return BrokenOutput("the reader of standard output has enough")
-    return OutputError(f"the answer cannot be written to standard output: {error.strerror}; send it somewhere else")
+    return not_written(error)
 
 
 class BrokenOutput(OutputError):

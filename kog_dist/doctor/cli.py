@@ -6,35 +6,48 @@ Needs nothing but the standard library: it must work where packages are missing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
+from kog_dist.rpc.output import OutputError, checked_stdout, write_error
+
 _DESCRIPTION = """\
 Look at this machine: Python and packages, CUDA, GPUs and their links, CPUs and NUMA, memory, limits, MPI, Ray, ports,
 instance folders. Each line is ok, a warning (stops some engines, or costs speed) or a problem (no engine can start
-here). Changes nothing, and can run beside an engine. Exit codes: 0 no problem, 1 a problem, 2 usage."""
+here). Changes nothing, and can run beside an engine. Exit codes: 0 no problem, 1 a problem, 2 usage, 3 no output."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `kog-doctor` and exit with its code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code, all_ended = 0, True
+    try:
+        with checked_stdout():
+            as_json = _parse(arguments)
+            from kog_dist.doctor import report
+            from kog_dist.doctor.checks import all_checks
+            from kog_dist.doctor.runner import run_checks
+
+            answers, all_ended = run_checks(all_checks())
+            code = report.exit_code(answers)
+            with contextlib.suppress(BrokenPipeError):  # whoever reads it has enough
+                print(report.as_json(answers) if as_json else report.as_text(answers), flush=True)
+    except OutputError as error:
+        write_error(f"kog-doctor: {error}")
+        code = error.exit_code
+    if not all_ended:
+        os._exit(code)  # a thread that hangs in a driver would hold the process up
+    sys.exit(code)
+
+
+def _parse(arguments: Sequence[str] | None) -> bool:
     parser = argparse.ArgumentParser("kog-doctor", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with all details")
-    as_json = parser.parse_args(arguments).json
-    from kog_dist.doctor import report
-    from kog_dist.doctor.checks import all_checks
-    from kog_dist.doctor.runner import run_checks
-
-    answers, all_ended = run_checks(all_checks())
-    try:
-        print(report.as_json(answers) if as_json else report.as_text(answers), flush=True)
-    except BrokenPipeError:  # whoever read it has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if not all_ended:
-        os._exit(report.exit_code(answers))  # a thread that hangs in a driver would hold the process up
-    sys.exit(report.exit_code(answers))
+    is_json: bool = parser.parse_args(arguments).json
+    return is_json
 
 
 if __name__ == "__main__":

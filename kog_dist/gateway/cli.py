@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 KEY_VARIABLE = "KOG_API_KEY"
@@ -92,7 +93,8 @@ def _folder(model: Path) -> Path:
 def main() -> None:
     """Run `kog-gateway` and exit with its code; every KogError becomes one line on stderr."""
     try:
-        app(prog_name="kog-gateway")
+        with checked_stdout():
+            app(prog_name="kog-gateway")
     except KogError as error:
         print(f"kog-gateway: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
+
+_END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 has it
 
 
 class BoundedHttp(H11Protocol):
@@ -56,6 +59,9 @@ class BoundedHttp(H11Protocol):
         if self.flow is None or self.transport.is_closing():
             return
         self.before_work()
+        if self.conn.their_state is h11.IDLE and self._is_long_head(data):
+            self.send_400_response("")
+            return
         super().data_received(data)
         in_head = self.conn.their_state is h11.IDLE
         if not in_head and self._head_timer is not None:
@@ -63,6 +69,11 @@ class BoundedHttp(H11Protocol):
             self._head_timer = None
         elif in_head and self._head_timer is None and self.conn.trailing_data[0]:
             self._head_timer = self.loop.call_later(self.limits.head_s, self._cut)
+
+    def _is_long_head(self, data: bytes) -> bool:
+        """Whether the head of these bytes is longer than it may be; h11 looks only at the length of incomplete ones."""
+        most, begun = self.limits.head_bytes, self.conn.trailing_data[0]
+        return len(begun) + len(data) > most and _END_OF_HEAD.search(begun + data, 0, most) is None
 
     def handle_events(self) -> None:
         """Give each request the short way for the chunks of its answer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.rpc import shaping_flags
-from kog_dist.rpc.output import OutputError, silence, write_error
+from kog_dist.rpc.output import checked_stdout, write_error
 from kog_dist.rpc.shaping_options import ShapingOptions
 
 app = typer.Typer(
@@ -120,14 +119,11 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 def run(arguments: list[str]) -> int:
     """Parse and execute; every KogError becomes one line on stderr and its exit code."""
     try:
-        app(arguments, prog_name="kog-client", standalone_mode=True)
+        with checked_stdout():
+            app(arguments, prog_name="kog-client", standalone_mode=True)
     except KogError as error:
         write_error(f"kog-client: {error}")
         return error.exit_code
-    except OSError as error:  # --help to a full disk; the commands themselves raise OutputError
-        silence(sys.stdout)
-        write_error(f"kog-client: standard output cannot be written: {error.strerror}")
-        return OutputError.exit_code
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else 1
     return 0

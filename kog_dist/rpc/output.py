@@ -6,19 +6,21 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO, TypeVar, cast
 
 from kog_dist.errors import KogError
 
+_Found = TypeVar("_Found")
+
 
 class OutputError(KogError):
-    """The answer cannot be written to standard output (exit 3)."""
+    """Standard output takes nothing (exit 3)."""
 
 
 def check_stdout() -> None:
     """Raises OutputError if there is no standard output: better before a request than after it."""
     if sys.stdout is None:
-        raise OutputError("the answer cannot be written: standard output is closed; redirect it to a file or to /dev/null")
+        raise OutputError("standard output is closed; redirect it to a file or to /dev/null")
 
 
 def write_out(text: str) -> None:
@@ -32,8 +34,68 @@ def write_out(text: str) -> None:
         raise
     except (OSError, ValueError) as error:
         silence(sys.stdout)
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise OutputError(f"the answer cannot be written to standard output: {reason}; send it somewhere else") from None
+        raise not_written(error) from None
+
+
+def not_written(error: OSError | ValueError) -> OutputError:
+    """What to say where standard output has refused a text."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return OutputError(f"standard output cannot be written: {reason}; send it somewhere else")
+
+
+class _CheckedStream:
+    """A stream as it is, but that its failures are OutputErrors, or BrokenPipeErrors, and that the first one stays."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._failure: BrokenPipeError | OutputError | None = None  # whoever tries whether it can be written hides it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._checked(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._checked(self._stream.flush)
+
+    def _checked(self, call: Callable[[], _Found]) -> _Found:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return call()
+        except OSError as error:
+            silence(self._stream)
+            self._failure = error if isinstance(error, BrokenPipeError) else not_written(error)
+            raise self._failure from None
+
+
+@contextlib.contextmanager
+def checked_stdout() -> Iterator[None]:
+    """Around a command: whatever it prints raises OutputError if it cannot be written, also what is written only at the end.
+
+    A reader that has enough is BrokenPipeError, and at the end no failure.
+    """
+    stream, ending = sys.stdout, None
+    if stream is None:
+        yield
+        return
+    checked = _CheckedStream(stream)
+    sys.stdout = cast(TextIO, checked)
+    try:
+        yield
+    except SystemExit as ended:  # as typer and argparse end
+        ending = ended
+    except BaseException:  # what it says comes first
+        with contextlib.suppress(BrokenPipeError, OutputError):
+            checked.flush()
+        raise
+    finally:
+        sys.stdout = stream
+    with contextlib.suppress(BrokenPipeError):
+        checked.flush()
+    if ending is not None:
+        raise ending
 
 
 def write_error(line: str) -> None:

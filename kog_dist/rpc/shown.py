@@ -23,6 +23,7 @@ def describe(report: StatusReport) -> str:
     """An engine, or replicas behind a router, in a few lines."""
     states = ", ".join(f"{idx}: {state}" for idx, state in enumerate(report.rank_states)) or "-"
     ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
+    of_one = f", {report.client_queue_limit} of one client" if report.client_queue_limit else ""  # a router has no such limit
     what = f"{report.model} on {ranks}" if report.model else "no model yet"
     return "\n".join(
         [
@@ -31,8 +32,7 @@ def describe(report: StatusReport) -> str:
             *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
             f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",
             f"running  {_running(report)}",
-            f"waiting  {' '.join(report.waiting) or '-'} "
-            f"(at most {report.queue_limit}, {report.client_queue_limit} of one client)",
+            f"waiting  {' '.join(report.waiting) or '-'} (at most {report.queue_limit}{of_one})",
             f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_expired} expired, "
             f"{report.num_failed} failed, {report.num_refused} refused; {report.num_tokens} tokens",
             f"clients  {report.num_dropped_clients} lost or dropped, {report.num_bad_messages} bad messages",

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from kog_dist.errors import KogError
+from kog_dist.rpc.output import checked_stdout
 from kog_dist.train.commands.ablation import ablation
 from kog_dist.train.commands.convert import convert
 from kog_dist.train.commands.evaluate import evaluate
@@ -51,7 +52,8 @@ for _command in COMMANDS:
 def main() -> None:
     """Run the command line; a KogError becomes one line on stderr and its exit code."""
     try:
-        app()
+        with checked_stdout():
+            app()
     except KogError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)

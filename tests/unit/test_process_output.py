@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
+from pathlib import Path
 
+import pytest
+
+from kog_dist.launch.events import EXIT_FILE, EventLog, LogFile
+from kog_dist.launch.outcome import Outcome
 from kog_dist.launch.process import EngineProcess
 from kog_dist.workers.notes import NOTE
 
@@ -11,11 +17,11 @@ from kog_dist.workers.notes import NOTE
 class Printed(EngineProcess):
     """A process that has printed this, and ended."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, log: LogFile | None = None) -> None:
         reading, writing = os.pipe()
         os.write(writing, text.encode())
         os.close(writing)
-        super().__init__("rank 0", 1, ended_fd=-1, stderr_fd=reading, log=None)
+        super().__init__("rank 0", 1, ended_fd=-1, stderr_fd=reading, log=log)
 
     @property
     def exit_code(self) -> int | None:
@@ -37,3 +43,26 @@ def test_a_note_is_no_reason_for_an_end() -> None:
     silent = Printed(f"{NOTE}prompts go through prefill\n")
     assert not silent.read_output()
     assert silent.last_line() == ""
+
+
+def test_lines_that_a_full_disk_loses_are_said_to_be_lost_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with EventLog(str(tmp_path)) as events:
+        process = Printed("first\nlast\n", LogFile(tmp_path, "rank 0"))
+        assert capsys.readouterr().err == ""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "rank-0.log").stat().st_size + 6, before[1]))
+        try:
+            assert not process.read_output()
+            events.note("a line of the launcher")
+            Outcome(0, "stopped").write(tmp_path, "default")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        events.note("there is room again")
+    process.close()
+    assert process.last_line() == "last"
+    assert capsys.readouterr().err == (
+        f"kog-launch: lines of the logs in {tmp_path} are lost: File too large; free space there, or choose another --log-dir\n"
+    )
+    assert (tmp_path / "rank-0.log").read_text().endswith("----\nfirst\n")
+    assert (tmp_path / "launcher.log").read_text().endswith("there is room again\n")
+    assert not (tmp_path / EXIT_FILE).exists()

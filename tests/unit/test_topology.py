@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from kog_dist import instance as instance_module
 from kog_dist.errors import ConfigError, LaunchError, RendezvousTimeout
 from kog_dist.instance import LEASE_FILE, Instance, instances_root, process_start_time, read_holder, sweep_stale
+from kog_dist.launch.local import popen
 from kog_dist.memfd import Segment
 from kog_dist.topology import LocalRendezvous, RankInfo
 from kog_dist.wait import Deadline
@@ -118,6 +120,28 @@ def test_an_instance_has_a_private_folder_and_leaves_nothing(root: Path) -> None
     instance.remove()
     instance.remove()
     assert list(root.iterdir()) == []
+
+
+def test_a_folder_on_a_full_disk_is_named(root: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(LaunchError, match=f"{root / 'demo'} cannot be written: File too large; .+ set XDG_RUNTIME_DIR"):
+            Instance.acquire("demo", root)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_too_few_files_name_their_limit(root: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(LaunchError, match=r"Too many open files; raise the limit of open files \(ulimit -n\)"):
+            Instance.acquire("demo", root)
+        with pytest.raises(LaunchError, match=r"cannot start rank 0: .+; raise the limit of open files \(ulimit -n\)"):
+            popen("rank 0", "no_such_module", [], {}, (), None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_loser_hears_who_has_the_name(root: Path) -> None:

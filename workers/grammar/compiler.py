@@ -14,6 +14,7 @@ from kog_dist.rpc.messages import Generate
 
 MAX_REASON_CHARS = 300
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # bounded, or a model may go on with blanks for ever
+_NO_TEXT = "NoExtensionBias"  # all that the library says where nothing can come next
 # Fuel is roughly time: 1,000,000 to build a lexer is 20 ms, 200,000 a step is 14 ms. A lexer state takes 1 to 2 kB.
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
@@ -69,10 +70,9 @@ class GrammarCompiler:
         )  # fmt: skip
         matcher = Matcher(library_matcher, self.num_words)
         if library_matcher.is_error():
-            raise ConstraintError(f"{kind} cannot be used: {_shortened(library_matcher.get_error())}")
+            raise ConstraintError(f"{kind} cannot be used: {_reason(kind, library_matcher.get_error())}")
         if not matcher.mask().any():
-            reason = _shortened(library_matcher.get_error()) or "no text satisfies it"
-            raise ConstraintError(f"{kind} cannot be used: {reason}")
+            raise ConstraintError(f"{kind} cannot be used: {_reason(kind, library_matcher.get_error())}")
         return matcher
 
     def _grammar_of_schema(self, text: str) -> str:
@@ -128,6 +128,15 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _reason(kind: Kind, complaint: str) -> str:
+    """What the library says, or what that means where no text satisfies the constraint."""
+    if complaint and not complaint.startswith(_NO_TEXT):
+        return _shortened(complaint)
+    if kind is Kind.JSON_SCHEMA:
+        return 'no text satisfies it; a $ref that leads only to itself is a reason, as in {"$ref": "#"}'
+    return "no text satisfies it"
 
 
 def _shortened(reason: str) -> str:

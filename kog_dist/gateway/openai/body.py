@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -28,7 +29,7 @@ def read_body(raw: bytes) -> object:
     except RecursionError:
         raise invalid(None, f"the body nests deeper than {MAX_NESTING} levels") from None
     except ValueError as error:
-        raise invalid(None, f"the body is not valid JSON: {str(error)[:200]}") from None
+        raise invalid(None, f"the body is not valid JSON: {_json_complaint(error)}") from None
     _check_nesting(parsed)
     if b"\\ud" in raw or b"\\uD" in raw:  # an escape may be half a character, which no encoding of text can express
         try:
@@ -54,6 +55,13 @@ def parse(model: type[Model], body: object) -> Model:
         return model.model_validate(kept)
     except pydantic.ValidationError as error:
         raise _first_problem(error, kept, model) from None
+
+
+def _json_complaint(error: ValueError) -> str:
+    """What the parser says, but for its advice to Python's programmers."""
+    if "int_max_str_digits" in str(error):
+        return f"an integer is too long, with more than {sys.get_int_max_str_digits()} digits"
+    return str(error)[:200]
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -85,11 +93,14 @@ def _is_one_of(value: object, harmless: Iterable[object]) -> bool:
 
 # ---- pydantic's findings as one sentence ----
 def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any], model: type[RequestModel]) -> ApiError:
-    """Of a union pydantic tells the complaints of all its branches; the one that got deepest into the input is meant."""
+    """Of a union pydantic tells the complaints of all its branches; the one that got deepest into the input is meant, and of two
+    that got as far, the one of a branch that takes values of this type.
+    """
     findings = [(_path(finding["loc"], body), finding) for finding in error.errors(include_url=False, include_context=True)]
     first_field = findings[0][0][:1]
     path, finding = max(
-        ((path, finding) for path, finding in findings if path[:1] == first_field), key=lambda found: len(found[0])
+        ((path, finding) for path, finding in findings if path[:1] == first_field),
+        key=lambda found: (len(found[0]), not found[1]["type"].endswith("_type")),
     )
     param = path_text(path) or None
     if param is None:
@@ -100,6 +111,10 @@ def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any], mod
         return invalid(param, f"unknown field {_shown(param)}{hint} docs/openai.md lists the known ones", "unknown_parameter")
     if finding["type"] == "missing":
         return invalid(param, f"{param} is missing", "missing_required_parameter")
+    if finding["type"] in ("too_long", "too_short"):
+        bound, limit = ("most", "max_length") if finding["type"] == "too_long" else ("least", "min_length")
+        limit, num_items = finding["ctx"][limit], len(finding["input"])
+        return invalid(param, f"{param}: must have at {bound} {limit} item{'s' if limit != 1 else ''}, got {num_items}")
     reason = str(finding["msg"])
     reason = reason.removeprefix("Value error, ").replace("Input should be", "must be").replace("should", "must")
     reason = reason[:1].lower() + reason[1:]

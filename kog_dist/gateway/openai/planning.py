@@ -92,6 +92,9 @@ def seeds(seed: int | None, num_choices: int) -> list[int]:
 
 def generate(param: str, fields: Mapping[str, Any]) -> Generate:
     """The checked message. Raises ApiError with the message's own complaint; `param` is what prompts are called."""
+    least, most = fields["min_tokens"], fields["max_tokens"]
+    if least > most:
+        raise invalid("min_tokens", f"min_tokens is {least}, and the answer has at most {most} tokens; ask for no more than that")
     try:
         return Generate(**fields)
     except BadMessage as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import time
 from typing import Any
 
 import httpx
@@ -70,6 +72,24 @@ def test_what_is_no_http_gets_an_error_too(running: RunningGateway) -> None:
         answer = raw_request(running.port, head)
         assert answer.startswith(b"HTTP/1.1 4"), answer[:100]
         assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
+
+
+def test_a_head_is_bounded_however_it_comes(running: RunningGateway) -> None:
+    for num_bytes, pieces, status in ((32_000, 1, 200), (32_000, 7, 200), (33_000, 1, 400), (33_000, 2, 400), (65_000, 1, 400)):
+        head = "GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx: "
+        raw = (head + "a" * (num_bytes - len(head) - 4) + "\r\n\r\n").encode()
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for begin in range(0, num_bytes, -(-num_bytes // pieces)):
+                connection.sendall(raw[begin : begin + -(-num_bytes // pieces)])
+                time.sleep(0.02 if pieces > 1 else 0)
+            assert connection.recv(12) == b"HTTP/1.1 %d" % status, (num_bytes, pieces)
+
+
+def test_a_long_body_that_comes_with_its_head_is_no_long_head(running: RunningGateway) -> None:
+    body = b"{}" + b" " * 60_000
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    assert b"prompt is missing" in raw_request(running.port, f"{head}content-length: {len(body)}\r\n\r\n", body)
 
 
 def test_websockets_are_refused(running: RunningGateway) -> None:

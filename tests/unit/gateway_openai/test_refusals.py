@@ -101,6 +101,9 @@ def test_biases_are_of_token_ids(base_model: ServedModel, bias: dict[str, float]
         ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ("chat", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
                   "tool_choice": "required"}, "tools"),
+        ("chat", {"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
+        ("completion", {"min_tokens": 5, "max_completion_tokens": 2}, "min_tokens"),
+        ("completion", {"min_tokens": 17}, "min_tokens"), ("response", {"min_tokens": 5, "max_output_tokens": 2}, "min_tokens"),
         ("completion", {"prompt": []}, "prompt"), ("completion", {"prompt": ""}, "prompt"),
         ("completion", {"prompt": [4096]}, "prompt"), ("completion", {"prompt": [-1]}, "prompt[0]"),
         ("completion", {"prompt": ["a"] * 9}, "prompt"), ("completion", {"prompt": ["a"] * 4, "n": 3}, "n"),
@@ -121,6 +124,27 @@ def test_biases_are_of_token_ids(base_model: ServedModel, bias: dict[str, float]
 def test_what_is_wrong_is_named(base_model: ServedModel, kind: str, fields: dict[str, Any], param: str) -> None:
     error = refused(kind, base_model, **fields)
     assert (error.status, error.param) == (400, param), error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "sentence"),
+    [
+        ("chat", {"stop": ["a"] * 17}, "stop: must have at most 16 items, got 17"),
+        ("chat", {"stop": [""]}, 'stop[0]: string must have at least 1 character, got ""'),
+        ("chat", {"stop": 5}, "stop: must be a valid string, got 5"),
+        ("chat", {"messages": []}, "messages: must have at least 1 item, got 0"),
+        ("chat", {"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias: must have at most 1024 items, got 2000"),
+        ("response", {"input": []}, "input: must have at least 1 item, got 0"),
+    ],
+)
+def test_how_many_there_may_be_is_said(base_model: ServedModel, kind: str, fields: dict[str, Any], sentence: str) -> None:
+    assert refused(kind, base_model, **fields).message == sentence
+
+
+def test_an_integer_of_too_many_digits_is_too_long() -> None:
+    with pytest.raises(ApiError) as caught:
+        read_body(b'{"seed": ' + b"9" * 5000 + b"}")
+    assert caught.value.message == "the body is not valid JSON: an integer is too long, with more than 4300 digits"
 
 
 def test_unknown_fields_are_refused_with_a_guess(base_model: ServedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from kog_dist.rpc.messages import (
     Welcome,
 )
 from kog_dist.rpc.paths import SOCKET_NAME
+from kog_dist.rpc.shown import describe
 
 from .conftest import FakeReplica, RawClient, World
 
@@ -87,6 +89,8 @@ def test_each_replica_has_one_request_and_the_rest_waits_here(world: World, pair
     report = client.of(StatusReport)[0]
     assert isinstance(report, StatusReport)
     assert report.waiting == ("q2", "q3", "q4")
+    assert f"waiting  q2 q3 q4 (at most {report.queue_limit})\n" in describe(report), "a router has no limit for each client"
+    assert f"(at most {report.queue_limit}, 3 of one client)\n" in describe(replace(report, client_queue_limit=3))
     assert sorted(report.replica_running) == ["q0", "q1"]
     assert (report.replica_names, report.replica_states) == (("r0", "r1"), ("ready", "ready"))
     assert (report.world_size, report.state) == (4, EngineState.READY)
