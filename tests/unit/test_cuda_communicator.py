@@ -39,7 +39,7 @@ def run(world_size: int, body: Callable[[RankContext], Any], **arguments: Any) -
         rendezvous = LocalRendezvous.from_fd(os.dup(meeting.fd), rank, aborted=control.aborted)
         info = RankInfo(rank, world_size, rank, "played")
         try:
-            results[rank] = body(RankContext(info, control, rendezvous, arguments, Deadline.after(30.0), "cuda"))
+            results[rank] = body(RankContext(info, control, rendezvous, arguments, Deadline.after(30.0), "cuda", rank))
         except Exception:
             results[rank] = traceback.format_exc()
             page.set_abort(AbortCause.RANK_DIED, rank)
