@@ -98,9 +98,9 @@ def run_ranks(
 ) -> list[RankOutcome]:
     """Call `body` ("module:function") with a RankContext on every rank; returns the outcomes in the order of ranks.
 
-    `search_path` is put before sys.path, `environ` over the environment. Ranks that share a GPU take turns:
-    those that wait for one another take 50 times as long, and have the same results. Nothing is left running, whatever happens.
-    LaunchError when the ranks could not be started."""
+    `search_path` is put before sys.path, `environ` over the environment. Ranks that share a GPU take turns: where they wait for
+    one another, that takes 50 times as long. Nothing is left running, whatever happens. LaunchError when the ranks could not be
+    started."""
     order = {
         "world_size": world_size, "body": body, "arguments": dict(arguments or {}), "deadline_s": deadline_s, "device": device,
         "ranks_per_gpu": ranks_per_gpu,
@@ -152,7 +152,8 @@ def _run_rank(
         os.dup2(2, 1)  # what libraries print must not mix with the supervisor's report
         control = ControlPage.from_fd(os.dup(info.control_fd))
         meeting = LocalRendezvous.from_fd(os.dup(info.rendezvous_fd), info.rank, aborted=control.aborted)
-        gpu, shares_gpus = info.rank // int(order["ranks_per_gpu"]), int(order["ranks_per_gpu"]) > 1
+        per_gpu = int(order["ranks_per_gpu"])
+        gpu, shares_gpus = info.rank // per_gpu, per_gpu > 1
         context = RankContext(info, control, meeting, order["arguments"], deadline, order["device"], gpu, shares_gpus)
         outcome = {"result": body(context)}
         status = 0

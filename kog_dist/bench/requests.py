@@ -89,7 +89,7 @@ def _given(model: str) -> Iterator[tuple[Path, ModelSpec]]:
 
 
 def _bare_kernel(spec_name: str, count: int, workload: Workload, when: str = "") -> dict[str, Any]:
-    """Greedy decoding by the plain kernel and nothing else, from the same position: microseconds per token of five launches."""
+    """Greedy decoding by the plain kernel and nothing else, from the same position on: microseconds per token of launches."""
     from kog_dist.bench.scaling_run import decode
 
     contexts = [workload.context + extra for extra in range(NUM_BARE)]

@@ -6,12 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kog_dist.bench.latency import token_times_us
 from kog_dist.bench.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
-from kog_dist.bench.shapes import SEED
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs
-from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from tests.gpu.shaped_reference import check, logprobs_of
 
@@ -34,7 +32,6 @@ VARIANTS = {
     "head by lane": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL),
     "head by lane, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, shared_norm_scale=False, delay=0),
 }
-PLACES_2B = (64, 1530, 3066, 3900)  # two of them just before attention comes to another part
 PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
 
 
@@ -56,25 +53,6 @@ def answer(context: RankContext) -> dict[str, Any]:
             answers.append(kernel.generate(prompt, 100, sampling, chunk=32))
             digests.append(lane_digests(kernel))
     return {"answers": answers, "digests": digests}
-
-
-def digests_2b(context: RankContext) -> list[list[str]]:
-    """SHA-256 of each of the rank's lanes' logits of the 2B shape, a few tokens behind each of `PLACES_2B`."""
-    import cupy
-
-    from kog_dist.workers.cuda.device_weights import random_weights
-
-    shape = rank_shape(context, laneformer_2b())
-    prepare(context, [shape])
-    found = []
-    with rank_kernel(context, shape, random_weights(shape, SEED)) as kernel:
-        for place in PLACES_2B:
-            kernel.kv.fill(0)
-            cupy.cuda.Device().synchronize()
-            context.rendezvous.barrier(context.deadline)
-            token_times_us(kernel, place, 12)
-            found.append(lane_digests(kernel))
-    return found
 
 
 def shaped_answers(context: RankContext) -> list[tuple[list[int], list[TokenLogprobs]]]:

@@ -102,7 +102,7 @@ def check_later_parts(shape: KernelShape, words: Words, first: int) -> None:
     """Parts that the context has not come to have the tag of the last step, and nothing in them."""
     epoch, first_full = (FIRST.index(first) + 1) * STEPS - 1, shape.full_layers[0]
     published, tag = Published(shape, words, epoch), (epoch * (shape.spec.num_layers + 1) + first_full + 1) & 0xFFFF
-    num_used = shape.parts_at(first + STEPS - 1)
+    num_used = shape.parts_at(first_full, first + STEPS - 1)
     num_words = shape.spec.lane_heads * shape.splits * shape.spec.head_dim // 2
     for part in range(num_used, shape.num_parts):
         for copy in range(shape.num_lanes * shape.replicas):

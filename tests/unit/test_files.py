@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.files import write_at_once
+from tests.unit.resource_limits import soft_limit
 
 
 @pytest.fixture
@@ -65,13 +66,8 @@ def test_a_file_that_cannot_be_put_in_place_leaves_the_old_one_and_nothing_else(
 def test_a_full_disk_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_at_once(path, b"old")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_at_once(path, b"longer")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with soft_limit(resource.RLIMIT_FSIZE, 2), pytest.raises(OSError, match="File too large"):
+        write_at_once(path, b"longer")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["state.json"]
 

@@ -12,6 +12,7 @@ from kog_dist.launch.events import EXIT_FILE, EventLog, LogFile
 from kog_dist.launch.outcome import Outcome
 from kog_dist.launch.process import EngineProcess
 from kog_dist.workers.notes import NOTE
+from tests.unit.resource_limits import soft_limit
 
 
 class Printed(EngineProcess):
@@ -49,14 +50,10 @@ def test_lines_that_a_full_disk_loses_are_said_to_be_lost_once(tmp_path: Path, c
     with EventLog(str(tmp_path)) as events:
         process = Printed("first\nlast\n", LogFile(tmp_path, "rank 0"))
         assert capsys.readouterr().err == ""
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "rank-0.log").stat().st_size + 6, before[1]))
-        try:
+        with soft_limit(resource.RLIMIT_FSIZE, (tmp_path / "rank-0.log").stat().st_size + 6):
             assert not process.read_output()
             events.note("a line of the launcher")
             Outcome(0, "stopped").write(tmp_path, "default")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         events.note("there is room again")
     process.close()
     assert process.last_line() == "last"

@@ -23,6 +23,7 @@ from kog_dist.launch.local import popen
 from kog_dist.memfd import Segment
 from kog_dist.topology import LocalRendezvous, RankInfo
 from kog_dist.wait import Deadline
+from tests.unit.resource_limits import soft_limit
 
 INFO = RankInfo(1, 4, 1, "demo", generation=3, control_fd=5, rendezvous_fd=6)
 
@@ -123,25 +124,17 @@ def test_an_instance_has_a_private_folder_and_leaves_nothing(root: Path) -> None
 
 
 def test_a_folder_on_a_full_disk_is_named(root: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(LaunchError, match=f"{root / 'demo'} cannot be written: File too large; .+ set XDG_RUNTIME_DIR"):
-            Instance.acquire("demo", root)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    text = f"{root / 'demo'} cannot be written: File too large; .+ set XDG_RUNTIME_DIR"
+    with soft_limit(resource.RLIMIT_FSIZE, 0), pytest.raises(LaunchError, match=text):
+        Instance.acquire("demo", root)
 
 
 def test_too_few_files_name_their_limit(root: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
+    with soft_limit(resource.RLIMIT_NOFILE, 3):
         with pytest.raises(LaunchError, match=r"Too many open files; raise the limit of open files \(ulimit -n\)"):
             Instance.acquire("demo", root)
         with pytest.raises(LaunchError, match=r"cannot start rank 0: .+; raise the limit of open files \(ulimit -n\)"):
             popen("rank 0", "no_such_module", [], {}, (), None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_loser_hears_who_has_the_name(root: Path) -> None:

@@ -253,9 +253,9 @@ class KernelShape:
         """Attention items that share a split of a layer which sees everything, at the end of the context."""
         return -(-self.full_batches // self.batches_of_part) if self.full_layers else 1
 
-    def parts_at(self, position: int) -> int:
-        """Those of them that there are at a position: `num_parts` of layout.cuh, of such a layer."""
-        return position // (16 * self.batches_of_part * self.splits) + 1
+    def parts_at(self, layer: int, position: int) -> int:
+        """Items that share a split of a layer at a position; `num_parts` of layout.cuh."""
+        return position // (16 * self.batches_of_part * self.splits) + 1 if layer in self.full_layers else 1
 
     @property
     def batches_of_part(self) -> int:

@@ -62,8 +62,7 @@ class Published:
         spec, splits, replicas = self.shape.spec, self.shape.splits, self.shape.replicas
         num_values = spec.lane_heads * splits * spec.head_dim
         outputs, log_sums, wrong, agree = [], [], 0, True
-        last = spec.num_layers - 1
-        for part in range(1 if last in spec.window_layers else self.shape.parts_at(position)):
+        for part in range(self.shape.parts_at(spec.num_layers - 1, position)):
             of_part = self._pairs("Attended", self._copies(lane), num_values, part * num_values // 2)
             payloads, tags = value_payloads(np.concatenate([self._log_sums(copy, part) for copy in self._copies(lane)]))
             by_copy = payloads.view(np.float32).reshape(replicas, spec.lane_heads, splits, 1)

@@ -1,7 +1,6 @@
-// Attention of one position. An item is a KV head and a split: positions p with p % kSplits == split. A layer without a window has more
-// items far into a context: each takes the next kPartBatches batches of a split. Items are spread over the
-// thread blocks by a map that depends on layer and lane only, and the batches of an item over the warps by their number. So the
-// thread that appends its share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its
+// Attention of one position. An item is a KV head and a split: positions p with p % kSplits == split. A layer without a window has
+// more items far into a context: each takes the next kPartBatches batches of a split. Items are spread over the thread blocks by a
+// map that depends on layer, lane and part only, and the batches of an item over the warps by their number. So the thread that appends its share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its
 // rows in batches of 16 (K by rows, V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
 // The new position does not come back from memory: its warp reads the words and passes them on in shared memory (`fresh`), and the
 // threads that hold its row of the batch put it into their registers.

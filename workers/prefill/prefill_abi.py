@@ -13,9 +13,8 @@ from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
 MAX_THREADS = 512  # of a thread block
 HELD_LANES = 8  # most lanes of a row whose values a thread of `residual` asks for at once
 APPEND_ROWS = 4  # that a thread block of `append` takes at a time
-MOST_PADDING = (
-    256  # rows at the end of a block of 1,024 and more among which `residual` looks for padding: at least what `blocks` pads
-)
+# Rows at the end of a block of 1,024 and more among which `residual` looks for padding, to leave it out; more than `blocks` pads.
+MOST_PADDING = 256
 PREFILL_PARAMS = Struct(
     "PrefillParams",
     "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
