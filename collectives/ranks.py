@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kog_dist import python_child
 from kog_dist.collectives.api import Communicator, MailboxSpec
 from kog_dist.control import AbortCause, ControlPage
 from kog_dist.errors import LaunchError
@@ -98,17 +99,17 @@ def run_ranks(
 ) -> list[RankOutcome]:
     """Call `body` ("module:function") with a RankContext on every rank; returns the outcomes in the order of ranks.
 
-    `search_path` is put before sys.path, `environ` over the environment. Ranks that share a GPU take turns: where they wait for
+    `search_path` is put before PYTHONPATH, `environ` over the environment. Ranks that share a GPU take turns: where they wait for
     one another, that takes 50 times as long. Nothing is left running, whatever happens. LaunchError when the ranks could not be
     started."""
     order = {
         "world_size": world_size, "body": body, "arguments": dict(arguments or {}), "deadline_s": deadline_s, "device": device,
         "ranks_per_gpu": ranks_per_gpu,
     }  # fmt: skip
-    paths = [*(str(path) for path in search_path), *(path or os.getcwd() for path in sys.path)]
+    paths = [*map(str, search_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_MODULE_LOADING": "EAGER", **(environ or {})}  # lazy loading can wait for a kernel that waits for a peer
-    command = [sys.executable, "-m", "kog_dist.collectives.ranks", json.dumps(order)]
+    command = python_child.command("kog_dist.collectives.ranks", json.dumps(order))
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
     ) as process:

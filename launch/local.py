@@ -7,12 +7,11 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kog_dist import env
+from kog_dist import env, python_child
 from kog_dist.errors import LaunchError, remedy_of
 from kog_dist.launch.events import LogFile
 from kog_dist.launch.process import EngineProcess
@@ -110,7 +109,7 @@ def popen(
     """
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
+            python_child.command(module, *arguments),
             stdin=subprocess.DEVNULL,
             stdout=output_fd,
             stderr=output_fd,

@@ -23,6 +23,7 @@ from kog_dist.launch.hosted_ranks import host_rank, knock
 from kog_dist.launch.ray_devices import assigned_gpu
 from kog_dist.launch.ray_host import HostArgs
 from kog_dist.launch.ray_rendezvous import Meeting, RayRendezvous
+from kog_dist.python_child import harden
 from kog_dist.wait import Deadline
 
 _MARGIN_S = 10.0  # for Ray to carry an answer that is due
@@ -32,6 +33,7 @@ class EngineHost:
     """Starts the engine's host process, hands its reports to the driver, and is where rank actors meet. On one event loop."""
 
     def __init__(self, world_size: int) -> None:
+        harden()
         _exit_with_raylet()
         self._meeting = Meeting(world_size)
         self._child: local.Child | None = None
@@ -111,6 +113,7 @@ class RankActor:
     """Holds one rank's share of the node and runs its worker. Its one task lasts as long as the engine."""
 
     def __init__(self) -> None:
+        harden()
         _exit_with_raylet()
 
     def run(self, rank: int, world_size: int, host: Any, arguments: str, uses_gpu: bool, timeout_s: float) -> None:

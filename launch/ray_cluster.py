@@ -69,15 +69,16 @@ class RayCluster:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         previous = signal.getsignal(signal.SIGTERM)  # Ray puts its own in place
         try:
-            if found is not None:
-                ray.init(address=found, **quiet)
-            else:
-                say(f"starting a private Ray {ray.__version__} on this machine")
-                num_cpus = max(num_ranks, len(os.sched_getaffinity(0)))
-                ray.init(
-                    address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
-                    _temp_dir=str(folder), **quiet,
-                )  # fmt: skip
+            with contextlib.chdir(folder):  # actors import from the working directory, and Ray has no switch for that
+                if found is not None:
+                    ray.init(address=found, **quiet)
+                else:
+                    say(f"starting a private Ray {ray.__version__} on this machine")
+                    num_cpus = max(num_ranks, len(os.sched_getaffinity(0)))
+                    ray.init(
+                        address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+                        _temp_dir=str(folder), **quiet,
+                    )  # fmt: skip
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             ray.shutdown()
             raise LaunchError(_cannot_connect(found, error)) from error

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from kog_dist import python_child
 from kog_dist.errors import LaunchError
 
 _READY_S, _POLL_S, _END_S = 30.0, 0.05, 10.0
@@ -35,7 +36,7 @@ def child_process(
     """`python -m MODULE`, until the block ends: by SIGTERM, or by SIGKILL if that takes 10 s. Its standard input stays open until
     then. What it says of errors is shown only if the block raises something.
     """
-    command = [sys.executable, "-m", module, *arguments]
+    command = python_child.command(module, *arguments)
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=tuple(pass_fds)
     ) as child:  # fmt: skip

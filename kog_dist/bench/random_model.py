@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kog_dist import python_child
 from kog_dist.bench.made_tokenizer import write_tokenizer
 from kog_dist.bench.shapes import SEED, model_folder, named_spec
 from kog_dist.bench.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
@@ -29,7 +30,7 @@ def random_model(name: str, *, on_gpus: bool) -> Iterator[tuple[Path, ModelSpec]
         if name == "tiny":
             write_tiny_model(folder, spec)
         else:
-            command = [sys.executable, "-m", "kog_dist.bench.random_model", name, str(folder)]
+            command = python_child.command("kog_dist.bench.random_model", name, str(folder))
             done = subprocess.run(command, capture_output=True, text=True, timeout=_WRITE_S, check=False)
             if done.returncode:
                 raise KogError(f"a model of shape {name} could not be written: {done.stderr.strip()[-2000:]}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kog_dist import python_child
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.orders import FleetOrder, ReplicaOrder, socket_pair
@@ -72,7 +72,7 @@ def _fleet(num_sources: int) -> Iterator[tuple[Access, list[Access]]]:
 @contextlib.contextmanager
 def _process(module: str, argument: str, *, pass_fd: int = -1) -> Iterator[None]:
     """A child that is told to end by its closed standard input, and is killed if it does not."""
-    command = [sys.executable, "-m", module, argument]
+    command = python_child.command(module, argument)
     with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(pass_fd,) if pass_fd >= 0 else ()) as child:
         try:
             yield

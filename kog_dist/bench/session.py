@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kog_dist import python_child
 from kog_dist.bench.processes import marked_processes
 from kog_dist.env import PREFIX
 from kog_dist.errors import KogError, LaunchError
@@ -42,6 +42,7 @@ class EngineSession:
     def __init__(self) -> None:
         self.starter: tuple[str, ...] = ()  # put before each command: mpirun -n 4
         self.variables: dict[str, str] = {}  # added to the environment of each command
+        self.cwd: Path | None = None  # where each command starts
         self.folder = Path(tempfile.mkdtemp(prefix="kog-e-"))
         self.mark = uuid.uuid4().hex
         self._started: list[subprocess.Popen[bytes]] = []
@@ -61,16 +62,19 @@ class EngineSession:
 
     def run(self, module: str, arguments: Sequence[str], timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run `python -m module arguments` to its end."""
-        command, none = [*self.starter, sys.executable, "-m", module, *arguments], subprocess.DEVNULL
+        command, none = [*self.starter, *python_child.command(module, *arguments)], subprocess.DEVNULL
         return subprocess.run(
-            command, env=self.environment(), stdin=none, capture_output=True, text=True, timeout=timeout_s, check=False
+            command, cwd=self.cwd, env=self.environment(), stdin=none, capture_output=True, text=True, timeout=timeout_s,
+            check=False,
         )  # fmt: skip
 
     def start(self, module: str, arguments: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         """Start `python -m module arguments`; its output goes to files, see `output`."""
         with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
-            command = [*self.starter, sys.executable, "-m", module, *arguments]
-            process = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            command = [*self.starter, *python_child.command(module, *arguments)]
+            process = subprocess.Popen(
+                command, cwd=self.cwd, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )  # fmt: skip
         self._started.append(process)
         return process
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+
+from kog_dist import python_child
 
 TIMEOUT_S = 10.0
 
@@ -21,4 +22,4 @@ def output_of(*command: str) -> str | None:
 
 def python_output(program: str) -> str | None:
     """What a Python program prints in a process of its own, so that a library that hangs or crashes harms nobody."""
-    return output_of(sys.executable, "-P", "-c", program)
+    return output_of(*python_child.interpreter("-c", program))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.errors import ConfigError, KogError, LaunchError
+from kog_dist.python_child import harden
 from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -92,6 +93,7 @@ def _folder(model: Path) -> Path:
 
 def main() -> None:
     """Run `kog-gateway` and exit with its code; every KogError becomes one line on stderr."""
+    harden()
     try:
         with checked_stdout():
             app(prog_name="kog-gateway")

@@ -5,27 +5,17 @@ from __future__ import annotations
 import contextlib
 import select
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kog_dist import python_child
+
 ANSWER_S = 30.0  # a driver that was asleep takes about 2 s for each GPU
 _END_S = 1.0
 _DRIVER = Path("/dev/nvidiactl")  # where it is missing, NVML says so at once
-# Says that the driver has answered, and keeps it awake until its standard input is closed.
-_PROBE = """
-import sys, pynvml
-try:
-    pynvml.nvmlInit()
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
-except pynvml.NVMLError:
-    pass
-print(flush=True)
-sys.stdin.read()
-"""
+_PROBE = "kog_dist.hardware.nvml_probe"
 
 
 class NvmlUnavailable(Exception):
@@ -63,9 +53,8 @@ def _answering_driver() -> Iterator[None]:
 
     Raises DriverHangs.
     """
-    probe = subprocess.Popen(
-        [sys.executable, "-c", _PROBE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )  # fmt: skip
+    command = python_child.command(_PROBE)
+    probe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert probe.stdin is not None
     assert probe.stdout is not None
     with probe.stdin, probe.stdout:

@@ -7,7 +7,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kog_dist import python_child
 from kog_dist.errors import CheckpointError, KogError, RequestError
 from kog_dist.model.manifest import Manifest, read_small_file
 from kog_dist.model.tokenizer import TOKENIZER_CONFIG_NAME, read_json
@@ -130,12 +130,11 @@ class ChatTemplate:
         self._stop()
         try:
             self._child = subprocess.Popen(
-                # -P and nothing in the environment but the module path: no secrets, no surprises.
-                [sys.executable, "-P", "-m", "kog_dist.model.template_sandbox"],
+                python_child.command("kog_dist.model.template_sandbox"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), "PYTHONIOENCODING": "utf-8"},
+                env={"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "PYTHONIOENCODING": "utf-8"},  # no secrets
                 bufsize=0,
             )
         except OSError as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from kog_dist import python_child
 from kog_dist.errors import KogError
 
 _POLL_S = 0.5
@@ -25,7 +25,7 @@ def companions(arguments: Sequence[str], count: int, device: str, stop: Callable
     """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "kog_dist.train", *arguments, "--first", str(number)],
+            python_child.command("kog_dist.train", *arguments, "--first", str(number)),
             stdout=subprocess.DEVNULL,
             env=os.environ | (_on_gpu(number) if device == "cuda" else {}),
             process_group=0,  # a Ctrl-C at the terminal is for this process, which passes one signal on

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
+
+from kog_dist import python_child
 
 SAFE_MODULES = frozenset(
     """abc base64 binascii bisect calendar cmath collections collections.abc colorsys copy dataclasses datetime decimal difflib
@@ -159,7 +160,7 @@ def call_function(context: str, source: str, name: str, calls: Sequence[str], *,
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         try:
             subprocess.run(
-                [sys.executable, "-S", "-B", "-P", "-"], input=whole.encode("utf-8", "replace"), stdout=output,
+                python_child.interpreter("-S", "-B", "-"), input=whole.encode("utf-8", "replace"), stdout=output,
                 stderr=subprocess.DEVNULL, cwd=folder, env={"PYTHONHASHSEED": str(hash_seed)}, timeout=_WALL_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:

@@ -23,6 +23,7 @@ from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens
 from kog_dist.rpc.transport import Access
+from tests.e2e.children import is_hardened, plant
 from tests.e2e.conftest import PLAIN_PROMPT, tokens_in
 from tests.e2e.ray_daemons import BIN, RayDaemons, ray_daemons
 
@@ -91,10 +92,15 @@ def stream(client: Client) -> Iterator[StreamEvent]:
 
 
 @pytest.mark.timeout(240)
-def test_tokens_from_actors(daemons: RayDaemons, plain_tokens: list[int]) -> None:
+def test_tokens_from_actors_that_import_nothing_from_the_working_directory(
+    daemons: RayDaemons, plain_tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemons.session, "cwd", tmp_path)
+    marker = plant(tmp_path)
     done = daemons.session.run("kog_dist.launch.cli", [f"--ranks={RANKS}", "--launcher=auto", *PLAIN_PROMPT], timeout_s=100.0)
     assert done.returncode == 0, done.stderr
     assert tokens_in(done.stdout) == plain_tokens
+    assert not marker.exists()
     engines_are_gone(daemons, CLEAN_S + 1.0)
 
 
@@ -157,6 +163,8 @@ def test_killed_launcher_leaves_nothing(daemons: RayDaemons, tiny_model: Path) -
     with connect(daemons.session, "killed", 1) as client:
         events = stream(client)
         next(events)
+        ours = {role: pid for role, pid in daemons.engine_processes().items() if not role.startswith("ray::")}
+        assert [role for role, pid in ours.items() if not is_hardened(pid)] == []
         os.kill(launcher.pid, signal.SIGKILL)
         with pytest.raises(RequestFailed) as caught:
             list(events)

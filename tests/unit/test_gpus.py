@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kog_dist import python_child
 from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.hardware import nvml
 from kog_dist.hardware.gpus import Gpu, Inventory, inventory_from, read_inventory
@@ -72,9 +73,9 @@ def test_a_driver_that_hangs_is_given_up_and_said(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(nvml, "_DRIVER", tmp_path / "nvidiactl")
     monkeypatch.setitem(sys.modules, "pynvml", node(2))
-    monkeypatch.setattr(nvml, "_PROBE", "print(flush=True); input()")
+    monkeypatch.setattr(python_child, "command", lambda _: python_child.interpreter("-c", "print(flush=True); input()"))
     assert len(read_inventory().gpus) == 2
-    monkeypatch.setattr(nvml, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(python_child, "command", lambda _: python_child.interpreter("-c", "import time; time.sleep(60)"))
     monkeypatch.setattr(nvml, "ANSWER_S", 0.05)
     inventory = read_inventory()
     assert (inventory.gpus, inventory.driver_hangs) == ((), True)
@@ -85,8 +86,22 @@ def test_a_driver_that_hangs_is_given_up_and_said(monkeypatch: pytest.MonkeyPatc
 
 def test_the_probe_of_a_driver_fits_the_binding() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    done = subprocess.run([sys.executable, "-c", nvml._PROBE], input="", capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        python_child.command(nvml._PROBE), input="", capture_output=True, text=True, timeout=60, check=False
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+def test_the_probe_of_a_driver_imports_nothing_from_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "pynvml.py").write_text("open('marker', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(nvml, "_DRIVER", tmp_path / "nvidiactl")
+    monkeypatch.setitem(sys.modules, "pynvml", node(2))
+    assert len(read_inventory().gpus) == 2
+    assert not (tmp_path / "marker").exists()
 
 
 def test_nvml_is_shut_down_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ FOLDERS = {"launch": "launch", "workers": "workers", "collectives": "collectives
 HEAVY = {"torch", "ray", "cupy", "mpi4py", "matplotlib", "transformers", "llguidance"}
 TORCH_MODULES = {"kog_dist/model/laneformer.py"}
 BANNED = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+# Who may name the interpreter: what starts children, and what only says where it is or looks for mpirun next to it.
+NAMES_INTERPRETER = {"kog_dist/python_child.py", "kog_dist/doctor/mpi.py", "kog_dist/doctor/software.py", "launch/mpi_pair.py"}
 BANNED_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj"}
 
 
@@ -88,6 +90,21 @@ def test_no_code_from_text() -> None:
                 if name in BANNED_CALLS and not (is_method and name in ("eval", "exec")):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {name}")
     assert not wrong
+
+
+def test_children_are_started_in_one_place() -> None:
+    wrong = []
+    for path in source_files():
+        if (relative := str(path.relative_to(ROOT))) in NAMES_INTERPRETER:
+            continue
+        for node in ast.walk(parsed(path)):
+            names = {"sys.executable"} if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable" else set()
+            if isinstance(node, ast.ImportFrom) and node.module == "sys":
+                names = {alias.name for alias in node.names} & {"executable", "orig_argv"}
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names} & {"multiprocessing", "runpy"}
+            wrong += [f"{relative}:{node.lineno} names {name}" for name in names]
+    assert not wrong, "start Python with python_child.command"
 
 
 def test_router_knows_no_model_and_no_engine() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
+from kog_dist import python_child
 from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import ErrorCode
 from kog_dist.workers.grammar.compiler import Constraint
@@ -49,7 +49,7 @@ class GrammarProcess:
         arguments = GrammarArgs(str(model), control_fd, theirs.fileno(), os.getpid())
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "kog_dist.workers.grammar.process", arguments.to_json()],
+                python_child.command("kog_dist.workers.grammar.process", arguments.to_json()),
                 pass_fds=(control_fd, theirs.fileno()), stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except OSError:
