@@ -28,6 +28,7 @@ LEASE_FILE = "lease"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SPARE_FILES = 8  # descriptors for making a folder, watching it, and removing it should the rest fail
 _HANDOVER_S = 2.0  # a dead holder's children may keep the lease for a moment
 
 
@@ -111,6 +112,8 @@ class Instance:
             )
         folder = (root or instances_root()) / name
         deadline = Deadline.after(_HANDOVER_S)
+        with _writing(folder):
+            _check_spare_files()
         while True:
             with _writing(folder):
                 fd = _lock(folder, create=True)
@@ -122,9 +125,13 @@ class Instance:
                 raise LaunchError(f"instance name {name!r} is taken by {who}; stop it or choose another --instance")
             time.sleep(0.01)
         instance = cls(folder, fd)
-        with _writing(folder):
-            _clear(folder)
-            write_holder(fd)
+        try:
+            with _writing(folder):
+                _clear(folder)
+                write_holder(fd)
+        except LaunchError:
+            instance.remove()
+            raise
         return instance
 
     @classmethod
@@ -250,6 +257,13 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         remedy = remedy_of(error, "free space there or set XDG_RUNTIME_DIR to another folder")
         raise LaunchError(f"the engine's folder {folder} cannot be written: {error.strerror}; {remedy}") from error
+
+
+def _check_spare_files() -> None:
+    """Raises OSError where a folder that was made could not be removed again for want of descriptors."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(_SPARE_FILES):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _lock(folder: Path, *, create: bool) -> int | None:

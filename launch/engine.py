@@ -14,7 +14,7 @@ from typing import Protocol
 from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, RankState
-from kog_dist.instance import Instance, sweep_stale
+from kog_dist.instance import sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.gpu_leases import GpuLeases
 from kog_dist.launch.http import EngineOfGateway
@@ -22,7 +22,7 @@ from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.local import LocalRanks
 from kog_dist.launch.outcome import INTERRUPTED, Outcome
 from kog_dist.launch.process import EngineProcess
-from kog_dist.launch.reaper import Reaper
+from kog_dist.launch.reaper import Reaper, acquire_watched
 from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
@@ -67,10 +67,9 @@ class EngineProcesses:
         self._settings, self._target, self._log_dir = settings, target, log_dir
         name = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
         sweep_stale()  # what a killed launcher, reaper and coordinator left under names that nobody asks for again
-        self._lease = Instance.acquire(name)
+        self._lease, self._reaper = acquire_watched(name)
         self.instance = self._lease.name
         self._watch = InstanceWatch(self._lease)
-        self._reaper = Reaper.start(self._lease)
         self._gpu_leases = GpuLeases()
         try:
             self._gpu_leases = GpuLeases.acquire(target.gpus)

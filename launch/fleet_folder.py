@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
-from kog_dist.instance import Instance, process_start_time, sweep_stale
+from kog_dist.instance import process_start_time, sweep_stale
 from kog_dist.launch.instance_watch import InstanceWatch
-from kog_dist.launch.reaper import Reaper
+from kog_dist.launch.reaper import Reaper, acquire_watched
 
 
 class FleetFolder:
@@ -16,8 +16,7 @@ class FleetFolder:
     def __init__(self, name: str) -> None:
         """Take the name. Raises LaunchError that says who has it, ConfigError for what is no name."""
         sweep_stale()
-        self._lease = Instance.acquire(name)
-        self._reaper = Reaper.start(self._lease)
+        self._lease, self._reaper = acquire_watched(name)
         self._watch = InstanceWatch(self._lease)
         self._pids: dict[int, int | None] = {}  # with their start time: pids are used again
 

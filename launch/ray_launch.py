@@ -15,7 +15,7 @@ from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
 from kog_dist.files import write_at_once
-from kog_dist.instance import Instance, sweep_stale
+from kog_dist.instance import sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
@@ -24,7 +24,7 @@ from kog_dist.launch.outcome import EXIT_OK, EXIT_RANK_DIED, INTERRUPTED, Outcom
 from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.ray_cluster import RayCluster, leave
 from kog_dist.launch.ray_gang import RayGang, choose_ray_target
-from kog_dist.launch.reaper import Reaper
+from kog_dist.launch.reaper import Reaper, acquire_watched
 from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.launch.signals import StopSignals
@@ -85,8 +85,7 @@ class DriverFolder:
 def driver_folder() -> Iterator[DriverFolder]:
     """Make the folder, and take it away. Call it before any thread exists, so before Ray is imported. Raises LaunchError."""
     sweep_stale()
-    lease = Instance.acquire(f"ray-{os.getpid()}")
-    reaper = Reaper.start(lease)
+    lease, reaper = acquire_watched(f"ray-{os.getpid()}")
     try:
         yield DriverFolder(lease.folder, reaper, InstanceWatch(lease))
     finally:

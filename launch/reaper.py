@@ -65,6 +65,18 @@ class Reaper:
         os.waitpid(self.pid, 0)
 
 
+def acquire_watched(name: str) -> tuple[Instance, Reaper]:
+    """Take an instance name, and start what gives it back should this process be killed. Raises LaunchError, OSError; nothing is
+    left then.
+    """
+    lease = Instance.acquire(name)
+    try:
+        return lease, Reaper.start(lease)
+    except BaseException:
+        lease.remove()
+        raise
+
+
 def _keep_only(*kept: int) -> None:
     """Close all descriptors but `kept`: somebody may wait for the end of the launcher's output."""
     null = os.open(os.devnull, os.O_RDWR)

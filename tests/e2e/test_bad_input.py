@@ -323,3 +323,12 @@ def test_port_is_shown_and_usable(session: EngineSession, tiny_model: Path) -> N
     assert len(json.loads(done.stdout)["token_ids"]) == 3
     launcher.terminate()
     assert launcher.wait(ENDED_S) == 0
+
+
+@pytest.mark.parametrize("extra", [("--prompt-ids=1", "--max-tokens=1"), ("--replicas=2",)], ids=["prompt", "replicas"])
+@pytest.mark.parametrize("num_files", [6, 9, 13, 14])
+def test_a_start_without_files_to_open_leaves_no_folder(
+    session: EngineSession, tiny_model: Path, num_files: int, extra: tuple[str, ...]
+) -> None:
+    session.starter = ("sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh")
+    refused(session, 3, "raise the limit of open files (ulimit -n)", str(tiny_model), "--ranks=1", "--device=cpu", *extra)

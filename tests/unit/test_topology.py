@@ -127,6 +127,7 @@ def test_a_folder_on_a_full_disk_is_named(root: Path) -> None:
     text = f"{root / 'demo'} cannot be written: File too large; .+ set XDG_RUNTIME_DIR"
     with soft_limit(resource.RLIMIT_FSIZE, 0), pytest.raises(LaunchError, match=text):
         Instance.acquire("demo", root)
+    assert list(root.iterdir()) == []
 
 
 def test_too_few_files_name_their_limit(root: Path) -> None:
@@ -135,6 +136,7 @@ def test_too_few_files_name_their_limit(root: Path) -> None:
             Instance.acquire("demo", root)
         with pytest.raises(LaunchError, match=r"cannot start rank 0: .+; raise the limit of open files \(ulimit -n\)"):
             popen("rank 0", "no_such_module", [], {}, (), None)
+    assert list(root.iterdir()) == []
 
 
 def test_the_loser_hears_who_has_the_name(root: Path) -> None:
