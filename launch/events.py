@@ -45,14 +45,21 @@ def say_lost(folder: Path, error: OSError) -> None:
     _say_lost(folder, error.strerror or str(error))
 
 
+def make_log_folder(folder: Path) -> None:
+    """Make it and what it is in, where they are missing, for this user alone: logs may hold prompts. Raises OSError."""
+    for missing in [path for path in (*reversed(folder.parents), folder) if not path.exists()]:
+        missing.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # says what is wrong with one that is no folder
+
+
 class LogFile:
-    """The log of a process, appended to."""
+    """The log of a process, appended to. Readable by this user alone, if it was not there before."""
 
     def __init__(self, folder: Path, role: str) -> None:
         """Open it and begin this run with a line. Raises LaunchError if it cannot be opened."""
         path = folder / f"{role.replace(' ', '-')}.log"
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab", buffering=0)
         except OSError as error:
             raise LaunchError(f"log file {path} cannot be opened: {error.strerror}; choose another --log-dir") from None
         self._folder = folder
@@ -82,7 +89,7 @@ class EventLog:
             return
         self.log_dir = Path(log_dir)
         try:
-            self.log_dir.mkdir(parents=True, exist_ok=True)
+            make_log_folder(self.log_dir)
             (self.log_dir / EXIT_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise LaunchError(

@@ -38,7 +38,7 @@ class Outcome:
             return
         record = asdict(self) | {"instance": instance, "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         try:
-            write_at_once(log_dir / EXIT_FILE, json.dumps(record, indent=2).encode() + b"\n")
+            write_at_once(log_dir / EXIT_FILE, json.dumps(record, indent=2).encode() + b"\n", is_private=True)
         except OSError as error:
             say_lost(log_dir, error)
 

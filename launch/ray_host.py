@@ -21,7 +21,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.instance import instances_root
 from kog_dist.launch.engine import EngineProcesses
-from kog_dist.launch.events import EventLog
+from kog_dist.launch.events import EventLog, make_log_folder
 from kog_dist.launch.hosted_ranks import Door
 from kog_dist.launch.outcome import Outcome
 from kog_dist.launch.process import EngineProcess
@@ -145,7 +145,7 @@ def _log_folder(settings: LaunchConfig) -> Path | None:
     if settings.log_dir is None:
         return None
     try:
-        Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
+        make_log_folder(Path(settings.log_dir))
     except OSError as error:
         raise LaunchError(f"log folder {settings.log_dir} cannot be made on the engine's node: {error.strerror}") from None
     return Path(settings.log_dir)

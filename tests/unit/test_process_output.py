@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import stat
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,18 @@ def test_lines_that_a_full_disk_loses_are_said_to_be_lost_once(tmp_path: Path, c
     assert (tmp_path / "rank-0.log").read_text().endswith("----\nfirst\n")
     assert (tmp_path / "launcher.log").read_text().endswith("there is room again\n")
     assert not (tmp_path / EXIT_FILE).exists()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_logs_are_for_their_user_alone(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with EventLog(str(tmp_path / "new" / "logs")) as events:
+            assert events.log_dir is not None
+            LogFile(events.log_dir, "rank 0").close()
+            Outcome(0, "stopped").write(events.log_dir, "default")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").rglob("*")}
+    assert modes == {"logs": 0o700, "launcher.log": 0o600, "rank-0.log": 0o600, EXIT_FILE: 0o600}
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
