@@ -17,7 +17,7 @@ from kog_dist.gateway import bind
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs, read_key_file, write_key
 from kog_dist.launch import local
 from kog_dist.launch.local import Child
-from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, how_it_ended, signal_name
+from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.wait import Deadline
 
@@ -117,7 +117,7 @@ class HttpGateway:
             return None
         child.read_output()
         said = child.last_line().removeprefix(f"{ROLE}: ")
-        why = said if said and code > 0 else f"it {how_it_ended(code)}"
+        why = said if said and code > 0 else f"it {child.how_it_ended()}"
         pid = child.pid
         child.close()
         self._child = None

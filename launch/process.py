@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
 from kog_dist.launch.events import LogFile
+from kog_dist.launch.oom import KILLED, OomKills
 from kog_dist.launch.outcome import how_it_ended
 from kog_dist.workers.notes import NOTE
 
@@ -27,6 +29,7 @@ class EngineProcess(ABC):
         self.stderr_fd = stderr_fd
         self._stat_fd = -1  # what the system tells of it
         self._log = log
+        self.oom_kills = OomKills(pid)
         self._partial = b""
         self.notes: list[str] = []  # that it has made for the log
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -69,10 +72,13 @@ class EngineProcess(ABC):
         """`was killed by SIGKILL` or `stopped with exit code 70`; it must have ended."""
         code = self.exit_code
         assert code is not None
+        if code == -signal.SIGKILL and self.oom_kills.has_risen():
+            return KILLED
         return how_it_ended(code)
 
     def read_output(self) -> bool:
         """Take what it has printed; False when there will be no more."""
+        self.oom_kills.look()
         if self.stderr_fd < 0:
             return False
         while True:

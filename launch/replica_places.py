@@ -15,7 +15,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.hardware.selection import GpuRequest
 from kog_dist.instance import instances_root
 from kog_dist.launch import local
-from kog_dist.launch.outcome import EXIT_OK, Outcome, how_it_ended, signal_name
+from kog_dist.launch.outcome import EXIT_OK, Outcome, signal_name
 from kog_dist.rpc.transport import Access
 
 _OF_THE_FLEET = {  # settings that concern all replicas together
@@ -89,7 +89,7 @@ class LocalReplica:
             return []
         self._child.read_output()
         said = self._child.last_line().removeprefix("kog-launch: ")
-        what = said if said and code > 0 else f"its launcher (pid {self._child.pid}) {how_it_ended(code)}"
+        what = said if said and code > 0 else f"its launcher (pid {self._child.pid}) {self._child.how_it_ended()}"
         self.outcome = Outcome(
             abs(code), "replica_ended", None if code == EXIT_OK else what, pid=self._child.pid, signal=signal_name(code)
         )  # fmt: skip

@@ -14,7 +14,7 @@ from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.fleet_folder import FleetFolder
 from kog_dist.launch.local import Child
-from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_OK, EXIT_RANK_DIED, EXIT_TIMEOUT, Outcome, how_it_ended, signal_name
+from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_OK, EXIT_RANK_DIED, EXIT_TIMEOUT, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.orders import FleetOrder, FleetReport, ReplicaOrder, latest_packet, socket_pair
@@ -85,7 +85,7 @@ class RouterProcess:
             sentence = f"running requests did not finish within {self._settings.shutdown_timeout:g} s and were ended"
             return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
         said = self._child.last_line().removeprefix("router: ")
-        why = said if said and code > 0 else f"the router (pid {self._child.pid}) {how_it_ended(code)}"
+        why = said if said and code > 0 else f"the router (pid {self._child.pid}) {self._child.how_it_ended()}"
         if not has_served or not self._restarts.take():
             exit_code = EXIT_RANK_DIED if has_served else EXIT_CANNOT_START
             return Outcome(exit_code, "router_died", why, pid=self._child.pid, signal=signal_name(code))

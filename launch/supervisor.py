@@ -138,6 +138,8 @@ class Supervisor:
 
     def _decide(self, startup_deadline: Deadline) -> Outcome | None:
         """Look at everything that can end the run, causes before consequences: who was killed is never a consequence."""
+        for child in self._engine.children:
+            child.oom_kills.look()
         if (gone := self._engine.mend_reaper()) is not None:
             self._events.say(f"the process that cleans up (pid {gone}) was killed and has been started again", error=True)
         if not self._is_ready and self._engine.is_ready() and (self._http is None or self._http.is_ready()):
