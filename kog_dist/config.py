@@ -53,6 +53,7 @@ class LaunchConfig:
     http: bool = True  # serve HTTP besides RPC
     host: str = "127.0.0.1"  # address that HTTP listens on; one that other machines reach needs a key
     port: int = 8000  # 0 = any free one
+    http_socket: str | None = None  # instead of both: a socket file in a folder that this user alone can enter
     api_key: str | None = field(default=None, repr=False)  # what HTTP clients must send; better in a file or KOG_API_KEY
     api_key_file: str | None = None
     cors_origin: str | None = None  # web pages that may use the service: https://a.example,https://b.example, or *
@@ -103,6 +104,8 @@ class LaunchConfig:
         """What is wrong whatever machine it is; addresses and files are looked at when the port is bound."""
         if not self.host.strip():
             raise ConfigError(f"host must be an address of this machine, got {self.host!r}")
+        if self.http_socket is not None and (not self.http_socket.strip() or (self.host, self.port) != ("127.0.0.1", 8000)):
+            raise ConfigError(f"http_socket must be a path and takes the place of host and port, got {self.http_socket!r}")
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("api_key and api_key_file exclude each other")
         if self.api_key is not None and not (

@@ -20,9 +20,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kog_dist.errors import ConfigError, LaunchError, remedy_of
 from kog_dist.wait import Deadline
+
+if TYPE_CHECKING:
+    from kog_dist.socket_file import SocketFile
 
 LEASE_FILE = "lease"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero
@@ -65,32 +69,31 @@ def instances_root() -> Path:
     """
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
     if runtime_dir and os.path.isabs(runtime_dir) and os.access(runtime_dir, os.W_OK):
-        return _private_folder(Path(runtime_dir) / "kog")
+        return private_folder(Path(runtime_dir) / "kog")
     try:
         temporary = tempfile.gettempdir()
     except FileNotFoundError:
         raise LaunchError(
             "no folder for the engine's sockets: neither XDG_RUNTIME_DIR nor TMPDIR nor /tmp can be written; set XDG_RUNTIME_DIR"
         ) from None
-    return _private_folder(Path(temporary) / f"kog-{os.getuid()}")
+    return private_folder(Path(temporary) / f"kog-{os.getuid()}")
 
 
-def _private_folder(folder: Path) -> Path:
+def private_folder(folder: Path, remedy: str = "set XDG_RUNTIME_DIR") -> Path:
+    """The folder, made with mode 0700. Raises LaunchError when it is not a directory of this user that nobody else can enter."""
     status = None
     while status is None:
         try:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
         except OSError as error:
-            raise LaunchError(
-                f"cannot create {folder} for the engine's sockets: {error.strerror}; set XDG_RUNTIME_DIR"
-            ) from error
+            raise LaunchError(f"cannot create {folder} for the engine's sockets: {error.strerror}; {remedy}") from error
         with contextlib.suppress(FileNotFoundError):  # another start has just swept it away
             status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise LaunchError(
             f"{folder} must be a directory of user {os.getuid()} with mode 0700, and is {stat.filemode(status.st_mode)} of user "
-            f"{status.st_uid}; remove it or set XDG_RUNTIME_DIR"
+            f"{status.st_uid}; remove it or {remedy}"
         )
     return folder
 
@@ -102,6 +105,7 @@ class Instance:
         self.name = folder.name
         self.folder = folder
         self.lease_fd = lease_fd
+        self.socket_file: SocketFile | None = None  # one elsewhere, which goes with the folder
 
     @classmethod
     def acquire(cls, name: str, root: Path | None = None) -> Instance:
@@ -175,6 +179,8 @@ class Instance:
                 elif (fd := _lock_lease(self.folder)) is not None:  # the lease was removed, and nobody has the name
                     _delete(self.folder)
                     os.close(fd)
+            if self.socket_file is not None:
+                self.socket_file.remove()
         self.close()
 
     def close(self) -> None:
@@ -269,7 +275,7 @@ def _check_spare_files() -> None:
 def _lock(folder: Path, *, create: bool) -> int | None:
     """A descriptor that holds the folder's lease, or None when somebody else does (or just deleted it)."""
     if create:
-        _private_folder(folder)
+        private_folder(folder)
     elif not (folder / LEASE_FILE).exists():
         return _lock_empty(folder)
     return _lock_lease(folder)

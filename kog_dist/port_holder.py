@@ -17,11 +17,11 @@ def holder_of_port(port: int) -> str | None:
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                return process_name(_launcher_of(connection.pid))
+                return process_name(launcher_of(connection.pid))
     return None
 
 
-def _launcher_of(pid: int) -> int:
+def launcher_of(pid: int) -> int:
     """A gateway has its port from the launcher, which is the one to stop."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         if b"kog_dist.gateway.process" in Path(f"/proc/{pid}/cmdline").read_bytes():

@@ -26,6 +26,7 @@ from kog_dist.launch.reaper import Reaper, acquire_watched
 from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
+from kog_dist.socket_file import SocketFile
 from kog_dist.topology import LocalRendezvous, RankInfo
 from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
@@ -56,9 +57,12 @@ class EngineProcesses:
 
     def __init__(
         self, settings: LaunchConfig, target: Target, request: PromptRequest | None, log_dir: Path | None,
-        ranks: RankSource | None = None,
+        ranks: RankSource | None = None, socket_file: SocketFile | None = None,
     ) -> None:  # fmt: skip
-        """Take the instance name and make the control page; starts no process but the reaper. Raises LaunchError."""
+        """Take the instance name and make the control page; starts no process but the reaper. Raises LaunchError.
+
+        `socket_file`: what is removed with the engine, whatever happens.
+        """
         self.request = request
         self.world_size = target.world_size
         self.model_name, self.device = target.model_name, target.device
@@ -67,7 +71,7 @@ class EngineProcesses:
         self._settings, self._target, self._log_dir = settings, target, log_dir
         name = settings.instance or ("default" if request is None else f"prompt-{os.getpid()}")
         sweep_stale()  # what a killed launcher, reaper and coordinator left under names that nobody asks for again
-        self._lease, self._reaper = acquire_watched(name)
+        self._lease, self._reaper = acquire_watched(name, socket_file)
         self.instance = self._lease.name
         self._watch = InstanceWatch(self._lease)
         self._gpu_leases = GpuLeases()

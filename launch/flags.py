@@ -58,6 +58,7 @@ def launch(
     http: Annotated[bool | None, typer.Option("--http/--no-http", help="Serve HTTP besides RPC. Default: yes.")] = None,
     host: Annotated[str | None, typer.Option(help="Address of HTTP. Default: 127.0.0.1; others need a key.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of HTTP; 0: a free one. Default: 8000.")] = None,
+    http_socket: Annotated[str | None, typer.Option(help="Instead: a socket file that you alone can reach.")] = None,
     api_key: Annotated[str | None, typer.Option(help="What HTTP clients must send; KOG_API_KEY hides it better.")] = None,
     api_key_file: Annotated[str | None, typer.Option(help="A file with the key, readable by you alone.")] = None,
     cors_origin: Annotated[str | None, typer.Option(help="Web pages that may use HTTP: https://a.example,...")] = None,

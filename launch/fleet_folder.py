@@ -8,15 +8,16 @@ from types import TracebackType
 from kog_dist.instance import process_start_time, sweep_stale
 from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.reaper import Reaper, acquire_watched
+from kog_dist.socket_file import SocketFile
 
 
 class FleetFolder:
     """Enter it before any thread exists; leaving it gives everything back."""
 
-    def __init__(self, name: str) -> None:
-        """Take the name. Raises LaunchError that says who has it, ConfigError for what is no name."""
+    def __init__(self, name: str, socket_file: SocketFile | None = None) -> None:
+        """Take the name; `socket_file` goes with it. Raises LaunchError that says who has it, ConfigError for what is no name."""
         sweep_stale()
-        self._lease, self._reaper = acquire_watched(name)
+        self._lease, self._reaper = acquire_watched(name, socket_file)
         self._watch = InstanceWatch(self._lease)
         self._pids: dict[int, int | None] = {}  # with their start time: pids are used again
 

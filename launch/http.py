@@ -19,6 +19,7 @@ from kog_dist.launch import local
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
+from kog_dist.socket_file import SocketFile
 from kog_dist.wait import Deadline
 
 ROLE: Final = "gateway"
@@ -56,6 +57,8 @@ class HttpGateway:
         api_key = settings.api_key
         if settings.api_key_file is not None:
             api_key = read_key_file(Path(settings.api_key_file))
+        if settings.http_socket is not None:
+            return cls(settings, bind.listen_on_socket(settings.http_socket), api_key)
         bind.check_exposure(settings.host, api_key)
         return cls(settings, bind.listen(settings.host, settings.port), api_key)
 
@@ -63,6 +66,11 @@ class HttpGateway:
     def url(self) -> str:
         """Where the service is found."""
         return self._port.url
+
+    @property
+    def socket_file(self) -> SocketFile | None:
+        """What the service listens on, where that is a file."""
+        return self._port.file
 
     def is_ready(self) -> bool:
         """Whether it answers, and knows that the engine takes requests."""

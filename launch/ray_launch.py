@@ -31,6 +31,7 @@ from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.transport import Access
+from kog_dist.socket_file import SocketFile
 from kog_dist.wait import Deadline
 
 STOP_MARGIN_S = 5.0  # for an engine that was told to stop to say that it has
@@ -50,7 +51,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             if http is not None:
                 stack.callback(http.close)
             target = choose_ray_target(settings)
-            with driver_folder() as place:
+            with driver_folder(None if http is None else http.socket_file) as place:
                 if http is not None:
                     folder = EngineOfGateway(target.folder, target.model_name, place.path, place.path / ACCESS_NAME)
                     http.start(folder, events.log_dir)
@@ -82,10 +83,10 @@ class DriverFolder:
 
 
 @contextlib.contextmanager
-def driver_folder() -> Iterator[DriverFolder]:
+def driver_folder(socket_file: SocketFile | None = None) -> Iterator[DriverFolder]:
     """Make the folder, and take it away. Call it before any thread exists, so before Ray is imported. Raises LaunchError."""
     sweep_stale()
-    lease, reaper = acquire_watched(f"ray-{os.getpid()}")
+    lease, reaper = acquire_watched(f"ray-{os.getpid()}", socket_file)
     try:
         yield DriverFolder(lease.folder, reaper, InstanceWatch(lease))
     finally:

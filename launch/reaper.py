@@ -14,6 +14,7 @@ import signal
 import time
 
 from kog_dist.instance import Instance
+from kog_dist.socket_file import SocketFile
 
 CLIENT_GRACE_S = 1.0
 
@@ -65,11 +66,13 @@ class Reaper:
         os.waitpid(self.pid, 0)
 
 
-def acquire_watched(name: str) -> tuple[Instance, Reaper]:
-    """Take an instance name, and start what gives it back should this process be killed. Raises LaunchError, OSError; nothing is
-    left then.
+def acquire_watched(name: str, socket_file: SocketFile | None = None) -> tuple[Instance, Reaper]:
+    """Take an instance name, and start what gives it back, with the socket file, should this process be killed.
+
+    Raises LaunchError, OSError; nothing is left then.
     """
     lease = Instance.acquire(name)
+    lease.socket_file = socket_file
     try:
         return lease, Reaper.start(lease)
     except BaseException:

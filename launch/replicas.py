@@ -59,7 +59,8 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             if http is not None:
                 stack.callback(http.close)
             remotes = RemoteReplicas(settings.remote_replicas)
-            with FleetFolder(settings.instance or "default") as folder, _starter(settings, folder, events) as start:
+            socket_file = None if http is None else http.socket_file
+            with FleetFolder(settings.instance or "default", socket_file) as folder, _starter(settings, folder, events) as start:
                 outcome = FleetLauncher(settings, folder, start, remotes, signals, events, http).run()
         except KogError as error:
             events.note(str(error))

@@ -47,7 +47,8 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
                 stack.callback(http.close)
-            engine = EngineProcesses(settings, choose_target(settings), request, events.log_dir, ranks)
+            socket_file = None if http is None else http.socket_file
+            engine = EngineProcesses(settings, choose_target(settings), request, events.log_dir, ranks, socket_file)
         except KogError as error:
             outcome = Outcome(error.exit_code, "cannot_start", str(error))
             _record(outcome, events, settings.instance)

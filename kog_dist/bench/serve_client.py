@@ -170,7 +170,10 @@ class LoadClient:
                 return connection, False
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, connection = await loop.create_connection(_Connection, self.url.host, self.url.port, ssl=self._tls)
+            if self.url.socket:
+                _, connection = await loop.create_unix_connection(_Connection, self.url.socket)
+            else:
+                _, connection = await loop.create_connection(_Connection, self.url.host, self.url.port, ssl=self._tls)
         self._all = {other for other in self._all if not other.is_lost} | {connection}
         return connection, True
 

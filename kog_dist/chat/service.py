@@ -115,6 +115,8 @@ class Service:
 
     def _connect(self) -> socket.socket:
         try:
+            if self.url.socket:
+                return _connect_file(self.url.socket)
             connection = socket.create_connection((self.url.host, self.url.port), CONNECT_TIMEOUT_S)
             if self.url.is_tls:
                 return ssl.create_default_context().wrap_socket(connection, server_hostname=self.url.host)
@@ -149,6 +151,17 @@ class Service:
                 raise RequestFailed("lost", f"{error} ({self.url})") from None
             if body:
                 yield body
+
+
+def _connect_file(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _pieces(payload: bytes) -> Iterator[Piece]:

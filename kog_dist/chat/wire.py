@@ -26,10 +26,13 @@ class ServiceUrl:
     port: int
     is_tls: bool
     prefix: str
+    socket: str = ""  # path of a Unix socket, instead of host and port
 
     @classmethod
     def parse(cls, url: str) -> ServiceUrl:
-        """Read `http://HOST:PORT`, with or without `/v1`. Raises ConfigError saying what is wrong with it."""
+        """Read `http://HOST:PORT`, with or without `/v1`, or `unix:PATH`. Raises ConfigError saying what is wrong with it."""
+        if url.startswith("unix:/"):
+            return cls("localhost", 80, False, "/v1", url.removeprefix("unix:"))
         text = url if "://" in url else f"http://{url}"
         try:
             parts = urllib.parse.urlsplit(text)
@@ -37,7 +40,7 @@ class ServiceUrl:
         except ValueError as error:
             raise ConfigError(f"the URL {url!r} cannot be read: {error}; give http://HOST:PORT") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
-            raise ConfigError(f"the URL {url!r} must be http://HOST:PORT or https://HOST:PORT, nothing else")
+            raise ConfigError(f"the URL {url!r} must be http://HOST:PORT, https://HOST:PORT or unix:/PATH, nothing else")
         path = parts.path.rstrip("/")
         prefix = path if path.endswith("/v1") else f"{path}/v1"
         if not prefix.isascii() or any(letter <= " " for letter in prefix):
@@ -56,6 +59,8 @@ class ServiceUrl:
         return self.prefix.removesuffix("/v1")
 
     def __str__(self) -> str:
+        if self.socket:
+            return f"unix:{self.socket}"
         return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.root}"
 
 

@@ -10,9 +10,11 @@ import errno
 import ipaddress
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError, LaunchError
+from kog_dist.socket_file import SocketFile, listen_on_file
 
 BACKLOG = 1024  # connections that wait while the gateway starts, or is started again
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
@@ -23,7 +25,8 @@ class HttpPort:
     """A listening socket and what was asked for. `close` ends this process's hold on it."""
 
     listener: socket.socket
-    host: str
+    host: str  # empty for a socket file
+    file: SocketFile | None = None
 
     @property
     def url(self) -> str:
@@ -31,8 +34,10 @@ class HttpPort:
         return url_of(self.host, self.listener)
 
     def close(self) -> None:
-        """Give the port up, as far as this process holds it."""
+        """Give the port up, as far as this process holds it; a socket file goes with it."""
         self.listener.close()
+        if self.file is not None:
+            self.file.remove()
 
 
 def is_loopback(host: str) -> bool:
@@ -70,8 +75,16 @@ def listen(host: str, port: int) -> HttpPort:
     return HttpPort(listener, host.strip("[]"))
 
 
+def listen_on_socket(path: str) -> HttpPort:
+    """The same on a Unix socket, which only this user can reach. Raises LaunchError, ConfigError; see `listen_on_file`."""
+    listener, file = listen_on_file(Path(path), "--http-socket", BACKLOG)
+    return HttpPort(listener, "", file)
+
+
 def url_of(host: str, listener: socket.socket) -> str:
-    """`http://HOST:PORT` of a listening socket."""
+    """`http://HOST:PORT` of a listening socket, `unix:/PATH` of a file."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     port = listener.getsockname()[1]
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)

@@ -24,6 +24,7 @@ def gateway(
     model: Annotated[Path | None, typer.Option(help="Folder of its model, for tokenizer and chat template.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Others than this machine's need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
+    http_socket: Annotated[str | None, typer.Option(help="Instead: a socket file that you alone can reach.")] = None,
     api_key: Annotated[str | None, typer.Option(help="What clients must send. Better: --api-key-file or KOG_API_KEY.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the key, readable by you alone.")] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="Web pages that may use it; may be given several times.")] = None,
@@ -40,16 +41,23 @@ def gateway(
     if instance is not None and key_file is not None:
         raise ConfigError("--instance and --key-file exclude each other")
     key = choose_key(api_key, api_key_file, os.environ.get(KEY_VARIABLE))
-    bind.check_exposure(host, key)
-    http = bind.listen(host, port)
+    if http_socket is not None:
+        http = bind.listen_on_socket(http_socket)
+    else:
+        bind.check_exposure(host, key)
+        http = bind.listen(host, port)
     args = GatewayArgs(
         listen_fd=http.listener.detach(), host=http.host, key_fd=-1 if key is None else write_key(key),
         instance_folder=str(instances_root() / _name(instance)) if key_file is None else None,
         key_file=None if key_file is None else str(key_file), model=None if model is None else str(_folder(model)),
         cors_origins=check_origins(cors_origin or ()), drain_s=shutdown_timeout, log_format=log_format, log_prompts=log_prompts,
     )  # fmt: skip
-    args.access()  # a key file that is none is said now
-    raise typer.Exit(run_gateway(args))
+    try:
+        args.access()  # a key file that is none is said now
+        raise typer.Exit(run_gateway(args))
+    finally:
+        if http.file is not None:
+            http.file.remove()
 
 
 def choose_key(given: str | None, file: Path | None, variable: str | None) -> str | None:

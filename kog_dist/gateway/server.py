@@ -50,7 +50,7 @@ def make_server(service: Service, api_key: str | None, port: int, limits: Limits
 async def serve(service: Service, listener: socket.socket, api_key: str | None) -> None:
     """Serve until told to stop: the first SIGTERM (or SIGINT) drains, the second one ends at once."""
     loop = asyncio.get_running_loop()
-    server = make_server(service, api_key, listener.getsockname()[1], service.limits)
+    server = make_server(service, api_key, _port(listener), service.limits)
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -61,6 +61,10 @@ async def serve(service: Service, listener: socket.socket, api_key: str | None) 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
     await run(service, server, listener, stop)
+
+
+def _port(listener: socket.socket) -> int:
+    return 0 if listener.family == socket.AF_UNIX else int(listener.getsockname()[1])
 
 
 async def run(service: Service, server: Server, listener: socket.socket, stop: asyncio.Event) -> None:
