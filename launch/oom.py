@@ -41,9 +41,9 @@ def _counters(pid: int, mount: Path, proc: Path) -> Iterator[Path]:
         return
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if not controllers:
-            names, roots = ("memory.events.local", "memory.events"), (mount, mount / "unified")
+            names, roots = ["memory.events.local", "memory.events"], (mount, mount / "unified")
         elif "memory" in controllers.split(","):
-            names, roots = ("memory.oom_control",), (mount / "memory", mount / controllers)
+            names, roots = ["memory.oom_control"], (mount / "memory", mount / controllers)
         else:
             continue
         places = (folder / name for root in roots for folder in (root / path.strip("/"), root) for name in names)

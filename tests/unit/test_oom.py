@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from kog_dist.launch import oom
 from kog_dist.launch.oom import OomKills
 
 V2, V1 = "0::/user/engine\n", "4:memory:/user/engine\n3:cpuset:/\n0::/\n"
@@ -39,7 +39,7 @@ def test_a_count_that_rises_is_a_kill(tmp_path: Path, groups: str, file: str) ->
 
 def test_a_count_that_rose_long_ago_was_another_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(oom.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     path = tmp_path / "cgroup" / "user/engine/memory.events"
     kills(path, 0)
     found = group_of(tmp_path, V2)
