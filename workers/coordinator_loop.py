@@ -69,7 +69,7 @@ class Coordinator:
         self._clock = clock
         self._life = EngineLife(args, control, supervisor_fd)
         self._slot = DecodeSlot(control, model.spec.sliding_window if model.spec.window_layers else None)
-        self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control.fd)
+        self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control)
         self._texts: TextReader[RequestStream] = TextReader()
         queue = RequestQueue(args.queue_limit, args.client_queue_limit)
         self.requests = OpenRequests(queue, self._slot, self._grammars, self._texts)
@@ -173,13 +173,13 @@ class Coordinator:
 
     def _accept_checked(self) -> None:
         num_runners_lost, running = self._grammars.num_runners_lost, self.requests.running  # not one that this starts
+        self._grammars.wants(None if running is None else running.next_mask)
         self._admission.go_on()
         if running is None or running.constraint is None or running is not self.requests.running:
             return
         if num_runners_lost != self._grammars.num_runners_lost:
-            self._fail(
-                running, ErrorCode.CONSTRAINT_FAILED, f"the process that followed {running.constraint.kind} ended; try again"
-            )
+            message = f"the process that followed {running.constraint.kind} {self._grammars.loss}; try again"
+            self._fail(running, ErrorCode.CONSTRAINT_FAILED, message)
 
     def _remove(self, stream: RequestStream) -> bool:
         return self.requests.remove(stream, self._clock())

@@ -50,6 +50,11 @@ class RequestStream:
         self.decoder = decoder
         self._stop_filter = StopFilter(message.stop)
 
+    @property
+    def next_mask(self) -> int | None:
+        """Epoch of the mask that its next token is chosen with; None without a grammar."""
+        return None if self.constraint is None else self.request.mask_epoch + self.num_tokens
+
     def take(self, entries: Sequence[TokenEntry]) -> tuple[Tokens | None, FinishReason | None]:
         """The event for entries that follow those taken before, and the reason if the answer ends with them.
 

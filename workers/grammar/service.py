@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgpack  # type: ignore[import-untyped]
 
 from kog_dist import python_child
+from kog_dist.control import ControlPage
 from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import ErrorCode
 from kog_dist.workers.grammar.compiler import Constraint
@@ -27,6 +29,10 @@ from kog_dist.workers.grammar.process import MAX_PACKET_BYTES, GrammarArgs, chec
 CHECK_TIMEOUT_S = 3.0  # of one grammar; hard ones take about 1 s
 START_TIMEOUT_S = 30.0  # of a process: reading a large vocabulary takes seconds
 END_TIMEOUT_S = 1.0
+STOPPED_S = 0.2  # a request waits no longer for the mask of a process that is stopped: its client is told within 0.25
+SILENT_S = (
+    1.0  # nor of one that runs: a mask takes some milliseconds, so it hangs; the first one is compiled before: CHECK_TIMEOUT_S
+)
 MAX_ASKERS = 16
 
 Asker = TypeVar("Asker")
@@ -82,6 +88,18 @@ class GrammarProcess:
         except ConnectionError:
             return None
 
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._child.pid
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP), and nobody has continued it."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # it has ended
+            return False
+
     def end(self) -> None:
         """Kill it and let go of it."""
         self._child.kill()
@@ -99,10 +117,11 @@ class GrammarService(Generic[Asker]):
     """Two grammar processes, started when they are first needed. An asker is whatever wants to know (a request's stream).
 
     `num_runners_lost`: a request that had its masks from a runner that is lost cannot go on; the next one finds a new runner.
+    `loss`: what became of the last of them.
     """
 
-    def __init__(self, model: Path, control_fd: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._model, self._control_fd, self._clock = model, control_fd, clock
+    def __init__(self, model: Path, control: ControlPage, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._model, self._control, self._clock = model, control, clock
         self._checker: GrammarProcess | None = None
         self._runner: GrammarProcess | None = None
         self._pending: deque[_Pending[Asker]] = deque()
@@ -111,6 +130,10 @@ class GrammarService(Generic[Asker]):
         self._next_epoch = 1
         self._has_no_runner = False  # for the request that wants one: `verdicts` counts it as lost
         self.num_runners_lost = 0
+        self.loss = ""
+        self._first_epoch = 0  # of the request that `run` was told of last
+        self._wanted_epoch: int | None = None
+        self._wanted_s = 0.0
 
     @property
     def askers(self) -> list[Asker]:
@@ -139,12 +162,7 @@ class GrammarService(Generic[Asker]):
 
     def verdicts(self) -> list[Verdict[Asker]]:
         """What was found out since the last call; also keeps the processes going while they are needed."""
-        if self._runner is not None and self._runner.receive() is None:
-            self._runner.end()
-            self._runner = None
-            self.num_runners_lost += 1
-        self.num_runners_lost += self._has_no_runner
-        self._has_no_runner = False
+        self._hear_runner()
         found = self._hear_checker()
         if self._pending and not found:
             try:
@@ -157,6 +175,40 @@ class GrammarService(Generic[Asker]):
                 self._asked_s = self._clock()
                 self._checker.send(check_message(self._number, self._pending[0].constraint))
         return found
+
+    def wants(self, epoch: int | None) -> None:
+        """Which mask rank 0 needs next, None if the running request has no grammar. A runner that does not write it is lost."""
+        if epoch != self._wanted_epoch:
+            self._wanted_epoch, self._wanted_s = epoch, self._clock()
+
+    def _hear_runner(self) -> None:
+        if self._has_no_runner:
+            self._has_no_runner = False
+            self.num_runners_lost, self.loss = self.num_runners_lost + 1, "could not be started"
+        if self._runner is None:
+            return
+        if self._runner.receive() is None:
+            self.loss = "ended"
+        elif self._owes_mask():
+            self.loss = f"was silent for {self._clock() - self._wanted_s:.2f} s"
+            print(f"grammar process {self._runner.pid} {self.loss} and is replaced", file=sys.stderr, flush=True)
+        else:
+            return
+        self._runner.end()
+        self._runner = None
+        self.num_runners_lost += 1
+
+    def _owes_mask(self) -> bool:
+        """Whether a mask that is needed has not come for too long."""
+        assert self._runner is not None
+        epoch, now_s = self._wanted_epoch, self._clock()
+        if epoch is None or now_s - self._wanted_s <= STOPPED_S or self._control.masks.get(epoch) is not None:
+            return False
+        if self._runner.is_stopped():
+            return True
+        if not self._runner.is_ready:  # that has a limit of its own
+            self._wanted_s = now_s - STOPPED_S
+        return now_s - self._wanted_s > (CHECK_TIMEOUT_S if epoch == self._first_epoch else SILENT_S)
 
     def _hear_checker(self) -> list[Verdict[Asker]]:
         if self._checker is None:
@@ -177,6 +229,10 @@ class GrammarService(Generic[Asker]):
 
     def run(self, seq: int, mask_epoch: int, constraint: Constraint) -> None:
         """Have the masks of request `seq` made, which the ranks have been given."""
+        self._first_epoch = mask_epoch
+        if self._runner is not None and self._runner.is_stopped():
+            self._runner.end()
+            self._runner = None
         try:
             self._runner = self._runner or self._start()
         except OSError:
@@ -192,7 +248,7 @@ class GrammarService(Generic[Asker]):
         self._checker = self._runner = None
 
     def _start(self) -> GrammarProcess:
-        return GrammarProcess(self._model, self._control_fd)
+        return GrammarProcess(self._model, self._control.fd)
 
     def _answered(self, error: str | None) -> Verdict[Asker]:
         self._asked_s = None

@@ -84,7 +84,10 @@ def test_a_request_can_be_cancelled_while_its_grammar_is_checked(start_engine: S
         assert engine.requests[-1].mask_epoch == 0
 
 
-def test_a_lost_runner_ends_the_request_that_it_worked_for(start_engine: StartEngine) -> None:
+@pytest.mark.parametrize(("strike", "said"), [(psutil.Process.kill, "ended"), (psutil.Process.suspend, "was silent for 0")])
+def test_a_lost_runner_ends_the_request_that_it_worked_for(
+    start_engine: StartEngine, strike: Callable[[psutil.Process], None], said: str
+) -> None:  # fmt: skip
     engine = start_engine("hello", paced=True)
     with engine.client() as client:
         events = client.generate("x", regex="[a-z]{30}", max_tokens=30)
@@ -92,8 +95,9 @@ def test_a_lost_runner_ends_the_request_that_it_worked_for(start_engine: StartEn
         deadline = Deadline.after(20.0)
         while not isinstance(next(events), Tokens):
             assert not deadline.expired()
-        grammar_processes()[0].kill()
-        with pytest.raises(RequestFailed, match="the process that followed regex ended") as caught:
+        strike(grammar_processes()[0])
+        engine.allow(1)  # its mask was there; that of the next one is not
+        with pytest.raises(RequestFailed, match=f"the process that followed regex {said}") as caught:
             list(events)
         assert caught.value.code == "constraint_failed"
         engine.allow(100)

@@ -18,7 +18,7 @@ from kog_dist.errors import RequestError
 from kog_dist.wait import Deadline
 from kog_dist.workers.grammar import service as service_module
 from kog_dist.workers.grammar.compiler import Constraint, Kind
-from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, MAX_ASKERS, GrammarService, Verdict
+from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, MAX_ASKERS, SILENT_S, STOPPED_S, GrammarService, Verdict
 
 from .conftest import EOS_ID, PATIENCE_S, VOCAB_SIZE, write_model
 
@@ -50,7 +50,7 @@ def clock() -> Clock:
 @pytest.fixture
 def service(tmp_path: Path, control: ControlPage, clock: Clock) -> Iterator[GrammarService[str]]:
     write_model(tmp_path / "model", max_context=64, with_tokenizer=True)
-    made: GrammarService[str] = GrammarService(tmp_path / "model", control.fd, clock=clock)
+    made: GrammarService[str] = GrammarService(tmp_path / "model", control, clock=clock)
     yield made
     made.close()
     assert children() == []
@@ -157,6 +157,74 @@ def test_a_runner_that_dies_is_counted_and_replaced(service: GrammarService[str]
     seq = control.submit(DecodeRequest((1,), 5, mask_epoch=epoch))
     service.run(seq, epoch, GOOD)
     assert mask_of(control, epoch) == {ord("a"), ord("b")}
+
+
+def follow(service: GrammarService[str], control: ControlPage) -> tuple[int, int]:
+    """Start a request and see its first mask. Returns its number and the mask's epoch."""
+    service.ask("one", GOOD)
+    verdicts(service, 1)
+    epoch = service.reserve_epochs(5)
+    seq = control.submit(DecodeRequest((1,), 5, mask_epoch=epoch))
+    service.run(seq, epoch, GOOD)
+    service.wants(epoch)
+    assert mask_of(control, epoch) == {ord("a"), ord("b")}
+    return seq, epoch
+
+
+def test_a_stopped_runner_is_replaced_once_its_mask_is_late(
+    service: GrammarService[str], control: ControlPage, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    seq, epoch = follow(service, control)
+    runner = children()[0]
+    runner.suspend()
+    clock.skipped_s += 10
+    assert (service.verdicts(), service.num_runners_lost) == ([], 0), "the mask that is needed is there"
+    control.ring.put(seq, 0, ord("a"), 1, None, Finish.NONE)
+    service.wants(epoch + 1)
+    assert (service.verdicts(), service.num_runners_lost) == ([], 0)
+    clock.skipped_s += STOPPED_S
+    assert (service.verdicts(), service.num_runners_lost) == ([], 1)
+    assert service.loss.startswith("was silent for 0.2")
+    assert f"grammar process {runner.pid} was silent" in capfd.readouterr().err
+    assert not runner.is_running()
+    follow(service, control)
+
+
+def test_a_runner_that_is_not_stopped_has_time_to_compile_but_not_to_hang(
+    service: GrammarService[str], control: ControlPage, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(service_module.GrammarProcess, "is_stopped", lambda _self: False)  # it hangs where it is
+    seq, epoch = follow(service, control)
+    children()[0].suspend()
+    control.ring.put(seq, 0, ord("a"), 1, None, Finish.NONE)
+    service.wants(epoch + 1)
+    for skipped_s, num_lost in ((0.9 * SILENT_S, 0), (0.2 * SILENT_S, 1)):
+        clock.skipped_s += skipped_s
+        assert (service.verdicts(), service.num_runners_lost) == ([], num_lost)
+    service.ask("two", GOOD)
+    verdicts(service, 1)
+    epoch = service.reserve_epochs(5)
+    children()[1].suspend()  # the new runner: the checker is older
+    service.run(control.submit(DecodeRequest((1,), 5, mask_epoch=epoch)), epoch, GOOD)
+    service.wants(epoch)
+    for skipped_s, num_lost in ((0.9 * CHECK_TIMEOUT_S, 1), (0.2 * CHECK_TIMEOUT_S, 2)):
+        clock.skipped_s += skipped_s
+        assert (service.verdicts(), service.num_runners_lost) == ([], num_lost)
+
+
+def test_a_runner_that_was_stopped_while_it_had_nothing_to_do_is_replaced_at_once(
+    service: GrammarService[str], control: ControlPage
+) -> None:  # fmt: skip
+    service.ask("one", GOOD)
+    verdicts(service, 1)
+    runner = children()[0]
+    runner.suspend()
+    while runner.status() != psutil.STATUS_STOPPED:
+        pass
+    epoch = service.reserve_epochs(5)
+    service.run(control.submit(DecodeRequest((1,), 5, mask_epoch=epoch)), epoch, GOOD)
+    assert mask_of(control, epoch) == {ord("a"), ord("b")}
+    assert (service.verdicts(), service.num_runners_lost) == ([], 0)
 
 
 def test_askers_are_bounded(service: GrammarService[str], monkeypatch: pytest.MonkeyPatch) -> None:
