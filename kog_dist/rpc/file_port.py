@@ -16,6 +16,8 @@ from kog_dist.errors import ProtocolError
 from kog_dist.rpc.zmtp import ROUTER, Message, Wire, framed, opening
 
 HANDSHAKE_S: Final = 2.0
+HELD_BYTES: Final = 32 << 20  # of messages that are not complete, of all clients together
+HALF_SENT_S: Final = 10.0  # a client that has begun a message and sends nothing more is given up
 _NAME: Final = b"file-"
 _BACKLOG: Final = 1024
 _RECEIVE_BYTES: Final = 1 << 16
@@ -54,6 +56,8 @@ class FilePort:
         self._budget = 0  # bytes that this call of `receive` may still take
         self._peers: dict[bytes, _Peer] = {}
         self._names: dict[int, bytes] = {}  # by descriptor
+        self._held: dict[bytes, tuple[int, float]] = {}  # of messages that are not complete: bytes, and until when more must come
+        self._num_held = 0  # of all of them
         self._strangers: dict[bytes, _Peer] = {}  # those that have not introduced themselves
         self._left: list[bytes] = []  # those from which more was received than was asked for
         self._behind: set[bytes] = set()  # those with something unsent
@@ -85,7 +89,7 @@ class FilePort:
     def receive(self, max_messages: int) -> list[tuple[bytes, Message]]:
         """Messages with the names of their senders, of each client one in its turn. At most 256 KiB are read."""
         ready = [fd for fd, _ in self._epoll.poll(0)]
-        if not (ready or self._strangers or self._accept_at_s):
+        if not (ready or self._strangers or self._accept_at_s or self._held):
             return []
         now_s = time.monotonic()
         if self._more in ready:
@@ -103,6 +107,7 @@ class FilePort:
         while turns and len(received) < max_messages and self._budget > 0:
             name = turns.popleft()
             message = self._next_of(name)
+            self._count_held(name, now_s)
             if message is not None:
                 received.append((name, message))
                 turns.append(name)
@@ -113,7 +118,23 @@ class FilePort:
         if self._left:
             os.eventfd_write(self._more, 1)
         self._look_after_strangers(now_s)
+        self._give_up_half_sent(now_s)
         return received
+
+    def _count_held(self, name: bytes, now_s: float) -> None:
+        """A client has had its turn: what is held of its message, in the order in which something last came."""
+        self._num_held -= self._held.pop(name, (0, 0.0))[0]
+        peer = self._peers.get(name)
+        if peer is not None and (num_held := peer.wire.num_held):
+            self._held[name] = (num_held, now_s + HALF_SENT_S)
+            self._num_held += num_held
+
+    def _give_up_half_sent(self, now_s: float) -> None:
+        """Close those who have sent nothing for longest: all whose time is over, and as many as all together hold too much."""
+        for name, (_, until_s) in tuple(self._held.items()):
+            if now_s < until_s and self._num_held <= HELD_BYTES:
+                return
+            self.forget(name)
 
     def _next_of(self, name: bytes) -> Message | None:
         """The next message of a client; reads from its socket only when none is there."""
@@ -182,6 +203,7 @@ class FilePort:
         peer = self._peers.pop(name, None)
         if peer is not None:
             self._strangers.pop(name, None)
+            self._num_held -= self._held.pop(name, (0, 0.0))[0]
             self._behind.discard(name)
             self._epoll.unregister(peer.connection.fileno())
             del self._names[peer.connection.fileno()]

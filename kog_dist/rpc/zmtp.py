@@ -72,6 +72,11 @@ class Wire:
         self._num_frames = self._num_bytes = 0  # of the message that is coming
 
     @property
+    def num_held(self) -> int:
+        """Bytes of a frame that is not complete."""
+        return len(self._held)
+
+    @property
     def is_between(self) -> bool:
         """Whether nothing is held: what comes next is the beginning of a frame, and of a message."""
         return self.is_ready and not self._held and not self._num_frames
