@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,30 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kog_dist.gateway import documents, status, tokens
+from kog_dist.gateway import documents, status
 from kog_dist.gateway.answers import AnswerResponse
+from kog_dist.gateway.body_work import PLANS, TOKENS, as_json
 from kog_dist.gateway.errors import not_serving, on_api_error, on_http_exception, on_mistake
 from kog_dist.gateway.intake import received
 from kog_dist.gateway.metrics import CONTENT_TYPE
-from kog_dist.gateway.openai.body import read_body
-from kog_dist.gateway.openai.chat import plan_chat
-from kog_dist.gateway.openai.completions import plan_completion
 from kog_dist.gateway.openai.errors import SERVER, ApiError
 from kog_dist.gateway.openai.planning import check_model
 from kog_dist.gateway.openai.reply import Planned
-from kog_dist.gateway.openai.responses import plan_response
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.pages import INDEX, Pages
 from kog_dist.gateway.readiness import RETRY_AFTER_S
 from kog_dist.gateway.service import Service
-
-Plan = Callable[[object, ServedModel], Planned]
-PLANS: Final[Mapping[str, Plan]] = {
-    "/v1/chat/completions": plan_chat,
-    "/v1/completions": plan_completion,
-    "/v1/responses": plan_response,
-}
-
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -59,9 +46,8 @@ def _route(method: str, path: str, endpoint: Endpoint) -> Route:
 
 
 def json_response(body: object, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON response; text that is no valid Unicode cannot break it."""
-    content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    return Response(content, status_code, headers, "application/json")
+    """A JSON response."""
+    return Response(as_json(body), status_code, headers, "application/json")
 
 
 def _served(service: Service) -> ServedModel:
@@ -75,17 +61,17 @@ def _served(service: Service) -> ServedModel:
 
 
 def _answers(service: Service) -> Iterator[Route]:
-    def endpoint(path: str, plan: Plan) -> Endpoint:
+    def endpoint(path: str) -> Endpoint:
         async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
-                served = _served(service)
-                planned = await asyncio.to_thread(lambda: plan(read_body(raw), served))
+                planned = await service.bodies.read(path, raw, _served(service))
+            assert isinstance(planned, Planned)
             return AnswerResponse(planned, service, path)
 
         return answer
 
-    for path, plan in PLANS.items():
-        yield _route("POST", path, endpoint(path, plan))
+    for path in PLANS:
+        yield _route("POST", path, endpoint(path))
 
 
 def _models(service: Service) -> Iterator[Route]:
@@ -108,18 +94,17 @@ def _models(service: Service) -> Iterator[Route]:
 
 
 def _tokens(service: Service) -> Iterator[Route]:
-    def endpoint(work: Callable[[object, ServedModel], dict[str, Any]]) -> Endpoint:
+    def endpoint(path: str) -> Endpoint:
         async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
                 if service.served is None:
                     raise not_serving(service.readiness.health())
-                served = service.served
-                return json_response(await asyncio.to_thread(lambda: work(read_body(raw), served)))
+                return Response(await service.bodies.read(path, raw, service.served), media_type="application/json")
 
         return answer
 
-    for path, work in (("/tokenize", tokens.tokenize), ("/detokenize", tokens.detokenize)):
-        yield _route("POST", path, endpoint(work))
+    for path in TOKENS:
+        yield _route("POST", path, endpoint(path))
 
 
 def _state(service: Service) -> Iterator[Route]:

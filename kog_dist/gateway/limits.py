@@ -20,6 +20,9 @@ class Limits:
     stall_s: float = 10.0  # of a client that reads nothing of what is ready for it; then the connection is cut
     connections: int = 1000
     head_bytes: int = 32 << 10
+    head_lines: int = 256  # more take milliseconds to parse
+    small_chunks: int = 128  # of one body, before its chunks must have `chunk_bytes` on average: each takes as long as 1 KiB
+    chunk_bytes: int = 32
     buffer_bytes: int = 256 << 10  # of a stream, that wait because the client does not read fast enough
     accept_s: float = 2.0  # until a stream answers 200, though the engine has not said yet whether it takes the request
     keepalive_s: float = 2.0  # of silence, after which a stream has a comment

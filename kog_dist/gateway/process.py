@@ -19,6 +19,7 @@ from kog_dist.gateway.limits import LIMITS
 from kog_dist.rpc.process_main import serve_argument
 
 MAX_CHECKS = 2  # requests that are checked at the same time: each waits for the interpreter's lock, and the streams with it
+SWITCH_S = 0.0005  # a thread that checks a request gives way to the streams after so long
 SPARE_FILES = 128  # descriptors besides those of HTTP connections
 
 
@@ -35,6 +36,8 @@ def run_gateway(args: GatewayArgs) -> int:
     api_key = read_key(args.key_fd)
     limits = replace(LIMITS, connections=_room_for_connections())
     log = Log(log_format=args.log_format, with_prompts=args.log_prompts, secrets=() if api_key is None else (api_key,))
+
+    sys.setswitchinterval(SWITCH_S)
 
     async def run() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_CHECKS, thread_name_prefix="check"))

@@ -19,6 +19,27 @@ from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 has it
 
 
+class _Chunks(h11.Connection):
+    """h11, which refuses a body of many small chunks: it takes 6 us for each, and there may be 43,000 in what is read at once."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(h11.SERVER, limits.head_bytes)
+        self._limits = limits
+        self._num_chunks = self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        """See h11. Raises RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > self._limits.small_chunks + self._num_bytes // self._limits.chunk_bytes:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        elif isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        return event
+
+
 class BoundedHttp(H11Protocol):
     """One connection. Its limits, and what it calls before a request is parsed and after a refusal, come from `bounded`."""
 
@@ -28,6 +49,7 @@ class BoundedHttp(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = _Chunks(self.limits)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -72,8 +94,11 @@ class BoundedHttp(H11Protocol):
 
     def _is_long_head(self, data: bytes) -> bool:
         """Whether the head of these bytes is longer than it may be; h11 looks only at the length of incomplete ones."""
-        most, begun = self.limits.head_bytes, self.conn.trailing_data[0]
-        return len(begun) + len(data) > most and _END_OF_HEAD.search(begun + data, 0, most) is None
+        head, most = self.conn.trailing_data[0] + data, self.limits.head_bytes
+        end = _END_OF_HEAD.search(head, 0, most)
+        if end is None and len(head) > most:
+            return True
+        return head.count(b"\n", 0, most if end is None else end.end()) > self.limits.head_lines
 
     def handle_events(self) -> None:
         """Give each request the short way for the chunks of its answer."""

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kog_dist.errors import CheckpointError
 from kog_dist.files import write_at_once
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
+from kog_dist.gateway.body_reader import BodyReader
 from kog_dist.gateway.documents import handler_of
 from kog_dist.gateway.engine import EngineBridge
 from kog_dist.gateway.engine_facts import engine_facts, read_spec
@@ -19,18 +19,14 @@ from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.logs import Log
 from kog_dist.gateway.metrics import UNREAD, Metrics
-from kog_dist.gateway.openai.served import SamplingDefaults, ServedModel
+from kog_dist.gateway.model_folder import read_model
+from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.hardware.gpus import read_inventory
-from kog_dist.model.chat_template import ChatTemplate
-from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import StatusReport, Welcome
 
 if TYPE_CHECKING:
     from kog_dist.gateway.exchange import Exchange
-
-GENERATION_CONFIG = "generation_config.json"
-MAX_CONFIG_BYTES = 1 << 20
 
 
 class Service:
@@ -41,7 +37,7 @@ class Service:
         self.args, self.log, self.limits, self.url = args, log, limits, url
         self.begin_s = time.monotonic()
         self.created = int(time.time())
-        self.tokenizer, self.chat_template, self._defaults = _read_model(args.model)
+        self.tokenizer, self.chat_template, self._defaults = read_model(args.model)
         self.readiness = Readiness(stall_s=args.stall_s)
         self.welcome: Welcome | None = None
         self._announced: dict[str, Any] | None = None
@@ -51,6 +47,7 @@ class Service:
         self.metrics = Metrics(args.model_name or "unknown")
         self.answering: set[Exchange] = set()
         self.bodies_bytes = 0  # of request bodies that are in memory
+        self.bodies = BodyReader(args.model)
         self.bridge = EngineBridge(
             args.access, self.readiness, log, on_welcome=self._on_welcome, on_report=self._on_report
         )  # fmt: skip
@@ -124,29 +121,6 @@ class Service:
 
     def close(self) -> None:
         """Release what was opened."""
+        self.bodies.close()
         if self.chat_template is not None:
             self.chat_template.close()
-
-
-def _read_model(folder: str | None) -> tuple[Tokenizer | None, ChatTemplate | None, SamplingDefaults]:
-    if folder is None:
-        return None, None, SamplingDefaults()
-    tokenizer = Tokenizer.from_folder(Path(folder))
-    template = None if tokenizer is None else ChatTemplate.from_folder(Path(folder), tokenizer.special_tokens)
-    if template is not None:
-        template.check()
-    return tokenizer, template, _read_defaults(Path(folder) / GENERATION_CONFIG)
-
-
-def _read_defaults(path: Path) -> SamplingDefaults:
-    """The model's own sampling. Raises CheckpointError for a file that is there and cannot be used."""
-    try:
-        with path.open("rb") as stream:
-            parsed: Any = json.loads(stream.read(MAX_CONFIG_BYTES))
-        if not isinstance(parsed, dict):
-            raise ValueError("it must be an object")
-        return SamplingDefaults.from_generation_config(parsed)
-    except FileNotFoundError:
-        return SamplingDefaults()
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from None

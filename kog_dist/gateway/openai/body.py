@@ -16,6 +16,7 @@ from kog_dist.gateway.openai.request_model import RequestModel
 Model = TypeVar("Model", bound=RequestModel)
 
 MAX_NESTING = 64  # of arrays and objects; far above what a JSON schema needs, far below what recursion can take
+MAX_FIELDS = 256
 _MAX_SHOWN = 60
 
 
@@ -44,6 +45,8 @@ def parse(model: type[Model], body: object) -> Model:
     if not isinstance(body, dict):
         raise invalid(None, f"the body must be a JSON object, got {_kind(body)}")
     _check_nesting(body)
+    if len(body) > MAX_FIELDS:  # each unknown one costs a complaint, of which one is told
+        raise invalid(None, f"the body has {len(body)} fields; no request has more than {MAX_FIELDS}")
     kept = {}
     for name, value in body.items():
         refusal = model.refused.get(name)

@@ -102,9 +102,9 @@ class ChatReply(ChunkReply):
 
     def __init__(self, form: ReplyForm, use: ToolUse, names: TokenNames | None) -> None:
         """`names`: of tokens, if the request asked for log-probabilities."""
-        super().__init__(form)
+        super().__init__(form, has_names=names is not None)
         choices = range(form.num_choices)
-        self._names = names
+        self.use, self._names = use, names
         self._parsers = [use.parser() for _ in choices]
         self._has_begun = [False] * form.num_choices
         self._deltas: list[list[Delta]] = [[] for _ in choices]

@@ -52,8 +52,9 @@ class ChunkReply(abc.ABC):
     object_whole: str
     object_chunk: str
 
-    def __init__(self, form: ReplyForm) -> None:
-        self.form = form
+    def __init__(self, form: ReplyForm, *, has_names: bool) -> None:
+        """`has_names`: the request asked for log-probabilities."""
+        self.form, self.has_names = form, has_names
         self._stream = form.stream
         self._dones: dict[int, Done] = {}
         self._error: ApiError | None = None

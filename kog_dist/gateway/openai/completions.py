@@ -117,7 +117,7 @@ class CompletionReply(ChunkReply):
 
     def __init__(self, form: ReplyForm, names: TokenNames | None) -> None:
         """`names`: of tokens, if the request asked for log-probabilities."""
-        super().__init__(form)
+        super().__init__(form, has_names=names is not None)
         choices = range(form.num_choices)
         self._texts: list[list[str]] = [[] for _ in choices]
         self._legacy = None if names is None else [LegacyLogprobs(names) for _ in choices]

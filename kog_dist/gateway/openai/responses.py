@@ -65,7 +65,7 @@ def plan_response(body: object, served: ServedModel) -> Planned:
     )
     outline = _outline(request, stamp, served, sampling)
     names = TokenNames(served.tokenizer) if has_logprobs else None
-    return Planned((message,), bool(request.stream), ResponseReply(outline, use.parser(), names, stream=bool(request.stream)))
+    return Planned((message,), bool(request.stream), ResponseReply(outline, use, names, stream=bool(request.stream)))
 
 
 def without_hosted_tools(body: object) -> object:

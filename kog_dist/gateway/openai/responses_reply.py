@@ -10,8 +10,9 @@ from kog_dist.gateway.openai.chat import call_name
 from kog_dist.gateway.openai.chunks import quoted
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError, cancelled, from_rpc
 from kog_dist.gateway.openai.logprobs import TokenNames, entries, to_json
-from kog_dist.gateway.openai.parsers import AnswerParser, CallArguments, CallStart, Delta, PlainText, TextDelta
+from kog_dist.gateway.openai.parsers import CallArguments, CallStart, Delta, PlainText, TextDelta
 from kog_dist.gateway.openai.reply import KEEPALIVE, StreamEvent
+from kog_dist.gateway.openai.tools import ToolUse
 from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, Tokens
 
 _DELTA: Final = b"response.output_text.delta"
@@ -22,13 +23,11 @@ class ResponseReply:
 
     keepalive = KEEPALIVE
 
-    def __init__(self, outline: Mapping[str, Any], parser: AnswerParser, names: TokenNames | None, *, stream: bool) -> None:
+    def __init__(self, outline: Mapping[str, Any], use: ToolUse, names: TokenNames | None, *, stream: bool) -> None:
         self.is_over = False
-        self._outline = dict(outline)
+        self.outline, self.use, self.names, self.stream = dict(outline), use, names, stream
         self._id: str = outline["id"]
-        self._parser = parser
-        self._names = names
-        self._stream = stream
+        self._parser = use.parser()
         self._has_begun = False
         self._num_events = 0
         self._done: Done | None = None
@@ -37,7 +36,7 @@ class ResponseReply:
         self._open: dict[str, Any] | None = None  # the item that grows
         self._pieces: list[str] = []  # its text or arguments
         self._entries: list[dict[str, Any]] = []
-        self._is_plain = stream and names is None and isinstance(parser, PlainText)
+        self._is_plain = stream and names is None and isinstance(self._parser, PlainText)
         self._before_number = self._before_text = b""
 
     # ---- Reply ----
@@ -73,7 +72,7 @@ class ResponseReply:
 
     def end(self) -> bytes:
         """The terminal event. This API has no `[DONE]`."""
-        if self.is_over or not self._stream:
+        if self.is_over or not self.stream:
             return b""
         status = self._status
         ended = self._event(f"response.{status}", {"response": self._response(status)})
@@ -96,7 +95,7 @@ class ResponseReply:
             number = self._num_events
             self._num_events = number + 1
             return b'%b%d%b%b,"logprobs":[]}\n\n' % (self._before_number, number, self._before_text, quoted(text))
-        told = [] if self._names is None else entries(event, self._names)
+        told = [] if self.names is None else entries(event, self.names)
         for entry in told:  # unlike those of a chat they have bytes always
             for each in (entry, *entry["top_logprobs"]):
                 each["bytes"] = each["bytes"] or []
@@ -139,7 +138,7 @@ class ResponseReply:
     def _add_text(self, text: str, told: list[dict[str, Any]]) -> bytes:
         self._pieces.append(text)
         self._entries += told
-        if not self._stream:
+        if not self.stream:
             return b""
         number, self._num_events = self._num_events, self._num_events + 1
         logprobs = to_json(told)
@@ -196,7 +195,7 @@ class ResponseReply:
         )
 
     def _event(self, kind: str, members: Mapping[str, Any]) -> bytes:
-        if not self._stream:
+        if not self.stream:
             return b""
         number, self._num_events = self._num_events, self._num_events + 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, "sequence_number": number, **members}))
@@ -204,7 +203,7 @@ class ResponseReply:
     def _response(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
         done = self._done
         response = {
-            **self._outline,
+            **self.outline,
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

@@ -1,0 +1,100 @@
+"""The process that reads large bodies: `python -m kog_dist.gateway.body_process JSON`, a child of the gateway.
+
+It learns bodies and answers with what body_work makes of them. It may run out of memory, or be killed for taking too long,
+without harm to anybody else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO, Final
+
+import msgpack  # type: ignore[import-untyped]
+
+from kog_dist.errors import KogError
+from kog_dist.gateway import body_work
+from kog_dist.gateway.model_folder import read_model
+from kog_dist.gateway.openai.errors import ApiError
+from kog_dist.gateway.openai.packing import packed, packed_error
+from kog_dist.gateway.openai.reply import Planned
+from kog_dist.gateway.openai.served import SamplingDefaults, ServedModel
+
+LENGTH: Final = struct.Struct("<I")  # before a question's head, its body, and an answer
+_MEMORY_BYTES: Final = 2 << 30  # private memory; beyond it allocations fail
+_PR_SET_PDEATHSIG: Final = 1
+_TOLD: Final = frozenset(item.name for item in dataclasses.fields(ServedModel)) - {"tokenizer", "chat_template", "defaults"}
+
+
+@dataclass(frozen=True, slots=True)
+class BodyArgs:
+    """What the process is told on its command line. The descriptor is inherited."""
+
+    model: str | None  # folder of the checkpoint
+    socket_fd: int
+    parent_pid: int
+
+    def to_json(self) -> str:
+        """One line for the command line."""
+        return json.dumps(asdict(self))
+
+
+def question(path: str, served: ServedModel) -> bytes:
+    """What is asked of a body: the path that it came to, and the model, which may have changed; but for what is in its folder."""
+    facts = {name: getattr(served, name) for name in sorted(_TOLD)}
+    head: bytes = msgpack.packb([path, facts, asdict(served.defaults)])
+    return head
+
+
+def main() -> int:
+    """Serve until the gateway is gone. Returns the exit code."""
+    args = BodyArgs(**json.loads(sys.argv[1]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != args.parent_pid:
+        return 0  # the gateway was gone before it could be watched
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    try:
+        tokenizer, template, _defaults = read_model(args.model)
+    except KogError as error:
+        print(f"body process: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    with socket.socket(fileno=args.socket_fd) as channel, channel.makefile("rb") as stream:
+        while (head := _received(stream)) and (raw := _received(stream)):
+            path, facts, defaults = msgpack.unpackb(head)
+            facts["aliases"] = tuple(facts["aliases"])
+            served = ServedModel(**facts, tokenizer=tokenizer, chat_template=template, defaults=SamplingDefaults(**defaults))
+            answer = msgpack.packb(answer_to(path, raw, served))
+            channel.sendall(LENGTH.pack(len(answer)) + answer)
+    return 0
+
+
+def answer_to(path: str, raw: bytes, served: ServedModel) -> dict[str, Any]:
+    """Of `error`, `mistake`, `answer` (its JSON) or a packed request the one that there is."""
+    try:
+        found = body_work.read(path, raw, served)
+        return packed(found) if isinstance(found, Planned) else {"answer": found}
+    except ApiError as error:
+        return {"error": packed_error(error)}
+    except MemoryError:
+        raise
+    except Exception as error:  # the gateway's log says it; the next body is read all the same
+        return {"mistake": f"{type(error).__name__}: {error!s:.500}"}
+
+
+def _received(stream: BinaryIO) -> bytes:
+    """The next part of a question; empty once the gateway is gone."""
+    head = stream.read(LENGTH.size)
+    return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

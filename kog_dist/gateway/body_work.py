@@ -1,0 +1,34 @@
+"""What a body is read for: by path, from its bytes to what the endpoint needs. Without an event loop or HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+from kog_dist.gateway import tokens
+from kog_dist.gateway.openai.body import read_body
+from kog_dist.gateway.openai.chat import plan_chat
+from kog_dist.gateway.openai.completions import plan_completion
+from kog_dist.gateway.openai.reply import Planned
+from kog_dist.gateway.openai.responses import plan_response
+from kog_dist.gateway.openai.served import ServedModel
+
+Work: TypeAlias = Callable[[object, ServedModel], Planned | dict[str, Any]]
+PLANS: Final[Mapping[str, Work]] = {
+    "/v1/chat/completions": plan_chat,
+    "/v1/completions": plan_completion,
+    "/v1/responses": plan_response,
+}
+TOKENS: Final[Mapping[str, Work]] = {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
+
+
+def read(path: str, raw: bytes, served: ServedModel) -> Planned | bytes:
+    """A planned request, or the JSON of an answer that needs no engine. Raises ApiError."""
+    found = {**PLANS, **TOKENS}[path](read_body(raw), served)
+    return found if isinstance(found, Planned) else as_json(found)
+
+
+def as_json(body: object) -> bytes:
+    """JSON of an answer; text that is no valid Unicode cannot break it."""
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")

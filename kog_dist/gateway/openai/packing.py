@@ -1,0 +1,79 @@
+"""A planned request as bytes and back, for a request that was read in another process: RPC messages and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kog_dist.gateway.openai.chat import ChatReply
+from kog_dist.gateway.openai.chunks import ReplyForm
+from kog_dist.gateway.openai.completions import CompletionReply
+from kog_dist.gateway.openai.errors import ApiError, invalid
+from kog_dist.gateway.openai.logprobs import TokenNames
+from kog_dist.gateway.openai.planning import Stamp
+from kog_dist.gateway.openai.reply import Planned, Reply
+from kog_dist.gateway.openai.responses_reply import ResponseReply
+from kog_dist.gateway.openai.tools import Function, ToolUse
+from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.rpc.messages import BadMessage, Generate, decode_request, encode
+
+
+def packed(planned: Planned) -> dict[str, Any]:
+    """`generates` and `reply`, as `unpacked` takes them. Raises ApiError for a request that no RPC message can carry."""
+    try:
+        generates = [encode(message) for message in planned.generates]
+    except BadMessage as error:
+        raise invalid(None, str(error)) from None
+    return {"generates": generates, "reply": json.dumps(_recipe(planned.reply)).encode()}
+
+
+def unpacked(generates: Sequence[bytes], reply: bytes, tokenizer: Tokenizer | None) -> Planned:
+    """The inverse. `tokenizer`: of the served model, for the names of tokens."""
+    recipe: dict[str, Any] = json.loads(reply)
+    names = TokenNames(tokenizer) if recipe["has_names"] else None
+    messages = tuple(_generate(frame) for frame in generates)
+    if "outline" in recipe:
+        made: Reply = ResponseReply(recipe["outline"], _tool_use(recipe["use"]), names, stream=recipe["stream"])
+        return Planned(messages, recipe["stream"], made)
+    form = ReplyForm(**{**recipe["form"], "stamp": Stamp(**recipe["form"]["stamp"])})
+    made = ChatReply(form, _tool_use(recipe["use"]), names) if "use" in recipe else CompletionReply(form, names)
+    return Planned(messages, form.stream, made)
+
+
+def packed_error(error: ApiError) -> bytes:
+    """An ApiError as JSON."""
+    return json.dumps([error.status, error.type, error.code, error.param, error.message, error.retry_after_s]).encode()
+
+
+def unpacked_error(packed: bytes) -> ApiError:
+    """The inverse."""
+    return ApiError(*json.loads(packed))
+
+
+def _recipe(reply: Reply) -> dict[str, Any]:
+    """What a new reply is made of; nothing has been handed to this one yet."""
+    if isinstance(reply, ResponseReply):
+        use, names = _parts(reply.use), reply.names is not None
+        return {"outline": reply.outline, "use": use, "has_names": names, "stream": reply.stream}
+    assert isinstance(reply, ChatReply | CompletionReply)
+    recipe = {"form": asdict(reply.form), "has_names": reply.has_names}
+    return recipe | ({"use": _parts(reply.use)} if isinstance(reply, ChatReply) else {})
+
+
+def _parts(use: ToolUse) -> dict[str, Any]:
+    """Of the tools only what the answer is read by."""
+    offered = [function.name for function in use.offered]
+    return {"offered": offered, "named": use.named, "choosable": use.choosable, "is_tagged": use.is_tagged}
+
+
+def _tool_use(parts: dict[str, Any]) -> ToolUse:
+    offered = tuple(Function(name, None, None) for name in parts["offered"])
+    return ToolUse(offered, None, parts["named"], tuple(parts["choosable"]), parts["is_tagged"])
+
+
+def _generate(frame: bytes) -> Generate:
+    message = decode_request(frame)
+    assert isinstance(message, Generate), "nothing else was packed"
+    return message

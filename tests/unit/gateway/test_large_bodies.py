@@ -1,0 +1,120 @@
+"""Bodies that are work to read are read in another process, with the same result; what is refused is refused before that."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from kog_dist.gateway.body_reader import SMALL_BYTES, SMALL_CONTAINERS, is_small
+from kog_dist.gateway.limits import LIMITS
+from tests.unit.gateway.scripted_engine import JSON, WAIT_S, Received, RunningGateway, ScriptedEngine
+
+PADDING = " " * SMALL_BYTES  # behind the value, where JSON allows it
+
+
+def processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "kog_dist.gateway.body_process" in child.cmdline()]
+
+
+def answered(engine: ScriptedEngine) -> None:
+    def answer(received: Received) -> None:
+        received.accept()
+        received.say("hello")
+        received.finish()
+
+    engine.on_generate = answer
+
+
+@pytest.mark.parametrize(
+    ("raw", "small"),
+    [
+        (b"{" + b" " * (SMALL_BYTES - 2) + b"}", True),
+        (b"{" + b" " * (SMALL_BYTES - 1) + b"}", False),
+        (b"[" * SMALL_CONTAINERS, True),
+        (b"[" * SMALL_CONTAINERS + b"{", False),
+        (b"[1,2]" * 100, True),
+    ],
+)
+def test_what_is_small(raw: bytes, small: bool) -> None:
+    assert is_small(raw) is small
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True, "n": 2}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 1, "stream": True}),
+        ("/v1/completions", {"prompt": [1, 2, 3]}),
+        ("/v1/responses", {"input": "hi", "stream": True, "metadata": {"n": 2**70}}),
+        ("/tokenize", {"prompt": "def add(a, b):"}),
+        ("/detokenize", {"tokens": [1, 2, 3]}),
+        ("/v1/completions", {"prompt": {}}),
+        ("/v1/completions", {"prompt": "x", "temperature": 9}),
+    ],
+)
+def test_the_process_gives_what_the_thread_gives(
+    running: RunningGateway, engine: ScriptedEngine, http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    answered(engine)
+    text = json.dumps(body)
+    answers, before = [], running.service.bodies.num_outside
+    for content in (text, text + PADDING):
+        response = http.post(path, content=content, headers=JSON)
+        answers.append((response.status_code, without_stamps(response.text)))
+    assert answers[0] == answers[1]
+    assert running.service.bodies.num_outside == before + 1
+
+
+def without_stamps(text: str) -> list[str]:
+    """The lines of an answer, without names, dates and times."""
+    return [str(bare(json.loads(line.removeprefix("data: ")))) for line in text.splitlines() if "{" in line]
+
+
+def bare(value: Any) -> Any:
+    if isinstance(value, dict):
+        hidden = ("id", "created", "created_at", "item_id", "timings", "completed_at")
+        return {name: bare(inner) for name, inner in value.items() if name not in hidden}
+    return [bare(inner) for inner in value] if isinstance(value, list) else value
+
+
+def test_a_process_that_is_killed_is_replaced(running: RunningGateway, http: httpx.Client) -> None:
+    body = json.dumps({"prompt": "x"}) + PADDING
+    assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
+    (process,) = processes()
+    process.kill()
+    process.wait(WAIT_S)
+    refused = http.post("/tokenize", content=body, headers=JSON)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "body_too_complex")
+    assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
+
+
+def raw_answer(running: RunningGateway, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", running.port), WAIT_S) as connection:
+        connection.sendall(request)
+        return connection.recv(1 << 16)
+
+
+@pytest.mark.parametrize(("num_chunks", "status"), [(LIMITS.small_chunks, b"200"), (LIMITS.small_chunks + 10, b"400")])
+def test_a_body_in_many_small_chunks_is_refused(running: RunningGateway, num_chunks: int, status: bytes) -> None:
+    """h11 takes 6 us for a chunk, and 43,000 of them may be in what is read at once."""
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    body = b'{"prompt":"x"}'
+    chunks = [b"%x\r\n%b\r\n" % (len(body), body), *[b"1\r\n \r\n"] * (num_chunks - 1)]
+    assert raw_answer(running, head + b"".join(chunks) + b"0\r\n\r\n")[9:12] == status
+
+
+@pytest.mark.parametrize(("num_lines", "status"), [(LIMITS.head_lines, b"200"), (LIMITS.head_lines + 1, b"400")])
+def test_a_head_of_many_lines_is_refused(running: RunningGateway, num_lines: int, status: bytes) -> None:
+    head = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + b"a:b\r\n" * (num_lines - 3) + b"\r\n"
+    assert raw_answer(running, head)[9:12] == status
+
+
+def test_a_body_of_many_fields_is_refused_before_each_is_looked_at(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", content=json.dumps({f"f{place}": 0 for place in range(257)}), headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["message"][:23]) == (400, "the body has 257 fields")
