@@ -19,7 +19,7 @@ from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 has it
 
 
-class _Chunks(h11.Connection):
+class BoundedConnection(h11.Connection):
     """h11, which refuses a body of many small chunks: it takes 6 us for each, and there may be 43,000 in what is read at once."""
 
     def __init__(self, limits: Limits) -> None:
@@ -49,7 +49,7 @@ class BoundedHttp(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _Chunks(self.limits)
+        self.conn = BoundedConnection(self.limits)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
