@@ -22,7 +22,7 @@ from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.decode.schedule import is_summed
 from kog_dist.model.spec import Block, HeadType, ModelSpec
-from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
+from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
+from kog_dist.sampling_params import DEFAULTS, HELP, MAX_TOP_LOGPROBS
 
 ABI_VERSION = 1
 LINE_BYTES = 128
@@ -186,14 +186,14 @@ RANK_CONTROL = Struct(
     ),
     size_multiple=512,
 )
+PLAIN_PARAMS = tuple(name for name in DEFAULTS if name not in ("logit_bias", "logprobs"))  # those that a block holds as they are
+_SAMPLING_KINDS = {int: "u64", float: "f64"}
 REQUEST_BLOCK = Struct(
     "RequestBlock",
     "One request, as ranks see it; uint32_t prompt[max_context] and LogitBias[] follow. `check` covers all, so order is free.",
     (
         Field("seq", "u64", "number of the request, from 1"),
         Field("check", "u64", "CRC-32 of the block, the prompt ids and the biases, taken with check = 0"),
-        Field("seed", "u64", "seed of the sampling"),
-        Field("temperature", "f64", "0 = greedy"),
         Field("num_prompt", "u32", "prompt ids that follow"),
         Field("max_tokens", "u32", "most tokens to generate"),
         Field("flags", "u32", "1: ignore stop ids, 2: a digest of the logits with every token"),
@@ -202,13 +202,7 @@ REQUEST_BLOCK = Struct(
         Field("kv_cache", "u32", "KV cache that the request runs in"),
         Field("kv_source", "u32", "KV cache that holds the prompt's beginning already"),
         Field("num_cached", "u32", "positions of it that count"),
-        Field("top_k", "u32", "most ids that stay; 0 = all"),
-        Field("top_p", "f64", "mass that stays; 1 = all"),
-        Field("min_p", "f64", "least share of the best token's probability; 0 = none"),
-        Field("repetition_penalty", "f64", "1 = none"),
-        Field("presence_penalty", "f64", "0 = none"),
-        Field("frequency_penalty", "f64", "0 = none"),
-        Field("min_tokens", "u32", "tokens before the first that may end the answer"),
+        *(Field(name, _SAMPLING_KINDS[type(DEFAULTS[name])], HELP[name]) for name in PLAIN_PARAMS),
         Field("num_logit_bias", "u32", "used entries of the LogitBias array behind the prompt's room"),
         Field("logprobs", "u32", "0: none wanted; n + 1: of every token, and of the n best"),
         Field("mask_epoch", "u64", "epoch of the mask for the first token of the answer; 0: no masks"),

@@ -23,9 +23,9 @@ from kog_dist.launch.local import LocalRanks
 from kog_dist.launch.outcome import INTERRUPTED, Outcome
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.reaper import Reaper, acquire_watched
-from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
+from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.socket_file import SocketFile
 from kog_dist.topology import LocalRendezvous, RankInfo
 from kog_dist.wait import Deadline
@@ -218,9 +218,7 @@ class EngineProcesses:
         self._adopt(child)
 
     def _spawn_client(self, request: PromptRequest) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
-        arguments = ["generate", f"--instance={self.instance}", "--wait-ready", *request.client_arguments()]
-        self._adopt(local.spawn("client", "kog_dist.rpc.cli", arguments, environment=environment, on_terminal=True))
+        self._adopt(local.spawn_client(request, [f"--instance={self.instance}", "--wait-ready"]))
 
     def _adopt(self, child: EngineProcess) -> None:
         self.children.append(child)

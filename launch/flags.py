@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,11 +16,10 @@ from kog_dist import config
 from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
-from kog_dist.launch.request import PromptRequest
 from kog_dist.rank_env import read_rank_variables
-from kog_dist.rpc import shaping_flags
 from kog_dist.rpc.output import write_out
-from kog_dist.rpc.shaping_options import ShapingOptions
+from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
+from kog_dist.rpc.sampling_flags import JSON_SCHEMA, REGEX, with_sampling_flags
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -33,6 +32,7 @@ _muted = ExitStack()  # what keeps a process silent that mpirun started and that
 
 
 @app.command(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@with_sampling_flags
 def launch(
     model: Model = None,
     ranks: Annotated[int | None, typer.Option(help="Rank processes; must divide the lanes. 0: chosen for this machine.")] = None,
@@ -73,23 +73,13 @@ def launch(
     prompt: Annotated[str | None, typer.Option(help="Generate once to stdout, then exit.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="The same with token ids: 1,2,3.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     logit_digests: Annotated[bool, typer.Option("--logit-digests", help="SHA-256 of each step's float32 logits.")] = False,
-    top_k: shaping_flags.TopK = None,
-    top_p: shaping_flags.TopP = None,
-    min_p: shaping_flags.MinP = None,
-    repetition_penalty: shaping_flags.RepetitionPenalty = None,
-    presence_penalty: shaping_flags.PresencePenalty = None,
-    frequency_penalty: shaping_flags.FrequencyPenalty = None,
-    logit_bias: shaping_flags.LogitBias = None,
-    min_tokens: shaping_flags.MinTokens = None,
-    logprobs: shaping_flags.Logprobs = None,
-    json_schema: shaping_flags.JsonSchema = None,
-    regex: shaping_flags.Regex = None,
+    sampling: Any = None,
+    json_schema: Annotated[str | None, JSON_SCHEMA] = None,
+    regex: Annotated[str | None, REGEX] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show bytes per rank, plan and ceiling; start nothing.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Read the checkpoint's metadata only; exit 0 or 3.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show every setting and its source.")] = False,
@@ -101,14 +91,18 @@ def launch(
     """
     flags = {name: value for name, value in locals().items() if name in config.SETTINGS}
     resolved = config.resolve(flags, os.environ, config_file)
-    shaping = ShapingOptions(
-        top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, tuple(logit_bias or ()), min_tokens,
-        logprobs, json_schema, regex,
-    )  # fmt: skip
-    request = PromptRequest.from_flags(
-        prompt=prompt, prompt_ids=prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()),
-        ignore_eos=ignore_eos, json=json, logit_digests=logit_digests, shaping=shaping,
-    )  # fmt: skip
+    request = None
+    if prompt is not None or prompt_ids is not None:
+        request = PromptRequest(
+            prompt=prompt, prompt_ids=parse_ids(prompt_ids), max_tokens=max_tokens, sampling=sampling_of(sampling),
+            stop=tuple(stop or ()), ignore_eos=ignore_eos, logit_digests=logit_digests, json_schema=read_schema(json_schema),
+            regex=regex, as_json=json,
+        )  # fmt: skip
+    elif given := flags_of_one_request(
+        max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos, json=json, logit_digests=logit_digests, json_schema=json_schema,
+        regex=regex, **sampling,
+    ):  # fmt: skip
+        raise ConfigError(f"{given[0]} describes one request and goes only with --prompt or --prompt-ids")
     if sum((dry_run, check, print_config)) > 1:
         raise ConfigError("--dry-run, --check and --print-config exclude each other")
     if print_config:

@@ -15,6 +15,7 @@ from kog_dist import env, python_child
 from kog_dist.errors import LaunchError, remedy_of
 from kog_dist.launch.events import LogFile
 from kog_dist.launch.process import EngineProcess
+from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.workers.arguments import WorkerArgs
 
 WORKER_MODULE: Final = "kog_dist.workers.worker"
@@ -65,6 +66,22 @@ def spawn_rank(arguments: WorkerArgs, log_dir: Path | None) -> Child:
         f"rank {arguments.info.rank}", WORKER_MODULE, [arguments.to_json()], environment=env.child_environment(os.environ),
         pass_fds=(arguments.info.control_fd, arguments.info.rendezvous_fd), log_dir=log_dir,
     )  # fmt: skip
+
+
+def spawn_client(request: PromptRequest, where: Sequence[str]) -> Child:
+    """Start the `kog-client generate` of `kog-launch --prompt`, which prints to this terminal. Raises LaunchError.
+
+    `where`: the flags that lead it to the engine. It gets the request through a file without a name.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
+    request_fd = request.write()
+    try:
+        arguments = ["generate", *where, f"--request-fd={request_fd}"]
+        return spawn(
+            "client", "kog_dist.rpc.cli", arguments, environment=environment, pass_fds=[request_fd], on_terminal=True
+        )  # fmt: skip
+    finally:
+        os.close(request_fd)
 
 
 def spawn(

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kog_dist import env
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
 from kog_dist.files import write_at_once
@@ -25,11 +24,11 @@ from kog_dist.launch.progress import StartupProgress
 from kog_dist.launch.ray_cluster import RayCluster, leave
 from kog_dist.launch.ray_gang import RayGang, choose_ray_target
 from kog_dist.launch.reaper import Reaper, acquire_watched
-from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.transport import Access
 from kog_dist.socket_file import SocketFile
 from kog_dist.wait import Deadline
@@ -214,10 +213,8 @@ class RayLauncher:
 
     # ---- the client of the one request ----
     def _start_client(self, access: Access, request: PromptRequest) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
         where = f"--endpoint={access.address}" if access.server_public is None else f"--key-file={self._place.path / ACCESS_NAME}"
-        arguments = ["generate", where, *request.client_arguments()]
-        self._client = local.spawn("client", "kog_dist.rpc.cli", arguments, environment=environment, on_terminal=True)
+        self._client = local.spawn_client(request, [where])
         self._place.reaper.watch(self._client.pid)
 
     def _look_at_client(self, gang: RayGang) -> None:

@@ -33,10 +33,10 @@ from kog_dist.launch.replica_places import LocalReplica, Replica, StartReplica, 
 from kog_dist.launch.replica_remote import RemoteReplicas
 from kog_dist.launch.replica_scaling import Scaler
 from kog_dist.launch.replica_set import ReplicaSet
-from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.router_process import RouterProcess
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import model_folder
+from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.wait import Deadline
 
 TICK_S = 0.05

@@ -24,9 +24,9 @@ from kog_dist.launch.outcome import (
 )
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.progress import DOING, StartupProgress, waiting_for
-from kog_dist.launch.request import PromptRequest
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
+from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.wait import Deadline
 
 TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests to abort are looked at every tick

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.sampling import UNSHAPED, Shaping
 from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
 from kog_dist.rpc.messages import ErrorCode, Generate
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.grammar.compiler import constraint_of
 
 DEFAULT_MAX_TOKENS = 256
@@ -63,9 +63,8 @@ class ServedModel:
                 f"ask for at most {room}"
             )
         return DecodeRequest(
-            prompt=prompt_ids, max_tokens=max_tokens, temperature=message.temperature, seed=message.seed,
+            prompt=prompt_ids, max_tokens=max_tokens, sampling=self._checked(message.sampling, max_tokens),
             stop_ids=self.eos_ids, ignore_eos=message.ignore_eos, logit_digests=message.logit_digests,
-            shaping=self._shaping(message, max_tokens), logprobs=message.logprobs,
         )  # fmt: skip
 
     def check_text(self, message: Generate) -> Tokenizer:
@@ -94,23 +93,18 @@ class ServedModel:
                 f"{self.name} has no end-of-sequence token, with which an answer of {constraint.kind} ends",
             )
 
-    def _shaping(self, message: Generate, max_tokens: int) -> Shaping:
-        if not message.is_shaped:
-            return UNSHAPED
-        for token_id in message.logit_bias_ids:
+    def _checked(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+        for token_id, _ in sampling.logit_bias:
             if not 0 <= token_id < self.spec.vocab_size:
                 raise RequestError(
                     ErrorCode.TOKEN_ID_OUT_OF_RANGE,
                     f"logit_bias names id {token_id}, the vocabulary has ids 0 to {self.spec.vocab_size - 1}",
                 )
-        if message.min_tokens > max_tokens:
+        if sampling.min_tokens > max_tokens:
             raise RequestError(
-                ErrorCode.INVALID_REQUEST, f"min_tokens is {message.min_tokens} and max_tokens {max_tokens}; ask for no more"
+                ErrorCode.INVALID_REQUEST, f"min_tokens is {sampling.min_tokens} and max_tokens {max_tokens}; ask for no more"
             )
-        return Shaping(
-            message.top_k, message.top_p, message.min_p, message.repetition_penalty, message.presence_penalty,
-            message.frequency_penalty, message.logit_bias, message.min_tokens,
-        )  # fmt: skip
+        return sampling
 
     def _prompt_ids(self, message: Generate) -> Sequence[int]:
         if (ids := message.prompt_ids) is not None:

@@ -23,8 +23,8 @@ from kog_dist.bench.rank_kernel import (
 from kog_dist.bench.report import finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
+from kog_dist.sampling_params import SamplingParams
 
 _HERE = "kog_dist.bench.endurance"
 _PROMPT_TOKENS = 64
@@ -47,7 +47,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
             context.rendezvous.barrier(context.deadline)
             steps = min(tokens - decoded, spec.max_context - _PROMPT_TOKENS - 1)
             prompt = [(decoded + number) % spec.vocab_size for number in range(_PROMPT_TOKENS)]
-            kernel.begin(prompt, spec.max_context, Sampling(), first_position=_PROMPT_TOKENS - 1)
+            kernel.begin(prompt, spec.max_context, SamplingParams(), first_position=_PROMPT_TOKENS - 1)
             kernel.launch(steps)
             kernel.finish()
             decoded += steps

@@ -20,13 +20,14 @@ from kog_dist.bench.report import finish, machine
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.lane_math import round_to
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.sampling import Sampling, sample
+from kog_dist.decode.sampling import sample
 from kog_dist.decode.schedule import partial, stream, total
 from kog_dist.decode.steps import Kind, Site, Value
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.spec import Block, ModelSpec, ReduceMode
 from kog_dist.model.weights import LaneWeights, RankWeights
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, Vector
 
@@ -104,7 +105,7 @@ class Expected:
         engine = Interpreter(make_plan(spec, 1), 0, weights, None, kv_dtype=kv_dtype)
         for position, token_id in enumerate(ids[:-1]):
             engine.step(token_id, position, None)
-        logits = engine.step(ids[-1], self.position, Sampling(), gather_logits=True).logits
+        logits = engine.step(ids[-1], self.position, SamplingParams(), gather_logits=True).logits
         assert logits is not None
         self.logits, self._memory = logits, engine.memory
 
@@ -167,7 +168,7 @@ def compare(published: Published, logits: Array, expected: Expected, kv_dtype: s
     findings.append(Finding("head", -1, relative_error(logits, expected.logits)))
     _, token_id, wrong = published.best_candidate()
     finite = bool(np.isfinite(logits).all())
-    is_best = finite and token_id == sample(np.asarray(logits), expected.position, Sampling())
+    is_best = finite and token_id == sample(np.asarray(logits), expected.position, SamplingParams())
     findings.append(Finding("sample", -1, 0.0 if is_best else 1.0, wrong))
     return findings
 

@@ -15,9 +15,9 @@ from kog_dist.bench.gpu import free_memory, gpu_name
 from kog_dist.bench.report import drawn, finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.control import ControlPage
-from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.shaped import ShapedRequest
@@ -158,7 +158,7 @@ def token_times_us(
     kernel: Monokernel,
     context: int,
     tokens: int,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     shaped: ShapedRequest | None = None,
     *,
     during: Any = None,
@@ -175,7 +175,7 @@ def token_times_us(
         raise ConfigError(f"a context of {context} leaves no room for tokens; the model's context is {max_context}")
     stamps = cupy.zeros(steps, cupy.uint64)
     prompt = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, context).tolist()
-    kernel.begin(prompt, max_context, sampling or Sampling(), first_position=context - 1, shaped=shaped)
+    kernel.begin(prompt, max_context, sampling or SamplingParams(), first_position=context - 1, shaped=shaped)
     with during or nullcontext():
         kernel.launch(steps, stamps)
         kernel.finish()
@@ -207,7 +207,7 @@ def traced_token(kernel: Monokernel, context: int) -> Trace:
     from kog_dist.bench.trace import Trace
 
     stamps = cupy.zeros(TRACED_STEP + 2, cupy.uint64)
-    kernel.begin([1] * context, kernel.shape.spec.max_context, Sampling(), first_position=context - 1)
+    kernel.begin([1] * context, kernel.shape.spec.max_context, SamplingParams(), first_position=context - 1)
     kernel.launch(TRACED_STEP + 2, stamps)
     kernel.finish()
     assert kernel.trace is not None

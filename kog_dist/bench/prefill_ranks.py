@@ -11,9 +11,9 @@ import numpy as np
 from kog_dist.bench.report import percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext, run_ranks
-from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.prefill import peer_exchange
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, matrices_for, prefill_for
@@ -105,7 +105,7 @@ def first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: in
     begin_s = time.perf_counter()
 
     def launch() -> None:
-        kernel.begin(ids, 1, Sampling(), first_position=len(ids) - 1, streams=prefill.streams)
+        kernel.begin(ids, 1, SamplingParams(), first_position=len(ids) - 1, streams=prefill.streams)
         kernel.launch(1)
 
     reached = prefill.run(ids, cached, should_stop=lambda: False, on_queued=launch)

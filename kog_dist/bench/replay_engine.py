@@ -244,7 +244,8 @@ class ReplayEngine:
         request, first = stream.request, stream.num_tokens
         event, reason = stream.take([
             self._script.entry(
-                index, now_ns, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos, num_logprobs=request.logprobs
+                index, now_ns, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos,
+                num_logprobs=request.sampling.logprobs,
             )
             for index in range(first, min(first + num_due, request.max_tokens))
         ])  # fmt: skip

@@ -32,7 +32,7 @@ from kog_dist.bench.shaped import times_us
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.control import ControlPage
-from kog_dist.decode.sampling import Sampling
+from kog_dist.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -108,7 +108,7 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
 
 def _one_token(kernel: Monokernel, at: int) -> list[str]:
     """One position again and again. More would begin with other rows in the rings of windowed layers each time."""
-    kernel.begin([1] * at, kernel.shape.spec.max_context, Sampling(), first_position=at - 1)
+    kernel.begin([1] * at, kernel.shape.spec.max_context, SamplingParams(), first_position=at - 1)
     kernel.launch(1)
     kernel.finish()
     return lane_digests(kernel)

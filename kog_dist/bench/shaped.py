@@ -13,19 +13,19 @@ import numpy as np
 from kog_dist.bench.report import percentile
 from kog_dist.control import ControlPage
 from kog_dist.decode.masks import MaskSlots, num_words
-from kog_dist.decode.sampling import Sampling, Shaping
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.shaped import ShapedRequest
 
 # By name: temperature and seed, and what a request asks for besides; None: the plain build.
-SAMPLINGS: dict[str, tuple[Sampling, ShapedRequest | None]] = {
-    "greedy": (Sampling(), None),
-    "temperature": (Sampling(0.8, 7), None),
-    "penalties": (Sampling(), ShapedRequest(Shaping(repetition_penalty=1.1, frequency_penalty=0.1))),
-    "top-p": (Sampling(0.8, 7), ShapedRequest(Shaping(top_p=0.9))),
-    "top-p-logprobs": (Sampling(0.8, 7), ShapedRequest(Shaping(top_p=0.9), logprobs=5)),
-    "top-k-top-p": (Sampling(0.8, 7), ShapedRequest(Shaping(top_p=0.9, top_k=50))),
-    "mask": (Sampling(), ShapedRequest(mask_epoch=1)),
+SAMPLINGS: dict[str, tuple[SamplingParams, ShapedRequest | None]] = {
+    "greedy": (SamplingParams(), None),
+    "temperature": (SamplingParams(0.8, 7), None),
+    "penalties": (SamplingParams(), ShapedRequest(SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1))),
+    "top-p": (SamplingParams(0.8, 7), ShapedRequest(SamplingParams(top_p=0.9))),
+    "top-p-logprobs": (SamplingParams(0.8, 7), ShapedRequest(SamplingParams(top_p=0.9, logprobs=5))),
+    "top-k-top-p": (SamplingParams(0.8, 7), ShapedRequest(SamplingParams(top_p=0.9, top_k=50))),
+    "mask": (SamplingParams(), ShapedRequest(mask_epoch=1)),
 }
 _STEP_S = 2.0  # after which the writer gives up on a token
 
@@ -67,7 +67,7 @@ def times_us(kernel: Monokernel, page: ControlPage, names: Sequence[str], contex
         writer: Any = nullcontext()
         if shaped is not None and shaped.mask_epoch:
             epoch = 1 + place * 2 * kernel.shape.spec.max_context
-            shaped, writer = ShapedRequest(shaped.shaping, shaped.logprobs, epoch), MaskWriter(page.masks, kernel, epoch)
+            shaped, writer = ShapedRequest(shaped.sampling, epoch), MaskWriter(page.masks, kernel, epoch)
         times[name] = token_times_us(kernel, context, tokens, sampling, shaped, during=writer)
     return times
 

@@ -56,7 +56,9 @@ def compare_rounded(record: Record, replay: Record, replayer: SoakClient) -> tup
     while replay.is_whole and (same := _num_same(rest, replay.token_ids)) < len(rest):
         place = begun + same
         behind = replace(message, prompt_ids=(*message.prompt_ids, *record.token_ids[:place]))
-        alternatives = _ask(replayer, replace(behind, max_tokens=1, logprobs=_NUM_ALTERNATIVES))
+        alternatives = _ask(
+            replayer, replace(behind, max_tokens=1, sampling=replace(behind.sampling, logprobs=_NUM_ALTERNATIVES))
+        )
         likely = dict(alternatives.top)
         if likely.get(rest[same], float("-inf")) < max(likely.values(), default=0.0) - TIE:
             words = f"token {place} is {rest[same]}, the best are {alternatives.top}"

@@ -12,6 +12,7 @@ from typing import Any
 from kog_dist.bench.tiny_model import EOS_ID
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
+from kog_dist.sampling_params import SamplingParams
 
 _LONGEST_PREFIX = 90
 _SHARED = 40
@@ -102,7 +103,7 @@ class RequestMix:
         chance = self._chance
         fields: dict[str, Any] = {"temperature": chance.choice((0.0, 0.0, 0.7, 1.0, 1.6)), "seed": chance.randint(0, 2**63 - 1)}
         if chance.random() < 0.65:
-            return fields
+            return {"sampling": SamplingParams(**fields)}
         settings: dict[str, Any] = {
             "top_k": chance.randint(1, 60), "top_p": chance.uniform(0.2, 1.0), "min_p": chance.uniform(0.0, 0.2),
             "repetition_penalty": chance.uniform(0.8, 1.5), "presence_penalty": chance.uniform(-1, 1),
@@ -110,8 +111,8 @@ class RequestMix:
         }  # fmt: skip
         fields |= {name: settings[name] for name in chance.sample(sorted(settings), chance.randint(1, 4))}
         if chance.random() < 0.3:
-            fields |= {"logit_bias_ids": (5, EOS_ID), "logit_biases": (3.0, -2.0)}
-        return fields
+            fields |= {"logit_bias": ((5, 3.0), (EOS_ID, -2.0))}
+        return {"sampling": SamplingParams(**fields)}
 
     def _bad(self, request_id: str) -> Planned:
         """A request that must be refused before a rank sees it."""

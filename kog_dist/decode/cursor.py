@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from kog_dist.decode.plan import Plan
-from kog_dist.decode.sampling import Candidate, Sampling
+from kog_dist.decode.sampling import Candidate
 from kog_dist.decode.steps import NONE
 from kog_dist.errors import PlanError
+from kog_dist.sampling_params import SamplingParams
 
 # Rank 0's choice from all logits (vocab,); None: no token can be chosen, and the request is to end.
 Choose: TypeAlias = Callable[[NDArray[Any]], Candidate | None]
@@ -25,14 +26,16 @@ class Cursor:
         self.held = [0] * num_kv_caches  # positions in each KV cache
         self.kv_cache = 0  # the one in use
         self.token_id = self.position = 0
-        self.sampling: Sampling | None = None
+        self.sampling: SamplingParams | None = None
         self.lengths = [[0] * num_lanes for _ in range(plan.spec.num_layers)]  # of the KV cache, by layer and own lane
         self.next_token, self.finite = NONE, True
         self.stopped = False  # what this rank wants while the token runs, what rank 0 wanted after it
         self.all_logits: NDArray[Any] | None = None
         self.choose: Choose | None = None
 
-    def begin(self, token_id: int, position: int, sampling: Sampling | None, stop: bool, choose: Choose | None = None) -> None:
+    def begin(
+        self, token_id: int, position: int, sampling: SamplingParams | None, stop: bool, choose: Choose | None = None
+    ) -> None:
         """Start the next token. Raises PlanError if the caller asks for a token or position that cannot follow."""
         spec = self.plan.spec
         if not 0 <= token_id < spec.vocab_size:

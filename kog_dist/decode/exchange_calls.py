@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from kog_dist.decode import lane_math
 from kog_dist.decode.cursor import Choose, Cursor
 from kog_dist.decode.groups import Array, Finder, Group
-from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampling, candidate, gumbel, pick
+from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, candidate, gumbel, pick
 from kog_dist.decode.steps import Kind, Message, Phase, Site
 from kog_dist.errors import PlanError
 from kog_dist.model.weights import RankWeights
+from kog_dist.sampling_params import SamplingParams
 
 Run = Callable[[], None]
 Row = NDArray[np.float32]
@@ -130,7 +131,7 @@ class ExchangeCalls:
                 best = pick(found)
                 cursor.finite, cursor.next_token = not math.isnan(best.value), best.token_id
 
-        def own_candidates(sampling: Sampling, position: int) -> list[Candidate]:
+        def own_candidates(sampling: SamplingParams, position: int) -> list[Candidate]:
             if cursor.choose is not None:
                 return [self._chosen(cursor.choose), *[NO_CANDIDATE] * (len(slices) - 1)]
             noise = None

@@ -20,12 +20,12 @@ from kog_dist.decode.groups import Finder, Group, group_steps
 from kog_dist.decode.lane_calls import LaneCalls
 from kog_dist.decode.memory import Memory
 from kog_dist.decode.plan import Plan
-from kog_dist.decode.sampling import Sampling
 from kog_dist.decode.step_rules import value_name
 from kog_dist.decode.steps import Phase, Value, When
 from kog_dist.decode.validate import check
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.weights import RankWeights
+from kog_dist.sampling_params import SamplingParams
 
 KV_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -179,7 +179,7 @@ class Interpreter:
         cursor.held[cache] = num_positions
 
     def step(
-        self, token_id: int, position: int, sampling: Sampling | None, gather_logits: bool = False, *, stop: bool = False,
+        self, token_id: int, position: int, sampling: SamplingParams | None, gather_logits: bool = False, *, stop: bool = False,
         choose: Choose | None = None,
     ) -> StepOutput:  # fmt: skip
         """Run one token through the model and choose its successor; `sampling` None = a prompt token, which has none.

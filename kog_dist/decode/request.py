@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kog_dist.decode.sampling import UNSHAPED, Shaping
 from kog_dist.errors import RequestError
+from kog_dist.sampling_params import GREEDY, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,10 @@ class KvUse:
 
 @dataclass(slots=True)  # not frozen: to make it would take twice as long, which is time to the first token
 class DecodeRequest:
-    """What ranks know of a request; nobody changes it. `seed`: an unsigned 64-bit number; at most 16 `stop_ids` (the model's end
-    tokens).
+    """What ranks know of a request; nobody changes it. At most 16 `stop_ids` (the model's end tokens).
 
-    `logprobs`: log-probabilities of every token and of so many alternatives; None = none. `mask_epoch`: 0, or a grammar
-    constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see decode/masks.py).
+    `mask_epoch`: 0, or a grammar constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see
+    decode/masks.py).
 
     `prompt` is kept as `array("I")`, which is copied and searched in a hundredth of a tuple's time: at 4,000 tokens that is part
     of the time to the first one. RequestError for an id that does not fit.
@@ -38,14 +37,11 @@ class DecodeRequest:
 
     prompt: Sequence[int]
     max_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: SamplingParams = GREEDY
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_digests: bool = False
     kv: KvUse = KvUse()
-    shaping: Shaping = UNSHAPED
-    logprobs: int | None = None
     mask_epoch: int = 0
 
     def __post_init__(self) -> None:
@@ -58,8 +54,7 @@ class DecodeRequest:
     def at(self, kv: KvUse) -> DecodeRequest:
         """The same request in this KV cache."""
         return DecodeRequest(
-            self.prompt, self.max_tokens, self.temperature, self.seed, self.stop_ids, self.ignore_eos, self.logit_digests, kv,
-            self.shaping, self.logprobs, self.mask_epoch,
+            self.prompt, self.max_tokens, self.sampling, self.stop_ids, self.ignore_eos, self.logit_digests, kv, self.mask_epoch
         )  # fmt: skip
 
     @property
@@ -68,6 +63,11 @@ class DecodeRequest:
         return () if self.ignore_eos else self.stop_ids
 
     @property
-    def is_shaped(self) -> bool:
+    def needs_all_logits(self) -> bool:
         """Whether rank 0 needs all logits: for anything but greedy and temperature sampling without log-probabilities."""
-        return self.logprobs is not None or self.mask_epoch != 0 or self.shaping.is_needed(self.temperature)
+        return self.mask_epoch != 0 or self.sampling.needs_all_logits
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether rank 0 chooses from them."""
+        return self.mask_epoch != 0 or self.sampling.has_processors

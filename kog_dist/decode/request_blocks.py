@@ -8,16 +8,16 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 
-from kog_dist.abi import LOGIT_BIAS, MAX_STOP_IDS, REQUEST_BLOCK
+from kog_dist.abi import LOGIT_BIAS, MAX_STOP_IDS, PLAIN_PARAMS, REQUEST_BLOCK
 from kog_dist.decode.request import DecodeRequest, KvUse
-from kog_dist.decode.sampling import Shaping
 from kog_dist.errors import ProtocolError, RequestError
 from kog_dist.memfd import Segment, round_up
-from kog_dist.rpc.fields import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from kog_dist.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 NUM_BLOCKS: Final = 2
 _IGNORE_EOS, _LOGIT_DIGESTS = 1, 2
@@ -25,36 +25,7 @@ _U32, _U64 = 2**32, 2**64
 _PACKER: Final = REQUEST_BLOCK.packer
 _CHECK = slice(REQUEST_BLOCK.offsets["check"], REQUEST_BLOCK.offsets["check"] + 8)
 _CHECK_WORD: Final = struct.Struct("<Q")
-
-
-class _Block(NamedTuple):
-    """The fields of REQUEST_BLOCK in order."""
-
-    seq: int
-    check: int
-    seed: int
-    temperature: float
-    num_prompt: int
-    max_tokens: int
-    flags: int
-    num_stop_ids: int
-    stop_ids: bytes
-    kv_cache: int
-    kv_source: int
-    num_cached: int
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    min_tokens: int
-    num_logit_bias: int
-    logprobs: int
-    mask_epoch: int
-
-
-assert _Block._fields == tuple(field.name for field in REQUEST_BLOCK.fields)
+_NAMES: Final = tuple(field.name for field in REQUEST_BLOCK.fields)
 
 
 def block_bytes(max_context: int) -> int:
@@ -76,19 +47,17 @@ class RequestBlocks:
     def write(self, seq: int, request: DecodeRequest) -> None:
         """Fill the block of request `seq`. Raises RequestError for values that the block cannot hold. Writer: coordinator."""
         _check_fits(request, self._max_context)
-        shaping, kv = request.shaping, request.kv
-        block = _Block(
-            seq=seq, check=0, seed=request.seed, temperature=request.temperature, num_prompt=len(request.prompt),
-            max_tokens=request.max_tokens, flags=_IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests,
-            num_stop_ids=len(request.stop_ids), stop_ids=array("I", request.stop_ids).tobytes(),
-            kv_cache=kv.cache, kv_source=kv.source, num_cached=kv.num_cached,
-            top_k=shaping.top_k, top_p=shaping.top_p, min_p=shaping.min_p, repetition_penalty=shaping.repetition_penalty,
-            presence_penalty=shaping.presence_penalty, frequency_penalty=shaping.frequency_penalty,
-            min_tokens=shaping.min_tokens, num_logit_bias=len(shaping.logit_bias),
-            logprobs=0 if request.logprobs is None else request.logprobs + 1, mask_epoch=request.mask_epoch,
-        )  # fmt: skip
-        raw, prompt = bytearray(_PACKER.pack(*block)), array("I", request.prompt).tobytes()
-        biases = np.array(list(shaping.logit_bias), LOGIT_BIAS.dtype).tobytes() if shaping.logit_bias else b""
+        sampling, kv = request.sampling, request.kv
+        values = {name: getattr(sampling, name) for name in PLAIN_PARAMS} | {
+            "seq": seq, "check": 0, "num_prompt": len(request.prompt), "max_tokens": request.max_tokens,
+            "flags": _IGNORE_EOS * request.ignore_eos | _LOGIT_DIGESTS * request.logit_digests,
+            "num_stop_ids": len(request.stop_ids), "stop_ids": array("I", request.stop_ids).tobytes(),
+            "kv_cache": kv.cache, "kv_source": kv.source, "num_cached": kv.num_cached,
+            "num_logit_bias": len(sampling.logit_bias), "logprobs": 0 if sampling.logprobs is None else sampling.logprobs + 1,
+            "mask_epoch": request.mask_epoch,
+        }  # fmt: skip
+        raw, prompt = bytearray(_PACKER.pack(*map(values.__getitem__, _NAMES))), array("I", request.prompt).tobytes()
+        biases = np.array(list(sampling.logit_bias), LOGIT_BIAS.dtype).tobytes() if sampling.logit_bias else b""
         raw[_CHECK] = _CHECK_WORD.pack(zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))))
         start = self._offset + seq % NUM_BLOCKS * self._stride
         for offset, part in ((0, raw), (REQUEST_BLOCK.size_bytes, prompt), (_bias_offset(self._max_context), biases)):
@@ -102,33 +71,33 @@ class RequestBlocks:
             return self._segment.buffer[start + offset : start + offset + size_bytes]
 
         raw = bytearray(copy(0, REQUEST_BLOCK.size_bytes))
-        block = _Block._make(_PACKER.unpack(raw))
-        prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(block.num_prompt, self._max_context))
-        biases = copy(_bias_offset(self._max_context), LOGIT_BIAS.size_bytes * min(block.num_logit_bias, MAX_LOGIT_BIAS))
+        block = dict(zip(_NAMES, _PACKER.unpack(raw), strict=True))
+        num_prompt, num_biases = block["num_prompt"], block["num_logit_bias"]
+        prompt = copy(REQUEST_BLOCK.size_bytes, 4 * min(num_prompt, self._max_context))
+        biases = copy(_bias_offset(self._max_context), LOGIT_BIAS.size_bytes * min(num_biases, MAX_LOGIT_BIAS))
         raw[_CHECK] = bytes(8)
-        is_whole = len(prompt) == 4 * block.num_prompt and len(biases) == LOGIT_BIAS.size_bytes * block.num_logit_bias
-        if block.seq != seq or block.check != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
-            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {block.seq}")
+        is_whole = len(prompt) == 4 * num_prompt and len(biases) == LOGIT_BIAS.size_bytes * num_biases
+        if block["seq"] != seq or block["check"] != zlib.crc32(biases, zlib.crc32(prompt, zlib.crc32(raw))) or not is_whole:
+            raise ProtocolError(f"request {seq} was not complete in its block, which holds request {block['seq']}")
         return DecodeRequest(
             prompt=array("I", prompt),
-            max_tokens=block.max_tokens,
-            temperature=block.temperature,
-            seed=block.seed,
-            stop_ids=tuple(array("I", block.stop_ids[: 4 * block.num_stop_ids])),
-            ignore_eos=bool(block.flags & _IGNORE_EOS),
-            logit_digests=bool(block.flags & _LOGIT_DIGESTS),
-            kv=KvUse(block.kv_cache, block.kv_source, block.num_cached),
-            shaping=_shaping(block, biases),
-            logprobs=block.logprobs - 1 if block.logprobs else None,
-            mask_epoch=block.mask_epoch,
+            max_tokens=block["max_tokens"],
+            sampling=_sampling(block, biases),
+            stop_ids=tuple(array("I", block["stop_ids"][: 4 * block["num_stop_ids"]])),
+            ignore_eos=bool(block["flags"] & _IGNORE_EOS),
+            logit_digests=bool(block["flags"] & _LOGIT_DIGESTS),
+            kv=KvUse(block["kv_cache"], block["kv_source"], block["num_cached"]),
+            mask_epoch=block["mask_epoch"],
         )
 
 
-def _shaping(block: _Block, biases: bytes) -> Shaping:
-    return Shaping.of(
-        block.top_k, block.top_p, block.min_p, block.repetition_penalty, block.presence_penalty, block.frequency_penalty,
-        tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist()) if biases else (), block.min_tokens,
-    )  # fmt: skip
+def _sampling(block: Mapping[str, Any], biases: bytes) -> SamplingParams:
+    values = {name: block[name] for name in PLAIN_PARAMS}
+    if block["logprobs"]:
+        values["logprobs"] = block["logprobs"] - 1
+    if biases:
+        values["logit_bias"] = tuple(np.frombuffer(biases, LOGIT_BIAS.dtype).tolist())
+    return SamplingParams(**values)
 
 
 def _check_fits(request: DecodeRequest, max_context: int) -> None:
@@ -138,23 +107,17 @@ def _check_fits(request: DecodeRequest, max_context: int) -> None:
         finding = f"the prompt has {len(request.prompt)} tokens, expected 1 to {max_context}"
     elif not 1 <= request.max_tokens < _U32:
         finding = f"max_tokens is {request.max_tokens}, expected at least 1"
-    elif not 0 <= request.seed < _U64:
-        finding = f"seed is {request.seed}, expected 0 to 2^64 - 1"
     elif len(request.stop_ids) > MAX_STOP_IDS:
         finding = f"there are {len(request.stop_ids)} stop ids, expected at most {MAX_STOP_IDS}"
     elif not all(0 <= token_id < _U32 for token_id in request.stop_ids):
         finding = "a stop id does not fit into 32 bits"
-    elif not 0.0 <= request.temperature < float("inf"):
-        finding = f"temperature is {request.temperature}, expected a finite number that is not negative"
     elif not 0 <= request.kv.num_cached < len(request.prompt):
         finding = f"{request.kv.num_cached} of the prompt's {len(request.prompt)} tokens are cached, expected fewer than all"
     elif not (0 <= request.kv.cache < _U32 and 0 <= request.kv.source < _U32):
         finding = f"the KV caches {request.kv.cache} and {request.kv.source} do not exist"
-    elif request.logprobs is not None and not 0 <= request.logprobs <= MAX_TOP_LOGPROBS:
-        finding = f"logprobs is {request.logprobs}, expected 0 to {MAX_TOP_LOGPROBS}"
     elif not 0 <= request.mask_epoch < _U64:
         finding = f"mask_epoch is {request.mask_epoch}, expected 0 to 2^64 - 1"
-    elif not all(0 <= token_id < _U32 for token_id, _ in request.shaping.logit_bias):
+    elif not all(0 <= token_id < _U32 for token_id, _ in request.sampling.logit_bias):
         finding = "an id of logit_bias does not fit into 32 bits"
     if finding:
         raise RequestError("invalid_request", f"cannot submit the request: {finding}")

@@ -26,7 +26,8 @@ from kog_dist.gateway.model_folder import read_model
 from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.packing import packed, packed_error
 from kog_dist.gateway.openai.reply import Planned
-from kog_dist.gateway.openai.served import SamplingDefaults, ServedModel
+from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.sampling_params import SamplingParams
 
 LENGTH: Final = struct.Struct("<I")  # before a question's head, its body, and an answer
 _MEMORY_BYTES: Final = 2 << 30  # private memory; beyond it allocations fail
@@ -71,7 +72,7 @@ def main() -> int:
         while (head := _received(stream)) and (raw := _received(stream)):
             path, facts, defaults = msgpack.unpackb(head)
             facts["aliases"] = tuple(facts["aliases"])
-            served = ServedModel(**facts, tokenizer=tokenizer, chat_template=template, defaults=SamplingDefaults(**defaults))
+            served = ServedModel(**facts, tokenizer=tokenizer, chat_template=template, defaults=SamplingParams(**defaults))
             answer = msgpack.packb(answer_to(path, raw, served))
             channel.sendall(LENGTH.pack(len(answer)) + answer)
     return 0

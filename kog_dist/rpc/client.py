@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kog_dist.errors import ProtocolError, RequestError, RequestFailed
 from kog_dist.rpc.connection import Connection
@@ -37,6 +38,7 @@ from kog_dist.rpc.messages import (
     build_hash,
 )
 from kog_dist.rpc.transport import Access
+from kog_dist.sampling_params import GREEDY, SamplingParams
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0  # the engine says something about four times a second while a request is not finished
@@ -105,12 +107,10 @@ class Client:
     # ---- verbs ----
     def generate(
         self, prompt: str | None = None, *, prompt_ids: Sequence[int] | None = None, max_tokens: int | None = None,
-        temperature: float = 0.0, seed: int = 0, stop: Sequence[str] = (), ignore_eos: bool = False, logit_digests: bool = False,
-        stamps: bool = False, deadline_s: float | None = None, reuse_kv: bool = True, conversation: str | None = None,
-        top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None, min_tokens: int = 0,
-        logprobs: int | None = None, json_schema: str | None = None, regex: str | None = None, request_id: str | None = None,
-        timeout_s: float | None = None,
+        stop: Sequence[str] = (), ignore_eos: bool = False, logit_digests: bool = False, stamps: bool = False,
+        deadline_s: float | None = None, reuse_kv: bool = True, conversation: str | None = None, json_schema: str | None = None,
+        regex: str | None = None, request_id: str | None = None, timeout_s: float | None = None,
+        sampling: SamplingParams = GREEDY, **parameters: Any,
     ) -> Generator[StreamEvent, None, None]:  # fmt: skip
         """Decode one prompt: yields `Accepted`, then `Alive`, `Prefill` and `Tokens` as they come, last `Done`.
 
@@ -118,19 +118,18 @@ class Client:
         RequestError when it is refused, RequestFailed when it ends without its answer (`engine_lost` when the engine is gone),
         DeadlineExceeded after `timeout_s` in this client. `deadline_s` is the engine's to keep: `deadline_exceeded` while the
         request waits, a `Done` with finish reason `deadline` once it runs. `conversation` is an id that its requests share: a
-        router sends them where their beginning is cached. `logprobs` is the number of alternatives that come with each token's
-        own log-probability. What shapes the choice is explained in docs/sampling.md; the whole
-        answer satisfies `json_schema` (a text) or matches `regex` unless it ends early, for its length for instance.
+        router sends them where their beginning is cached. `parameters` replace those of `sampling` by name: `temperature=0.7,
+        seed=1`; see docs/sampling.md. The whole answer satisfies `json_schema` (a text) or matches `regex` unless it ends early,
+        for its length for instance.
         """
         try:
             message = Generate(
                 request_id or secrets.token_hex(8), prompt, None if prompt_ids is None else tuple(prompt_ids), max_tokens,
-                temperature, seed, tuple(stop), ignore_eos, logit_digests, stamps, deadline_s, reuse_kv, conversation,
-                top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-                tuple(logit_bias or {}), tuple((logit_bias or {}).values()), min_tokens, logprobs, json_schema, regex,
+                replace(sampling, **parameters) if parameters else sampling, tuple(stop), ignore_eos, logit_digests, stamps,
+                deadline_s, reuse_kv, conversation, json_schema, regex,
             )  # fmt: skip
             self._connection.send(message)
-        except BadMessage as error:
+        except (BadMessage, ValueError) as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from None
         yield from self._events_of(message.request_id, None if timeout_s is None else time.monotonic() + timeout_s)
 

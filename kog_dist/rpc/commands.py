@@ -18,7 +18,7 @@ from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
 from kog_dist.rpc.messages import Accepted, Alive, Done, Prefill, Tokens
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
 from kog_dist.rpc.paths import ACCESS_NAME
-from kog_dist.rpc.shaping_options import ShapingOptions
+from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.shown import describe, statistics
 from kog_dist.rpc.transport import Access
 from kog_dist.stages import STAGES
@@ -57,25 +57,6 @@ class Target:
         return Access.of_instance("default" if self.instance is None else self.instance)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptFlags:
-    """The request as the command line gives it."""
-
-    prompt: str | None
-    prompt_ids: tuple[int, ...] | None
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logit_digests: bool = False
-    stamps: bool = False
-    deadline_s: float | None = None
-    reuse_kv: bool = True
-    conversation: str | None = None
-    shaping: ShapingOptions = field(default_factory=ShapingOptions)
-
-
 @dataclass(slots=True)
 class _Answer:
     """What has arrived of an answer."""
@@ -98,24 +79,23 @@ class _Answer:
             self.done = event
 
 
-def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: float | None, wait_ready: bool) -> int:
+def generate(target: Target, request: PromptRequest, *, timeout_s: float | None, wait_ready: bool) -> int:
     """Decode one prompt and print it. Returns the exit code; Ctrl-C cancels the request and gives 130.
 
     Raises OutputError if standard output takes nothing.
     """
-    answer = _Answer()
+    answer, as_json = _Answer(), request.as_json
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # kog-launch starts this process with SIGINT ignored
         check_stdout()
         _check_timeout(timeout_s)
-        keywords = _keywords(flags)
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with _connect(target, timeout_s, wait_ready=wait_ready) as client:
             left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
             if wait_ready:
                 client.wait_ready(left_s if left_s is not None else READY_TIMEOUT_S)
             left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
-            events = client.generate(**keywords, timeout_s=left_s)
+            events = client.generate(**request.keywords(), timeout_s=left_s)
             show = _ignore if as_json else _text_printer(client.welcome.has_tokenizer)
             with progress_line(enabled=not as_json) as progress:
                 _follow(events, answer, show, progress)
@@ -133,12 +113,12 @@ def generate(target: Target, flags: PromptFlags, *, as_json: bool, timeout_s: fl
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     assert answer.done is not None, "generate ends with Done or raises"
     try:
-        write_out(json.dumps(_as_object(answer, answer.done, flags)) + "\n" if as_json else "\n")
+        write_out(json.dumps(_as_object(answer, answer.done, request)) + "\n" if as_json else "\n")
     except BrokenPipeError:
         return 0
     if not as_json:
         write_error(statistics(answer.done))
-        if flags.logit_digests:
+        if request.logit_digests:
             write_error("\n".join(answer.digests))
         for token in answer.logprobs:
             top = " ".join(f"{other['token_id']}:{other['logprob']:.4f}" for other in token["top"])
@@ -179,11 +159,6 @@ def _check_timeout(timeout_s: float | None) -> None:
 def _connect(target: Target, timeout_s: float | None, *, wait_ready: bool = False, greet: bool = True) -> Client:
     limit_s = READY_TIMEOUT_S if wait_ready else CONNECT_TIMEOUT_S
     return Client(target.access(), connect_timeout_s=min(limit_s, timeout_s or limit_s), patient=wait_ready, greet=greet)
-
-
-def _keywords(flags: PromptFlags) -> dict[str, Any]:
-    """As `Client.generate` takes them. Raises ConfigError."""
-    return {name: getattr(flags, name) for name in PromptFlags.__slots__ if name != "shaping"} | flags.shaping.keywords()
 
 
 def _logprobs_of(event: Tokens) -> list[dict[str, Any]]:
@@ -254,7 +229,7 @@ def _print_failure(
     return exit_code
 
 
-def _as_object(answer: _Answer, done: Done, flags: PromptFlags) -> dict[str, Any]:
+def _as_object(answer: _Answer, done: Done, request: PromptRequest) -> dict[str, Any]:
     timings: dict[str, Any] = {name: getattr(done, name) for name in _TIMINGS}
     timings["stages_s"] = dict(zip(STAGES, done.stages_s, strict=True)) if done.stages_s else {}
     whole: dict[str, Any] = {
@@ -269,10 +244,10 @@ def _as_object(answer: _Answer, done: Done, flags: PromptFlags) -> dict[str, Any
         },
         "timings": timings,
     }
-    if flags.stamps:
+    if request.stamps:
         timings["stamps_s"] = answer.stamps_s
-    if flags.logit_digests:
+    if request.logit_digests:
         whole["logit_digests"] = answer.digests
-    if flags.shaping.logprobs is not None:
+    if request.sampling.logprobs is not None:
         whole["logprobs"] = answer.logprobs
     return whole

@@ -8,25 +8,9 @@ from __future__ import annotations
 
 import re
 from array import array as words
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import Any, Final
-
-LOWEST_TEMPERATURE: Final = 0.001  # besides 0, which is greedy; the one definition for flags, messages and engines
-HIGHEST_TEMPERATURE: Final = 100.0
-MAX_TOP_LOGPROBS: Final = 20
-SHAPING_LIMITS: Final[Mapping[str, tuple[float, float]]] = {  # lowest and highest value of what else shapes a choice
-    "top_k": (0, 2**31 - 1),
-    "top_p": (1e-6, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "min_tokens": (0, 2**31 - 1),
-    "logprobs": (0, MAX_TOP_LOGPROBS),
-    "logit_bias": (-100.0, 100.0),
-}
-MAX_LOGIT_BIAS: Final = 1024  # ids in one request
+from typing import Any
 
 Check = Callable[[Any], Any]
 
@@ -49,16 +33,6 @@ def integer(low: int, high: int) -> Check:
     return check
 
 
-def any_number(value: Any) -> float:
-    """A float, kept as it is, or an int that a float can hold; the message's own check says which are allowed."""
-    if type(value) not in (int, float):
-        raise ValueError(f"must be a number, got {_shown(value)}")
-    try:
-        return float(value) + 0.0  # minus zero becomes zero
-    except OverflowError:
-        raise ValueError(f"must be a number that a float can hold, got {_shown(value)}") from None
-
-
 def number(low: float, high: float) -> Check:
     """A finite float or int with low <= value <= high, kept as float; minus zero becomes zero."""
 
@@ -70,28 +44,6 @@ def number(low: float, high: float) -> Check:
         return float(value) + 0.0
 
     return check
-
-
-def check_temperature(value: float) -> None:
-    """Raises ValueError, a whole sentence, unless `value` is 0 or within the limits (NaN is not)."""
-    if not (value == 0 or LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE):
-        raise ValueError(f"temperature must be 0 or between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}, got {value}")
-
-
-def check_shaping(numbers: Mapping[str, Any], logit_bias: Collection[tuple[int, float]]) -> None:
-    """Raises ValueError, a sentence that begins with a name, unless all numbers and all biases are within SHAPING_LIMITS.
-
-    Of `numbers`, those that are None or have no limits there are not looked at.
-    """
-    limited = [(name, numbers[name]) for name in SHAPING_LIMITS if numbers.get(name) is not None and name != "logit_bias"]
-    for name, value in [*limited, *(("logit_bias", bias) for _, bias in logit_bias)]:
-        low, high = SHAPING_LIMITS[name]
-        if not low <= value <= high:  # false for NaN too
-            raise ValueError(f"{name} must be between {low} and {high}, got {value}")
-    if len(logit_bias) > MAX_LOGIT_BIAS:
-        raise ValueError(f"logit_bias must have at most {MAX_LOGIT_BIAS} ids, got {len(logit_bias)}")
-    if len({token_id for token_id, _ in logit_bias}) < len(logit_bias):
-        raise ValueError("logit_bias names an id twice")
 
 
 def text(low_bytes: int, high_bytes: int) -> Check:

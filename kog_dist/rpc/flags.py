@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kog_dist.errors import ConfigError, KogError
-from kog_dist.rpc import shaping_flags
 from kog_dist.rpc.output import checked_stdout, write_error
-from kog_dist.rpc.shaping_options import ShapingOptions
+from kog_dist.rpc.prompt_request import PromptRequest, parse_ids, read_schema, sampling_of
+from kog_dist.rpc.sampling_flags import JSON_SCHEMA, REGEX, with_sampling_flags
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
@@ -27,12 +27,11 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")
 
 
 @app.command()
+@with_sampling_flags
 def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="The same as token ids: 1,2,3.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate. Default: what fits, at most 256.")] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
     logit_digests: Annotated[bool, typer.Option("--logit-digests", help="SHA-256 of each step's float32 logits.")] = False,
@@ -40,39 +39,32 @@ def generate(
     deadline: Annotated[float | None, typer.Option(help="Seconds after which the engine ends the request.")] = None,
     reuse_kv: Annotated[bool, typer.Option("--reuse-kv/--no-reuse-kv", help="Skip what earlier requests prefilled.")] = True,
     conversation: Annotated[str | None, typer.Option(help="Id that the requests of a conversation share, for a router.")] = None,
-    top_k: shaping_flags.TopK = None,
-    top_p: shaping_flags.TopP = None,
-    min_p: shaping_flags.MinP = None,
-    repetition_penalty: shaping_flags.RepetitionPenalty = None,
-    presence_penalty: shaping_flags.PresencePenalty = None,
-    frequency_penalty: shaping_flags.FrequencyPenalty = None,
-    logit_bias: shaping_flags.LogitBias = None,
-    min_tokens: shaping_flags.MinTokens = None,
-    logprobs: shaping_flags.Logprobs = None,
-    json_schema: shaping_flags.JsonSchema = None,
-    regex: shaping_flags.Regex = None,
+    sampling: Any = None,
+    json_schema: Annotated[str | None, JSON_SCHEMA] = None,
+    regex: Annotated[str | None, REGEX] = None,
     json: Json = False,
     instance: Instance = None,
     endpoint: Endpoint = None,
     key_file: KeyFile = None,
     timeout: Timeout = None,
     wait_ready: Annotated[bool, typer.Option("--wait-ready", help="Wait for an engine that is still starting.")] = False,
+    request_fd: Annotated[int | None, typer.Option(hidden=True, help="What PromptRequest.write gave; for kog-launch.")] = None,
 ) -> None:
     """Decode one prompt: text to stdout as it comes, statistics to stderr."""
     from kog_dist.rpc import commands
 
-    if (prompt is None) == (prompt_ids is None):
+    if request_fd is not None:
+        request = PromptRequest.read(request_fd)
+    elif (prompt is None) == (prompt_ids is None):
         raise ConfigError("give either --prompt or --prompt-ids")
-    shaping = ShapingOptions(
-        top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, tuple(logit_bias or ()), min_tokens,
-        logprobs, json_schema, regex,
-    )  # fmt: skip
-    request = commands.PromptFlags(
-        prompt, None if prompt_ids is None else _parse_ids(prompt_ids), max_tokens, temperature, seed, tuple(stop or ()),
-        ignore_eos, logit_digests, stamps, deadline, reuse_kv, conversation, shaping,
-    )  # fmt: skip
+    else:
+        request = PromptRequest(
+            prompt=prompt, prompt_ids=parse_ids(prompt_ids), max_tokens=max_tokens, sampling=sampling_of(sampling),
+            stop=tuple(stop or ()), ignore_eos=ignore_eos, logit_digests=logit_digests, stamps=stamps, deadline_s=deadline,
+            reuse_kv=reuse_kv, conversation=conversation, json_schema=read_schema(json_schema), regex=regex, as_json=json,
+        )  # fmt: skip
     target = commands.Target(instance, endpoint, key_file)
-    raise typer.Exit(commands.generate(target, request, as_json=json, timeout_s=timeout, wait_ready=wait_ready))
+    raise typer.Exit(commands.generate(target, request, timeout_s=timeout, wait_ready=wait_ready))
 
 
 @app.command()
@@ -107,13 +99,6 @@ def drain(
 
     target = commands.Target(instance, endpoint, key_file)
     raise typer.Exit(commands.ask(target, "drain", as_json=json, timeout_s=timeout))
-
-
-def _parse_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--prompt-ids must be token ids separated by commas, such as 1,2,3; got {text[:80]!r}") from None
 
 
 def run(arguments: list[str]) -> int:

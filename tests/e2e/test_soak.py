@@ -125,4 +125,6 @@ def test_the_mix_is_repeatable(tmp_path: Path) -> None:
     asked = [one.message for one in (rounded.next() for _ in range(300)) if one.fate is not Fate.REFUSED]
     reusing = [message for message in asked if message.reuse_kv]
     assert len(reusing) > 20
-    assert all(message.temperature == 0 and not message.logit_digests and message.prompt_ids is not None for message in reusing)
+    assert all(
+        message.sampling.temperature == 0 and not message.logit_digests and message.prompt_ids is not None for message in reusing
+    )

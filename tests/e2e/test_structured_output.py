@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import pytest
 from kog_dist.bench.session import EngineSession, running, until
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.sampling import Sampling, Shaper, Shaping
+from kog_dist.decode.sampling import Sampler
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler, Kind
 
 PROMPT = "config = "
@@ -89,7 +91,7 @@ def test_answers_match_their_regular_expression(engine: tuple[EngineSession, Cli
 def test_tokens_are_those_of_one_rank_with_the_same_masks(engine: tuple[EngineSession, Client], demo_model: Path) -> None:
     """The replay: one interpreter, the grammar in this process, no shared memory in between."""
     _, client = engine
-    regex, sampling = REGEXES[0], Sampling(1.1, seed=12)
+    regex, sampling = REGEXES[0], SamplingParams(1.1, seed=12)
     text, ids, _ = answer(client, regex=regex, temperature=1.1, seed=12, presence_penalty=0.5)
     assert re.fullmatch(regex, text)
     checkpoint, tokenizer = open_checkpoint(demo_model), Tokenizer.from_folder(demo_model)
@@ -99,7 +101,7 @@ def test_tokens_are_those_of_one_rank_with_the_same_masks(engine: tuple[EngineSe
     interpreter = Interpreter(plan, 0, checkpoint.rank_weights(plan.ranks[0].lanes), None, kv_dtype="bfloat16")
     matcher = GrammarCompiler(tokenizer, spec.vocab_size).compile(Constraint(Kind.REGEX, regex))
     prompt = tokenizer.encode(PROMPT)
-    shaper = Shaper(spec.vocab_size, prompt, sampling, Shaping(presence_penalty=0.5), tokenizer.eos_ids)
+    shaper = Sampler(spec.vocab_size, prompt, replace(sampling, presence_penalty=0.5), tokenizer.eos_ids)
     for position, token_id in enumerate(prompt[:-1]):
         interpreter.step(token_id, position, None)
     token_id, replayed = prompt[-1], []

@@ -15,8 +15,8 @@ import numpy as np
 
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.sampling import Sampling
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.sampling_params import SamplingParams
 
 
 def answer(model: Interpreter, prompt: list[int], num_tokens: int) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def answer(model: Interpreter, prompt: list[int], num_tokens: int) -> dict[str, 
     ids, gaps = [], []
     token_id = prompt[-1]
     for position in range(len(prompt) - 1, len(prompt) - 1 + num_tokens):
-        output = model.step(token_id, position, Sampling(), gather_logits=True)
+        output = model.step(token_id, position, SamplingParams(), gather_logits=True)
         token_id = output.token_id
         assert output.logits is not None
         second, first = np.partition(output.logits, -2)[-2:]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, Monokernel
@@ -35,7 +35,19 @@ SHAPES = {
     "traced": KernelShape(SMALL, range(8), traced_step=2),
 }
 
-SHAPED = ShapedRequest(Shaping(50, 0.9, 0.01, 1.1, 0.1, 0.1, ((3, 2.0), (700, 1.0)), 3), logprobs=20)
+SHAPED = ShapedRequest(
+    SamplingParams(
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias=((3, 2.0), (700, 1.0)),
+        min_tokens=3,
+        logprobs=20,
+    )
+)
 
 
 def main() -> None:
@@ -45,10 +57,10 @@ def main() -> None:
     for name, shape in SHAPES.items():
         kernel = Monokernel(shape, random_weights(shape, 1), wait_limit_us=LONGEST_WAIT_US, shaped=True)
         prompt = [(7 * i) % shape.spec.vocab_size for i in range(150)]  # beyond the windows
-        tokens = kernel.generate(prompt, 12, Sampling(0.8, 3), stop_ids=[5, 6], chunk=40)
-        kernel.generate(prompt, 8, Sampling(0.8, 3), stop_ids=[5, 6], chunk=40, shaped=SHAPED)
+        tokens = kernel.generate(prompt, 12, SamplingParams(0.8, 3), stop_ids=[5, 6], chunk=40)
+        kernel.generate(prompt, 8, SamplingParams(0.8, 3), stop_ids=[5, 6], chunk=40, shaped=SHAPED)
         at_the_end = kernel.generate(prompt[:3], 4)
-        kernel.begin(prompt[:1], 1, Sampling(), first_position=0)
+        kernel.begin(prompt[:1], 1, SamplingParams(), first_position=0)
         kernel.launch(1)
         kernel.finish()
         kernel.stream_us(2)

@@ -11,9 +11,9 @@ import torch
 
 from kog_dist.bench.prefill_ranks import prepared
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import laneformer_2b
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.gpu import Tuning
 from tests.gpu.rank_bodies import VARIANTS
@@ -40,13 +40,13 @@ def fill(context: RankContext) -> dict[str, Any]:
         assert prefill.run(ids[:end], start, should_stop=lambda: False) == end
         torch.cuda.synchronize()
         context.rendezvous.barrier(context.deadline)
-        kernel.begin(ids[:end], 1, Sampling(), first_position=end - 1, streams=prefill.streams)
+        kernel.begin(ids[:end], 1, SamplingParams(), first_position=end - 1, streams=prefill.streams)
         kernel.launch(1)
         kernel.finish()
         logits.append(kernel.logits.get().tolist())
         heads.append([[_digest(cache, layout, layer, head) for head in range(layout.heads)] for layer in range(spec.num_layers)])
         context.rendezvous.barrier(context.deadline)
-        kernel.begin(ids[: end + 1], 1, Sampling(), first_position=end)
+        kernel.begin(ids[: end + 1], 1, SamplingParams(), first_position=end)
         kernel.launch(1)
         kernel.finish()
         logits.append(kernel.logits.get().tolist())

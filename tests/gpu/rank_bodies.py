@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from tests.gpu.shaped_reference import check, logprobs_of
 
@@ -37,9 +38,12 @@ PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
 
 # Of shaped requests, whose sums and counts go over ranks: sampling, and what is asked for besides.
 SHAPED = (
-    (Sampling(0.9, 11), ShapedRequest(Shaping(top_p=0.8), logprobs=5)),
-    (Sampling(1.5, 3), ShapedRequest(Shaping(top_k=30, top_p=0.7, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.3))),
-    (Sampling(), ShapedRequest(Shaping(logit_bias=((5, 3.0), (600, 2.5)), presence_penalty=1.0), logprobs=20)),
+    (SamplingParams(0.9, 11), ShapedRequest(SamplingParams(top_p=0.8, logprobs=5))),
+    (
+        SamplingParams(1.5, 3),
+        ShapedRequest(SamplingParams(top_k=30, top_p=0.7, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.3)),
+    ),
+    (SamplingParams(), ShapedRequest(SamplingParams(logit_bias=((5, 3.0), (600, 2.5)), presence_penalty=1.0, logprobs=20))),
 )
 
 
@@ -48,7 +52,7 @@ def answer(context: RankContext) -> dict[str, Any]:
     answers, digests = [], []
     with _kernel(context, shaped=False) as kernel:
         prompt = [token % kernel.shape.spec.vocab_size for token in PROMPT]
-        for sampling in (Sampling(), Sampling(temperature=0.9, seed=11)):
+        for sampling in (SamplingParams(), SamplingParams(temperature=0.9, seed=11)):
             context.rendezvous.barrier(context.deadline)
             answers.append(kernel.generate(prompt, 100, sampling, chunk=32))
             digests.append(lane_digests(kernel))

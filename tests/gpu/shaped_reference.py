@@ -1,24 +1,26 @@
-"""Answers of the shaped build against the definition: the kernel's own logits, chosen from by `Shaper` on the host."""
+"""Answers of the shaped build against the definition: the kernel's own logits, chosen from by `Sampler` on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kog_dist.decode.masks import MaskWords
-from kog_dist.decode.sampling import Sampling, Shaper, TokenLogprobs, token_logprobs
+from kog_dist.decode.sampling import Sampler, TokenLogprobs, token_logprobs
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.shaped import ShapedRequest
 
 # By name: sampling, and what is asked for besides.
-Case = tuple[Sampling, ShapedRequest]
+Case = tuple[SamplingParams, ShapedRequest]
 
 
 def logprobs_of(kernel: Monokernel, request: ShapedRequest, count: int) -> list[TokenLogprobs]:
     """Those that the kernel has reported of the newest request."""
-    if request.logprobs is None:
+    if request.sampling.logprobs is None:
         return []
     found = [kernel.logprobs(index) for index in range(count)]
     assert None not in found, f"no report of token {found.index(None)}"
@@ -27,7 +29,7 @@ def logprobs_of(kernel: Monokernel, request: ShapedRequest, count: int) -> list[
 
 def logits_behind(kernel: Monokernel, tokens: Sequence[int]) -> Any:
     """The logits of the last of these tokens; the others are in the KV cache."""
-    kernel.begin(tokens, 1, Sampling(), first_position=len(tokens) - 1)
+    kernel.begin(tokens, 1, SamplingParams(), first_position=len(tokens) - 1)
     kernel.launch(1)
     kernel.finish()
     return np.asarray(kernel.logits.get())
@@ -39,13 +41,14 @@ def check(
 ) -> None:  # fmt: skip
     """Assert that an answer (`found`, `logprobs`), which the kernel has just given, is that of the definition."""
     sampling, request = case
-    shaper = Shaper(kernel.shape.spec.vocab_size, prompt, sampling, request.shaping, stop_ids)
+    asked = replace(request.sampling, temperature=sampling.temperature, seed=sampling.seed)
+    shaper = Sampler(kernel.shape.spec.vocab_size, prompt, asked, stop_ids)
     tokens = list(prompt)
     for index, token_id in enumerate(found):
         logits = logits_behind(kernel, tokens)
         wanted = shaper.choose(logits, len(tokens) - 1, masks[index] if masks else None)
         assert token_id == wanted.token_id, f"token {index} of {case}"
-        if request.logprobs is not None:
-            assert logprobs[index] == token_logprobs(logits, token_id, request.logprobs), f"token {index} of {case}"
+        if request.sampling.logprobs is not None:
+            assert logprobs[index] == token_logprobs(logits, token_id, request.sampling.logprobs), f"token {index} of {case}"
         shaper.accept(token_id)
         tokens.append(token_id)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, sample
+from kog_dist.decode.sampling import sample
 from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -105,12 +106,12 @@ def compare_with_oracle(prepared: Prepared, name: str, kv_dtype: str) -> None:
         error = np.linalg.norm(found.astype(np.float64) - wanted[position]) / np.linalg.norm(wanted[position])
         print(f"{name}, position {position}: relative error {error:.2e}")
         assert error < LIMITS[kv_dtype], f"position {position}: relative error {error:.2e}"
-        assert token == sample(found, position, Sampling())
+        assert token == sample(found, position, SamplingParams())
 
 
 def test_tokens_are_those_of_the_definition(demo: Prepared) -> None:
     kernel = demo.kernel()
-    for sampling in (Sampling(), Sampling(0.7, 5), Sampling(1.3, 2**63 + 11)):
+    for sampling in (SamplingParams(), SamplingParams(0.7, 5), SamplingParams(1.3, 2**63 - 11)):
         for position in (0, 40, 200):
             (token,) = kernel.generate(demo.ids[: position + 1], 1, sampling)
             assert token == sample(logits_of(kernel), position, sampling)
@@ -129,7 +130,7 @@ def test_same_bits_every_time_at_long_context(demo: Prepared) -> None:
     kernel.generate(demo.ids[:900], 1)
     first = logits_of(kernel)
     for _ in range(300):
-        kernel.begin(demo.ids[:900], 1, Sampling(), first_position=899)
+        kernel.begin(demo.ids[:900], 1, SamplingParams(), first_position=899)
         kernel.launch(1)
         kernel.finish()
         assert np.array_equal(logits_of(kernel).view(np.uint32), first.view(np.uint32))
@@ -152,7 +153,7 @@ def test_answer_ends_at_the_last_position(demo: Prepared) -> None:
 
 def test_cancel_ends_the_answer(demo: Prepared) -> None:
     kernel = demo.kernel()
-    kernel.begin(demo.ids[:5], 1000, Sampling())
+    kernel.begin(demo.ids[:5], 1000, SamplingParams())
     kernel.cancel()
     kernel.launch(1000)
     kernel.finish()
@@ -188,7 +189,7 @@ def test_kernel_works_again_after_an_abort(tmp_path: Path, cluster: int) -> None
     demo = Prepared(tmp_path, {}, "bfloat16", "float16", cluster=cluster)
     kernel = demo.kernel()
     answer = kernel.generate(demo.ids[:5], 8)
-    kernel.begin(demo.ids[:5], 1000, Sampling())
+    kernel.begin(demo.ids[:5], 1000, SamplingParams())
     kernel.abort()
     kernel.launch(1000)
     kernel.finish()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.decode.sampling import Sampling
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import laneformer_2b
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
@@ -58,7 +58,7 @@ def kernel_of(lanes: int, **options: Any) -> Monokernel:
 
 def decode(kernel: Monokernel, first_position: int, last_position: int) -> None:
     """Feed IDS[first_position] to IDS[last_position], of which the last has logits."""
-    kernel.begin(IDS[: last_position + 1], 1, Sampling(), first_position=first_position)
+    kernel.begin(IDS[: last_position + 1], 1, SamplingParams(), first_position=first_position)
     kernel.launch(last_position + 1 - first_position)
     kernel.finish()
 
@@ -102,7 +102,7 @@ def test_same_bits_over_30000_tokens() -> None:
     import cupy
 
     kernel, prompt = kernel_of(8), IDS[:20]
-    sampling = Sampling(1.0, 7)  # random weights repeat themselves when they are greedy
+    sampling = SamplingParams(1.0, 7)  # random weights repeat themselves when they are greedy
     tokens = kernel.generate(prompt, 3000, sampling)
     assert len(tokens) == 3000
     assert len(set(tokens)) > 1000

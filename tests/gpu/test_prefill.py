@@ -18,11 +18,11 @@ import torch
 from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
@@ -102,7 +102,7 @@ def clear(kernel: Monokernel) -> None:
 
 def decode(kernel: Monokernel, ids: list[int], first_position: int) -> np.ndarray[Any, Any]:
     """Logits of the last of `ids`, token by token from `first_position` on."""
-    kernel.begin(ids, 1, Sampling(), first_position=first_position)
+    kernel.begin(ids, 1, SamplingParams(), first_position=first_position)
     kernel.launch(len(ids) - first_position)
     kernel.finish()
     return np.asarray(kernel.logits.get())
@@ -110,7 +110,7 @@ def decode(kernel: Monokernel, ids: list[int], first_position: int) -> np.ndarra
 
 def begin_at_head(kernel: Monokernel, prefill: Prefill, ids: list[int], num_steps: int = 1) -> np.ndarray[Any, Any]:
     """Logits of the last of `ids`, all of which have just gone through prefill; or of `num_steps` - 1 tokens later."""
-    kernel.begin(ids, num_steps, Sampling(), first_position=len(ids) - 1, streams=prefill.streams)
+    kernel.begin(ids, num_steps, SamplingParams(), first_position=len(ids) - 1, streams=prefill.streams)
     kernel.launch(num_steps)
     kernel.finish()
     return np.asarray(kernel.logits.get())
@@ -209,7 +209,7 @@ def test_a_head_that_begins_has_the_bits_of_a_whole_step(tmp_path: Path, head: s
     logits, memory = decode(kernel, ids, 0), published_streams(kernel)
     whole = decode(kernel, [*ids, 5], 40)
     for _ in range(2):
-        kernel.begin(ids, 2, Sampling(), first_position=39, streams=streams_in(memory))
+        kernel.begin(ids, 2, SamplingParams(), first_position=39, streams=streams_in(memory))
         kernel.launch(1)
         kernel.finish()
         assert np.array_equal(np.asarray(kernel.logits.get()).view(np.uint32), logits.view(np.uint32))
@@ -217,8 +217,8 @@ def test_a_head_that_begins_has_the_bits_of_a_whole_step(tmp_path: Path, head: s
 
 
 def test_shaped_answers_begin_with_the_head(demo: Prepared) -> None:
-    kernel, ids, sampling = Monokernel(demo.shape, demo.kernel.weights, shaped=True), demo.ids[:40], Sampling(0.8, 5)
-    shaped = ShapedRequest(Shaping(repetition_penalty=1.3, frequency_penalty=0.2, top_k=20, top_p=0.9), logprobs=3)
+    kernel, ids, sampling = Monokernel(demo.shape, demo.kernel.weights, shaped=True), demo.ids[:40], SamplingParams(0.8, 5)
+    shaped = ShapedRequest(SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, top_k=20, top_p=0.9, logprobs=3))
     kernel.prepare_head_start()
     answer = kernel.generate(ids, 6, sampling, shaped=shaped)
     reports = [kernel.logprobs(index) for index in range(6)]
@@ -254,7 +254,7 @@ def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
     kernel, ids = demo.kernel, demo.ids[:300]
 
     def launch() -> None:  # behind prefill, before anybody knows
-        kernel.begin(ids, 3, Sampling(), first_position=299, streams=prefill.streams)
+        kernel.begin(ids, 3, SamplingParams(), first_position=299, streams=prefill.streams)
         kernel.launch(3)
 
     assert prefill.run(ids, 100, should_stop=lambda: False, on_queued=launch) == 100

@@ -13,8 +13,8 @@ import pytest
 from kog_dist.control import ControlPage
 from kog_dist.decode.masks import MaskWords, num_words
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, Shaping
 from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -32,24 +32,29 @@ SPEC = ModelSpec(
 PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(20)]
 WAIT_S = 20.0
 BIAS = tuple((id_, 4.0 * ((id_ % 7) - 3)) for id_ in range(0, 4000, 13))
-WARM, HOT = Sampling(0.7, 5), Sampling(2.0, 2**63 + 11)
+WARM, HOT = SamplingParams(0.7, 5), SamplingParams(2.0, 2**63 - 11)
 CASES: dict[str, Case] = {
-    "penalties": (Sampling(), ShapedRequest(Shaping(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2))),
-    "rewards": (WARM, ShapedRequest(Shaping(repetition_penalty=0.8, frequency_penalty=-1.5, presence_penalty=-0.5))),
-    "bias": (Sampling(), ShapedRequest(Shaping(logit_bias=BIAS), logprobs=0)),
-    "logprobs": (WARM, ShapedRequest(logprobs=20)),
-    "top-p": (WARM, ShapedRequest(Shaping(top_p=0.9), logprobs=5)),
-    "half": (HOT, ShapedRequest(Shaping(top_p=0.5))),
-    "nearly nothing": (HOT, ShapedRequest(Shaping(top_p=1e-6))),
-    "best only": (HOT, ShapedRequest(Shaping(top_k=1))),
-    "top-k": (HOT, ShapedRequest(Shaping(top_k=40), logprobs=1)),
-    "top-k, top-p": (HOT, ShapedRequest(Shaping(top_k=40, top_p=0.7), logprobs=3)),
-    "many, top-p": (HOT, ShapedRequest(Shaping(top_k=2500, top_p=0.6))),
-    "all, top-p": (WARM, ShapedRequest(Shaping(top_k=10**6, top_p=0.95))),
-    "min-p": (WARM, ShapedRequest(Shaping(min_p=0.1))),
+    "penalties": (
+        SamplingParams(),
+        ShapedRequest(SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)),
+    ),
+    "rewards": (WARM, ShapedRequest(SamplingParams(repetition_penalty=0.8, frequency_penalty=-1.5, presence_penalty=-0.5))),
+    "bias": (SamplingParams(), ShapedRequest(SamplingParams(logit_bias=BIAS, logprobs=0))),
+    "logprobs": (WARM, ShapedRequest(SamplingParams(logprobs=20))),
+    "top-p": (WARM, ShapedRequest(SamplingParams(top_p=0.9, logprobs=5))),
+    "half": (HOT, ShapedRequest(SamplingParams(top_p=0.5))),
+    "nearly nothing": (HOT, ShapedRequest(SamplingParams(top_p=1e-6))),
+    "best only": (HOT, ShapedRequest(SamplingParams(top_k=1))),
+    "top-k": (HOT, ShapedRequest(SamplingParams(top_k=40, logprobs=1))),
+    "top-k, top-p": (HOT, ShapedRequest(SamplingParams(top_k=40, top_p=0.7, logprobs=3))),
+    "many, top-p": (HOT, ShapedRequest(SamplingParams(top_k=2500, top_p=0.6))),
+    "all, top-p": (WARM, ShapedRequest(SamplingParams(top_k=10**6, top_p=0.95))),
+    "min-p": (WARM, ShapedRequest(SamplingParams(min_p=0.1))),
     "everything": (
         HOT,
-        ShapedRequest(Shaping(30, 0.8, 0.02, 1.2, 0.3, 0.1, BIAS, 3), logprobs=7),
+        ShapedRequest(SamplingParams(
+            top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
+            logit_bias=BIAS, min_tokens=3, logprobs=7)),
     ),
 }  # fmt: skip
 
@@ -128,10 +133,13 @@ def test_chunks_do_not_change_the_answer(made: Made, name: str) -> None:
     assert made.answer(CASES[name], 60) == whole, "the plain build leaves no trace"
 
 
-@pytest.mark.parametrize("shaping", [Shaping(top_p=1e-6), Shaping(top_k=3, top_p=0.5), Shaping(top_p=0.3), Shaping(min_p=0.5)])
-def test_equal_logits_are_ordered_by_id(made: Made, shaping: Shaping) -> None:
+@pytest.mark.parametrize(
+    "shaping",
+    [SamplingParams(top_p=1e-6), SamplingParams(top_k=3, top_p=0.5), SamplingParams(top_p=0.3), SamplingParams(min_p=0.5)],
+)
+def test_equal_logits_are_ordered_by_id(made: Made, shaping: SamplingParams) -> None:
     weights = replace(made.weights, final_norm=made.weights.final_norm * 0)
-    kernel, case = Monokernel(made.shape, weights, shaped=True), (HOT, ShapedRequest(shaping, logprobs=20))
+    kernel, case = Monokernel(made.shape, weights, shaped=True), (HOT, ShapedRequest(replace(shaping, logprobs=20)))
     found = kernel.generate(PROMPT, 12, case[0], shaped=case[1])
     logprobs = logprobs_of(kernel, case[1], len(found))
     assert logprobs[0].top_ids == tuple(range(20))
@@ -151,16 +159,16 @@ def test_masks_allow_what_they_say(made: Made, name: str) -> None:
 def test_end_ids_come_late_unless_nothing_else_is_left(made: Made) -> None:
     greedy = made.kernel.generate(PROMPT, 4)
     stops = (greedy[0], greedy[2], 77, 5)
-    case = (Sampling(), ShapedRequest(Shaping(min_tokens=6)))
+    case = (SamplingParams(), ShapedRequest(SamplingParams(min_tokens=6)))
     found = made.kernel.generate(PROMPT, 30, case[0], stops, shaped=case[1])
     assert not set(found[:6]) & set(stops)
     check(made.kernel, PROMPT, found, [], case, stops)
-    for sampling in (Sampling(), WARM):
+    for sampling in (SamplingParams(), WARM):
         masks = [mask_of((9, 77, 12)), mask_of((77, 5)), mask_of(range(100))]
-        found, finish = made.masked((sampling, ShapedRequest(Shaping(min_tokens=6, top_k=2, top_p=0.9))), masks, stops)
+        found, finish = made.masked((sampling, ShapedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9))), masks, stops)
         assert finish is Finish.STOP
         assert len(found) == 2
-        case = (sampling, ShapedRequest(Shaping(min_tokens=6, top_k=2, top_p=0.9)))
+        case = (sampling, ShapedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9)))
         check(made.kernel, PROMPT, found, [], case, stops, masks)
 
 
@@ -185,7 +193,7 @@ def test_waits_for_a_mask_end(made: Made) -> None:
     kernel = made.kernel
     for action, wanted, limit_s in ((None, Finish.NO_MASK, 3.0), (kernel.cancel, Finish.CANCELLED, 0.3)):
         made.epoch += 2
-        kernel.begin(PROMPT, 8, Sampling(), shaped=ShapedRequest(mask_epoch=made.epoch))
+        kernel.begin(PROMPT, 8, SamplingParams(), shaped=ShapedRequest(mask_epoch=made.epoch))
         begin_s = time.monotonic()
         kernel.launch(40)
         if action is not None:
@@ -194,7 +202,7 @@ def test_waits_for_a_mask_end(made: Made) -> None:
         assert (entry.token_id, entry.finish) == (NO_TOKEN, wanted)
         assert time.monotonic() - begin_s < limit_s
         kernel.finish()
-    kernel.begin(PROMPT, 8, Sampling(), shaped=ShapedRequest(mask_epoch=made.epoch + 2))
+    kernel.begin(PROMPT, 8, SamplingParams(), shaped=ShapedRequest(mask_epoch=made.epoch + 2))
     kernel.launch(40)
     kernel.abort()
     kernel.finish()
@@ -207,7 +215,7 @@ def test_waits_for_a_mask_end(made: Made) -> None:
 def test_what_is_not_finite_is_a_fault(made: Made) -> None:
     bad = replace(made.weights, final_norm=made.weights.final_norm | np.uint16(0x7F80))
     kernel = Monokernel(made.shape, bad, shaped=True)
-    kernel.begin(PROMPT, 5, Sampling(), shaped=ShapedRequest(logprobs=3))
+    kernel.begin(PROMPT, 5, SamplingParams(), shaped=ShapedRequest(SamplingParams(logprobs=3)))
     kernel.launch(40)
     kernel.finish()
     entry = kernel.token(0)

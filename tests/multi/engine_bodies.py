@@ -10,8 +10,8 @@ from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.sampling import Sampling
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.sampling_params import SamplingParams
 
 
 def generate(context: RankContext) -> list[tuple[int, str]]:
@@ -22,7 +22,7 @@ def generate(context: RankContext) -> list[tuple[int, str]]:
     comm = context.communicator([MailboxSpec(box.name, box.num_slots, box.length) for box in plan.mailboxes])
     weights = checkpoint.rank_weights(plan.ranks[context.info.rank].lanes)
     engine = Interpreter(plan, context.info.rank, weights, comm)
-    sampling = Sampling(arguments["temperature"], arguments["seed"])
+    sampling = SamplingParams(arguments["temperature"], arguments["seed"])
     prompt: list[int] = arguments["prompt"]
     results: list[tuple[int, str]] = []
     token = prompt[0]

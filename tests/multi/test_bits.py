@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from kog_dist.collectives.ranks import run_ranks as run_processes
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.sampling import Candidate, Sampling, Shaper, Shaping, TokenLogprobs, token_logprobs
+from kog_dist.decode.sampling import Candidate, Sampler, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import HeadType, ModelSpec, RopeScaling
+from kog_dist.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
 DEADLINE_S = 60.0
@@ -106,7 +107,7 @@ def run_ranks(world_size: int, work: Callable[[int, ThreadExchange], Any]) -> li
         return [future.result() for future in futures]
 
 
-def generate(folder: Path, world_size: int, sampling: Sampling, kv_dtype: str = "float32") -> list[StepOutput]:
+def generate(folder: Path, world_size: int, sampling: SamplingParams, kv_dtype: str = "float32") -> list[StepOutput]:
     """Outputs of rank 0 for the prompt and the tokens that follow; all ranks must choose the same tokens."""
     checkpoint = open_checkpoint(folder)
     plan = make_plan(checkpoint.spec, world_size, num_ctas=4)
@@ -167,19 +168,19 @@ def bits(outputs: list[StepOutput]) -> list[bytes]:
 
 
 def test_logits_and_tokens_do_not_depend_on_the_world_size(folder: Path) -> None:
-    alone = generate(folder, 1, Sampling())
+    alone = generate(folder, 1, SamplingParams())
     assert len(set(bits(alone))) == NUM_GENERATED + 1, "logits that repeat would hide differences"
     for world_size in (2, 4, 8):
-        several = generate(folder, world_size, Sampling())
+        several = generate(folder, world_size, SamplingParams())
         assert [o.token_id for o in several] == [o.token_id for o in alone]
         assert bits(several) == bits(alone), f"{world_size} ranks give other bits than 1"
         assert all(o.finite for o in several)
 
 
-@pytest.mark.parametrize(("sampling", "kv_dtype"), [(Sampling(0.9, seed=5), "float32"), (Sampling(), "bfloat16")])
-def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: Sampling, kv_dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sampling", "kv_dtype"), [(SamplingParams(0.9, seed=5), "float32"), (SamplingParams(), "bfloat16")])
+def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: SamplingParams, kv_dtype: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
-    plain = generate(tmp_path, 1, Sampling())
+    plain = generate(tmp_path, 1, SamplingParams())
     alone = generate(tmp_path, 1, sampling, kv_dtype)
     several = generate(tmp_path, 4, sampling, kv_dtype)
     assert [o.token_id for o in several] == [o.token_id for o in alone]
@@ -187,14 +188,18 @@ def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: Samplin
     assert bits(alone) != bits(plain)
 
 
-def generate_shaped(folder: Path, world_size: int, sampling: Sampling, shaping: Shaping) -> list[tuple[int, TokenLogprobs]]:
+def generate_shaped(
+    folder: Path, world_size: int, sampling: SamplingParams, shaping: SamplingParams
+) -> list[tuple[int, TokenLogprobs]]:
     """Tokens of rank 0 and their log-probabilities; all ranks must take its choice, which only rank 0 knows."""
     checkpoint = open_checkpoint(folder)
     plan = make_plan(checkpoint.spec, world_size, num_ctas=4)
 
     def work(rank: int, exchange: ThreadExchange) -> list[tuple[int, TokenLogprobs | None]]:
         engine = Interpreter(plan, rank, checkpoint.rank_weights(plan.ranks[rank].lanes), exchange)
-        shaper = Shaper(checkpoint.spec.vocab_size, PROMPT, sampling, shaping)
+        shaper = Sampler(
+            checkpoint.spec.vocab_size, PROMPT, replace(shaping, temperature=sampling.temperature, seed=sampling.seed)
+        )
         for position, token in enumerate(PROMPT[:-1]):
             engine.step(token, position, None)
         found: list[tuple[int, TokenLogprobs | None]] = []
@@ -217,12 +222,12 @@ def generate_shaped(folder: Path, world_size: int, sampling: Sampling, shaping: 
 @pytest.mark.parametrize(
     ("sampling", "shaping"),
     [
-        (Sampling(1.5, seed=4), Shaping(top_k=30, top_p=0.8, min_p=0.05, presence_penalty=0.4)),
-        (Sampling(), Shaping(repetition_penalty=1.4, frequency_penalty=0.3, logit_bias=((50, 0.75), (7, -3.0)))),
+        (SamplingParams(1.5, seed=4), SamplingParams(top_k=30, top_p=0.8, min_p=0.05, presence_penalty=0.4)),
+        (SamplingParams(), SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, logit_bias=((50, 0.75), (7, -3.0)))),
     ],
 )
 def test_shaped_choices_and_logprobs_do_not_depend_on_the_world_size(
-    sampling: Sampling, shaping: Shaping, tmp_path: Path
+    sampling: SamplingParams, shaping: SamplingParams, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
     alone = generate_shaped(tmp_path, 1, sampling, shaping)
@@ -240,12 +245,12 @@ def test_rank_0_alone_chooses_and_only_from_all_logits(tmp_path: Path) -> None:
     def work(rank: int, exchange: ThreadExchange) -> list[tuple[int, bool, bool]]:
         engine = Interpreter(plan, rank, open_checkpoint(tmp_path).rank_weights(plan.ranks[rank].lanes), exchange)
         with pytest.raises(PlanError, match="cannot choose by itself"):
-            engine.step(1, 0, Sampling(), gather_logits=rank == 1, choose=lambda _: None)
+            engine.step(1, 0, SamplingParams(), gather_logits=rank == 1, choose=lambda _: None)
         outputs = []
         answers = [Candidate(-1e30, 33), Candidate(math.nan, 0), None]
         for position, answer in enumerate(answers):
             choose = partial(lambda found, _: found, answer) if rank == 0 else None
-            outputs.append(engine.step(1, position, Sampling(), gather_logits=True, choose=choose))
+            outputs.append(engine.step(1, position, SamplingParams(), gather_logits=True, choose=choose))
         return [(o.token_id, o.finite, o.stopped) for o in outputs]
 
     first, second = run_ranks(2, work)
@@ -264,7 +269,7 @@ def test_a_logit_that_is_not_finite_on_one_rank_is_known_to_all(tmp_path: Path) 
         if rank == 2:
             weights.heads[5][0, 0] = np.inf
         engine = Interpreter(plan, rank, weights, exchange)
-        outputs = [engine.step(1, 0, None), engine.step(2, 1, Sampling()), engine.step(3, 2, None)]
+        outputs = [engine.step(1, 0, None), engine.step(2, 1, SamplingParams()), engine.step(3, 2, None)]
         return [(output.finite, output.token_id) for output in outputs]
 
     ranks = run_ranks(4, work)
@@ -281,7 +286,7 @@ def test_a_logit_that_is_not_finite_on_one_rank_is_known_to_all(tmp_path: Path) 
 )  # fmt: skip
 def test_rank_processes_give_the_same_bits(name: str, world_size: int, temperature: float, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, SPECS[name], random_tensors(SPECS[name], seed=11))
-    alone = [o for o in generate(tmp_path, 1, Sampling(temperature, seed=3)) if o.logits is not None]
+    alone = [o for o in generate(tmp_path, 1, SamplingParams(temperature, seed=3)) if o.logits is not None]
     arguments = {
         "folder": str(tmp_path), "temperature": temperature, "seed": 3, "prompt": list(PROMPT), "num_generated": NUM_GENERATED,
     }  # fmt: skip

@@ -14,14 +14,14 @@ from kog_dist.control import KvLayout
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import KvUse
-from kog_dist.decode.sampling import Sampling
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.kept_caches import KeptCaches
 from tests.multi.test_bits import SPECS, ThreadExchange, run_ranks
 
 NUM_CACHES = 2
 NUM_GENERATED = 4
-SAMPLING = Sampling(0.8, seed=4)
+SAMPLING = SamplingParams(0.8, seed=4)
 
 
 class Answer(NamedTuple):

@@ -13,8 +13,9 @@ import pytest
 from kog_dist.control import AbortCause, ControlPage
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs, token_logprobs
+from kog_dist.decode.sampling import TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError, LaunchError, RequestFailed
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
@@ -85,7 +86,7 @@ class ScriptedKernel:
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,
@@ -128,11 +129,13 @@ class ScriptedKernel:
         return self.entries[index] if index < len(self.entries) else None
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
-        if index not in self.asked or self.shaped is None or self.shaped.logprobs is None:  # they come later than the token
+        if (
+            index not in self.asked or self.shaped is None or self.shaped.sampling.logprobs is None
+        ):  # they come later than the token
             self.asked.add(index)
             return None
         token_id = self.entries[index].token_id
-        return token_logprobs(logits_of(token_id), token_id, self.shaped.logprobs)
+        return token_logprobs(logits_of(token_id), token_id, self.shaped.sampling.logprobs)
 
     def close(self) -> None:
         self.closed = True
@@ -291,18 +294,18 @@ def test_a_cancelled_request_says_how_far_it_came(control: ControlPage, kernel: 
 
 # ---- shaped requests ----
 def test_the_kernel_chooses_for_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
-    shaping = Shaping(logit_bias=((105, 50.0),), top_p=0.5)
-    assert engine.run(1, request(shaping=shaping, temperature=1.0, logprobs=0)) is Finish.LENGTH
-    assert kernel.shaped == ShapedRequest(shaping, 0, 0)
+    sampling = SamplingParams(temperature=1.0, logit_bias=((105, 50.0),), top_p=0.5, logprobs=0)
+    assert engine.run(1, request(sampling=sampling)) is Finish.LENGTH
+    assert kernel.shaped == ShapedRequest(sampling, 0)
     assert kernel.launches == [202]  # as many in a launch as for any other request
     assert [entry.token_id for entry in answer(control)] == list(range(102, 302))
     assert control.progress(1) == 202
-    engine.run(2, request(shaping=Shaping(top_p=0.5)))
+    engine.run(2, request(sampling=SamplingParams(top_p=0.5)))
     assert kernel.shaped is None, "greedy decoding needs no filters"
 
 
 def test_digests_go_with_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
-    engine.run(1, request(max_tokens=3, logprobs=1, logit_digests=True))
+    engine.run(1, request(max_tokens=3, sampling=SamplingParams(logprobs=1), logit_digests=True))
     assert [entry.digest for entry in answer(control)] == [digest(102), digest(103), digest(104)]
     assert kernel.launches == [2, 1, 1, 1]
 
@@ -312,11 +315,11 @@ def test_a_kernel_that_ends_without_log_probabilities_is_an_error(
 ) -> None:
     monkeypatch.setattr(kernel, "logprobs", lambda index: None)
     with pytest.raises(RequestFailed, match="without logprobs of token 0 of request 1"):
-        engine.run(1, request(logprobs=0))
+        engine.run(1, request(sampling=SamplingParams(logprobs=0)))
 
 
 def test_log_probabilities_are_those_of_the_logits(control: ControlPage, engine: CudaEngine) -> None:
-    assert engine.run(1, request(max_tokens=3, logprobs=2, stop_ids=(103,))) is Finish.STOP
+    assert engine.run(1, request(max_tokens=3, sampling=SamplingParams(logprobs=2), stop_ids=(103,))) is Finish.STOP
     first, last = answer(control)
     assert (first.token_id, last.token_id) == (102, 103)
     assert first.logprobs == token_logprobs(logits_of(102), 102, 2)
@@ -325,7 +328,7 @@ def test_log_probabilities_are_those_of_the_logits(control: ControlPage, engine:
 
 def test_a_cancel_ends_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
     kernel.cancelled = True
-    assert engine.run(1, request(logprobs=0)) is Finish.CANCELLED
+    assert engine.run(1, request(sampling=SamplingParams(logprobs=0))) is Finish.CANCELLED
     assert [entry.token_id for entry in answer(control)] == [NO_TOKEN]
 
 

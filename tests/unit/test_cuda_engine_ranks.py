@@ -19,10 +19,11 @@ import pytest
 from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, Shaping, TokenLogprobs, token_logprobs
+from kog_dist.decode.sampling import TokenLogprobs, token_logprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
 from kog_dist.memfd import Segment
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.topology import LocalRendezvous, RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import build, load, monokernel
@@ -59,7 +60,7 @@ class RankKernel(ScriptedKernel):
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,
@@ -83,9 +84,9 @@ class RankKernel(ScriptedKernel):
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
         assert self.shaped is not None
-        assert self.shaped.logprobs is not None
+        assert self.shaped.sampling.logprobs is not None
         token_id = self.entries[index].token_id
-        return token_logprobs(logits_of(self.shape.spec.vocab_size, token_id), token_id, self.shaped.logprobs)
+        return token_logprobs(logits_of(self.shape.spec.vocab_size, token_id), token_id, self.shaped.sampling.logprobs)
 
     def step(self) -> None:
         super().launch(1)
@@ -316,11 +317,11 @@ def test_a_cancel_that_only_rank_0_heeds_ends_the_answer_on_all(ranks: Ranks) ->
 
 def test_all_kernels_choose_alike_and_rank_0_reports(ranks: Ranks) -> None:
     ranks.start()
-    shaped = request(max_tokens=6, shaping=Shaping(logit_bias=((105, 50.0),)), logprobs=2)
+    shaped = request(max_tokens=6, sampling=SamplingParams(logit_bias=((105, 50.0),), logprobs=2))
     entries = ranks.answer(1, shaped)
     vocab_size = ranks.kernels[0].shape.spec.vocab_size
     assert [entry.token_id for entry in entries] == list(range(102, 108))
-    assert {kernel.shaped for kernel in ranks.kernels.values()} == {ShapedRequest(shaped.shaping, 2)}
+    assert {kernel.shaped for kernel in ranks.kernels.values()} == {ShapedRequest(shaped.sampling)}
     assert [entry.logprobs for entry in entries] == [token_logprobs(logits_of(vocab_size, i), i, 2) for i in range(102, 108)]
     assert len(ranks.answer(2, request(max_tokens=5))) == 5
     assert {kernel.shaped for kernel in ranks.kernels.values()} == {None}
@@ -347,7 +348,7 @@ def test_a_cancel_before_the_first_mask_ends_the_answer_on_all(ranks: Ranks) -> 
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"logprobs": 1}])
+@pytest.mark.parametrize("options", [{}, {"sampling": SamplingParams(logprobs=1)}])
 def test_all_ranks_forget_after_a_numerical_fault(ranks: Ranks, options: dict[str, Any]) -> None:
     ranks.start()
     for kernel in ranks.kernels.values():
@@ -377,7 +378,7 @@ def test_all_kernels_take_what_prefill_gives_up(ranks: Ranks, gives_up: bool) ->
 
 # ---- a peer that is gone ----
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"logit_digests": True}])
+@pytest.mark.parametrize("options", [{}, {"sampling": SamplingParams(logprobs=1)}, {"logit_digests": True}])
 def test_a_rank_whose_peer_is_gone_leaves_when_it_is_told(ranks: Ranks, options: dict[str, Any]) -> None:
     ranks.start()
     aborted_at: list[float] = []
@@ -412,7 +413,7 @@ def test_rank_0_does_not_wait_for_ever_for_logits(ranks: Ranks) -> None:
     def run(engine: CudaEngine) -> Finish:
         if engine is ranks.engines[1]:
             kernel = ranks.kernels[1]
-            kernel.begin((0, 1, 2), 1, Sampling())
+            kernel.begin((0, 1, 2), 1, SamplingParams())
             kernel.launch(3)
             deadline_s = time.monotonic() + JOIN_S
             while not kernel.entries and time.monotonic() < deadline_s:

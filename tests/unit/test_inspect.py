@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from kog_dist.bench.inspect import LIMITS, Expected, compare, first_suspicious, limited, limited_weights, table
-from kog_dist.decode.sampling import Sampling, sample
+from kog_dist.decode.sampling import sample
 from kog_dist.decode.tape_packing import MATRIX_WARPS
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, pair_values
 
@@ -91,7 +92,7 @@ class MadeUp:
         self._put([words for words in sums for _ in range(2)])
         candidates = np.zeros((self.shape.num_ctas, 2), np.uint32)
         candidates[:, 0] = np.float32(-np.inf).view(np.uint32)
-        best = sample(expected.logits, len(IDS) - 1, Sampling())
+        best = sample(expected.logits, len(IDS) - 1, SamplingParams())
         candidates[best % self.shape.num_ctas] = expected.logits[best].astype(np.float32).view(np.uint32), best
         self._put([value_words(candidates.reshape(-1), EPOCH + 1)] * 2)
         boxes = self.shape.boxes  # of the shaped build come last

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from kog_dist.decode import interpreter as interpreter_module
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.sampling import Sampling
 from kog_dist.decode.steps import Phase
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode, RopeScaling
 from kog_dist.model.weights import RankWeights
+from kog_dist.sampling_params import SamplingParams
 
 Array = NDArray[Any]
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 BASE = ModelSpec(
     hidden_size=48, num_layers=5, num_heads=12, num_kv_heads=4, intermediate_size=80, vocab_size=72, max_context=40,
@@ -263,7 +263,7 @@ def test_logits_that_are_not_finite_are_reported(value: float, tmp_path: Path) -
     spoilt = weights_of(BASE, tmp_path / "model")
     spoilt.heads[3][-1, 0] = value
     broken = Interpreter(make_plan(BASE, 1, 4), 0, spoilt, None)
-    for sampling in (GREEDY, Sampling(1.0, 3)):
+    for sampling in (GREEDY, SamplingParams(1.0, 3)):
         broken.use_cache(0, 0, 0)
         assert not broken.step(1, 0, sampling).finite
     assert broken.step(1, 1, None).finite, "a prompt token has no logits that could be wrong"

@@ -15,9 +15,10 @@ from kog_dist.control import AbortCause, ControlPage
 from kog_dist.decode.masks import MaskSlots, MaskWords, mask_bytes, num_words
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import Candidate, Shaping
+from kog_dist.decode.sampling import Candidate
 from kog_dist.errors import AbortedError
 from kog_dist.memfd import Segment
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
@@ -144,7 +145,7 @@ def test_a_cancel_or_an_abort_ends_the_wait(page: ControlPage) -> None:
 
 
 def test_masks_go_with_all_other_processors(page: ControlPage) -> None:
-    request = replace(REQUEST, shaping=Shaping(logit_bias=((3, 100.0), (4, 100.0)), min_tokens=1))
+    request = replace(REQUEST, sampling=SamplingParams(logit_bias=((3, 100.0), (4, 100.0)), min_tokens=1))
     page.masks.put(request.mask_epoch, only(3, 5, 69))
     found = choose(root_choice(page, request))
     assert found is not None

@@ -14,10 +14,10 @@ import pytest
 from kog_dist.abi import NO_PEER, WaitOp, WaitRecord
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling
 from kog_dist.decode.steps import Phase
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -83,12 +83,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
 
 
 def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel) -> None:
-    kernel.begin((5, 6, 7), 4, Sampling())
+    kernel.begin((5, 6, 7), 4, SamplingParams())
     assert kernel._prompt.array.tolist() == [0, 6, 7, *[0] * 13]
     assert int(kernel._state.array.view(DECODE_STATE.dtype)["token"][0]) == 5
     kernel._state.array.view(DECODE_STATE.dtype)["epoch"] = 99
     kernel._state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
-    kernel.begin([1, 2, 3, 4, 8], 6, Sampling(), first_position=3)
+    kernel.begin([1, 2, 3, 4, 8], 6, SamplingParams(), first_position=3)
     assert kernel._prompt.array.tolist() == [0, 6, 7, 0, 8, *[0] * 11]
     state = kernel.state()
     assert [int(state[name]) for name in ("token", "position", "num_prompt", "max_tokens", "epoch")] == [4, 3, 5, 6, 99]
@@ -97,7 +97,7 @@ def test_only_the_tokens_that_the_kernel_will_read_are_copied(kernel: Monokernel
 
 
 def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> None:
-    kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=LastStreams(0x123400, 0x567800))
+    kernel.begin((5, 6, 7), 4, SamplingParams(), first_position=2, streams=LastStreams(0x123400, 0x567800))
     assert int(kernel.state()["token"]) == 7
     assert not kernel._prompt.array.any(), "no copy between prefill and the head"
     head, whole = kernel._head_start, kernel._kernel
@@ -113,7 +113,7 @@ def test_a_step_that_is_a_head_alone_gets_the_streams(kernel: Monokernel) -> Non
         kernel.launch(3, SimpleNamespace(data=SimpleNamespace(ptr=80)))
     assert head.plain.steps == [[1, 80]]  # type: ignore[attr-defined]
     assert whole.steps == [[2, 88], [3, 80]], "the layers come with the second token"  # type: ignore[attr-defined]
-    kernel.begin((5, 6, 7), 4, Sampling(), first_position=2, streams=LastStreams(1, 2))
+    kernel.begin((5, 6, 7), 4, SamplingParams(), first_position=2, streams=LastStreams(1, 2))
     kernel.launch(1)
     assert (len(head.plain.steps), len(whole.steps)) == (2, 2)  # type: ignore[attr-defined]
 
@@ -266,13 +266,13 @@ def test_a_token_is_there_when_both_words_carry_the_tag_of_the_request(kernel: M
 
 
 def test_what_the_last_request_left_is_read_once(kernel: Monokernel) -> None:
-    kernel.begin([1, 2, 3], 4, Sampling())
+    kernel.begin([1, 2, 3], 4, SamplingParams())
     state: Any = kernel._state
     state.array.view(DECODE_STATE.dtype)["epoch"] = 7  # the kernel
     for _ in range(2):
         assert int(kernel.state()["epoch"]) == 7
     num_reads = state.num_reads
-    kernel.begin([4, 5], 4, Sampling())
+    kernel.begin([4, 5], 4, SamplingParams())
     assert state.num_reads == num_reads, "nothing ran since"
     assert int(kernel.state()["epoch"]) == 7
     assert int(kernel.state()["token"]) == 4, "what was read before the request is not taken for its own"

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ProtocolError
 from kog_dist.rpc import messages
-from kog_dist.rpc.fields import SHAPING_LIMITS
 from kog_dist.rpc.messages import (
     EVENTS,
     MAGIC,
@@ -37,6 +35,7 @@ from kog_dist.rpc.messages import (
     decode_request,
     encode,
 )
+from kog_dist.sampling_params import DEFAULTS, LIMITS, SamplingParams
 from kog_dist.stages import STAGES
 
 HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
@@ -68,33 +67,29 @@ by_name: dict[str, st.SearchStrategy[Any]] = {
     "digests": st.lists(st.text("0123456789abcdef", min_size=64, max_size=64), max_size=3).map(tuple),
     "conversation": st.none() | names,
     "deadline_s": st.none() | st.floats(0.001, 1e9),
-    "temperature": st.just(0.0) | st.floats(0.001, 100),
     "stop": st.lists(st.text("ab", min_size=1, max_size=9), max_size=16).map(tuple),
     "logprobs": st.lists(st.floats(-MAX_FLOAT32, 0), max_size=5).map(tuple),
     "stages_s": st.just(()) | st.tuples(*[st.none() | seconds] * len(STAGES)),
     "top_logprobs": st.lists(st.floats(-MAX_FLOAT32, 0), max_size=5).map(tuple),
 }
-shaping: dict[str, st.SearchStrategy[Any]] = {
+sampling: dict[str, st.SearchStrategy[Any]] = {
     name: st.integers(int(low), int(high)) if isinstance(low, int) else st.floats(low, high)
-    for name, (low, high) in SHAPING_LIMITS.items()
-    if name != "logit_bias"
-} | {"logprobs": st.none() | st.integers(0, 20), "json_schema": st.none() | texts.filter(bool), "regex": st.none()}
+    for name, (low, high) in LIMITS.items()
+} | {
+    "temperature": st.just(0.0) | st.floats(0.001, 100),
+    "logprobs": st.none() | st.integers(0, 20),
+    "logit_bias": st.dictionaries(st.integers(-(2**63), 2**63 - 1), st.floats(-100, 100), max_size=5),
+}
 
 
 def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
-    left_out = ("prompt_ids", "logit_bias_ids", "logit_biases")
-    kinds = {item.name: item.type for item in dataclasses.fields(cls) if item.name not in left_out}
+    kinds = {item.name: item.type for item in dataclasses.fields(cls) if item.name not in ("prompt_ids", "sampling")}
     strategies = {name: by_name[name] if name in by_name else by_type[kind] for name, kind in kinds.items()}
     if cls is Error:
         strategies |= {"message": texts.filter(bool), "request_id": st.none() | names}
     if cls is Generate:
-        strategies |= {"prompt": texts, **shaping}
-        biases = st.dictionaries(st.integers(-(2**63), 2**63 - 1), st.floats(-100, 100), max_size=5)
-        return biases.flatmap(
-            lambda bias: st.builds(
-                cls, **strategies, logit_bias_ids=st.just(tuple(bias)), logit_biases=st.just(tuple(bias.values()))
-            )
-        )
+        strategies |= {"prompt": texts, "sampling": st.builds(SamplingParams, **sampling)}
+        strategies |= {"json_schema": st.none() | texts.filter(bool), "regex": st.none()}
     return st.builds(cls, **strategies)
 
 
@@ -148,7 +143,7 @@ def test_any_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
 )  # fmt: skip
 def test_values_out_of_range_are_invalid_requests_that_name_them(name: str, bad: float) -> None:
     with pytest.raises(BadMessage, match=f"^generate: {name} must be between") as caught:
-        Generate("a", "b", **{name: bad})  # type: ignore[arg-type]
+        decode_request(HEAD + msgpack.packb(["generate", {"request_id": "a", "prompt": "b", "sampling": {name: bad}}]))
     assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
@@ -163,20 +158,21 @@ def test_one_grammar_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "biases", "finding"),
+    ("biases", "finding"),
     [
-        ((1, 2), (1.0,), "belong together"), ((1, 1), (1.0, 2.0), "names an id twice"), ((1,), (101.0,), "logit_bias must be"),
-        ((1,), (float("nan"),), "logit_bias must be"),
+        ([1, 1.0, 2], "ids and biases in turn"), ({"1": 1.0}, "in turn"), ([1, 1.0, 1, 2.0], "names an id twice"),
+        ([1, 101.0], "logit_bias must be"), ([1, float("nan")], "logit_bias must be"), ([[1, 1.0]], "in turn"),
+        ([1.5, 1.0], "pairs of an id and a number"), ([1, 0.5] * 1025, "at most 1024 ids"),
     ],
 )  # fmt: skip
-def test_biases_that_make_no_sense_are_invalid_requests(ids: tuple[int, ...], biases: tuple[float, ...], finding: str) -> None:
-    with pytest.raises(BadMessage, match=finding) as caught:
-        Generate("a", "b", logit_bias_ids=ids, logit_biases=biases)
-    assert caught.value.code is ErrorCode.INVALID_REQUEST
+def test_biases_that_make_no_sense_are_refused(biases: Any, finding: str) -> None:
+    body = {"request_id": "a", "prompt": "b", "sampling": {"logit_bias": biases}}
+    with pytest.raises(BadMessage, match=finding):
+        decode_request(HEAD + msgpack.packb(["generate", body]))
 
 
 VALID = [
-    encode(Generate("id-1", "prompt text", None, 5, 0.5, 3, ("a", "b"), True, False)),
+    encode(Generate("id-1", "prompt text", None, 5, SamplingParams(0.5, 3, logit_bias=((7, 1.0),)), ("a", "b"), True, False)),
     encode(Tokens("id-1", 3, (1, 2), "text", (0.5, 0.6), ("0" * 64,))),
     encode(Done("id-1", FinishReason.STOP, 1, 2, 0.1, 0.2)),
 ]
@@ -200,7 +196,9 @@ json_like = st.recursive(
 
 
 @settings(max_examples=300)
-@given(st.sampled_from([*REQUESTS]), st.dictionaries(st.sampled_from(["request_id", "prompt", "seed", "stop", "x"]), json_like))
+@given(
+    st.sampled_from([*REQUESTS]), st.dictionaries(st.sampled_from(["request_id", "prompt", "sampling", "stop", "x"]), json_like)
+)
 def test_any_values_are_a_message_or_a_protocol_error(tag: str, body: dict[str, Any]) -> None:
     try:
         message = decode_request(HEAD + msgpack.packb([tag, body]))
@@ -230,6 +228,8 @@ def test_any_values_are_a_message_or_a_protocol_error(tag: str, body: dict[str, 
         ("max_tokens", 0),
         ("max_tokens", 2**31),
         ("max_tokens", 1.0),
+        ("sampling", 5),
+        ("sampling", {"best_of": 2}),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
@@ -248,7 +248,8 @@ def test_any_values_are_a_message_or_a_protocol_error(tag: str, body: dict[str, 
     ],
 )
 def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
-    body = {"request_id": "a", "prompt": "x"} | ({"prompt": None} if field == "prompt_ids" else {}) | {field: value}
+    given = {"sampling": {field: value}} if field in DEFAULTS else {field: value}
+    body = {"request_id": "a", "prompt": "x"} | ({"prompt": None} if field == "prompt_ids" else {}) | given
     with pytest.raises(BadMessage, match=field) as refused:
         decode_request(HEAD + msgpack.packb(["generate", body]))
     assert refused.value.request_id == (None if field == "request_id" else "a")
@@ -257,18 +258,18 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
 @pytest.mark.parametrize("value", [-1, 1e-9, 100.5, float("nan"), float("inf")])
 def test_every_temperature_out_of_range_has_one_code_and_the_limits_of_the_engines(value: float) -> None:
     with pytest.raises(BadMessage, match=r"temperature must be 0 or between 0\.001 and 100, got") as refused:
-        decode_request(HEAD + msgpack.packb(["generate", {"request_id": "a", "prompt": "x", "temperature": value}]))
+        decode_request(HEAD + msgpack.packb(["generate", {"request_id": "a", "prompt": "x", "sampling": {"temperature": value}}]))
     assert (refused.value.code, refused.value.request_id) == ("invalid_request", "a")
     with pytest.raises(ValueError, match=r"between 0\.001 and 100"):
-        Sampling(value)
+        SamplingParams(value)
 
 
 def test_temperature_may_be_an_integer_and_has_no_sign_of_zero() -> None:
-    body = {"request_id": "a", "prompt": "x", "temperature": 1}
+    body = {"request_id": "a", "prompt": "x", "sampling": {"temperature": 1}}
     message = decode_request(HEAD + msgpack.packb(["generate", body]))
     assert isinstance(message, Generate)
-    assert message.temperature == 1.0
-    assert str(Generate("a", "x", temperature=-0.0).temperature) == "0.0"
+    assert str(message.sampling.temperature) == "1.0"
+    assert str(SamplingParams(temperature=-0.0).temperature) == "0.0"
 
 
 def test_fields_with_a_default_may_be_left_out() -> None:

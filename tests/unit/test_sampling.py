@@ -1,4 +1,4 @@
-"""Sampling: bits of the definition, the right distribution, and the same choice however the vocabulary is cut."""
+"""SamplingParams: bits of the definition, the right distribution, and the same choice however the vocabulary is cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from kog_dist.decode.sampling import (
     NO_CANDIDATE,
     Candidate,
-    Sampling,
     candidate,
     gumbel,
     log32,
@@ -19,6 +18,7 @@ from kog_dist.decode.sampling import (
     pick,
     sample,
 )
+from kog_dist.sampling_params import SamplingParams
 
 RECORDED = ["0x400f867a", "0xbf657e38", "0xbff5c727", "0xbd3e9114"]
 
@@ -107,7 +107,7 @@ def test_the_choice_does_not_depend_on_how_the_vocabulary_is_cut(temperature: fl
     rng = np.random.default_rng(5)
     for position in range(12):
         logits = rng.standard_normal(97).astype(np.float32)
-        sampling = Sampling(temperature, seed=11)
+        sampling = SamplingParams(temperature, seed=11)
         whole = sample(logits, position, sampling)
         for cut in (1, 7, 48, 96):
             found = [candidate(logits[first : first + cut], first, position, sampling) for first in range(0, 97, cut)]
@@ -116,8 +116,8 @@ def test_the_choice_does_not_depend_on_how_the_vocabulary_is_cut(temperature: fl
 
 
 def test_greedy_takes_the_largest_and_the_lower_of_equal_ones() -> None:
-    assert sample(np.array([1, 5, 5, 2], np.float32), 0, Sampling()) == 1
-    assert sample(np.array([-0.0, 0.0], np.float32), 0, Sampling()) == 0
+    assert sample(np.array([1, 5, 5, 2], np.float32), 0, SamplingParams()) == 1
+    assert sample(np.array([-0.0, 0.0], np.float32), 0, SamplingParams()) == 0
     assert pick([Candidate(2.0, 9), Candidate(2.0, 4), Candidate(1.0, 0)]) == (2.0, 4)
     assert pick([NO_CANDIDATE, Candidate(-1e30, 7)]) == (-1e30, 7)
 
@@ -131,7 +131,7 @@ def test_temperature_draws_from_the_softmax() -> None:
     scores = logits * (np.float32(1) / np.float32(temperature)) + noise
     chosen = scores.argmax(axis=2)
     for position in range(0, draws // 50, 57):
-        assert sample(logits, position, Sampling(temperature, seed=2024)) == chosen[position, 0]
+        assert sample(logits, position, SamplingParams(temperature, seed=2024)) == chosen[position, 0]
     counts = np.bincount(chosen.ravel(), minlength=16)
     expected = draws * weights / weights.sum()
     assert ((counts - expected) ** 2 / expected).sum() < 37.7
@@ -153,15 +153,15 @@ def test_neighbouring_draws_are_independent() -> None:
 def test_logits_that_are_not_finite_are_never_a_token(bad: float, temperature: float) -> None:
     logits = np.zeros(8, np.float32)
     logits[5] = bad
-    found = candidate(logits, 0, 3, Sampling(temperature))
+    found = candidate(logits, 0, 3, SamplingParams(temperature))
     assert math.isnan(found.value)
     assert math.isnan(pick([Candidate(9.0, 1), found, Candidate(1.0, 2)]).value)
     with pytest.raises(ValueError, match="not all finite"):
-        sample(logits, 3, Sampling(temperature))
+        sample(logits, 3, SamplingParams(temperature))
 
 
 def test_an_empty_slice_has_no_candidate() -> None:
-    assert candidate(np.empty(0, np.float32), 12, 0, Sampling()) == NO_CANDIDATE
+    assert candidate(np.empty(0, np.float32), 12, 0, SamplingParams()) == NO_CANDIDATE
     with pytest.raises(ValueError, match="no candidate"):
         pick([])
 
@@ -169,10 +169,10 @@ def test_an_empty_slice_has_no_candidate() -> None:
 @pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf, 1e-9, 1e9])
 def test_temperatures_out_of_range_are_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be 0 or between"):
-        Sampling(temperature)
+        SamplingParams(temperature)
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 64])
 def test_seeds_out_of_range_are_refused(seed: int) -> None:
     with pytest.raises(ValueError, match="seed must be between"):
-        Sampling(1.0, seed)
+        SamplingParams(1.0, seed)

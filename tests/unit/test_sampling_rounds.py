@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.decode.sampling import Sampling, Shaper, Shaping, gumbel, masses
-from kog_dist.decode.sampling.shaping import fixed_top_p, lowest_distance
+from kog_dist.decode.sampling import Sampler, gumbel, masses
+from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance
+from kog_dist.sampling_params import SamplingParams
 
 F32 = np.float32
 _RANGES = 16  # of keys, counted in one exchange
@@ -18,7 +20,7 @@ _RANGES = 16  # of keys, counted in one exchange
 class Rounds:
     """One token: `x` (n,) of the allowed ids; `token_id`, and how many exchanges it took besides that of the first offers."""
 
-    def __init__(self, x: NDArray[np.float32], shaping: Shaping, seed: int) -> None:
+    def __init__(self, x: NDArray[np.float32], shaping: SamplingParams, seed: int) -> None:
         ids = np.arange(len(x))
         scores = x + gumbel(seed, 3, 0, len(x))
         with np.errstate(over="ignore"):
@@ -78,13 +80,16 @@ def test_rounds_choose_what_the_definition_chooses(kind: str) -> None:
     rng = np.random.default_rng(len(kind))
     for number in range(250):
         x = logits_of(kind, rng)
-        shaping = Shaping(
+        shaping = SamplingParams(
             top_k=int(rng.choice([0, 0, 1, 3, 50, 1000])),
             top_p=float(rng.choice([1.0, 0.95, 0.6, 0.1, 1e-6])),
             min_p=float(rng.choice([0.0, 0.0, 0.05, 1.0])),
         )
         rounds = Rounds(x, shaping, number)
-        assert rounds.token_id == Shaper(len(x), [], Sampling(1.0, number), shaping).choose(x, 3).token_id, (number, shaping)
+        assert rounds.token_id == Sampler(len(x), [], replace(shaping, temperature=1.0, seed=number)).choose(x, 3).token_id, (
+            number,
+            shaping,
+        )
         assert rounds.num_searches <= 8
 
 
@@ -93,13 +98,13 @@ def test_rounds_are_few() -> None:
     taken, searched = [], []
     for seed in range(60):
         x = (rng.standard_normal(8000) * 3).astype(F32)
-        taken.append(Rounds(x, Shaping(top_p=0.9), seed).num_exchanges)
-        searched.append(Rounds(x, Shaping(top_p=0.9, top_k=50), seed).num_searches)
+        taken.append(Rounds(x, SamplingParams(top_p=0.9), seed).num_exchanges)
+        searched.append(Rounds(x, SamplingParams(top_p=0.9, top_k=50), seed).num_searches)
     assert np.mean(taken) < 1.25, "nine of ten times the first one stays"
     assert np.mean(searched) < 5
 
 
 def test_equal_logits_and_a_small_filter_take_rounds_that_grow_with_the_logarithm() -> None:
-    taken = [Rounds(np.zeros(32000, F32), Shaping(top_p=1e-6), seed).num_exchanges for seed in range(20)]
+    taken = [Rounds(np.zeros(32000, F32), SamplingParams(top_p=1e-6), seed).num_exchanges for seed in range(20)]
     assert np.mean(taken) < 1 + np.log(32000) + 2
     assert max(taken) < 30

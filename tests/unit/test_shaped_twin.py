@@ -19,8 +19,9 @@ import pytest
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.masks import MaskWords, num_words
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import NO_CANDIDATE, Sampling, Shaper, Shaping, token_logprobs
+from kog_dist.decode.sampling import NO_CANDIDATE, Sampler, token_logprobs
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -39,13 +40,28 @@ SHAPES = {  # the last one's rows do not fit into attention's shared memory, and
 }
 PROMPT, TOKENS, TAG = (7, 3, 90), 4, 5
 HEAD_ONLY = "constexpr bool kHeadOnly = KOG_HEAD_ONLY;"  # here both builds are one
-WARM, HOT = Sampling(0.7, 5), Sampling(2.0, 2**63 + 11)
+WARM, HOT = SamplingParams(0.7, 5), SamplingParams(2.0, 2**63 - 11)
 BIAS = tuple((id_, 4.0 * ((id_ % 7) - 3)) for id_ in range(0, 96, 5))
 CASES = {
-    "logprobs": (WARM, ShapedRequest(Shaping(logit_bias=BIAS), logprobs=20)),
-    "top-p": (HOT, ShapedRequest(Shaping(top_p=0.6), logprobs=3)),
-    "top-k, top-p": (HOT, ShapedRequest(Shaping(top_k=40, top_p=0.7))),
-    "everything": (HOT, ShapedRequest(Shaping(30, 0.8, 0.02, 1.2, 0.3, 0.1, BIAS, 3), logprobs=7)),
+    "logprobs": (WARM, ShapedRequest(SamplingParams(logit_bias=BIAS, logprobs=20))),
+    "top-p": (HOT, ShapedRequest(SamplingParams(top_p=0.6, logprobs=3))),
+    "top-k, top-p": (HOT, ShapedRequest(SamplingParams(top_k=40, top_p=0.7))),
+    "everything": (
+        HOT,
+        ShapedRequest(
+            SamplingParams(
+                top_k=30,
+                top_p=0.8,
+                min_p=0.02,
+                repetition_penalty=1.2,
+                presence_penalty=0.3,
+                frequency_penalty=0.1,
+                logit_bias=BIAS,
+                min_tokens=3,
+                logprobs=7,
+            )
+        ),
+    ),
 }
 
 
@@ -82,7 +98,7 @@ class Answer:
     """
 
     def __init__(
-        self, program: Path, name: str, logits: Any, sampling: Sampling, request: ShapedRequest, *,
+        self, program: Path, name: str, logits: Any, sampling: SamplingParams, request: ShapedRequest, *,
         stop_ids: tuple[int, ...] = (), masks: tuple[MaskWords, ...] = (), seed: int = 1, most_masks: int = TOKENS,
         wait_limit_us: int = 2_000_000, cancelled: bool = False,
     ) -> None:  # fmt: skip
@@ -95,7 +111,7 @@ class Answer:
         params["num_stop_ids"] = len(stop_ids)
         params["stop_ids"][: len(stop_ids)] = stop_ids
         bias, history = np.zeros(vocab_size, np.float32), np.zeros(vocab_size, np.uint32)
-        for token_id, value in request.shaping.logit_bias:
+        for token_id, value in request.sampling.logit_bias:
             bias[token_id] = value
         history[list(PROMPT)] = IN_PROMPT
         request = replace(request, mask_epoch=9) if masks else request
@@ -126,19 +142,20 @@ class Answer:
         self.reports = words[size:].reshape(num_tokens, REPORT_WORDS)
 
     def check(
-        self, logits: Any, sampling: Sampling, request: ShapedRequest, stop_ids: tuple[int, ...] = (),
+        self, logits: Any, sampling: SamplingParams, request: ShapedRequest, stop_ids: tuple[int, ...] = (),
         masks: tuple[MaskWords, ...] = (),
     ) -> None:  # fmt: skip
         """Compare with the definition."""
-        shaper = Shaper(logits.shape[1], PROMPT, sampling, request.shaping, stop_ids)
+        asked = replace(request.sampling, temperature=sampling.temperature, seed=sampling.seed)
+        shaper = Sampler(logits.shape[1], PROMPT, asked, stop_ids)
         for index, token_id in enumerate(self.token_ids):
             wanted = shaper.choose(logits[index], len(PROMPT) - 1 + index, masks[index] if masks else None)
             assert wanted != NO_CANDIDATE
             assert token_id == wanted.token_id, f"token {index}"
             shaper.accept(token_id)
-            if request.logprobs is not None:
-                found = read_report(self.reports[index], TAG, min(request.logprobs, logits.shape[1]))
-                assert found == token_logprobs(logits[index], token_id, request.logprobs), f"token {index}"
+            if request.sampling.logprobs is not None:
+                found = read_report(self.reports[index], TAG, min(request.sampling.logprobs, logits.shape[1]))
+                assert found == token_logprobs(logits[index], token_id, request.sampling.logprobs), f"token {index}"
 
 
 def random_logits(name: str, scale: float = 3.0) -> Any:
@@ -167,7 +184,7 @@ def test_answers_are_those_of_the_definition(programs: Any, name: str, case: str
 
 
 def test_a_token_before_which_nothing_stands_is_kept_by_every_filter(programs: Any) -> None:
-    name, request = "2 ranks", ShapedRequest(Shaping(top_p=1e-6, top_k=1, min_p=0.9), logprobs=2)
+    name, request = "2 ranks", ShapedRequest(SamplingParams(top_p=1e-6, top_k=1, min_p=0.9, logprobs=2))
     logits = random_logits(name, 20.0)
     answer = Answer(programs(name), name, logits, WARM, request)
     assert answer.token_ids == logits.argmax(1).tolist()
@@ -175,7 +192,7 @@ def test_a_token_before_which_nothing_stands_is_kept_by_every_filter(programs: A
 
 
 def test_equal_logits_are_ordered_by_id(programs: Any) -> None:
-    name, request = "2 ranks", ShapedRequest(Shaping(top_p=0.3, min_p=0.5), logprobs=20)
+    name, request = "2 ranks", ShapedRequest(SamplingParams(top_p=0.3, min_p=0.5, logprobs=20))
     logits = np.round(random_logits(name, 1.0)[:2])  # few values
     logits[0] = -0.0
     answer = Answer(programs(name), name, logits, HOT, request)
@@ -187,7 +204,7 @@ def test_masks_and_end_ids(programs: Any) -> None:
     """The third token's mask leaves end ids only, which then may be chosen though it is too early."""
     name, stop_ids = "2 ranks", (5, 60, 61, 95)
     request, logits = (
-        ShapedRequest(Shaping(min_tokens=6, top_k=2, top_p=0.9, frequency_penalty=0.5), logprobs=2),
+        ShapedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9, frequency_penalty=0.5, logprobs=2)),
         random_logits(name),
     )
     masks = tuple(mask_of(96, ids) for ids in (range(96), (5, 9, 70), (95, 61), range(96)))
@@ -220,13 +237,13 @@ def test_a_first_mask_that_does_not_come_is_not_awaited_for_ever(
 
 def test_a_cancel_before_the_first_token_ends_the_answer(programs: Any) -> None:
     name = "2 ranks"
-    answer = Answer(programs(name), name, random_logits(name), HOT, ShapedRequest(logprobs=1), cancelled=True)
+    answer = Answer(programs(name), name, random_logits(name), HOT, ShapedRequest(SamplingParams(logprobs=1)), cancelled=True)
     assert (answer.token_ids, answer.finish) == ([], Finish.CANCELLED)
 
 
 def test_what_is_not_finite_is_a_fault(programs: Any) -> None:
     name, logits = "2 ranks", random_logits("2 ranks")
     logits[2, 80] = np.nan
-    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(logprobs=1))
+    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
     assert (len(answer.token_ids), answer.finish) == (2, Finish.NUMERICAL_FAULT)
-    answer.check(logits, HOT, ShapedRequest(logprobs=1))
+    answer.check(logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import astuple
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -16,10 +16,7 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.sampling import (
     NO_CANDIDATE,
-    UNSHAPED,
-    Sampling,
-    Shaper,
-    Shaping,
+    Sampler,
     adjust,
     gumbel,
     gumbel_of,
@@ -31,7 +28,7 @@ from kog_dist.decode.sampling import (
     token_logprobs,
 )
 from kog_dist.decode.sampling.bits import log_of_mass
-from kog_dist.rpc.fields import MAX_LOGIT_BIAS
+from kog_dist.sampling_params import GREEDY, MAX_LOGIT_BIAS, SamplingParams
 
 F32 = np.float32
 RECORDED_MASSES = [1099511627776, 666887520256, 404487733248, 148802715648, 7408451072, 49917752, 0, 0]
@@ -79,7 +76,7 @@ def test_penalties_in_their_order() -> None:
     logits = np.array([2.5, -1.25, 0.3, 7.1, -0.0, 4.4], F32)
     seen = np.array([1, 1, 0, 1, 1, 0], np.bool_)
     counts = np.array([0, 3, 0, 1, 0, 0], np.int32)
-    shaping = Shaping(
+    shaping = SamplingParams(
         repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.2, logit_bias=((3, -9.0), (5, 1.1))
     )  # fmt: skip
     r, f, p = F32(1.3), F32(-0.2), F32(0.7)
@@ -88,25 +85,25 @@ def test_penalties_in_their_order() -> None:
         logits[4] / r, logits[5] + F32(1.1),
     ]  # fmt: skip
     assert adjust(logits, shaping, seen, counts).tolist() == [float(value) for value in expected]
-    assert adjust(logits, Shaping(), seen, counts).tobytes() == logits.tobytes()
+    assert adjust(logits, SamplingParams(), seen, counts).tobytes() == logits.tobytes()
 
 
 def test_a_shaper_remembers_what_was_said() -> None:
     """Prompt ids count for the repetition penalty only; ids of the answer for all three."""
     logits = np.array([4.0, 3.9, 3.8, 3.7], F32)
-    shaper = Shaper(4, [0], Sampling(), Shaping(presence_penalty=0.15, frequency_penalty=0.1))
+    shaper = Sampler(4, [0], SamplingParams(presence_penalty=0.15, frequency_penalty=0.1))
     chosen = []
     for _ in range(5):
         chosen.append(shaper.choose(logits, 0).token_id)
         shaper.accept(chosen[-1])
     assert chosen == [0, 1, 2, 0, 3]  # then 3.75 / 3.65 / 3.55 / 3.7, then 3.65 / 3.65 / 3.55 / 3.7
-    repeating = Shaper(4, [0, 0, 0], Sampling(), Shaping(repetition_penalty=1.05))
+    repeating = Sampler(4, [0, 0, 0], SamplingParams(repetition_penalty=1.05))
     assert repeating.choose(logits, 0).token_id == 1
 
 
 def test_end_ids_wait_for_min_tokens() -> None:
     logits = np.array([1.0, 8.0, 9.0], F32)
-    shaper = Shaper(3, [1], Sampling(), Shaping(min_tokens=2), stop_ids=[1, 2])
+    shaper = Sampler(3, [1], SamplingParams(min_tokens=2), stop_ids=[1, 2])
     only_ends = np.array([0b110], np.uint32)
     for wanted in (0, 0, 2, 2):
         found = shaper.choose(logits, 0).token_id
@@ -123,33 +120,33 @@ def test_a_mask_leaves_ids_out() -> None:
     for token_id in np.flatnonzero(bits):
         mask[token_id // 32] |= np.uint32(1 << (token_id % 32))
     mask[2] |= np.uint32(1 << 31)  # beyond the vocabulary: means nothing
-    greedy = Shaper(70, [], Sampling(), Shaping()).choose(logits, 0, mask)
+    greedy = Sampler(70, [], SamplingParams()).choose(logits, 0, mask)
     assert greedy.token_id == int(np.where(bits, logits, -np.inf).argmax())
-    drawn = {Shaper(70, [], Sampling(2.0, 5), Shaping()).choose(logits, position, mask).token_id for position in range(300)}
+    drawn = {Sampler(70, [], SamplingParams(2.0, 5)).choose(logits, position, mask).token_id for position in range(300)}
     assert drawn <= set(np.flatnonzero(bits).tolist())
     assert len(drawn) > 10
-    assert Shaper(70, [], Sampling(), Shaping()).choose(logits, 0, np.zeros(3, np.uint32)) == NO_CANDIDATE
+    assert Sampler(70, [], SamplingParams()).choose(logits, 0, np.zeros(3, np.uint32)) == NO_CANDIDATE
 
 
 # ---- filters ----
 def test_ties_are_cut_by_id() -> None:
     x = np.array([1, 2, 2, 2, 0], F32)
-    assert sorted(select(x, Shaping(top_k=2)).tolist()) == [1, 2]
+    assert sorted(select(x, SamplingParams(top_k=2)).tolist()) == [1, 2]
     assert in_order(x).tolist() == [1, 2, 3, 0, 4]
     assert in_order(x, 4).tolist() == [1, 2, 3, 0]
     assert in_order(np.array([-0.0, 0.0], F32)).tolist() == [0, 1]
     equal = np.zeros(10, F32)
-    assert sorted(select(equal, Shaping(top_p=0.3)).tolist()) == [0, 1, 2]  # 3/10 is reached exactly, with integers
-    assert sorted(select(equal, Shaping(top_p=0.31)).tolist()) == [0, 1, 2, 3]
-    assert sorted(select(equal[:3], Shaping(top_p=1 / 3)).tolist()) == [0]
-    assert sorted(select(equal[:3], Shaping(top_p=math.nextafter(1 / 3, 1))).tolist()) == [0, 1]
-    assert sorted(select(x, Shaping(min_p=1.0)).tolist()) == [1, 2, 3]
-    assert sorted(select(x, Shaping(top_p=1e-6)).tolist()) == [1]
+    assert sorted(select(equal, SamplingParams(top_p=0.3)).tolist()) == [0, 1, 2]  # 3/10 is reached exactly, with integers
+    assert sorted(select(equal, SamplingParams(top_p=0.31)).tolist()) == [0, 1, 2, 3]
+    assert sorted(select(equal[:3], SamplingParams(top_p=1 / 3)).tolist()) == [0]
+    assert sorted(select(equal[:3], SamplingParams(top_p=math.nextafter(1 / 3, 1))).tolist()) == [0, 1]
+    assert sorted(select(x, SamplingParams(min_p=1.0)).tolist()) == [1, 2, 3]
+    assert sorted(select(x, SamplingParams(top_p=1e-6)).tolist()) == [1]
 
 
-def shapings() -> st.SearchStrategy[Shaping]:
+def shapings() -> st.SearchStrategy[SamplingParams]:
     return st.builds(
-        Shaping,
+        SamplingParams,
         top_k=st.sampled_from([0, 0, 1, 2, 3, 7, 20, 100]),
         top_p=st.sampled_from([1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.999]) | st.floats(0.01, 1.0),
         min_p=st.sampled_from([0.0, 0.0, 1e-300, 0.02, 0.5, 1.0]) | st.floats(0.0, 1.0),
@@ -166,7 +163,7 @@ def values(draw: st.DrawFn) -> NDArray[np.float32]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(x=values(), shaping=shapings())
-def test_filters_keep_what_exact_arithmetic_keeps(x: NDArray[np.float32], shaping: Shaping) -> None:
+def test_filters_keep_what_exact_arithmetic_keeps(x: NDArray[np.float32], shaping: SamplingParams) -> None:
     """The slow obvious twin: sort, then rational numbers."""
     order = sorted(range(len(x)), key=lambda k: (-float(x[k]), k))
     largest = x.max()
@@ -184,7 +181,7 @@ def test_filters_keep_what_exact_arithmetic_keeps(x: NDArray[np.float32], shapin
     assert sorted(select(x, shaping).tolist()) == sorted(kept)
 
 
-def chosen_without_sorting(x: NDArray[np.float32], shaping: Shaping, scores: NDArray[np.float32], cuts: list[int]) -> int:
+def chosen_without_sorting(x: NDArray[np.float32], shaping: SamplingParams, scores: NDArray[np.float32], cuts: list[int]) -> int:
     """What a kernel may do instead: draw from all, and reject by a token's own place, with sums over slices in any order.
 
     With top-k and top-p together, the mass that top-p counts is that of the first k: found by bisection over the order's keys.
@@ -219,11 +216,11 @@ def chosen_without_sorting(x: NDArray[np.float32], shaping: Shaping, scores: NDA
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(x=values(), shaping=shapings(), seed=st.integers(0, 2**64 - 1), rnd=st.randoms(use_true_random=False))
-def test_slices_and_rejection_choose_the_same(x: NDArray[np.float32], shaping: Shaping, seed: int, rnd: Any) -> None:
+@given(x=values(), shaping=shapings(), seed=st.integers(0, 2**63 - 1), rnd=st.randoms(use_true_random=False))
+def test_slices_and_rejection_choose_the_same(x: NDArray[np.float32], shaping: SamplingParams, seed: int, rnd: Any) -> None:
     cuts = sorted(rnd.choices(range(len(x) + 1), k=rnd.choice([0, 1, 3, 7])))
     scores = x + gumbel(seed, 5, 0, len(x))
-    found = Shaper(len(x), [], Sampling(1.0, seed), shaping).choose(x, 5)
+    found = Sampler(len(x), [], replace(shaping, temperature=1.0, seed=seed)).choose(x, 5)
     assert found.token_id == chosen_without_sorting(x, shaping, scores, cuts)
     assert found.value == scores[found.token_id]
 
@@ -233,19 +230,19 @@ def test_a_shaper_with_nothing_to_do_has_the_bits_of_plain_sampling(temperature:
     rng = np.random.default_rng(4)
     for position in range(20):
         logits = rng.standard_normal(101).astype(F32) * F32(3)
-        sampling = Sampling(temperature, seed=77)
+        sampling = SamplingParams(temperature, seed=77)
         plain = sample(logits, position, sampling)
-        assert Shaper(101, [1, 2], sampling, Shaping()).choose(logits, position).token_id == plain
-        full = Shaping(top_k=101, min_p=1e-30, logit_bias=((5, 0.0),), min_tokens=3)
-        assert Shaper(101, [1, 2], sampling, full).choose(logits, position).token_id == plain
+        assert Sampler(101, [1, 2], sampling).choose(logits, position).token_id == plain
+        full = replace(sampling, top_k=101, min_p=1e-30, logit_bias=((5, 0.0),), min_tokens=3)
+        assert Sampler(101, [1, 2], full).choose(logits, position).token_id == plain
 
 
 def test_top_p_draws_from_the_cut_softmax() -> None:
     """Chi-square over 4,000 positions of the five ids that top-p leaves; 4 degrees of freedom, 18.5 is the 0.1 % point."""
     logits = np.linspace(-3, 3, 24).astype(F32)
-    shaping, sampling = Shaping(top_p=0.7), Sampling(1.0, 99)
+    shaping, sampling = SamplingParams(top_p=0.7), SamplingParams(1.0, 99)
     kept = np.sort(select(logits, shaping))
-    shaper = Shaper(24, [], sampling, shaping)
+    shaper = Sampler(24, [], replace(shaping, temperature=sampling.temperature, seed=sampling.seed))
     counts = np.bincount([shaper.choose(logits, position).token_id for position in range(4000)], minlength=24)
     assert counts[kept].sum() == 4000
     assert len(kept) == 5
@@ -258,8 +255,8 @@ def test_top_p_draws_from_the_cut_softmax() -> None:
 def test_logits_that_are_not_finite_are_never_a_token(bad: float) -> None:
     logits = np.zeros(8, F32)
     logits[5] = bad
-    assert math.isnan(Shaper(8, [], Sampling(), Shaping(presence_penalty=1)).choose(logits, 0).value)
-    steep = Shaper(8, [], Sampling(0.001), Shaping(top_k=2))
+    assert math.isnan(Sampler(8, [], SamplingParams(presence_penalty=1)).choose(logits, 0).value)
+    steep = Sampler(8, [], SamplingParams(0.001, top_k=2))
     assert math.isnan(steep.choose(np.full(8, 3e38, F32), 0).value)
 
 
@@ -315,22 +312,24 @@ def test_bits_of_logprobs_do_not_change() -> None:
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(name: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=name):
-        Shaping(**{name: bad})
+        SamplingParams(**{name: bad})
 
 
-def test_the_values_of_a_request_that_asks_for_nothing_make_no_new_object() -> None:
-    assert Shaping.of(*astuple(UNSHAPED)) is UNSHAPED
-    assert Shaping.of(5, *astuple(UNSHAPED)[1:]) == Shaping(top_k=5)
+def test_only_what_differs_from_its_default_is_given() -> None:
+    assert GREEDY.given() == {}
+    assert SamplingParams(top_k=5, min_p=-0.0).given() == {"top_k": 5}
     with pytest.raises(ValueError, match=r"^top_p must be between"):
-        Shaping.of(0, math.nan, *astuple(UNSHAPED)[2:])
+        SamplingParams(top_p=math.nan)
+    with pytest.raises(ValueError, match=r"^top_k must be an integer, got bool True"):
+        SamplingParams(top_k=True)
 
 
 def test_greedy_needs_no_filters() -> None:
-    assert not Shaping(top_k=3, top_p=0.5, min_p=0.1).is_needed(0.0)
-    assert Shaping(top_k=3).is_needed(0.5)
-    assert Shaping(presence_penalty=0.1).is_needed(0.0)
-    assert not Shaping().is_needed(1.0)
+    assert not SamplingParams(top_k=3, top_p=0.5, min_p=0.1).has_processors
+    assert SamplingParams(0.5, top_k=3).has_processors
+    assert SamplingParams(presence_penalty=0.1).has_processors
+    assert not SamplingParams(1.0).has_processors
     rng = np.random.default_rng(6)
     logits = np.round(rng.standard_normal(40), 1).astype(F32)
-    filtered = Shaper(40, [], Sampling(), Shaping(top_k=3, top_p=0.5, min_p=0.1)).choose(logits, 0)
-    assert filtered.token_id == sample(logits, 0, Sampling())
+    filtered = Sampler(40, [], SamplingParams(top_k=3, top_p=0.5, min_p=0.1)).choose(logits, 0)
+    assert filtered.token_id == sample(logits, 0, SamplingParams())

@@ -6,7 +6,7 @@ import enum
 
 from kog_dist.abi import MAX_STOP_IDS, WAIT_RECORD, Field, Struct
 from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS, device_header
-from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
+from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
 DECODE_PARAMS = Struct(
     "DecodeParams",

@@ -13,7 +13,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import MATRIX_WARPS, MAX_ROWS, OpShape, op_shape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
-from kog_dist.rpc.fields import MAX_TOP_LOGPROBS
+from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 
 MAX_CTAS = 128

@@ -17,9 +17,10 @@ from kog_dist.collectives.words import WORD_BYTES, pair_tags
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.masks import MaskSlots
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, TokenLogprobs
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.steps import Phase
 from kog_dist.errors import DeviceError, LaunchError
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
@@ -96,7 +97,7 @@ class Monokernel:
         self._ring = pinned(context * 16).view(np.uint64)  # of each token its id and its finish, with the request's tag
         self._ring_words = self._ring.data  # numpy takes ten times as long for one of them
         self._tag = 0
-        self._sampling, self._stop_ids = Sampling(), tuple[int, ...]()
+        self._sampling, self._stop_ids = SamplingParams(), tuple[int, ...]()
         self._left: Any = None  # what the last launch left in `_state`, once that was read
         kinds, vectors = len(STAMP_KINDS), shape.num_products
         self.trace = cupy.zeros((shape.num_ctas, kinds, vectors), cupy.uint64) if shape.traced_step >= 0 else None
@@ -123,7 +124,7 @@ class Monokernel:
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stop_ids: Sequence[int] = (),
         *,
         first_position: int = 0,
@@ -366,14 +367,14 @@ class Monokernel:
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         stop_ids: Sequence[int] = (),
         *,
         chunk: int = 64,
         shaped: ShapedRequest | None = None,
     ) -> list[int]:
         """Decode an answer to its end; launches of `chunk` steps, two of them queued at a time."""
-        self.begin(prompt, max_tokens, sampling or Sampling(), stop_ids, shaped=shaped)
+        self.begin(prompt, max_tokens, sampling or SamplingParams(), stop_ids, shaped=shaped)
         for _ in range(0, len(prompt) + max_tokens, chunk):
             self.launch(chunk)
         self.finish()

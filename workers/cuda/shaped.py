@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from kog_dist.cuda.driver import HostMapping, Kernel
 from kog_dist.decode.masks import MaskSlots, num_words
-from kog_dist.decode.sampling import UNSHAPED, Sampling, Shaping, TokenLogprobs
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.sampling.logprobs import logprobs_of
-from kog_dist.decode.sampling.shaping import fixed_top_p, lowest_distance
+from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance
+from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import SHAPED_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, SHAPING_PARAMS, ShapingFlag
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
@@ -25,10 +26,9 @@ _FIRST_TOP = 4  # of a report: mass low, mass high, largest logit, chosen logit;
 
 @dataclass(frozen=True, slots=True)
 class ShapedRequest:
-    """What a request asks for besides temperature and seed; as in `DecodeRequest`."""
+    """What a request asks for besides temperature and seed, which come by themselves; as in `DecodeRequest`."""
 
-    shaping: Shaping = UNSHAPED
-    logprobs: int | None = None
+    sampling: SamplingParams = GREEDY
     mask_epoch: int = 0
 
 
@@ -52,7 +52,7 @@ class ShapedBuild:
         self._masks = HostMapping(*masks.memory) if masks is not None and has_masks else None
         self._request, self._params = ShapedRequest(), np.zeros((), SHAPING_PARAMS.dtype)
 
-    def begin(self, request: ShapedRequest, sampling: Sampling, prompt: Sequence[int], stream: Any) -> None:
+    def begin(self, request: ShapedRequest, sampling: SamplingParams, prompt: Sequence[int], stream: Any) -> None:
         """Set up a request; no launch may be under way. Raises ValueError for a grammar if there are no masks."""
         if request.mask_epoch and self._masks is None:
             raise ValueError("this kernel was made without masks")
@@ -60,7 +60,7 @@ class ShapedBuild:
         flags = ShapingFlag(int(self._params["flags"]))
         if ShapingFlag.BIASED in flags:
             self._staged_bias[:] = 0
-            self._spread(self._staged_bias, *zip(*request.shaping.logit_bias, strict=True))
+            self._spread(self._staged_bias, *zip(*request.sampling.logit_bias, strict=True))
             self._upload(self._bias, self._staged_bias, stream)
         if ShapingFlag.REMEMBERS in flags:
             self._staged_history[:] = 0
@@ -90,7 +90,7 @@ class ShapedBuild:
 
     def logprobs(self, index: int, tag: int) -> TokenLogprobs | None:
         """Of token `index` of the request with this tag; None while the kernel has not written them. Only on rank 0."""
-        return read_report(self._reports[index], tag, min(self._request.logprobs or 0, self._shape.spec.vocab_size))
+        return read_report(self._reports[index], tag, min(self._request.sampling.logprobs or 0, self._shape.spec.vocab_size))
 
     def close(self) -> None:
         """Let go of the masks; the kernel must have left."""
@@ -99,24 +99,24 @@ class ShapedBuild:
             self._masks = None
 
 
-def request_params(shape: KernelShape, request: ShapedRequest, sampling: Sampling) -> Any:
+def request_params(shape: KernelShape, request: ShapedRequest, sampling: SamplingParams) -> Any:
     """A `SHAPING_PARAMS` record of a request, without pointers."""
-    shaping, params = request.shaping, np.zeros((), SHAPING_PARAMS.dtype)
-    filtered = sampling.temperature > 0 and shaping.has_filters()
+    asked, params = request.sampling, np.zeros((), SHAPING_PARAMS.dtype)
+    filtered = sampling.temperature > 0 and asked.has_filters
     wanted = {
-        ShapingFlag.BIASED: bool(shaping.logit_bias), ShapingFlag.REMEMBERS: shaping.has_penalties(),
+        ShapingFlag.BIASED: bool(asked.logit_bias), ShapingFlag.REMEMBERS: asked.has_penalties,
         ShapingFlag.MASKED: request.mask_epoch != 0, ShapingFlag.FILTERED: filtered,
-        ShapingFlag.TOP_P: filtered and shaping.top_p < 1, ShapingFlag.REPORTS: request.logprobs is not None,
+        ShapingFlag.TOP_P: filtered and asked.top_p < 1, ShapingFlag.REPORTS: request.sampling.logprobs is not None,
     }  # fmt: skip
     params["flags"] = sum(flag for flag, is_wanted in wanted.items() if is_wanted)
     floats: dict[str, Any] = {
-        "repetition": shaping.repetition_penalty, "frequency": shaping.frequency_penalty,
-        "presence": shaping.presence_penalty, "lowest": lowest_distance(shaping.min_p),
+        "repetition": asked.repetition_penalty, "frequency": asked.frequency_penalty,
+        "presence": asked.presence_penalty, "lowest": lowest_distance(asked.min_p),
     }  # fmt: skip
     for name, value in floats.items():
         params[f"{name}_bits"] = np.float32(value).view(np.uint32)
-    params["top_p"] = fixed_top_p(shaping.top_p) if shaping.top_p < 1 else 0
-    params["top_k"], params["min_tokens"], params["num_top"] = shaping.top_k, shaping.min_tokens, request.logprobs or 0
+    params["top_p"] = fixed_top_p(asked.top_p) if asked.top_p < 1 else 0
+    params["top_k"], params["min_tokens"], params["num_top"] = asked.top_k, asked.min_tokens, request.sampling.logprobs or 0
     params["mask_epoch"], params["num_mask_words"] = request.mask_epoch, num_words(shape.spec.vocab_size)
     for rank, of_rank in enumerate(shapes_of_ranks(shape)):
         params["first_ids"][rank], params["cta_rows"][rank] = of_rank.vocab_rows[0], of_rank.head.cta_rows

@@ -18,11 +18,12 @@ from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, TokenLogprobs
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.stages import RankStage
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
@@ -74,7 +75,7 @@ class CpuEngine:
             plan, rank, weights, self._comm, kv_dtype=args.kv_dtype, num_kv_caches=args.num_kv_caches
         )  # fmt: skip
         self._control.set_kv_layout(rank, KvLayout(args.num_kv_caches))
-        self._interpreter.step(0, 0, Sampling())  # maps pages, fills caches, and shows that all ranks answer
+        self._interpreter.step(0, 0, SamplingParams())  # maps pages, fills caches, and shows that all ranks answer
         self._comm.waits = EpochWaits()  # only those of requests count
         self._control.set_epoch_waits(rank, self._comm.waits)
         self._rendezvous.barrier(deadline)
@@ -99,7 +100,7 @@ class CpuEngine:
         return not any(self._step(seq, request.prompt[position], position, None).stopped for position in missing)
 
     def _decode(self, seq: int, request: DecodeRequest) -> Finish:
-        sampling = Sampling(request.temperature, request.seed)
+        sampling = request.sampling
         root = self._root_choice(seq, request)
         stop_ids = frozenset(request.end_ids)
         token_id, first_position = request.prompt[-1], len(request.prompt) - 1
@@ -107,7 +108,7 @@ class CpuEngine:
         while True:
             position = first_position + index
             output = self._step(
-                seq, token_id, position, sampling, gather_logits=request.logit_digests or request.is_shaped,
+                seq, token_id, position, sampling, gather_logits=request.logit_digests or request.needs_all_logits,
                 choose=root.choose_at(position) if root is not None else None,
             )  # fmt: skip
             token_id = output.token_id
@@ -132,13 +133,13 @@ class CpuEngine:
             index += 1
 
     def _root_choice(self, seq: int, request: DecodeRequest) -> RootChoice | None:
-        if self._rank != 0 or not request.is_shaped:
+        if self._rank != 0 or not request.needs_all_logits:
             return None
         limit_s = self._args.step_timeout_s
         return RootChoice(seq, request, self._control, self._spec.vocab_size, step_timeout_s=limit_s)
 
     def _step(
-        self, seq: int, token_id: int, position: int, sampling: Sampling | None, *, gather_logits: bool = False,
+        self, seq: int, token_id: int, position: int, sampling: SamplingParams | None, *, gather_logits: bool = False,
         choose: Choose | None = None,
     ) -> StepOutput:  # fmt: skip
         """One token. Rank 0 alone looks for a cancel; its decision reaches the others with the candidates of this step."""

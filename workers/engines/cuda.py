@@ -21,11 +21,12 @@ from kog_dist.control import ControlPage, KvLayout, RankState
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.sampling import Sampling, TokenLogprobs
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, KogError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.pace import Pace
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.stages import RankStage
 from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
@@ -122,7 +123,7 @@ class CudaEngine:
 
     def _try_kernel(self, kernel: Kernel) -> None:
         """A token on trial: maps everything, and shows that the kernel runs and that its peers answer. Collective."""
-        kernel.begin((0,), 1, Sampling())  # for which cupy may have to compile
+        kernel.begin((0,), 1, SamplingParams())  # for which cupy may have to compile
         if self._peers is not None:
             self._control.set_state(self._rank, RankState.LINKING)
             self._peers.meet()  # all have loaded all, so nobody's first wait is for somebody's weights
@@ -215,8 +216,8 @@ class CudaEngine:
         kernel, first, streams = self._loaded, num_cached, None
         if num_cached == len(request.prompt) and self._prefill is not None:
             first, streams = num_cached - 1, self._prefill.streams
-        max_tokens, sampling = self._max_tokens(request), Sampling(request.temperature, request.seed)
-        shaped = ShapedRequest(request.shaping, request.logprobs, request.mask_epoch) if request.is_shaped else None
+        max_tokens, sampling = self._max_tokens(request), request.sampling
+        shaped = ShapedRequest(request.sampling, request.mask_epoch) if request.needs_all_logits else None
         kernel.begin(
             request.prompt, max_tokens, sampling, request.end_ids, first_position=first, shaped=shaped, streams=streams
         )  # fmt: skip
@@ -244,7 +245,7 @@ class CudaEngine:
             if index == 0:
                 self._control.stamp(self._rank, RankStage.CHOSEN)
             logits = self._logits(seq) if request.logit_digests else None
-            wants_logprobs = self._rank == 0 and request.logprobs is not None and token.token_id != NO_TOKEN
+            wants_logprobs = self._rank == 0 and request.sampling.logprobs is not None and token.token_id != NO_TOKEN
             logprobs = self._logprobs(seq, index) if wants_logprobs else None
             if self._control.aborted():
                 self._leave(f"left request {seq}")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import Sampling, TokenLogprobs
+from kog_dist.decode.sampling import TokenLogprobs
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.shaped import ShapedRequest
 
@@ -41,7 +42,7 @@ class Kernel(Protocol):
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,

@@ -1,4 +1,4 @@
-"""What rank 0 does for a request that is shaped: it chooses each token from all logits, and reports log-probabilities."""
+"""What rank 0 does for a request that needs all logits: it chooses each token from all logits, and reports log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kog_dist.decode.cursor import Choose
 from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampling, Shaper, TokenLogprobs, token_logprobs
+from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampler, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError
 from kog_dist.wait import Deadline, WaitResult, wait
 
@@ -30,15 +30,14 @@ class RootChoice:
         self._mask_timeout_s = min(MASK_TIMEOUT_S, step_timeout_s / 2)
         self._num_taken = 0
         self.failure = Finish.NONE
-        self._shaper: Shaper | None = None
-        if request.mask_epoch or request.shaping.is_needed(request.temperature):
-            sampling = Sampling(request.temperature, request.seed)
-            self._shaper = Shaper(vocab_size, request.prompt, sampling, request.shaping, request.end_ids)
+        self._sampler: Sampler | None = None
+        if request.has_processors:
+            self._sampler = Sampler(vocab_size, request.prompt, request.sampling, request.end_ids)
 
     def choose_at(self, position: int) -> Choose | None:
         """The choice for the successor of the token at `position`; None if it is that of plain sampling."""
-        shaper = self._shaper
-        if shaper is None:
+        sampler = self._sampler
+        if sampler is None:
             return None
 
         def choose(logits: NDArray[Any]) -> Candidate | None:
@@ -47,7 +46,7 @@ class RootChoice:
                 mask = self._wait_mask()
                 if mask is None:
                     return None
-            best = shaper.choose(logits, position, mask)
+            best = sampler.choose(logits, position, mask)
             if best == NO_CANDIDATE:
                 self.failure = Finish.NO_MASK
                 return None
@@ -58,9 +57,9 @@ class RootChoice:
     def took(self, token_id: int, logits: NDArray[Any]) -> TokenLogprobs | None:
         """Remember a token of the answer; its log-probabilities, if they are wanted."""
         self._num_taken += 1
-        if self._shaper is not None:
-            self._shaper.accept(token_id)
-        num_top = self._request.logprobs
+        if self._sampler is not None:
+            self._sampler.accept(token_id)
+        num_top = self._request.sampling.logprobs
         return None if num_top is None else token_logprobs(logits, token_id, num_top)
 
     def _wait_mask(self) -> MaskWords | None:

@@ -1,4 +1,4 @@
-// The sampling warp's choice of a token for a shaped request: the definition of kog_dist/decode/sampling/shaping.py, made of maxima,
+// The sampling warp's choice of a token for a shaped request: the definition of kog_dist/decode/sampling/processors.py, made of maxima,
 // counts and integer masses alone, so that neither thread blocks nor ranks show in the result. See docs/sampling.md.
 #pragma once
 #include "offers.cuh"

@@ -1,5 +1,5 @@
 // From a logit to what is chosen from: penalties, biases, temperature, what is allowed; and probability masses. Bit for bit as
-// kog_dist/decode/sampling/ (shaping.py, bits.py) defines it: every operation is rounded on its own.
+// kog_dist/decode/sampling/ (processors.py, bits.py) defines it: every operation is rounded on its own.
 #pragma once
 #include "sample.cuh"
 

@@ -10,27 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.sampling.bits import gumbel
-from kog_dist.rpc.fields import check_temperature
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose: temperature 0 is greedy; the seed matters only above 0. Raises ValueError for values out of range."""
-
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed must be between 0 and 2**64 - 1, got {self.seed}")
+from kog_dist.sampling_params import SamplingParams
 
 
 class Candidate(NamedTuple):
@@ -44,7 +30,7 @@ NO_CANDIDATE = Candidate(-math.inf, 0)  # of an empty slice
 
 
 def candidate(
-    logits_slice: NDArray[Any], first_id: int, position: int, sampling: Sampling, noise: NDArray[np.float32] | None = None
+    logits_slice: NDArray[Any], first_id: int, position: int, params: SamplingParams, noise: NDArray[np.float32] | None = None
 ) -> Candidate:
     """The best token of one slice of logits (rows,), which starts at vocabulary id `first_id`.
 
@@ -56,10 +42,10 @@ def candidate(
     if not np.isfinite(logits_slice).all():
         return Candidate(math.nan, first_id)
     scores = logits_slice
-    if sampling.temperature > 0:
-        inverse = np.float32(1.0) / np.float32(sampling.temperature)
+    if params.temperature > 0:
+        inverse = np.float32(1.0) / np.float32(params.temperature)
         scores = logits_slice.astype(np.float32, copy=False) * inverse
-        scores += gumbel(sampling.seed, position, first_id, len(scores)) if noise is None else noise
+        scores += gumbel(params.seed, position, first_id, len(scores)) if noise is None else noise
     best = int(scores.argmax())  # the first of equal ones, which is the lower id
     return Candidate(float(scores[best]), first_id + best)
 
@@ -77,9 +63,9 @@ def pick(candidates: Iterable[Candidate]) -> Candidate:
     return best
 
 
-def sample(logits: NDArray[Any], position: int, sampling: Sampling) -> int:
+def sample(logits: NDArray[Any], position: int, params: SamplingParams) -> int:
     """The token chosen from all logits (vocab,). Raises ValueError if any is not finite."""
-    best = candidate(logits, 0, position, sampling)
+    best = candidate(logits, 0, position, params)
     if math.isnan(best.value):
         raise ValueError(f"logits of position {position} are not all finite; no token can be chosen from them")
     return best.token_id

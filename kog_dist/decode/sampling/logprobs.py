@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.decode.sampling.bits import log_of_mass, masses
-from kog_dist.decode.sampling.shaping import in_order
+from kog_dist.decode.sampling.processors import in_order
 
 
 class TokenLogprobs(NamedTuple):

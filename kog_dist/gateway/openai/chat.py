@@ -17,10 +17,11 @@ from kog_dist.gateway.openai.planning import (
     check_model,
     choice_conversation,
     conversation_of,
+    ending_fields,
     generate,
-    sampling_fields,
+    of_choice,
+    sampling_params,
     schema_text,
-    seeds,
 )
 from kog_dist.gateway.openai.prompt import beginning_of, prompt_ids
 from kog_dist.gateway.openai.reply import Planned
@@ -45,11 +46,11 @@ def plan_chat(body: object, served: ServedModel) -> Planned:
     num_choices = request.n or 1
     stamp = Stamp.new("chatcmpl-")
     conversation = conversation_of(request, beginning_of(request.messages))
+    params = sampling_params(request, served, (request.top_logprobs or 0) if request.logprobs else None)
     fields = {
-        **sampling_fields(request, served),
+        **ending_fields(request),
         "prompt_ids": ids,
         "max_tokens": answer_limit((request.max_tokens, request.max_completion_tokens), len(ids), served, "messages"),
-        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
         "json_schema": use.json_schema or answer_schema,
     }
     generates = tuple(
@@ -58,11 +59,11 @@ def plan_chat(body: object, served: ServedModel) -> Planned:
             {
                 **fields,
                 "request_id": stamp.choice_id(choice, num_choices),
-                "seed": seed,
+                "sampling": of_choice(params, choice),
                 "conversation": choice_conversation(conversation, choice),
             },
         )
-        for choice, seed in enumerate(seeds(request.seed, num_choices))
+        for choice in range(num_choices)
     )
     form = ReplyForm.of(stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
     names = TokenNames(served.tokenizer) if request.logprobs else None

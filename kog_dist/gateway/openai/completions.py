@@ -18,9 +18,10 @@ from kog_dist.gateway.openai.planning import (
     choice_conversation,
     conversation_of,
     encode_prompt,
+    ending_fields,
     generate,
-    sampling_fields,
-    seeds,
+    of_choice,
+    sampling_params,
 )
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.request_model import MAX_CHOICES
@@ -46,12 +47,11 @@ def plan_completion(body: object, served: ServedModel) -> Planned:
     if limits == (None, None):
         limits = (DEFAULT_MAX_TOKENS, None)
     fields = {
-        **sampling_fields(request, served),
-        "logprobs": request.logprobs,
+        **ending_fields(request),
         "json_schema": format_schema(request.response_format, "response_format"),
     }
     conversation = conversation_of(request, ())
-    seeds_of = [seed for _ in prompts for seed in seeds(request.seed, per_prompt)]
+    params = sampling_params(request, served, request.logprobs)
     generates = tuple(
         generate(
             "prompt",
@@ -59,7 +59,7 @@ def plan_completion(body: object, served: ServedModel) -> Planned:
                 **fields,
                 "request_id": stamp.choice_id(choice, num_choices),
                 **_prompt_fields(prompts[choice // per_prompt], limits, served),
-                "seed": seeds_of[choice],
+                "sampling": of_choice(params, choice % per_prompt),
                 "conversation": choice_conversation(conversation, choice),
             },
         )

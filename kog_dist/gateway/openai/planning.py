@@ -8,16 +8,17 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.request_model import SamplingFields
 from kog_dist.gateway.openai.served import ServedModel
-from kog_dist.rpc.fields import SHAPING_LIMITS
-from kog_dist.rpc.messages import MAX_ARRAY, MAX_SCHEMA_BYTES, MAX_SEED, BadMessage, ErrorCode, Generate
+from kog_dist.rpc.messages import MAX_ARRAY, MAX_SCHEMA_BYTES, BadMessage, ErrorCode, Generate
+from kog_dist.sampling_params import LIMITS, MAX_SEED, SamplingParams
 
+_SAME_NAMES: Final = tuple(name for name in LIMITS if name not in ("seed", "logit_bias", "logprobs"))  # in a request and here
 _TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 _MAX_BYTES_PER_TOKEN: Final = 64  # a text with more of them per token of context cannot fit, and is not tokenized
 
@@ -52,27 +53,26 @@ def check_model(name: str | None, served: ServedModel) -> None:
         )
 
 
-def sampling_fields(request: SamplingFields, served: ServedModel) -> dict[str, Any]:
-    """The fields of Generate that say how tokens are chosen, without the seed. Raises ApiError for an id that is none."""
-    defaults = served.defaults
-    top_p = defaults.top_p if request.top_p is None else request.top_p
-    top_k = defaults.top_k if request.top_k is None else request.top_k
-    bias = _logit_bias(request.logit_bias or {}, served.vocab_size)
+def sampling_params(request: SamplingFields, served: ServedModel, logprobs: int | None) -> SamplingParams:
+    """How tokens are chosen; of a request with several choices the first one's seed. Raises ApiError for an id that is none."""
+    given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
+    if "top_p" in given:
+        given["top_p"] = max(given["top_p"], LIMITS["top_p"][0])  # 0 leaves the best token only
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)  # -1 is vLLM's word for all
+    bias = tuple(_logit_bias(request.logit_bias or {}, served.vocab_size).items())
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    try:
+        return replace(served.defaults, **given, seed=seed, logit_bias=bias, logprobs=logprobs)
+    except ValueError as error:
+        raise invalid(str(error).partition(" ")[0], str(error)) from None
+
+
+def ending_fields(request: SamplingFields) -> dict[str, Any]:
+    """The fields of Generate that say where an answer ends."""
     stop = request.stop
-    return {
-        "temperature": defaults.temperature if request.temperature is None else request.temperature,
-        "top_p": max(top_p, SHAPING_LIMITS["top_p"][0]),
-        "top_k": max(top_k, 0),
-        "min_p": defaults.min_p if request.min_p is None else request.min_p,
-        "repetition_penalty": defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty,
-        "presence_penalty": request.presence_penalty or 0.0,
-        "frequency_penalty": request.frequency_penalty or 0.0,
-        "logit_bias_ids": tuple(bias),
-        "logit_biases": tuple(bias.values()),
-        "stop": () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-        "ignore_eos": bool(request.ignore_eos),
-        "min_tokens": request.min_tokens or 0,
-    }
+    texts = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    return {"stop": texts, "ignore_eos": bool(request.ignore_eos)}
 
 
 def _logit_bias(raw: Mapping[str, float], vocab_size: int) -> dict[int, float]:
@@ -84,15 +84,14 @@ def _logit_bias(raw: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     return bias
 
 
-def seeds(seed: int | None, num_choices: int) -> list[int]:
-    """One for each choice of a prompt: the request's own for the first one, so that n does not change it, then the next ones."""
-    first = secrets.randbits(63) if seed is None else seed
-    return [(first + choice) % (MAX_SEED + 1) for choice in range(num_choices)]
+def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Those of one choice of a prompt: the request's own for the first one, so that n does not change it, then the next seeds."""
+    return params if choice == 0 else replace(params, seed=(params.seed + choice) % (MAX_SEED + 1))
 
 
 def generate(param: str, fields: Mapping[str, Any]) -> Generate:
     """The checked message. Raises ApiError with the message's own complaint; `param` is what prompts are called."""
-    least, most = fields["min_tokens"], fields["max_tokens"]
+    least, most = fields["sampling"].min_tokens, fields["max_tokens"]
     if least > most:
         raise invalid("min_tokens", f"min_tokens is {least}, and the answer has at most {most} tokens; ask for no more than that")
     try:

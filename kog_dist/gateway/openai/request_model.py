@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kog_dist.rpc.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SHAPING_LIMITS
-from kog_dist.rpc.messages import MAX_SEED, MAX_STOP_BYTES, MAX_STOP_STRINGS
+from kog_dist.rpc.messages import MAX_STOP_BYTES, MAX_STOP_STRINGS
+from kog_dist.sampling_params import LIMITS, MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS
 
 MAX_CHOICES: Final = 8  # answers to one HTTP request: n times the number of prompts
 MAX_MESSAGES: Final = 4096
@@ -39,7 +39,7 @@ class RequestModel(BaseModel):
 
 
 def _bounded(name: str, description: str) -> Any:
-    low, high = SHAPING_LIMITS[name]
+    low, high = LIMITS[name]
     return Field(ge=low, le=high, description=description)
 
 
@@ -49,8 +49,8 @@ Temperature = Annotated[
     float,
     Field(
         ge=0,
-        le=HIGHEST_TEMPERATURE,
-        description=f"0 is greedy, else from {LOWEST_TEMPERATURE:g}. Default: generation_config.json of the model, else 1.",
+        le=LIMITS["temperature"][1],
+        description=f"0 is greedy, else from {LIMITS['temperature'][0]:g}. Default: generation_config.json of the model, else 1.",
     ),
 ]
 TopP = Annotated[float, Field(ge=0, le=1, description="0 leaves the best token only.")]

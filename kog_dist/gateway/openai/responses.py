@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from kog_dist.gateway.openai.body import parse
@@ -14,10 +14,10 @@ from kog_dist.gateway.openai.planning import (
     answer_limit,
     check_model,
     conversation_of,
+    ending_fields,
     generate,
-    sampling_fields,
+    sampling_params,
     schema_text,
-    seeds,
 )
 from kog_dist.gateway.openai.prompt import arguments_object, beginning_of, prompt_ids
 from kog_dist.gateway.openai.reply import Planned
@@ -35,6 +35,7 @@ from kog_dist.gateway.openai.responses_request import (
 )
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.openai.tools import Function, ToolUse, tool_use
+from kog_dist.sampling_params import SamplingParams
 
 __all__ = ["ResponseReply", "ResponsesRequest", "plan_response"]
 
@@ -49,21 +50,20 @@ def plan_response(body: object, served: ServedModel) -> Planned:
     ids = prompt_ids(messages, [function.as_chat_tool() for function in use.offered], served, "input")
     has_logprobs = request.top_logprobs is not None or LOGPROBS_INCLUDED in (request.include or ())
     stamp = Stamp.new("resp_")
-    sampling = sampling_fields(request, served)
+    params = sampling_params(request, served, (request.top_logprobs or 0) if has_logprobs else None)
     message = generate(
         "input",
         {
-            **sampling,
+            **ending_fields(request),
             "request_id": stamp.id,
             "prompt_ids": ids,
             "max_tokens": answer_limit((request.max_output_tokens,), len(ids), served, "input"),
-            "logprobs": (request.top_logprobs or 0) if has_logprobs else None,
             "json_schema": use.json_schema or answer_schema,
-            "seed": seeds(request.seed, 1)[0],
+            "sampling": params,
             "conversation": conversation_of(request, beginning_of(messages)),
         },
     )
-    outline = _outline(request, stamp, served, sampling)
+    outline = _outline(request, stamp, served, params)
     names = TokenNames(served.tokenizer) if has_logprobs else None
     return Planned((message,), bool(request.stream), ResponseReply(outline, use, names, stream=bool(request.stream)))
 
@@ -147,7 +147,7 @@ def _text(content: str | Sequence[InputPart]) -> str:
 _MAX_REPEATED: Final = 1 << 16  # bytes of a request that its response repeats, three times in a stream
 
 
-def _outline(request: ResponsesRequest, stamp: Stamp, served: ServedModel, sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _outline(request: ResponsesRequest, stamp: Stamp, served: ServedModel, params: SamplingParams) -> dict[str, Any]:
     """The members of the response that are known before the answer. A long request is not repeated in full."""
     dumped = request.model_dump(mode="json", by_alias=True, exclude_none=True, include={"text", "tools", "tool_choice"})
     tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in dumped.get("tools", ())]
@@ -175,12 +175,12 @@ def _outline(request: ResponsesRequest, stamp: Stamp, served: ServedModel, sampl
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
         "store": False,
-        "temperature": sampling["temperature"],
+        "temperature": params.temperature,
         "text": text,
         "tool_choice": dumped.get("tool_choice", "auto"),
         "tools": tools,
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": sampling["top_p"],
+        "top_p": params.top_p,
         "truncation": "disabled",
         "user": request.user,
     }

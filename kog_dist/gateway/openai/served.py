@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.rpc.fields import SHAPING_LIMITS, check_temperature
+from kog_dist.sampling_params import SamplingParams
 
 DEFAULT_ALIAS: Final = "default"  # names the served model whatever it is called
 
@@ -27,34 +27,16 @@ class ChatRenderer(Protocol):
         """The prompt. Raises RequestError if the template refuses the messages, breaks on them or exceeds its limits."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What counts where a request says nothing: the model's own generation_config.json, else OpenAI's defaults."""
+OPENAI_DEFAULTS: Final = SamplingParams(temperature=1.0)
+_MODEL_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation_config.json may set
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
-    @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingDefaults:
-        """The defaults of a parsed generation_config.json ({} without one). Raises ValueError naming a value out of range."""
-        found: dict[str, Any] = {}
-        for name in cls.__dataclass_fields__:
-            value = config.get(name)
-            if value is None:
-                continue
-            if type(value) not in (int, float) or (name == "top_k" and type(value) is not int):
-                raise ValueError(f"{name} must be a number, got {value!r:.40}")
-            if name == "temperature":
-                check_temperature(value)
-            else:
-                low, high = SHAPING_LIMITS[name]
-                if not low <= value <= high:
-                    raise ValueError(f"{name} must be between {low} and {high}, got {value}")
-            found[name] = value
-        return cls(**found)
+def sampling_defaults(config: Mapping[str, Any]) -> SamplingParams:
+    """What counts where a request says nothing: a parsed generation_config.json ({} without one), else OpenAI's defaults.
+
+    Raises ValueError naming a value out of range.
+    """
+    return replace(OPENAI_DEFAULTS, **{name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None})
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     chat_template: ChatRenderer | None
     created: int
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    defaults: SamplingParams = OPENAI_DEFAULTS
     engine_takes_text: bool = False
 
     def answers_to(self, name: str | None) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from array import array
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any, TypeAlias
@@ -16,8 +15,9 @@ from kog_dist.rpc.messages.checks import CHECKS, ID, TAG_OF, BadMessage
 from kog_dist.rpc.messages.codes import ErrorCode
 from kog_dist.rpc.messages.events import EVENTS, Event, Tokens
 from kog_dist.rpc.messages.limits import MAGIC, MAX_ARRAY, MAX_CONTAINERS, MAX_FIELDS, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from kog_dist.rpc.messages.requests import REQUESTS, Request
+from kog_dist.rpc.messages.requests import REQUESTS, Request, sampling_on_the_wire
 from kog_dist.rpc.plain_tokens import PlainTokens
+from kog_dist.sampling_params import SamplingParams
 
 Message: TypeAlias = Request | Event
 
@@ -32,7 +32,11 @@ _FIELD_NAMES = {cls: frozenset(name for name, *_ in checks) for cls, checks in C
 def build_hash() -> str:
     """Version and a hash of the protocol's source: equal on both sides when they come from the same build."""
     folder = resources.files("kog_dist.rpc")
-    sources = [folder / "fields.py", *sorted((folder / "messages").iterdir(), key=lambda source: source.name)]
+    sources = [
+        resources.files("kog_dist") / "sampling_params.py",
+        folder / "fields.py",
+        *sorted((folder / "messages").iterdir(), key=lambda source: source.name),
+    ]
     digest = hashlib.sha256()
     for source in sources:
         if source.name.endswith(".py"):
@@ -48,13 +52,18 @@ def encode(message: Message) -> bytes:
             return plain
     checks, is_whole = CHECKS[type(message)], type(message) not in _REQUEST_TYPES
     body = {name: value for name, _, default in checks if (value := getattr(message, name)) is not default or is_whole}
-    frame: bytes = _HEAD + msgpack.packb([TAG_OF[type(message)], body], default=array.tobytes)  # of a prompt's ids
+    frame: bytes = _HEAD + msgpack.packb([TAG_OF[type(message)], body], default=_packable)
     if len(frame) > MAX_MESSAGE_BYTES:
         raise BadMessage(
             f"{TAG_OF[type(message)]}: the message has {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed",
             request_id=body.get("request_id"),
         )
     return frame
+
+
+def _packable(value: Any) -> Any:
+    """What msgpack does not know: ids of a prompt, and sampling parameters."""
+    return sampling_on_the_wire(value) if isinstance(value, SamplingParams) else value.tobytes()
 
 
 def decode_request(frame: bytes) -> Request:

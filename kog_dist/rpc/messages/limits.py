@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAGIC = b"KOG"
-PROTOCOL_VERSION = 3  # another one for whatever an end of the version before would read otherwise, a default too
+PROTOCOL_VERSION = 4  # another one for whatever an end of the version before would read otherwise, a default too
 MAX_MESSAGE_BYTES = 1 << 20  # all frames of a message together
 MAX_ARRAY = 1 << 16  # longest array: token ids of one prompt
 MAX_FIELDS = 32  # of one message
@@ -12,7 +12,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_SCHEMA_BYTES = 1 << 16
 MAX_REGEX_BYTES = 1 << 12
-MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**53  # counters and sizes: exact in every language's numbers
 MAX_SECONDS = 1e9
 MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kog_dist.rpc.messages import BadMessage, decode_event, decode_request, encode
 from tests.fuzz.refusals import refused
+
+from kog_dist.rpc.messages import BadMessage, decode_event, decode_request, encode
 
 
 def one_input(data: bytes) -> None:

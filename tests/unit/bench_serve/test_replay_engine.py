@@ -30,6 +30,7 @@ from kog_dist.rpc.messages import (
     StatusReport,
     Tokens,
 )
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.served_model import ServedModel
 
 SETTINGS = ReplaySettings("t", rate=1000.0)
@@ -123,7 +124,9 @@ def test_answer_is_the_text_and_ends_with_it(bench: Bench, served: ServedModel) 
 
 
 def test_longer_answers_repeat_the_text_and_stop_strings_hold(bench: Bench) -> None:
-    events = bench.ask(Generate("r", prompt="x", max_tokens=200, ignore_eos=True, stamps=True, logprobs=2)) + bench.at(10**9)
+    events = bench.ask(
+        Generate("r", prompt="x", max_tokens=200, ignore_eos=True, stamps=True, sampling=SamplingParams(logprobs=2))
+    ) + bench.at(10**9)
     text = "".join(event.text for event in events if isinstance(event, Tokens))
     assert text.startswith(TEXT + TEXT)
     tokens = next(event for event in events if isinstance(event, Tokens) and len(event.token_ids) > 1)

@@ -57,9 +57,9 @@ def events_of(
         Accepted(message.request_id, 0, num_prompt, message.max_tokens),
         Prefill(message.request_id, 1, num_prompt),
     ]
-    num_top = message.logprobs or 0
+    num_top = message.sampling.logprobs or 0
     for idx, piece in enumerate(pieces):
-        has = message.logprobs is not None
+        has = message.sampling.logprobs is not None
         events.append(
             Tokens(
                 message.request_id, idx, (300 + idx % 50,), piece, (), (),

@@ -12,10 +12,11 @@ from kog_dist.gateway.openai.chat import plan_chat
 from kog_dist.gateway.openai.completions import plan_completion
 from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.responses import plan_response
-from kog_dist.gateway.openai.served import SamplingDefaults, ServedModel
+from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Generate
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler, Kind
 from tests.unit.gateway_openai.engine_script import TAGGED_TEMPLATE
 
@@ -112,12 +113,13 @@ def test_what_a_template_refuses_is_a_400(base_model: ServedModel) -> None:
 # ---- how tokens are chosen ----
 def test_defaults_are_the_models_then_openais(base_model: ServedModel) -> None:
     message = chat(base_model)
-    assert (message.temperature, message.top_p, message.top_k, message.logprobs) == (1.0, 1.0, 0, None)
+    sampling = message.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.logprobs) == (1.0, 1.0, 0, None)
     assert message.max_tokens == base_model.max_context - len(message.prompt_ids or ())
-    assert chat(base_model).seed != chat(base_model).seed
-    tuned = dataclasses.replace(base_model, defaults=SamplingDefaults(temperature=0.2, top_k=40))
-    assert (chat(tuned).temperature, chat(tuned).top_k) == (0.2, 40)
-    assert (chat(tuned, temperature=0, top_k=-1).temperature, chat(tuned, top_k=-1).top_k) == (0.0, 0)
+    assert chat(base_model).sampling.seed != chat(base_model).sampling.seed
+    tuned = dataclasses.replace(base_model, defaults=SamplingParams(temperature=0.2, top_k=40))
+    assert (chat(tuned).sampling.temperature, chat(tuned).sampling.top_k) == (0.2, 40)
+    assert (chat(tuned, temperature=0, top_k=-1).sampling.temperature, chat(tuned, top_k=-1).sampling.top_k) == (0.0, 0)
     assert plan_completion({"prompt": "x"}, base_model).generates[0].max_tokens == 16
 
 
@@ -128,18 +130,20 @@ def test_what_a_request_says_reaches_the_engine(base_model: ServedModel) -> None
         max_tokens=20, max_completion_tokens=10, logprobs=True, top_logprobs=4,
     )  # fmt: skip
     assert message == dataclasses.replace(
-        message, temperature=0.5, top_p=1e-6, top_k=5, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1.0,
-        frequency_penalty=2.0, seed=7, stop=("a", "b"), logit_bias_ids=(5, 0), logit_biases=(-100.0, 3.5), ignore_eos=True,
-        min_tokens=3, max_tokens=10, logprobs=4,
+        message, stop=("a", "b"), ignore_eos=True, max_tokens=10,
+        sampling=SamplingParams(
+            temperature=0.5, top_p=1e-6, top_k=5, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1.0,
+            frequency_penalty=2.0, seed=7, logit_bias=((5, -100.0), (0, 3.5)), min_tokens=3, logprobs=4,
+        ),
     )  # fmt: skip
     assert chat(base_model, stop="x", logprobs=True).stop == ("x",)
-    assert chat(base_model, logprobs=True).logprobs == 0
+    assert chat(base_model, logprobs=True).sampling.logprobs == 0
 
 
 def test_prompts_of_a_completion(base_model: ServedModel) -> None:
     planned = plan_completion({"prompt": ["a", "b"], "n": 2, "seed": 5}, base_model)
     assert [prompt_of(message, base_model) for message in planned.generates] == ["a", "a", "b", "b"]
-    assert [message.seed for message in planned.generates] == [5, 6, 5, 6]
+    assert [message.sampling.seed for message in planned.generates] == [5, 6, 5, 6]
     assert list(plan_completion({"prompt": [7, 8]}, base_model).generates[0].prompt_ids or ()) == [7, 8]
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from kog_dist.decode.sampling import Sampling
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from tests.unit.prefill.models import Rank, relative_error, token_ids
 
 SPEC = ModelSpec(
@@ -43,7 +43,7 @@ def main() -> None:
                 for length in LENGTHS:
                     rank.run(ids[: length - 1])
                     engine = rank.interpreter(length - 1)
-                    logits = engine.step(ids[length - 1], length - 1, Sampling(), gather_logits=True).logits
+                    logits = engine.step(ids[length - 1], length - 1, SamplingParams(), gather_logits=True).logits
                     assert logits is not None
                     errors.append(relative_error(logits, wanted[length - 1]))
                 _show(f"products {dtype}, cache {kv_dtype}", errors)

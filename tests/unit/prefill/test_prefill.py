@@ -17,11 +17,11 @@ from torch import Tensor
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.control import ControlPage
 from kog_dist.decode.exchange_calls import Exchange
-from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline
 from kog_dist.workers.prefill.blocks import Block
@@ -70,14 +70,14 @@ def test_same_function_as_token_by_token(make: Make, variant: str) -> None:
             a, b = (part[layer][0][:, :, first : PROMPT - 1] for part in (found, wanted))
             assert (a != b).mean() < 0.02, f"layer {layer}: rounding falls on another side too often"
             assert relative_error(a, b) < 1e-3
-    of_last = slow.step(ids[-1], PROMPT - 1, Sampling(), gather_logits=True).logits
+    of_last = slow.step(ids[-1], PROMPT - 1, SamplingParams(), gather_logits=True).logits
     assert of_last is not None
     assert rank.run(ids, PROMPT - 3) == PROMPT
     assert relative_error(last_logits(rank), of_last) < 1e-3
     assert rank.run(ids[:-1]) == PROMPT - 1
     token = ids[-1]
     for position in range(PROMPT - 1, PROMPT + 4):  # decoding goes on, through windows that end in the prompt
-        outputs = [engine.step(token, position, Sampling(), gather_logits=True) for engine in (fast, slow)]
+        outputs = [engine.step(token, position, SamplingParams(), gather_logits=True) for engine in (fast, slow)]
         logits = [output.logits for output in outputs]
         assert logits[0] is not None
         assert logits[1] is not None
@@ -119,7 +119,7 @@ def test_products_in_binary16_stay_within_the_limit(make: Make, kv_dtype: torch.
     checkpoint = make({})
     rank, ids = Rank(checkpoint, dtype=torch.float16, kv_dtype=kv_dtype), token_ids(checkpoint.spec, PROMPT)
     rank.run(ids[:-1])
-    output = rank.interpreter(PROMPT - 1).step(ids[-1], PROMPT - 1, Sampling(), gather_logits=True)
+    output = rank.interpreter(PROMPT - 1).step(ids[-1], PROMPT - 1, SamplingParams(), gather_logits=True)
     rank.run(ids)
     oracle = Laneformer.from_checkpoint(checkpoint.folder, torch.float64).eval()
     oracle.round_keys_and_values(kv_dtype)

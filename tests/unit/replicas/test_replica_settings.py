@@ -14,8 +14,8 @@ from kog_dist.errors import ConfigError, LaunchError
 from kog_dist.launch.replica_places import gpus_of_replica, replica_arguments
 from kog_dist.launch.replica_remote import READ_AGAIN_S, RemoteReplicas
 from kog_dist.launch.replicas import supervise, with_device
-from kog_dist.launch.request import PromptRequest
 from kog_dist.router.orders import FleetReport, ReplicaReport
+from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.transport import Access
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"

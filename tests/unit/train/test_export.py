@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.sampling import Sampling
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.model.tokenizer import Tokenizer
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.train.__main__ import app
 from kog_dist.train.completions import complete_functions, load_module
 from kog_dist.train.corpus import folder_project
@@ -200,7 +200,7 @@ def test_the_engine_chooses_the_tokens_of_the_training_code() -> None:
         ids, num_known = list(prompt), len(prompt)
         engine.use_cache(0, 0, 0)
         for position in range(num_known + 31):
-            token_id = engine.step(ids[position], position, Sampling()).token_id
+            token_id = engine.step(ids[position], position, SamplingParams()).token_id
             ids += [token_id] if position >= num_known - 1 else []
         best = module(torch.tensor([ids[:-1]]))[0, num_known - 1 :].argmax(-1)
         assert best.tolist() == ids[num_known:]

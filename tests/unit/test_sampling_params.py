@@ -1,8 +1,8 @@
-"""The way of a shaped request: flags, the coordinator's check, what ranks are told, and the events with log-probabilities."""
+"""The way of the sampling parameters: flags, the coordinator's check, what ranks are told, and events with log-probabilities."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import pytest
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish, TokenEntry
-from kog_dist.decode.sampling import Shaping, TokenLogprobs
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.errors import ConfigError, RequestError
-from kog_dist.launch.request import PromptRequest
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
-from kog_dist.rpc.shaping_options import ShapingOptions
+from kog_dist.rpc.messages.codec import decode_request, encode
+from kog_dist.rpc.prompt_request import PromptRequest, sampling_of
+from kog_dist.sampling_params import DEFAULTS, SamplingParams
 from kog_dist.workers import served_model
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
@@ -24,33 +25,37 @@ SPEC = ModelSpec(
     hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=16, vocab_size=50, max_context=40, num_lanes=4
 )
 MODEL = ServedModel("tiny", Path("tiny"), SPEC, None, (0,))
-OPTIONS = ShapingOptions(
+FLAGS = {
+    "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25,
+    "logit_bias": ["7=-2.5", "9=1"], "min_tokens": 4, "logprobs": 2, "temperature": None, "seed": None,
+}  # fmt: skip
+SAMPLING = SamplingParams(
     top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.5, presence_penalty=-0.5, frequency_penalty=0.25,
-    logit_bias=("7=-2.5", "9=1"), min_tokens=4, logprobs=2,
+    logit_bias=((7, -2.5), (9, 1.0)), min_tokens=4, logprobs=2,
 )  # fmt: skip
-SHAPING = Shaping(3, 0.5, 0.1, 1.5, -0.5, 0.25, ((7, -2.5), (9, 1.0)), 4)
 
 
-def message(**changes: Any) -> Generate:
-    return Generate("a", prompt_ids=(1, 2), **changes)
+def message(max_tokens: int | None = None, **parameters: Any) -> Generate:
+    return Generate("a", prompt_ids=(1, 2), max_tokens=max_tokens, sampling=SamplingParams(**parameters))
 
 
 def test_a_request_arrives_at_the_ranks_as_it_was_sent() -> None:
-    given = OPTIONS.keywords()
-    bias = given.pop("logit_bias")
-    request = MODEL.admit(message(**given, logit_bias_ids=tuple(bias), logit_biases=tuple(bias.values())))
-    assert (request.shaping, request.logprobs) == (SHAPING, 2)
-    assert request.is_shaped
-    assert not MODEL.admit(message()).is_shaped
-    assert MODEL.admit(message(logprobs=0)).is_shaped, "log-probabilities need all logits"
-    assert not MODEL.admit(message(top_p=0.5)).is_shaped, "greedy decoding needs no filter"
+    sent = encode(Generate("a", prompt_ids=(1, 2), sampling=sampling_of(FLAGS)))
+    received = decode_request(sent)
+    assert isinstance(received, Generate)
+    request = MODEL.admit(received)
+    assert request.sampling == SAMPLING
+    assert request.needs_all_logits
+    assert not MODEL.admit(message()).needs_all_logits
+    assert MODEL.admit(message(logprobs=0)).needs_all_logits, "log-probabilities need all logits"
+    assert not MODEL.admit(message(top_p=0.5)).needs_all_logits, "greedy decoding needs no filter"
 
 
 @pytest.mark.parametrize(
     ("changes", "code", "finding"),
     [
-        ({"logit_bias_ids": (50,), "logit_biases": (1.0,)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE, "logit_bias names id 50"),
-        ({"logit_bias_ids": (-1,), "logit_biases": (1.0,)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE, "logit_bias names id -1"),
+        ({"logit_bias": ((50, 1.0),)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE, "logit_bias names id 50"),
+        ({"logit_bias": ((-1, 1.0),)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE, "logit_bias names id -1"),
         ({"min_tokens": 6, "max_tokens": 5}, ErrorCode.INVALID_REQUEST, "min_tokens is 6 and max_tokens 5"),
     ],
 )
@@ -74,18 +79,13 @@ def test_an_id_that_the_model_does_not_have_is_refused_by_its_place(count: int, 
 
 
 def test_every_flag_reaches_the_client_of_kog_launch() -> None:
-    given = set()
+    assert FLAGS.keys() == DEFAULTS.keys(), "a parameter without a flag"
     grammars: tuple[dict[str, Any], ...] = ({"json_schema": "{}"}, {"regex": "a*"})  # one or the other
     for grammar in grammars:
-        request = PromptRequest.from_flags(
-            prompt=None, prompt_ids="1", max_tokens=None, temperature=None, seed=None, stop=(), ignore_eos=False, json=True,
-            logit_digests=False, shaping=replace(OPTIONS, **grammar),
-        )  # fmt: skip
-        assert request is not None
-        arguments = request.client_arguments()
-        given |= {argument.partition("=")[0] for argument in arguments}
-        assert arguments.count("--logit-bias=7=-2.5") == arguments.count("--logit-bias=9=1") == 1
-    assert given >= {f"--{item.name.replace('_', '-')}" for item in fields(ShapingOptions)}
+        request = PromptRequest(prompt_ids=(1,), sampling=sampling_of(FLAGS), as_json=True, stop=("x", "\ud800"), **grammar)
+        assert PromptRequest.read(request.write()) == request
+    with pytest.raises(ConfigError, match="exclude each other"):
+        PromptRequest(prompt_ids=(1,), json_schema="{}", regex="a*")
 
 
 @pytest.mark.parametrize(
@@ -93,17 +93,17 @@ def test_every_flag_reaches_the_client_of_kog_launch() -> None:
     [
         ({"top_p": 0.0}, "^--top-p must be between"), ({"repetition_penalty": -1.0}, "^--repetition-penalty must be between"),
         ({"logprobs": 21}, "^--logprobs must be between"), ({"logit_bias": ("5:1",)}, "^--logit-bias must be ID=BIAS"),
-        ({"logit_bias": ("5=x",)}, "^--logit-bias must be ID=BIAS"), ({"logit_bias": ("5=1", "5=2")}, "names a token twice"),
+        ({"logit_bias": ("5=x",)}, "^--logit-bias must be ID=BIAS"), ({"logit_bias": ("5=1", "5=2")}, "names an id twice"),
         ({"logit_bias": ("5=nan",)}, "^--logit-bias must be between"),
     ],
 )  # fmt: skip
 def test_flags_that_make_no_sense_are_refused_by_name(options: dict[str, Any], finding: str) -> None:
     with pytest.raises(ConfigError, match=finding):
-        ShapingOptions(**options).keywords()
+        sampling_of(options)
 
 
 def test_events_carry_the_log_probabilities_of_their_tokens() -> None:
-    request = DecodeRequest((1, 2), 10, logprobs=2)
+    request = DecodeRequest((1, 2), 10, SamplingParams(logprobs=2))
     stream = RequestStream(b"peer", message(logprobs=2), request, None, 0)
     entries = [
         TokenEntry(1, index, 5 + index, 1, None, Finish.NONE, TokenLogprobs(-0.5 - index, (5, 6), (-0.5, -1.5)))

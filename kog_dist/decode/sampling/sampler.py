@@ -1,4 +1,4 @@
-"""Chooses the tokens of one shaped request, at the rank that has all logits."""
+"""Chooses the tokens of a request with logits processors, at the rank that has all logits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from numpy.typing import NDArray
 
 from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.sampling.bits import gumbel, gumbel_of
-from kog_dist.decode.sampling.choice import NO_CANDIDATE, Candidate, Sampling
-from kog_dist.decode.sampling.shaping import Shaping, adjust, select
+from kog_dist.decode.sampling.choice import NO_CANDIDATE, Candidate
+from kog_dist.decode.sampling.processors import adjust, select
+from kog_dist.sampling_params import SamplingParams
 
 
-class Shaper:
-    """The processors of `shaping`, with the memory that the penalties need.
+class Sampler:
+    """The logits processors of `params`, with the memory that the penalties need.
 
     `stop_ids`: the ids that would end the answer. Call `choose` for each token, then `accept` with what was chosen.
     """
 
-    def __init__(
-        self, vocab_size: int, prompt: Sequence[int], sampling: Sampling, shaping: Shaping, stop_ids: Sequence[int] = ()
-    ) -> None:
-        self._sampling, self._shaping = sampling, shaping
+    def __init__(self, vocab_size: int, prompt: Sequence[int], params: SamplingParams, stop_ids: Sequence[int] = ()) -> None:
+        self._params = params
         self._ids = np.arange(vocab_size)
         self._stop_ids = list(stop_ids)
         self._seen = np.zeros(vocab_size, np.bool_)
@@ -46,19 +45,19 @@ class Shaper:
         """
         if not np.isfinite(logits).all():
             return Candidate(math.nan, 0)
-        adjusted = adjust(logits, self._shaping, self._seen, self._counts)
+        adjusted = adjust(logits, self._params, self._seen, self._counts)
         ids = self._allowed(mask)
         if len(ids) == 0:
             return NO_CANDIDATE
         x = adjusted if len(ids) == len(adjusted) else adjusted[ids]
-        temperature = self._sampling.temperature
+        temperature = self._params.temperature
         if temperature > 0:
             with np.errstate(over="ignore"):  # is not finite then
                 x = x * (np.float32(1.0) / np.float32(temperature))
         if not np.isfinite(x).all():
             return Candidate(math.nan, 0)
         if temperature > 0:
-            kept = np.sort(select(x, self._shaping))
+            kept = np.sort(select(x, self._params))
             ids = ids[kept]
             x = x[kept] + self._noise(position, ids)
         best = int(x.argmax())  # the first of equal ones, which is the lower id
@@ -66,7 +65,7 @@ class Shaper:
 
     def _noise(self, position: int, ids: NDArray[np.intp]) -> NDArray[np.float32]:
         """That of few ids by themselves, of many by way of the whole vocabulary, where four ids share one call of Philox."""
-        seed, vocab_size = self._sampling.seed, len(self._ids)
+        seed, vocab_size = self._params.seed, len(self._ids)
         return gumbel_of(seed, position, ids) if 4 * len(ids) < vocab_size else gumbel(seed, position, 0, vocab_size)[ids]
 
     def _allowed(self, mask: MaskWords | None) -> NDArray[np.intp]:
@@ -75,7 +74,7 @@ class Shaper:
         if mask is not None:
             bits = np.unpackbits(mask.view(np.uint8), count=len(ids), bitorder="little")
             ids = ids[bits.view(np.bool_)]
-        if self._num_accepted < self._shaping.min_tokens and self._stop_ids:
+        if self._num_accepted < self._params.min_tokens and self._stop_ids:
             going_on = ids[~np.isin(ids, self._stop_ids)]
             ids = going_on if len(going_on) else ids
         return ids

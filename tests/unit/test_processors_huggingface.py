@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kog_dist.decode.sampling import Sampling, Shaper, Shaping, adjust, in_order, masses, select, token_logprobs
+from kog_dist.decode.sampling import Sampler, adjust, in_order, masses, select, token_logprobs
+from kog_dist.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers.generation.logits_process", reason="transformers is installed with the extra 'dev'")
@@ -42,7 +44,7 @@ def test_repetition_penalty_has_the_same_bits(x: NDArray[np.float32], penalty: f
     context = [rnd.randrange(len(x)) for _ in range(rnd.choice([1, 5, 200]))]
     seen = np.zeros(len(x), np.bool_)
     seen[context] = True
-    ours = adjust(x, Shaping(repetition_penalty=penalty), seen, np.zeros(len(x), np.int32))
+    ours = adjust(x, SamplingParams(repetition_penalty=penalty), seen, np.zeros(len(x), np.int32))
     assert ours.tobytes() == processed(hf.RepetitionPenaltyLogitsProcessor(penalty), x, context).tobytes()
 
 
@@ -51,7 +53,7 @@ def test_repetition_penalty_has_the_same_bits(x: NDArray[np.float32], penalty: f
 def test_logit_bias_has_the_same_bits(x: NDArray[np.float32], rnd: Any) -> None:
     bias = {token_id: rnd.uniform(-100, 100) for token_id in rnd.sample(range(len(x)), min(len(x), 20))}
     empty = np.zeros(len(x), np.bool_), np.zeros(len(x), np.int32)
-    ours = adjust(x, Shaping(logit_bias=tuple(bias.items())), *empty)
+    ours = adjust(x, SamplingParams(logit_bias=tuple(bias.items())), *empty)
     theirs = hf.SequenceBiasLogitsProcessor({(token_id,): value for token_id, value in bias.items()})
     assert ours.tobytes() == processed(theirs, x, [0]).tobytes()
 
@@ -60,10 +62,10 @@ def test_logit_bias_has_the_same_bits(x: NDArray[np.float32], rnd: Any) -> None:
 @given(x=logits(), top_k=st.integers(1, 60))
 def test_top_k_keeps_the_same_ids(x: NDArray[np.float32], top_k: int) -> None:
     theirs = np.flatnonzero(np.isfinite(processed(hf.TopKLogitsWarper(top_k), x, [0])))
-    assert sorted(select(x, Shaping(top_k=top_k)).tolist()) == theirs.tolist()
+    assert sorted(select(x, SamplingParams(top_k=top_k)).tolist()) == theirs.tolist()
 
 
-def near_the_limit(x: NDArray[np.float32], shaping: Shaping, ids: set[int]) -> bool:
+def near_the_limit(x: NDArray[np.float32], shaping: SamplingParams, ids: set[int]) -> bool:
     """Whether all `ids` stand where rounding decides: their mass before, or their probability, is at the limit."""
     mass = masses(x - x.max()).astype(np.float64)
     before = np.zeros(len(x))
@@ -78,22 +80,22 @@ def near_the_limit(x: NDArray[np.float32], shaping: Shaping, ids: set[int]) -> b
 @given(x=logits(), top_p=st.floats(0.01, 0.999))
 def test_top_p_keeps_the_same_ids(x: NDArray[np.float32], top_p: float) -> None:
     theirs = set(np.flatnonzero(np.isfinite(processed(hf.TopPLogitsWarper(top_p), x, [0]))).tolist())
-    ours = set(select(x, Shaping(top_p=top_p)).tolist())
-    assert near_the_limit(x, Shaping(top_p=top_p), ours ^ theirs), (ours, theirs)
+    ours = set(select(x, SamplingParams(top_p=top_p)).tolist())
+    assert near_the_limit(x, SamplingParams(top_p=top_p), ours ^ theirs), (ours, theirs)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(x=logits(), min_p=st.floats(1e-4, 1.0))
 def test_min_p_keeps_the_same_ids(x: NDArray[np.float32], min_p: float) -> None:
     theirs = set(np.flatnonzero(np.isfinite(processed(hf.MinPLogitsWarper(min_p), x, [0]))).tolist())
-    ours = set(select(x, Shaping(min_p=min_p)).tolist())
-    assert near_the_limit(x, Shaping(min_p=min_p), ours ^ theirs), (ours, theirs)
+    ours = set(select(x, SamplingParams(min_p=min_p)).tolist())
+    assert near_the_limit(x, SamplingParams(min_p=min_p), ours ^ theirs), (ours, theirs)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     x=logits(), temperature=st.floats(0.2, 3.0), min_p=st.sampled_from([0.0, 0.01, 0.2]), top_k=st.sampled_from([0, 1, 5, 40]),
-    top_p=st.sampled_from([1.0, 0.95, 0.5]), seed=st.integers(0, 2**64 - 1), rnd=st.randoms(use_true_random=False),
+    top_p=st.sampled_from([1.0, 0.95, 0.5]), seed=st.integers(0, 2**63 - 1), rnd=st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_all_processors_in_our_order(
     x: NDArray[np.float32], temperature: float, min_p: float, top_k: int, top_p: float, seed: int, rnd: Any
@@ -113,8 +115,8 @@ def test_all_processors_in_our_order(
     for processor in chain:
         scores = processor(torch.tensor([context]), scores)
     theirs = set(np.flatnonzero(np.isfinite(scores[0].numpy())).tolist())
-    shaping = Shaping(top_k, top_p, min_p, 1.2, logit_bias=((1, 1.5),), min_tokens=3)
-    shaper = Shaper(len(x), context, Sampling(temperature, seed), shaping, end_ids)
+    shaping = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=1.2, logit_bias=((1, 1.5),), min_tokens=3)
+    shaper = Sampler(len(x), context, replace(shaping, temperature=temperature, seed=seed), end_ids)
     drawn = {shaper.choose(x, position).token_id for position in range(40)}
     assert drawn <= theirs
 
