@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo test lint types check cluster service bench clean
+.PHONY: demo test lint types check cluster service fuzz bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -43,6 +43,10 @@ cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluste
 
 service: $(VENV)/.installed-dev  ## what needs minutes of hostile HTTP traffic, and is not part of `make test`
 	$(BIN)/python -m pytest -m service -s
+
+SECONDS ?= 3600
+fuzz: $(VENV)/.installed-dev  ## hours of hostile bytes: SECONDS for each target; `make test` has a minute of it for all
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $$(date +%s)
 
 bench: $(VENV)/.installed  ## speed of the demo model on this machine's CPU ranks
 	$(BIN)/kog-bench decode
