@@ -21,6 +21,8 @@ import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kog_dist.quoting import MAX_MESSAGE_CHARS, printable
+
 if TYPE_CHECKING:
     from kog_dist.abi import WaitRecord
 
@@ -33,9 +35,16 @@ def remedy_of(error: BaseException, otherwise: str = "") -> str:
 
 
 class KogError(Exception):
-    """Base of all errors that are meant to be read by a user: one sentence with the cause and the remedy."""
+    """Base of all errors that are meant to be read by a user: one sentence with the cause and the remedy.
+
+    As text it is fit for a terminal and a log, whatever file or client had a part in it (kog_dist/quoting.py).
+    """
 
     exit_code = 3
+    max_chars = MAX_MESSAGE_CHARS
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), self.max_chars)
 
 
 class ConfigError(KogError):
@@ -54,6 +63,8 @@ class PlanError(KogError):
 
 class CompileError(KogError):
     """A device program did not compile."""
+
+    max_chars = 1 << 20  # a compiler's log is read whole
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(f"{message}\n{log}")

@@ -12,15 +12,16 @@ from types import TracebackType
 from typing import Literal
 
 from kog_dist.errors import LaunchError
+from kog_dist.quoting import printable
 
 EXIT_FILE = "exit.json"
 
 
 def say(line: str, *, error: bool = False) -> None:
-    """One line for the user; a reader that went away, or a full disk, does not stop the engine."""
+    """One line for the user, fit for a terminal; a reader that went away, or a full disk, does not stop the engine."""
     stream: Literal["stdout", "stderr"] = "stderr" if error else "stdout"
     try:
-        print(line, file=getattr(sys, stream), flush=True)
+        print(printable(line), file=getattr(sys, stream), flush=True)
     except (OSError, ValueError):
         silence(stream)
 
@@ -113,7 +114,7 @@ class EventLog:
     def note(self, text: str) -> None:
         """Tell only the log."""
         if self._log is not None:
-            self._log.write(f"{_now()} {text}\n".encode(errors="replace"))
+            self._log.write(f"{_now()} {printable(text)}\n".encode(errors="replace"))
 
 
 def _now() -> str:

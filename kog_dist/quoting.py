@@ -1,0 +1,26 @@
+"""Text from outside as it may appear on a terminal or in a log: nothing in it acts, and its length is bounded."""
+
+from __future__ import annotations
+
+import re
+
+MAX_MESSAGE_CHARS = 1500
+# Control characters but the line feed, what turns the direction of text, line ends that are none of ours, lone surrogates.
+_ACTS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_CUT = " ... (cut)"
+
+
+def printable(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
+    """A message with everything escaped that would act on a terminal; lines after the first are indented, the end may be cut."""
+    shown = _ACTS.sub(lambda found: ascii(found[0])[1:-1], text.rstrip("\n")[: most + 1]).replace("\n", "\n  ")
+    return shown if len(shown) <= most else f"{shown[: most - len(_CUT)]}{_CUT}"
+
+
+def short(untrusted: object, most: int = 80) -> str:
+    """A value from outside inside a message: ASCII, quoted, on one line, bounded."""
+    try:
+        text = ascii(untrusted[: most + 1] if isinstance(untrusted, str | bytes | list | tuple) else untrusted)
+    except RecursionError:
+        text = f"a {type(untrusted).__name__} nested too deeply"
+    return text if len(text) <= most else f"{text[: most - 4]}..."

@@ -1,0 +1,71 @@
+"""Text from outside: escaped and bounded wherever an error or a line of the launcher shows it."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from kog_dist.errors import CheckpointError, CompileError, KogError
+from kog_dist.launch.events import EventLog
+from kog_dist.model.spec import ModelSpec
+from kog_dist.quoting import MAX_MESSAGE_CHARS, printable, short
+
+HOSTILE = "\x1b]0;owned\x07\r\x9b2J\u202e\ud800"
+
+
+def acts(text: str) -> bool:
+    return any(letter != "\n" and unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp") for letter in text)
+
+
+def test_an_error_shows_nothing_that_acts_and_keeps_other_letters() -> None:
+    shown = str(KogError(f"Größe 東京 {HOSTILE}"))
+    assert shown == "Größe 東京 \\x1b]0;owned\\x07\\r\\x9b2J\\u202e\\ud800"
+
+
+def test_a_line_feed_cannot_begin_a_line_of_the_log() -> None:
+    assert printable("one\n2026-01-01T00:00:00Z forged\n") == "one\n  2026-01-01T00:00:00Z forged"
+
+
+@pytest.mark.parametrize("text", ["a" * 10_000, "\x1b" * 10_000, "\n" * 10_000 + "a", "a" * (MAX_MESSAGE_CHARS + 1)])
+def test_messages_are_bounded(text: str) -> None:
+    assert len(str(KogError(text))) == MAX_MESSAGE_CHARS
+    assert str(KogError(text)).endswith("(cut)")
+    assert str(KogError("a" * MAX_MESSAGE_CHARS)) == "a" * MAX_MESSAGE_CHARS
+
+
+def test_the_log_of_a_compiler_is_shown_whole() -> None:
+    assert str(CompileError("nvcc failed", "line\n" * 5000)).count("line") == 5000
+
+
+def test_short_is_one_quoted_line_of_bounded_length() -> None:
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert short(nested) == "a list nested too deeply"
+    for value in (HOSTILE, "x" * 10**6, list(range(10**6)), b"\x1b" * 500, {"\x1b": "\n"}):
+        assert len(short(value)) <= 80
+        assert "\n" not in short(value)
+        assert short(value).isascii()
+        assert not acts(short(value))
+
+
+def test_launcher_lines_are_quoted_on_the_terminal_and_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with EventLog(str(tmp_path)) as events:
+        events.say(f"rank 0 said {HOSTILE}", error=True)
+        events.note(f"note {HOSTILE}" + "y" * 5000)
+    log = (tmp_path / "launcher.log").read_text()
+    for text in (capsys.readouterr().err, log):
+        assert "\\x1b]0;owned" in text
+        assert not acts(text)
+    assert max(map(len, log.splitlines())) < MAX_MESSAGE_CHARS + 30
+
+
+def test_control_characters_of_a_model_folder_do_not_reach_the_message(tmp_path: Path) -> None:
+    value, key = '{"model_type": "\\u001b]0;x\\u0007"}', '{"model_type": "laneformer", "\\u001b[2J": 1}'
+    for text in (value, key, '{"\\u009b": 1, "\\u009b": 2}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError) as caught:
+            ModelSpec.from_folder(tmp_path)
+        assert not acts(str(caught.value))
