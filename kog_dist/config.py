@@ -21,6 +21,7 @@ MIN_KEY_LENGTH = 8
 MAX_REPLICAS = 256
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
+MAX_FILE_BYTES, MAX_NESTED, MAX_DOTS = 2**16, 64, 256  # of a file of settings; dots in a line
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
@@ -183,11 +184,27 @@ def read_file(path: Path) -> dict[str, Any]:
     """Parse a TOML file of settings. Raises ConfigError when it cannot be read or parsed."""
     try:
         with path.open("rb") as stream:
-            return tomllib.load(stream)
+            raw = stream.read(MAX_FILE_BYTES + 1)
+        _check_extent(raw)
+        return tomllib.loads(raw.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of numbers without end
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    except MemoryError:
+        raise ConfigError(f"config file {path} cannot be read: there is not enough memory") from None
+
+
+def _check_extent(raw: bytes) -> None:
+    """Settings are a flat table of short values: refuse what would take the parser long. Raises ValueError."""
+    if len(raw) > MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+    lines = [line for line in raw.splitlines() if not line.lstrip().startswith(b"#")]
+    for mark, what in ((b"[", "brackets"), (b"{", "braces")):
+        if sum(line.count(mark) for line in lines) > MAX_NESTED:
+            raise ValueError(f"it has more than {MAX_NESTED} opening {what}; settings are not nested")
+    if any(line.count(b".") > MAX_DOTS for line in lines):
+        raise ValueError(f"a line has more than {MAX_DOTS} dots; settings are not nested")
 
 
 def flag_name(setting: str) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+
+_LEAST_ADDRESS_SPACE = 256 << 20  # below it libraries end the process before anybody could say why
+_EXIT_CANNOT_START = 3
 
 
 def main() -> None:
@@ -14,6 +18,10 @@ def main() -> None:
     from kog_dist.python_child import harden
 
     harden()
+    if 0 <= resource.getrlimit(resource.RLIMIT_AS)[0] < _LEAST_ADDRESS_SPACE:
+        least = _LEAST_ADDRESS_SPACE >> 10
+        print(f"kog-launch: too little memory is allowed; raise its limit (ulimit -v) to {least} KiB or more", file=sys.stderr)
+        sys.exit(_EXIT_CANNOT_START)
     from kog_dist.launch.flags import run
 
     sys.exit(run(sys.argv[1:]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kog_dist.decode.request import DecodeRequest
-from kog_dist.errors import RequestError
+from kog_dist.errors import CheckpointError, RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
 from kog_dist.rpc.messages import ErrorCode, Generate
@@ -40,7 +40,12 @@ class ServedModel:
         if tokenizer is not None:
             tokenizer.check_fits(spec.vocab_size)
         eos_ids = tokenizer.eos_ids if tokenizer is not None else read_eos_ids(folder)
-        return cls(name, folder, spec, tokenizer, tuple(i for i in eos_ids if i < spec.vocab_size))
+        if (largest := max(eos_ids, default=0)) >= spec.vocab_size:
+            raise CheckpointError(
+                f"{folder}: eos_token_id {largest} in generation_config.json or config.json is no id of the model, "
+                f"whose vocabulary ends at {spec.vocab_size - 1}"
+            )
+        return cls(name, folder, spec, tokenizer, eos_ids)
 
     def admit(self, message: Generate) -> DecodeRequest:
         """The request as ranks will see it. Raises RequestError with the code that the client gets."""

@@ -16,13 +16,14 @@ import socket
 import struct
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgpack  # type: ignore[import-untyped]
 
 from kog_dist.errors import KogError
 from kog_dist.gateway import body_work
-from kog_dist.gateway.model_folder import read_model
+from kog_dist.gateway.model_files import read_model
 from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.packing import packed, packed_error
 from kog_dist.gateway.openai.reply import Planned
@@ -64,7 +65,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     try:
-        tokenizer, template, _defaults = read_model(args.model)
+        tokenizer, template, _defaults = read_model(None if args.model is None else Path(args.model))
     except KogError as error:
         print(f"body process: {error}", file=sys.stderr, flush=True)
         return error.exit_code

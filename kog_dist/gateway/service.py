@@ -19,7 +19,7 @@ from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.logs import Log
 from kog_dist.gateway.metrics import UNREAD, Metrics
-from kog_dist.gateway.model_folder import read_model
+from kog_dist.gateway.model_files import read_model
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.hardware.gpus import read_inventory
@@ -37,7 +37,7 @@ class Service:
         self.args, self.log, self.limits, self.url = args, log, limits, url
         self.begin_s = time.monotonic()
         self.created = int(time.time())
-        self.tokenizer, self.chat_template, self._defaults = read_model(args.model)
+        self.tokenizer, self.chat_template, self._defaults = read_model(None if args.model is None else Path(args.model))
         self.readiness = Readiness(stall_s=args.stall_s)
         self.welcome: Welcome | None = None
         self._announced: dict[str, Any] | None = None

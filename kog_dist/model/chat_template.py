@@ -16,8 +16,9 @@ from typing import Any
 
 from kog_dist import python_child
 from kog_dist.errors import CheckpointError, KogError, RequestError
-from kog_dist.model.manifest import Manifest, read_small_file
-from kog_dist.model.tokenizer import TOKENIZER_CONFIG_NAME, read_json
+from kog_dist.model.manifest import Manifest, read_json, read_small_file
+from kog_dist.model.tokenizer import TOKENIZER_CONFIG_NAME
+from kog_dist.quoting import short
 
 TEMPLATE_NAME = "chat_template.jinja"
 _MAX_TEMPLATE_BYTES = 2**20
@@ -58,7 +59,7 @@ class ChatTemplate:
         raw = read_small_file(folder, TEMPLATE_NAME, manifest)
         if raw is None:
             path = folder / TOKENIZER_CONFIG_NAME
-            source = _default_template(read_json(folder, TOKENIZER_CONFIG_NAME, manifest).get("chat_template"), path)
+            source = _default_template((read_json(folder, TOKENIZER_CONFIG_NAME, manifest) or {}).get("chat_template"), path)
         else:
             path = folder / TEMPLATE_NAME
             try:
@@ -232,6 +233,6 @@ def _default_template(value: Any, path: Path) -> str | None:
         named[entry["name"]] = entry["template"]
     if "default" not in named:
         raise CheckpointError(
-            f"{path}: chat_template has no entry named 'default', only {', '.join(map(ascii, named)) or 'none'}"
+            f"{path}: chat_template has no entry named 'default', only {short(', '.join(named), 200) if named else 'none'}"
         )
     return named["default"]

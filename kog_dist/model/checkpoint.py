@@ -21,19 +21,21 @@ from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.layout import EMBEDDING, TensorLayout, tensor_layouts
+from kog_dist.model.limits import MAX_SHARDS, MAX_TENSORS
 from kog_dist.model.manifest import (
     MANIFEST_NAME,
     Manifest,
     check_inside,
-    object_without_duplicates,
+    read_json,
     read_small_file,
     repair,
-    short,
     write_small_file,
 )
+from kog_dist.model.published_config import read_config_file
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, narrow, widen, write_safetensors
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import Array, RankReader, RankWeights, aligned_empty
+from kog_dist.quoting import short
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -46,7 +48,7 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     `verify` is kept for later: whether the readers of the checkpoint check the values they load.
     Raises CheckpointError naming the file and tensor that is wrong.
     """
-    spec = ModelSpec.from_folder(folder)
+    spec, announced = read_config_file(folder)
     manifest = Manifest.from_folder(folder) if verify else None
     layouts = tensor_layouts(spec)
     files, owner = _open_files(folder, manifest)
@@ -60,6 +62,10 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
             raise CheckpointError(
                 f"{path}: tensor {name} is {stored.dtype}, but {EMBEDDING} is {dtype}; all tensors must have one dtype"
             )
+    if announced not in (None, DTYPES[dtype][0]):
+        raise CheckpointError(
+            f"{owner[EMBEDDING].path}: tensor {EMBEDDING} is {dtype}, but config.json has dtype {announced}; one of them is wrong"
+        )
     if manifest is not None:
         _check_manifest(folder, manifest, files, layouts)
     return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner)
@@ -201,17 +207,16 @@ def _missing_file(folder: Path, file_name: str, weight_map: Mapping[str, str] | 
 
 def _read_index(folder: Path, manifest: Manifest | None) -> dict[str, str] | None:
     """Tensor name -> file name, or None if the folder has no index."""
-    raw = read_small_file(folder, INDEX_NAME, manifest)
-    if raw is None:
+    parsed = read_json(folder, INDEX_NAME, manifest)
+    if parsed is None:
         return None
-    path = folder / INDEX_NAME
-    try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=object_without_duplicates)
-        weight_map = parsed["weight_map"]
-        if not isinstance(weight_map, dict) or not weight_map or set(parsed) - {"metadata", "weight_map"}:
-            raise ValueError("expected metadata and a weight_map that is not empty")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not an index of safetensors files: {ascii(str(error))[1:-1]:.200}") from None
+    path, weight_map = folder / INDEX_NAME, parsed.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or set(parsed) - {"metadata", "weight_map"}:
+        raise CheckpointError(
+            f"{path} is not an index of safetensors files: expected metadata and a weight_map that is not empty"
+        )
+    if len(weight_map) > MAX_TENSORS:
+        raise CheckpointError(f"{path} places {len(weight_map)} tensors, at most {MAX_TENSORS} are accepted")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
             raise CheckpointError(
@@ -219,6 +224,8 @@ def _read_index(folder: Path, manifest: Manifest | None) -> dict[str, str] | Non
             )
         if "\0" in file_name or len(file_name) > 255:
             raise CheckpointError(f"{path} places tensor {short(name)} in {short(file_name)}, which is no file name")
+    if (num_shards := len(set(weight_map.values()))) > MAX_SHARDS:
+        raise CheckpointError(f"{path} names {num_shards} files, at most {MAX_SHARDS} are accepted")
     return weight_map
 
 

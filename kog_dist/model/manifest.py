@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from typing import Any
 
 from kog_dist.errors import CheckpointError
 from kog_dist.files import write_at_once
+from kog_dist.model.limits import FILES, OTHER_FILE
+from kog_dist.quoting import short
+from kog_dist.strict_json import parse_object
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "kog_dist manifest 1"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-MAX_SMALL_FILE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +42,13 @@ class Manifest:
         if raw is None:
             return None
         try:
-            parsed = json.loads(raw.decode("utf-8"))
+            parsed = parse_object(raw, FILES[MANIFEST_NAME].num_items)
             if parsed["format"] != _FORMAT or set(parsed) != {"format", "files", "headers", "tensors"}:
                 raise ValueError(f"expected format {_FORMAT!r} with files, headers and tensors")
             tensors = {name: tuple(map(_hash, parts)) for name, parts in parsed["tensors"].items()}
             by_name = [{name: _hash(value) for name, value in parsed[key].items()} for key in ("files", "headers")]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} is damaged or not a manifest of this program: {ascii(str(error))[1:-1]:.200}"
-            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged or not a manifest of this program: {error}") from None
         return cls(by_name[0], by_name[1], tensors)
 
     def write(self, folder: Path) -> None:
@@ -58,16 +59,17 @@ class Manifest:
 
 def _hash(value: object) -> str:
     if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        raise ValueError(f"{value!a:.80} is not a SHA-256")
+        raise ValueError(f"{short(value)} is not a SHA-256")
     return value
 
 
 def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes | None:
     """Bytes of a file of the folder, None if it is not there and not promised.
 
-    Raises CheckpointError if it cannot be read, lies outside the folder, is larger than 64 MiB, or is not what the manifest says.
+    Raises CheckpointError if it cannot be read, lies outside the folder, is larger than such a file may be, or is not what the
+    manifest says.
     """
-    path = folder / name
+    path, most = folder / name, FILES.get(name, OTHER_FILE).num_bytes
     expected = manifest.files.get(name) if manifest else None
     if not path.exists() and expected is None and not path.is_symlink():
         return None
@@ -76,11 +78,13 @@ def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes
         if not path.is_file():
             raise CheckpointError(f"{path} is missing or no regular file")
         with path.open("rb") as file:
-            raw = file.read(MAX_SMALL_FILE_BYTES + 1)
+            raw = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_SMALL_FILE_BYTES:
-        raise CheckpointError(f"{path} is larger than {MAX_SMALL_FILE_BYTES} bytes")
+    except MemoryError:
+        raise CheckpointError(f"{path} cannot be read: there is not enough memory") from None
+    if len(raw) > most:
+        raise CheckpointError(f"{path} is larger than {most} bytes")
     if expected is not None and hashlib.sha256(raw).hexdigest() != expected:
         raise CheckpointError(f"{path} differs from its SHA-256 in {MANIFEST_NAME}: {repair(name)}")
     return raw
@@ -109,19 +113,12 @@ def write_small_file(path: Path, content: bytes) -> None:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Hook for json.loads: an object as a dict. Raises ValueError if a key stands twice (readers would disagree on its value)."""
-    parsed = dict(pairs)
-    if len(parsed) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {short(key)} stands twice")
-            seen.add(key)
-    return parsed
-
-
-def short(untrusted: object) -> str:
-    """Text from a file as it may appear in a message: ASCII, quoted, bounded."""
-    text = ascii(untrusted)
-    return text if len(text) <= 80 else f"{text[:76]}..."
+def read_json(folder: Path, name: str, manifest: Manifest | None) -> dict[str, Any] | None:
+    """A JSON object of the folder, None if there is no such file. Raises CheckpointError naming the file."""
+    raw = read_small_file(folder, name, manifest)
+    if raw is None:
+        return None
+    try:
+        return parse_object(raw, FILES[name].num_items)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / name} cannot be read as JSON: {error}") from None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CheckpointError, ConfigError
-from kog_dist.model.manifest import object_without_duplicates, read_small_file
-from kog_dist.model.spec import MAX_LAYERS, MODEL_TYPES, HeadType, ModelSpec, RopeScaling
+from kog_dist.model.limits import MAX_LAYERS
+from kog_dist.model.manifest import read_json
+from kog_dist.model.spec import MODEL_TYPES, HeadType, ModelSpec, RopeScaling
+from kog_dist.quoting import short
 
 # Keys that transformers writes into every config.json and that change nothing here.
 _IGNORED_KEYS = frozenset(
@@ -23,6 +24,7 @@ _FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
 }
+_DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST_NUMBER = 2**53
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")  # the second is the name in transformers 5
 _SPEC_KEYS = frozenset(
@@ -33,22 +35,26 @@ _SPEC_KEYS = frozenset(
 )
 
 
-def read_config_file(folder: Path) -> ModelSpec:
-    """See ModelSpec.from_folder."""
+def read_config_file(folder: Path) -> tuple[ModelSpec, str | None]:
+    """See ModelSpec.from_folder; also the dtype of the tensors that config.json announces, None if it does not."""
     path = folder / "config.json"
-    raw = read_small_file(folder, path.name, None)
-    if raw is None:
+    parsed = read_json(folder, path.name, None)
+    if parsed is None:
         raise CheckpointError(f"{folder} has no config.json; MODEL must be a folder with a published checkpoint")
     try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=object_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path} holds a {type(parsed).__name__}, expected an object")
-    try:
-        return read_config(parsed)
+        return read_config(parsed), _dtype(parsed)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    given = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    for key, value in given.items():
+        if value not in _DTYPES:
+            raise ConfigError(f"config key {key} is {short(value)}; supported: {', '.join(_DTYPES)}")
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"dtype {given['dtype']} contradicts torch_dtype {given['torch_dtype']}")
+    return next(iter(given.values()), None)
 
 
 def _number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> Any:
@@ -57,22 +63,22 @@ def _number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> An
     if value is None:
         raise ConfigError(f"config key {key} is missing")
     if (isinstance(value, bool) and kind is not bool) or not isinstance(value, accepted):
-        raise ConfigError(f"config key {key} must be {kind.__name__}, got {value!r}")
+        raise ConfigError(f"config key {key} must be {kind.__name__}, got {short(value)}")
     if isinstance(value, int | float) and not abs(value) <= _LARGEST_NUMBER:
-        raise ConfigError(f"config key {key} must be a finite number of ordinary size, got {value!r:.40}")
+        raise ConfigError(f"config key {key} must be a finite number of ordinary size, got {short(value)}")
     return kind(value)
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """See ModelSpec.from_config."""
     if config.get("model_type") not in MODEL_TYPES:
-        raise ConfigError(f"model_type {config.get('model_type')!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+        raise ConfigError(f"model_type {short(config.get('model_type'))} is not supported; supported: {', '.join(MODEL_TYPES)}")
     unknown = sorted(set(config) - _SPEC_KEYS - _IGNORED_KEYS - set(_FIXED_VALUES))
     if unknown:
-        raise ConfigError(f"unknown config keys: {', '.join(map(ascii, unknown))}")
+        raise ConfigError(f"unknown config keys: {', '.join(map(short, unknown[:8]))}")
     for key, allowed in _FIXED_VALUES.items():
         if key in config and config[key] not in allowed:
-            raise ConfigError(f"config key {key} is {config[key]!r}, only {allowed[0]!r} is supported")
+            raise ConfigError(f"config key {key} is {short(config[key])}, only {allowed[0]!r} is supported")
     num_heads = _number(config, "num_attention_heads", None, int)
     num_layers = min(_number(config, "num_hidden_layers", None, int), MAX_LAYERS + 1)  # ModelSpec refuses the excess
     attention_comm, mlp_comm = _comm(config)
@@ -111,12 +117,12 @@ def _head_type(config: Mapping[str, Any]) -> HeadType:
         return HeadType(config.get("lm_head_type", "replicate"))
     except ValueError:
         names = ", ".join(kind.value for kind in HeadType)
-        raise ConfigError(f"lm_head_type {config['lm_head_type']!r} is not supported; supported: {names}") from None
+        raise ConfigError(f"lm_head_type {short(config['lm_head_type'])} is not supported; supported: {names}") from None
 
 
 def _norm_eps(config: Mapping[str, Any]) -> float:
     if "norm_eps" in config and "rms_norm_eps" in config and config["norm_eps"] != config["rms_norm_eps"]:
-        raise ConfigError(f"norm_eps {config['norm_eps']} contradicts rms_norm_eps {config['rms_norm_eps']}")
+        raise ConfigError(f"norm_eps {short(config['norm_eps'])} contradicts rms_norm_eps {short(config['rms_norm_eps'])}")
     key = "rms_norm_eps" if "rms_norm_eps" in config else "norm_eps"
     return float(_number(config, key, 1e-5, float))
 
@@ -135,7 +141,7 @@ def _comm(config: Mapping[str, Any]) -> tuple[bool, bool]:
 def _layer_list(config: Mapping[str, Any], key: str, num_layers: int) -> tuple[int, ...]:
     value = config.get(key) or []
     if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-        raise ConfigError(f"config key {key} must be a list of layer numbers, got {value!r}")
+        raise ConfigError(f"config key {key} must be a list of layer numbers, got {short(value)}")
     for layer in value:
         if not 0 <= layer < num_layers:
             raise ConfigError(f"config key {key} names layer {layer}; the model has {num_layers} layers")
@@ -152,9 +158,9 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, tu
     from_count = tuple(i for i in counted if i not in unclamped)
     listed = _layer_list(config, "swa_layers", num_layers)
     if config.get("swa_layers") is not None and "sliding_window_n_layers" in config and listed != from_count:
-        raise ConfigError(f"swa_layers {list(listed)} contradicts sliding_window_n_layers {first}: {list(from_count)}")
+        raise ConfigError(f"swa_layers {short(listed)} contradicts sliding_window_n_layers {first}: {short(from_count)}")
     if unclamped & set(listed):
-        raise ConfigError(f"layers {sorted(unclamped & set(listed))} stand in both swa_layers and unclamped_layers")
+        raise ConfigError(f"layers {short(sorted(unclamped & set(listed)))} stand in both swa_layers and unclamped_layers")
     return window, listed or from_count
 
 
@@ -162,7 +168,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = float(_number(config, "rope_theta", 1e4, float))
     given = {key: dict(config[key]) for key in _ROPE_KEYS if _is_object(config, key)}
     if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
-        raise ConfigError(f"rope_scaling {given['rope_scaling']} contradicts rope_parameters {given['rope_parameters']}")
+        both = " contradicts ".join(f"{key} {short(value)}" for key, value in given.items())
+        raise ConfigError(both)
     for key, raw in given.items():
         nested = float(_number(raw, "rope_theta", theta, float))
         if config.get("rope_theta") is not None and nested != theta:
@@ -174,7 +181,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def _is_object(config: Mapping[str, Any], key: str) -> bool:
     if config.get(key) is not None and not isinstance(config[key], Mapping):
-        raise ConfigError(f"config key {key} must be an object, got {config[key]!r}")
+        raise ConfigError(f"config key {key} must be an object, got {short(config[key])}")
     return config.get(key) is not None
 
 
@@ -182,13 +189,13 @@ def _rope_scaling(key: str, raw: dict[str, Any]) -> RopeScaling | None:
     old_name = raw.pop("type", None)
     kind = raw.pop("rope_type", old_name)
     if old_name not in (None, kind):
-        raise ConfigError(f"{key}.type {old_name!r} contradicts {key}.rope_type {kind!r}")
+        raise ConfigError(f"{key}.type {short(old_name)} contradicts {key}.rope_type {short(kind)}")
     names = {} if kind in (None, "default") else {field.name: field for field in fields(RopeScaling)}
     if kind not in (None, "default", "llama3"):
-        raise ConfigError(f"{key} type {kind!r} is not supported; supported: default, llama3")
+        raise ConfigError(f"{key} type {short(kind)} is not supported; supported: default, llama3")
     if set(raw) != set(names):
         wanted = ", ".join(["rope_type", *sorted(names)])
-        raise ConfigError(f"{key} of type {kind} must have exactly the keys {wanted}; got also or only {sorted(raw)}")
+        raise ConfigError(f"{key} of type {kind} must have exactly the keys {wanted}; got also or only {short(sorted(raw), 200)}")
     if not names:
         return None
     return RopeScaling(

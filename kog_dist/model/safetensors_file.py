@@ -6,7 +6,6 @@ The library's reader is not used: it maps the file (one truncated meanwhile kill
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +19,10 @@ import safetensors
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
-from kog_dist.model.manifest import object_without_duplicates, short
+from kog_dist.model.limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS
+from kog_dist.quoting import short
+from kog_dist.strict_json import parse_json
 
-MAX_HEADER_BYTES = 16 * 2**20
-MAX_TENSORS = 65_536
-MAX_DIMENSIONS = 8
 _CHUNK_BYTES = 2**20
 
 # name in a header -> (name in safetensors' writer and in config.json, bytes per value)
@@ -198,9 +196,9 @@ def _parse_header(path: Path, header: bytes, file_bytes: int) -> dict[str, Store
     if header.count(b"{") > MAX_TENSORS + 2 or header.count(b"[") > 2 * MAX_TENSORS or header.count(b",") > 16 * MAX_TENSORS:
         raise refuse(f"the header describes more than {MAX_TENSORS} tensors")
     try:
-        entries = json.loads(header.decode("utf-8"), object_pairs_hook=object_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise refuse(f"the header is not valid JSON ({ascii(str(error))[1:-1]:.200})") from None
+        entries = parse_json(header, 32 * MAX_TENSORS)
+    except ValueError as error:
+        raise refuse(f"the header is not valid JSON ({error})") from None
     if header[:1] != b"{" or not isinstance(entries, dict):
         raise refuse("the header is not a JSON object")
     metadata = entries.pop("__metadata__", {})

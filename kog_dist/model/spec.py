@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.model import limits
+from kog_dist.quoting import short
 
 MODEL_TYPES = ("laneformer_tp", "laneformer")
-MAX_LAYERS = 4096  # far above any model; keeps a hostile config.json from making us build endless lists
 
 
 class Block(enum.IntEnum):
@@ -91,22 +92,34 @@ class ModelSpec:
             if not 0 <= layer < self.num_layers:
                 raise ConfigError(f"windowed layer {layer} does not exist: the model has {self.num_layers} layers")
         if tuple(sorted(set(self.window_layers))) != self.window_layers:
-            raise ConfigError(f"window_layers must be ascending without repeats, got {self.window_layers}")
+            raise ConfigError(f"window_layers must be ascending without repeats, got {short(self.window_layers)}")
         if self.window_layers and self.sliding_window is None:
-            raise ConfigError(f"layers {self.window_layers} are windowed but sliding_window is not set")
+            raise ConfigError(f"layers {short(self.window_layers)} are windowed but sliding_window is not set")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window must be at least 1, got {self.sliding_window}")
 
     def _check_sizes(self) -> None:
-        for key, size in (
-            ("hidden_size", self.hidden_size), ("num_hidden_layers", self.num_layers), ("num_attention_heads", self.num_heads),
-            ("num_key_value_heads", self.num_kv_heads), ("intermediate_size", self.intermediate_size),
-            ("vocab_size", self.vocab_size), ("max_position_embeddings", self.max_context), ("num_lanes", self.num_lanes),
-        ):  # fmt: skip
+        for key, size, most in (
+            ("hidden_size", self.hidden_size, limits.MAX_HIDDEN_SIZE),
+            ("num_hidden_layers", self.num_layers, limits.MAX_LAYERS),
+            ("num_attention_heads", self.num_heads, limits.MAX_HEADS),
+            ("num_key_value_heads", self.num_kv_heads, limits.MAX_HEADS),
+            ("intermediate_size", self.intermediate_size, limits.MAX_INTERMEDIATE_SIZE),
+            ("vocab_size", self.vocab_size, limits.MAX_VOCAB_SIZE),
+            ("max_position_embeddings", self.max_context, limits.MAX_CONTEXT),
+            ("num_lanes", self.num_lanes, limits.MAX_LANES),
+            ("broadcast_delay", max(self.delay, 1), limits.MAX_LAYERS),
+            ("sliding_window", max(self.sliding_window or 1, 1), limits.MAX_WINDOW),
+        ):
             if size < 1:
                 raise ConfigError(f"{key} must be at least 1, got {size}")
-        if self.num_layers > MAX_LAYERS:
-            raise ConfigError(f"num_hidden_layers must be at most {MAX_LAYERS}")
+            if size > most:
+                raise ConfigError(f"{key} must be at most {most}, got {size}")
+        if self.num_layers * self.num_lanes > limits.MAX_LANES_OF_LAYERS:
+            raise ConfigError(
+                f"num_hidden_layers {self.num_layers} times num_lanes {self.num_lanes} must be at most "
+                f"{limits.MAX_LANES_OF_LAYERS}"
+            )
         if self.delay < 0:
             raise ConfigError(f"broadcast_delay must not be negative, got {self.delay}")
         if not self.norm_eps > 0:
@@ -232,7 +245,7 @@ class ModelSpec:
         """Read `config.json` of a model folder. Raises CheckpointError if it is missing, no JSON, or not a model we run."""
         from kog_dist.model.published_config import read_config_file
 
-        return read_config_file(folder)
+        return read_config_file(folder)[0]
 
     def to_config(self) -> dict[str, Any]:
         """The `config.json` of this spec in the later field revision; `from_config` of it gives an equal spec."""

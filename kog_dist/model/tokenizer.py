@@ -7,7 +7,6 @@ valid text this is what the `tokenizers` library gives; unlike there, the promis
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,10 @@ from typing import Any
 import tokenizers
 
 from kog_dist.errors import CheckpointError, RequestError
-from kog_dist.model.manifest import Manifest, read_small_file
+from kog_dist.model.limits import FILES
+from kog_dist.model.manifest import Manifest, read_json, read_small_file
+from kog_dist.quoting import short
+from kog_dist.strict_json import parse_object
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -34,9 +36,11 @@ class Tokenizer:
     """
 
     def __init__(self, raw: str, eos_ids: Sequence[int] = (), special_tokens: Mapping[str, str] | None = None) -> None:
-        """Build it from the text of a tokenizer.json. Raises ValueError if it is none that we can decode."""
+        """Build it from the text of a tokenizer.json. Raises ValueError if it is none that we can decode, or one with dropout."""
+        parsed = parse_object(raw.encode("utf-8"), FILES[TOKENIZER_NAME].num_items)
+        _refuse_dropout(parsed)
         self._library = _load_library(raw)
-        self._bytes_of = _ByteDecoder.from_json(json.loads(raw))
+        self._bytes_of = _ByteDecoder.from_json(parsed)
         self._token_bytes: dict[int, bytes] = {}
         self._special_ids = frozenset(i for i, token in self._library.get_added_tokens_decoder().items() if token.special)
         self.eos_ids = tuple(eos_ids)
@@ -52,9 +56,11 @@ class Tokenizer:
             return None
         try:
             tokenizer = cls(raw.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise CheckpointError(f"{folder / TOKENIZER_NAME} cannot be used: {error}") from None
-        tokenizer.special_tokens = _special_tokens(read_json(folder, TOKENIZER_CONFIG_NAME, manifest))
+        except MemoryError:
+            raise CheckpointError(f"{folder / TOKENIZER_NAME} cannot be used: there is not enough memory") from None
+        tokenizer.special_tokens = _special_tokens(read_json(folder, TOKENIZER_CONFIG_NAME, manifest) or {})
         tokenizer.eos_ids = read_eos_ids(folder)
         if not tokenizer.eos_ids and (eos := tokenizer.id_of(tokenizer.special_tokens.get("eos_token", ""))) is not None:
             tokenizer.eos_ids = (eos,)
@@ -163,30 +169,16 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """
     manifest = Manifest.from_folder(folder)
     for name in ("generation_config.json", "config.json"):
-        value = read_json(folder, name, manifest).get("eos_token_id")
+        value = (read_json(folder, name, manifest) or {}).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and 0 <= i < 2**31 for i in ids) or len(ids) > MAX_EOS_IDS:
             raise CheckpointError(
-                f"{folder / name}: eos_token_id must be a token id or at most {MAX_EOS_IDS} of them, got {value!r:.80}"
+                f"{folder / name}: eos_token_id must be a token id or at most {MAX_EOS_IDS} of them, got {short(value)}"
             )
         return tuple(dict.fromkeys(ids))
     return ()
-
-
-def read_json(folder: Path, name: str, manifest: Manifest | None) -> dict[str, Any]:
-    """A JSON object of the folder; empty if there is no such file. Raises CheckpointError naming the file."""
-    raw = read_small_file(folder, name, manifest)
-    if raw is None:
-        return {}
-    try:
-        parsed = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / name} is not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{folder / name} holds a {type(parsed).__name__}, expected an object")
-    return parsed
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -199,13 +191,21 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def _refuse_dropout(parsed: Mapping[str, Any]) -> None:
+    """A model with dropout gives another encoding of the same text each time."""
+    model = parsed.get("model")
+    dropout = model.get("dropout") if isinstance(model, dict) else None
+    if dropout not in (None, 0):
+        raise ValueError(f"its model has dropout {short(dropout)}, which is for training; set it to null")
+
+
 def _load_library(raw: str) -> Any:
     try:
         library = tokenizers.Tokenizer.from_str(raw)
     except BaseException as error:  # the library raises bare Exception, and its panics derive from BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
-        raise ValueError(f"the tokenizers library refuses it: {error!s:.200}") from None
+        raise ValueError(f"the tokenizers library refuses it: {short(str(error), 200)}") from None
     library.no_truncation()  # a tokenizer.json saved during training may cut or pad every text
     library.no_padding()
     return library

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.checkpoint import narrow_finite, write_stored_checkpoint
 from kog_dist.model.layout import EMBEDDING, tensor_layouts
-from kog_dist.model.manifest import object_without_duplicates, read_small_file
+from kog_dist.model.manifest import read_json, read_small_file
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile
 from kog_dist.model.spec import ModelSpec
 
@@ -58,13 +57,9 @@ def convert_llama(
     in which the lanes' sums are added. One tensor is in memory at a time, besides one shard of what is written.
     Raises ConfigError or CheckpointError.
     """
-    raw = read_small_file(folder, "config.json", None)
-    if raw is None:
+    config = read_json(folder, "config.json", None)
+    if config is None:
         raise CheckpointError(f"{folder} has no config.json; give the folder of a Llama checkpoint")
-    try:
-        config = json.loads(raw.decode("utf-8"), object_pairs_hook=object_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder}/config.json cannot be read as JSON: {error}") from None
     spec = llama_spec(config, num_lanes)
     read = _reader(folder, {llama_name(name) for name in tensor_layouts(spec)})
     stored_dtype = {name: key for key, (name, _) in DTYPES.items()}[dtype]

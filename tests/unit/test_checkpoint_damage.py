@@ -282,7 +282,9 @@ def test_an_index_cannot_lead_elsewhere(tmp_path: Path, place: object) -> None:
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     written(tmp_path, manifest=False)
     (tmp_path / INDEX_NAME).write_text(text, encoding="latin-1")
-    assert f"{tmp_path / INDEX_NAME} is not an index" in refusal(lambda: open_checkpoint(tmp_path))
+    message = refusal(lambda: open_checkpoint(tmp_path))
+    assert message.startswith(str(tmp_path / INDEX_NAME))
+    assert "is not an index" in message or "cannot be read as JSON" in message
 
 
 @pytest.mark.parametrize("name", [SINGLE_NAME, "config.json"])

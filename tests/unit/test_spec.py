@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.layout import tensor_layouts
-from kog_dist.model.spec import MAX_LAYERS, Block, HeadType, ModelSpec, ReduceMode, RopeScaling, laneformer_2b
+from kog_dist.model.limits import MAX_LAYERS
+from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode, RopeScaling, laneformer_2b
 
 FIRST_REVISION: dict[str, Any] = {
     "architectures": ["LaneformerForCausalLM"],

@@ -1,0 +1,141 @@
+"""What a small file asks for is refused before it is made: seconds and memory of a process with little of both."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kog_dist.config import read_file
+from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.launch import flags, inspection
+from kog_dist.model import limits
+from kog_dist.model.checkpoint import INDEX_NAME, open_checkpoint
+from kog_dist.model.spec import ModelSpec
+
+BIG = 2**28
+CONFIG: dict[str, Any] = {
+    "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64, "num_lanes": 8, "broadcast_delay": 1,
+}  # fmt: skip
+# Runs a flag of kog-launch with 100 MB more than the imports take, and prints its exit code.
+BOUNDED = """
+import resource, sys
+from kog_dist.launch import flags, inspection
+from kog_dist.model import checkpoint
+from kog_dist.decode import plan, validate
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000, used + 100_000_000))
+resource.setrlimit(resource.RLIMIT_CPU, (5, 5))
+sys.exit(flags.run(sys.argv[1:]))
+"""
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_lanes": BIG, "num_attention_heads": BIG, "num_key_value_heads": BIG, "intermediate_size": BIG,
+          "hidden_size": 2 * BIG, "vocab_size": BIG}, "hidden_size"),
+        ({"num_lanes": 256, "num_attention_heads": 256, "num_key_value_heads": 256, "intermediate_size": 256,
+          "hidden_size": 1024}, "num_lanes"),
+        ({"num_attention_heads": 2 * limits.MAX_HEADS, "hidden_size": 4 * limits.MAX_HEADS}, "num_attention_heads"),
+        ({"num_hidden_layers": BIG}, "num_hidden_layers"),
+        ({"num_hidden_layers": limits.MAX_LAYERS}, "times num_lanes 8 must be at most"),
+        ({"vocab_size": limits.MAX_VOCAB_SIZE + 1}, "vocab_size"),
+        ({"intermediate_size": 2 * limits.MAX_INTERMEDIATE_SIZE}, "intermediate_size"),
+        ({"max_position_embeddings": limits.MAX_CONTEXT + 1}, "max_position_embeddings"),
+        ({"broadcast_delay": limits.MAX_LAYERS + 1}, "broadcast_delay"),
+        ({"sliding_window": limits.MAX_WINDOW + 1, "swa_layers": [0]}, "sliding_window"),
+    ],
+)  # fmt: skip
+def test_every_size_has_a_bound_that_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        ModelSpec.from_folder(written(tmp_path, **changes))
+
+
+def test_the_bounds_themselves_are_taken() -> None:
+    spec = ModelSpec.from_config(CONFIG | {"max_position_embeddings": limits.MAX_CONTEXT, "vocab_size": limits.MAX_VOCAB_SIZE})
+    assert (spec.max_context, spec.vocab_size) == (limits.MAX_CONTEXT, limits.MAX_VOCAB_SIZE)
+    lanes = limits.MAX_LANES
+    layers = limits.MAX_LANES_OF_LAYERS // lanes
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_lanes"), lanes)
+    assert ModelSpec.from_config(CONFIG | sizes | {"hidden_size": 2 * lanes, "num_hidden_layers": layers}).num_lanes == lanes
+
+
+@pytest.mark.parametrize("flag", ["--check", "--dry-run"])
+def test_a_small_config_takes_little_memory_and_time(tmp_path: Path, flag: str) -> None:
+    sizes = dict.fromkeys(("num_lanes", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"), BIG)
+    written(tmp_path, hidden_size=2 * BIG, **sizes)
+    command = [sys.executable, "-c", BOUNDED, flag, "--device", "cpu", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "hidden_size must be at most" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_launcher_that_may_have_little_memory_says_so() -> None:
+    for limit_kib in (100_000, 200_000):
+
+        def lower(limit_bytes: int = limit_kib << 10) -> None:
+            resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+
+        command = [sys.executable, "-m", "kog_dist.launch.cli", "--check"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, preexec_fn=lower)
+        assert done.returncode == 3, done.stderr
+        assert "raise its limit (ulimit -v)" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_memory_that_runs_out_later_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run_out(*_: object, **__: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(inspection, "check", run_out)
+    assert flags.run(["--check"]) == 3
+    assert capsys.readouterr().err == "kog-launch: there is not enough memory; raise its limit (ulimit -v), or free some\n"
+
+
+# ---- other files ----
+def test_a_lone_surrogate_in_the_index_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (written(tmp_path) / INDEX_NAME).write_text('{"weight_map": {"a": "\\ud800.safetensors"}}')
+    with pytest.raises(CheckpointError, match="lone surrogate"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_of_too_many_files_is_refused(tmp_path: Path) -> None:
+    places = {f"t{i}": f"{i}.safetensors" for i in range(limits.MAX_SHARDS + 1)}
+    (written(tmp_path) / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointError, match="names 1025 files, at most 1024 are accepted"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_config_of_many_bytes_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, architectures=["x" * limits.FILES["config.json"].num_bytes])
+    with pytest.raises(CheckpointError, match="is larger than 1048576 bytes"):
+        ModelSpec.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ranks = " + "9" * 10_000, "a = " + "[" * 100_000, "a = " + "[" * 30_000, "a = " + "{b=" * 3_000,
+     "a" + ".a" * 50_000 + " = 1", "a" + ".a" * 20_000 + " = 1", "[a" + ".a" * 20_000 + "]", "\n".join(["[[a]]"] * 100)],
+    ids=["digits", "brackets", "few brackets", "braces", "parts", "few parts", "parts of a table", "tables"],
+)  # fmt: skip
+def test_hostile_settings_are_one_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hostile.toml"
+    path.write_text(text)
+    before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with pytest.raises(ConfigError, match=r"hostile\.toml is not valid TOML") as caught:
+        read_file(path)
+    assert len(str(caught.value)) < 1500
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before_bytes < 50 << 20
