@@ -81,7 +81,8 @@ def launch(
     json_schema: Annotated[str | None, JSON_SCHEMA] = None,
     regex: Annotated[str | None, REGEX] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show bytes per rank, plan and ceiling; start nothing.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Read the checkpoint's metadata only; exit 0 or 3.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Open all files of the model as a start does; exit 0 or 3.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="With --check: also read all weights.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show every setting and its source.")] = False,
 ) -> None:
     """Start a model on this machine and serve it, or answer one prompt.
@@ -105,19 +106,21 @@ def launch(
         raise ConfigError(f"{given[0]} describes one request and goes only with --prompt or --prompt-ids")
     if sum((dry_run, check, print_config)) > 1:
         raise ConfigError("--dry-run, --check and --print-config exclude each other")
+    if deep and not check:
+        raise ConfigError("--deep goes with --check; a start reads all weights anyway")
     if print_config:
         _print(resolved.describe())
         choice = choose_launcher(resolved.config, os.environ)
         _print(f"\nlauncher {choice.launcher}: {choice.reason}")
         raise typer.Exit(0)
-    raise typer.Exit(_start(resolved.config, request, dry_run=dry_run, check=check))
+    raise typer.Exit(_start(resolved.config, request, dry_run=dry_run, check=check, deep=deep))
 
 
-def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_run: bool, check: bool) -> int:
+def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_run: bool, check: bool, deep: bool) -> int:
     from kog_dist.launch import inspection
 
     if check:
-        _print(inspection.check(settings))
+        _print(inspection.check(settings, deep=deep))
         return 0
     if dry_run:
         _print(inspection.dry_run(settings))
@@ -176,6 +179,9 @@ def _run(arguments: list[str]) -> int:
         silence("stdout")
         remedy = remedy_of(error)
         say(f"kog-launch: the system refused what is needed: {error}{'; ' if remedy else ''}{remedy}", error=True)
+        return LaunchError.exit_code
+    except MemoryError:
+        say("kog-launch: there is not enough memory; raise its limit (ulimit -v), or free some", error=True)
         return LaunchError.exit_code
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else 1

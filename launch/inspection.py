@@ -20,16 +20,32 @@ _H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
 _MIB = 2**20
 
 
-def check(settings: LaunchConfig) -> str:
-    """One line about a checkpoint whose metadata is in order. Reads no values. Raises CheckpointError or ConfigError."""
+def check(settings: LaunchConfig, *, deep: bool = False) -> str:
+    """One line about a model folder that a start would accept: opens what a start opens, and with `deep` reads all weights.
+
+    Raises CheckpointError, ConfigError or PlanError.
+    """
+    from kog_dist.decode.plan import make_plan
+    from kog_dist.decode.validate import check as check_plan
+    from kog_dist.gateway.model_files import read_model
+    from kog_dist.workers.served_model import ServedModel
+
     target = plan_target(settings)[0]
     opened = target.checkpoint
-    tokenizer = "with" if (target.folder / "tokenizer.json").is_file() else "without"
+    served = ServedModel.from_folder(target.folder, target.model_name)
+    template = read_model(target.folder)[1]
+    if template is not None:
+        template.close()
+    check_plan(make_plan(opened.spec, target.world_size, staggered=target.device == "cuda"))
+    if deep:
+        opened.verify_all()
+    tokenizer = "with" if served.tokenizer is not None else "without"
     hashes = "with hash manifest" if opened.manifest is not None else "without hash manifest"
     files = f"{len(opened.files)} file{'s' if len(opened.files) > 1 else ''}"
     return (
         f"{target.model_name}: {opened.spec.num_parameters:,} parameters, {opened.dtype}, {files}, "
         f"{opened.num_bytes / _MIB:.1f} MiB, {opened.spec.num_lanes} lanes, {hashes}, {tokenizer} tokenizer"
+        f"{', all weights read' if deep else ''}"
     )
 
 

@@ -13,6 +13,15 @@ _SCALARS: tuple[str, ...] = (
 )  # fmt: skip
 
 
+def fuzzed_json(data: bytes, max_size: int, seed: int) -> bytes:
+    """`mutate` of a target that reads JSON: changes of values more often than of bytes."""
+    import atheris
+
+    rng = random.Random(seed)
+    changed = mutate_json(data, rng) if rng.random() < 0.7 else None
+    return bytes(atheris.Mutate(data, max_size) if changed is None else changed[:max_size])
+
+
 class _Object(list[tuple[str, Any]]):
     """The pairs of an object in their order, so that a key can stand twice."""
 
