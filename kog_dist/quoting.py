@@ -8,12 +8,23 @@ MAX_MESSAGE_CHARS = 1500
 # Control characters but the line feed, what turns the direction of text, line ends that are none of ours, lone surrogates.
 _ACTS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_ACTING_BYTES = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")  # UTF-8; a tab harms no log
 _CUT = " ... (cut)"
+
+
+def escaped(text: str) -> str:
+    """The text with everything escaped that would act on a terminal; its lines stay."""
+    return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def escaped_bytes(chunk: bytes) -> bytes:
+    """The same for what another process has printed."""
+    return _ACTING_BYTES.sub(lambda found: ascii(found[0])[2:-1].encode(), chunk)
 
 
 def printable(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
     """A message with everything escaped that would act on a terminal; lines after the first are indented, the end may be cut."""
-    shown = _ACTS.sub(lambda found: ascii(found[0])[1:-1], text.rstrip("\n")[: most + 1]).replace("\n", "\n  ")
+    shown = escaped(text.rstrip("\n")[: most + 1]).replace("\n", "\n  ")
     return shown if len(shown) <= most else f"{shown[: most - len(_CUT)]}{_CUT}"
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Literal
 
 from kog_dist.errors import LaunchError
-from kog_dist.quoting import printable
+from kog_dist.quoting import escaped_bytes, printable
 
 EXIT_FILE = "exit.json"
 
@@ -67,7 +67,8 @@ class LogFile:
         self.write(f"---- {role}, run of kog-launch {os.getpid()}, {_now()} ----\n".encode())
 
     def write(self, chunk: bytes) -> None:
-        """Append to it, or say that this cannot be done."""
+        """Append to it, escaped, or say that this cannot be done."""
+        chunk = escaped_bytes(chunk)
         try:
             if rest := chunk[self._file.write(chunk) or 0 :]:  # what no longer fits: the next attempt says why
                 self._file.write(rest)

@@ -16,6 +16,7 @@ from kog_dist import config
 from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
+from kog_dist.quoting import escaped
 from kog_dist.rank_env import read_rank_variables
 from kog_dist.rpc.output import write_out
 from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
@@ -136,7 +137,7 @@ def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_
 def _print(text: str) -> None:
     """Print what was asked for. Raises OutputError when it cannot be written."""
     with suppress(BrokenPipeError):  # whoever read it has enough
-        write_out(text + "\n")
+        write_out(escaped(text) + "\n")
 
 
 def _open_standard_streams() -> None:

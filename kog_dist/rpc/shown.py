@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kog_dist.quoting import escaped
 from kog_dist.rpc.messages import Done, StatusReport
 
 
@@ -25,7 +26,7 @@ def describe(report: StatusReport) -> str:
     ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
     of_one = f", {report.client_queue_limit} of one client" if report.client_queue_limit else ""  # a router has no such limit
     what = f"{report.model} on {ranks}" if report.model else "no model yet"
-    return "\n".join(
+    lines = "\n".join(
         [
             f"{report.instance}: {report.state.value}, {what}, up {report.uptime_s:.0f} s",
             f"ranks    {states}",
@@ -39,6 +40,7 @@ def describe(report: StatusReport) -> str:
             *_describe_replicas(report),
         ]
     )
+    return escaped(lines)
 
 
 def _running(report: StatusReport) -> str:

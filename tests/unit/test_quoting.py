@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kog_dist.bench.tiny_model import write_tiny_model
 from kog_dist.errors import CheckpointError, CompileError, KogError
-from kog_dist.launch.events import EventLog
+from kog_dist.launch import flags
+from kog_dist.launch.events import EventLog, LogFile
 from kog_dist.model.spec import ModelSpec
 from kog_dist.quoting import MAX_MESSAGE_CHARS, printable, short
 
@@ -60,6 +62,28 @@ def test_launcher_lines_are_quoted_on_the_terminal_and_in_the_log(tmp_path: Path
         assert "\\x1b]0;owned" in text
         assert not acts(text)
     assert max(map(len, log.splitlines())) < MAX_MESSAGE_CHARS + 30
+
+
+def test_what_a_process_printed_is_escaped_in_its_log(tmp_path: Path) -> None:
+    log = LogFile(tmp_path, "rank 0")
+    log.write(f"one\ttwo Größe 東京 {HOSTILE[:-1]}\n".encode())
+    log.close()
+    last = (tmp_path / "rank-0.log").read_text().splitlines()[-1]
+    assert last == "one\ttwo Größe 東京 \\x1b]0;owned\\x07\\r\\xc2\\x9b2J\u202e"
+
+
+def test_a_folder_of_any_name_is_shown_escaped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model\x1b]0;x\x07"
+    folder.mkdir()
+    write_tiny_model(folder)
+    assert flags.run(["--device", "cpu", "--check", str(folder)]) == 0
+    settings = tmp_path / "settings.toml"
+    settings.write_text('log_dir = "\\u001b[2J"')
+    assert flags.run(["--print-config", "--config", str(settings)]) == 0
+    shown = capfd.readouterr().out
+    assert "model\\x1b]0;x\\x07: " in shown
+    assert "\\x1b[2J" in shown
+    assert not acts(shown)
 
 
 def test_control_characters_of_a_model_folder_do_not_reach_the_message(tmp_path: Path) -> None:
