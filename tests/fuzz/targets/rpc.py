@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tests.fuzz.refusals import refused
-
 from kog_dist.rpc.messages import BadMessage, decode_event, decode_request, encode
+from tests.fuzz.refusals import refused
 
 
 def one_input(data: bytes) -> None:

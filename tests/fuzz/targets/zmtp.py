@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.fuzz.refusals import refused
-
 from kog_dist.errors import ProtocolError
 from kog_dist.rpc.zmtp import DEALER, ROUTER, Message, Wire
+from tests.fuzz.refusals import refused
 
 _MAX_BYTES = 1 << 16
 _MANY = 1 << 16
