@@ -15,6 +15,7 @@ import time
 
 from kog_dist.instance import Instance
 from kog_dist.socket_file import SocketFile
+from kog_dist.parent_death import continue_without_parent
 
 CLIENT_GRACE_S = 1.0
 
@@ -33,6 +34,7 @@ class Reaper:
         pid = os.fork()
         if pid == 0:
             try:
+                continue_without_parent()
                 _ignore_signals()
                 os.setsid()
                 _keep_only(read_fd, instance.lease_fd)

@@ -5,7 +5,6 @@ The socket is bound before anything slow, so clients can ask for the state while
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import select
@@ -16,6 +15,7 @@ from pathlib import Path
 from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.errors import LaunchError
 from kog_dist.instance import Instance
+from kog_dist.parent_death import continue_without_parent
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.process_main import serve_argument
 from kog_dist.wait import sleep_precisely
@@ -23,12 +23,13 @@ from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
 from kog_dist.workers.served_model import ServedModel
 
-_PR_SET_PDEATHSIG = 1
-
 
 def run_coordinator(args: CoordinatorArgs) -> int:
-    """The life of the process. Returns its exit code; raises KogError if it cannot start."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    """The life of the process. Returns its exit code; raises KogError if it cannot start.
+
+    It dies of SIGTERM, as of any signal: the launcher drains and stops it through the control page.
+    """
+    continue_without_parent()  # and remove the folder, should the reaper be dead, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to decide on
     listener = RpcListener(Path(args.folder), tcp_port=args.rpc_port, tcp_host=args.rpc_host)
     control = ControlPage.from_fd(args.control_fd)
@@ -44,16 +45,9 @@ def run_coordinator(args: CoordinatorArgs) -> int:
     except ProcessLookupError:
         raise LaunchError(f"the launcher, process {args.supervisor_pid}, is gone") from None
     coordinator = Coordinator(args, control, model, listener, supervisor_fd=supervisor_fd)
-    wakeup_fd, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
-
-    def stop(_signum: int, _frame: object) -> None:
-        coordinator.num_stop_signals += 1
-
-    signal.signal(signal.SIGTERM, stop)
     sleep_precisely()  # of a first token's 20 us
     gc.freeze()  # what was made by now stays, and need not be looked through while somebody waits for a token
-    exit_code = coordinator.run(wakeup_fd)
+    exit_code = coordinator.run()
     if instance is not None and select.select([supervisor_fd], [], [], 0)[0]:
         instance.remove()  # the launcher is dead and cannot do it
     return exit_code

@@ -6,8 +6,6 @@ in exactly one terminal event.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
 import time
 from collections.abc import Callable
@@ -83,16 +81,14 @@ class Coordinator:
         self._begin_ns = clock()
         self._wake_fds = [fd for fd in (*listener.fds, supervisor_fd) if fd >= 0]
         self._roused_ns = 0
-        self.num_stop_signals = 0
 
     # ---- the loop ----
-    def run(self, wakeup_fd: int = -1) -> int:
-        """Serve until drained, aborted or orphaned. Returns the exit code. `wakeup_fd` becomes readable on a signal."""
+    def run(self) -> int:
+        """Serve until drained, aborted or orphaned. Returns the exit code."""
         self._texts.start()
-        wake_fds = self._wake_fds + ([wakeup_fd] if wakeup_fd >= 0 else [])
         while self._farewell is None:
             self.turn()
-            self._sleep(wake_fds, wakeup_fd)
+            self._sleep()
         return self._say_farewell(self._farewell)
 
     def turn(self) -> None:
@@ -117,16 +113,14 @@ class Coordinator:
             self._roused_ns = now_ns
             self._control.rouse()
 
-    def _sleep(self, wake_fds: list[int], wakeup_fd: int) -> None:
+    def _sleep(self) -> None:
         if self._farewell is not None or self._listener.has_input():
             return
         if self._slot.busy:
             self._slot.wait(_TOKEN_WAIT_S, lambda: self._listener.has_input() or self._texts.has_answer())
             return
         timeout_s = _QUEUE_WAIT_S if len(self.requests.queue) or self._listener.has_backlog else _IDLE_WAIT_S
-        if wakeup_fd in select.select([*wake_fds, *self._grammars.fds, *self._texts.fds], [], [], timeout_s)[0]:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wakeup_fd, 512)
+        select.select([*self._wake_fds, *self._grammars.fds, *self._texts.fds], [], [], timeout_s)
 
     def _say_farewell(self, farewell: Farewell) -> int:
         for stream in self.requests:
@@ -273,7 +267,7 @@ class Coordinator:
 
     def _look_after_engine(self) -> None:
         self._farewell = self._why_end()
-        if self._farewell is None and not self._life.draining and (self.num_stop_signals or self._control.draining()):
+        if self._farewell is None and not self._life.draining and self._control.draining():
             self._begin_drain()
             self._farewell = self._why_end()
         if self._farewell is None and (fault := self._life.fault()) is not None:
@@ -283,7 +277,7 @@ class Coordinator:
     def _why_end(self) -> Farewell | None:
         is_running = self.requests.running is not None
         is_idle = not is_running and not self._listener.has_backlog
-        return self._life.farewell(self.num_stop_signals, is_running=is_running, is_idle=is_idle)
+        return self._life.farewell(is_running=is_running, is_idle=is_idle)
 
     def _begin_drain(self) -> None:
         self._life.drain()

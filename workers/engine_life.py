@@ -63,7 +63,7 @@ class EngineLife:
             self._drain_deadline = Deadline.after(self._drain_s)
 
     # ---- the end ----
-    def farewell(self, num_stop_signals: int, *, is_running: bool, is_idle: bool) -> Farewell | None:
+    def farewell(self, *, is_running: bool, is_idle: bool) -> Farewell | None:
         """Why the coordinator must end now. `is_idle`: nothing runs and clients have all that was for them."""
         if (abort := self._control.abort()) is not None:
             cause, rank = abort
@@ -72,8 +72,6 @@ class EngineLife:
             return Farewell(*describe_abort(cause, rank, self._control.abort_requests()))
         if self._supervisor_fd >= 0 and select.select([self._supervisor_fd], [], [], 0)[0]:
             return Farewell(ErrorCode.ENGINE_LOST, "the launcher of the engine died; start the engine again", 4)
-        if num_stop_signals > 1:
-            return Farewell(ErrorCode.SHUTDOWN, "the engine was stopped before the answer was complete", 0)
         if self.draining and (is_idle or self._drain_is_over()):
             return self._drained(is_running)
         return None

@@ -102,14 +102,12 @@ class Lifecycle(RuleBasedStateMachine):
                 self.rank_0_decodes(num_tokens=1, is_faulty=False)
                 self.turn(num_turns=1)
 
-    @rule(peer=st.sampled_from(PEERS), how=st.sampled_from(["verb", "page", "signal"]), now=RARELY)
+    @rule(peer=st.sampled_from(PEERS), how=st.sampled_from(["verb", "page"]), now=RARELY)
     def drain(self, peer: bytes, how: str, now: bool) -> None:
         if now and how == "verb" and peer not in self.wire.gone:
             self.wire.inbox.append((peer, Drain()))
-        elif now and how == "page":
-            self.control.set_drain()
         elif now:
-            self.coordinator.num_stop_signals += 1
+            self.control.set_drain()
 
     @rule(cause=st.sampled_from([AbortCause.RANK_DIED, AbortCause.SHUTDOWN]), now=RARELY)
     def abort(self, cause: AbortCause, now: bool) -> None:

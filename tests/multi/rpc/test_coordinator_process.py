@@ -16,7 +16,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.control import ControlPage
+from kog_dist.control import NO_RANK, AbortCause, ControlPage
 from kog_dist.errors import ConfigError, RequestFailed
 from kog_dist.instance import Instance
 from kog_dist.rpc.messages import Done, EngineState, FinishReason
@@ -74,13 +74,13 @@ def test_what_cannot_start_says_why_in_one_line(start_engine: StartEngine, damag
     assert done.stdout == ""
 
 
-def test_sigterm_drains(start_engine: StartEngine) -> None:
+def test_the_control_page_drains(start_engine: StartEngine) -> None:
     engine = start_engine("abcdef", paced=True, own_process=True)
     with engine.client() as client, engine.client() as other:
         events = client.generate("x", max_tokens=6)
         next(events)
         engine.until(lambda: len(engine.requests) == 1)
-        engine.signal_coordinator(signal.SIGTERM)
+        engine.control.set_drain()
         engine.until(lambda: other.status().state is EngineState.DRAINING)
         engine.allow(6)
         last = list(events)[-1]
@@ -90,19 +90,32 @@ def test_sigterm_drains(start_engine: StartEngine) -> None:
     assert list(engine.folder.iterdir()) == []
 
 
-def test_a_second_sigterm_stops_at_once(start_engine: StartEngine) -> None:
+def test_an_abort_ends_a_drain_at_once(start_engine: StartEngine) -> None:
     engine = start_engine("abcdef", paced=True, own_process=True)
     with engine.client() as client, engine.client() as other:
         events = client.generate("x", max_tokens=6)
         next(events)
         engine.until(lambda: len(engine.requests) == 1)
-        engine.signal_coordinator(signal.SIGTERM)
+        engine.control.set_drain()
         engine.until(lambda: other.status().state is EngineState.DRAINING)
-        engine.signal_coordinator(signal.SIGTERM)
+        engine.abort(AbortCause.SHUTDOWN, NO_RANK)
         with pytest.raises(RequestFailed) as ended:
             list(events)
         assert ended.value.code == "shutdown"
     assert engine.wait_exit() == 0
+
+
+def test_a_stray_sigterm_is_no_drain(start_engine: StartEngine) -> None:
+    """The launcher stops a coordinator through the control page; a signal is somebody else's, and the end that it is a loss."""
+    engine = start_engine("abcdef", paced=True, own_process=True)
+    with engine.client() as client:
+        events = client.generate("x", max_tokens=6)
+        next(events)
+        engine.signal_coordinator(signal.SIGTERM)
+        with pytest.raises(RequestFailed) as ended:
+            list(events)
+        assert ended.value.code == "engine_lost"
+    assert engine.wait_exit() == -signal.SIGTERM
 
 
 def test_sigint_is_the_launchers_to_decide_on(start_engine: StartEngine) -> None:
