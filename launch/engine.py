@@ -22,6 +22,7 @@ from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.local import LocalRanks
 from kog_dist.launch.outcome import INTERRUPTED, Outcome
 from kog_dist.launch.process import EngineProcess
+from kog_dist.launch.readiness_probe import ReadinessProbe
 from kog_dist.launch.reaper import Reaper, acquire_watched
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
@@ -74,6 +75,7 @@ class EngineProcesses:
         self._lease, self._reaper = acquire_watched(name, socket_file)
         self.instance = self._lease.name
         self._watch = InstanceWatch(self._lease)
+        self._probe = ReadinessProbe(f"ipc://{self._lease.folder / SOCKET_NAME}")
         self._gpu_leases = GpuLeases()
         try:
             self._gpu_leases = GpuLeases.acquire(target.gpus)
@@ -120,12 +122,9 @@ class EngineProcesses:
             self._spawn_client(self.request)
 
     def is_ready(self) -> bool:
-        """Whether every rank can take a request and the coordinator listens."""
-        listening = (self._lease.folder / SOCKET_NAME).exists()
-        if self._settings.rpc_port is not None:
-            listening = listening and (self._lease.folder / ACCESS_NAME).exists()
+        """Whether every rank can take a request, and the coordinator says that it takes them, or has handed one to the ranks."""
         states = {self.control.state(rank) for rank in range(self.world_size)}
-        return listening and states <= {RankState.READY, RankState.RUNNING}
+        return states <= {RankState.READY, RankState.RUNNING} and (self.control.doorbell() > 0 or self._probe.is_ready())
 
     def loss_of_instance(self, *, was_ready: bool) -> str | None:
         """A sentence once no client could find the engine because somebody removed its folder, or files in it."""
@@ -147,13 +146,17 @@ class EngineProcesses:
         return gone
 
     def abort(self, cause: AbortCause, rank: int = NO_RANK) -> None:
-        """Set the abort word; the first cause stands. A rank that is hung, and a client whose engine never came, end at once."""
+        """Set the abort word; the first cause stands. Who is stopped, and a client whose engine never came, end at once."""
         self.control.set_abort(cause, rank)
-        for child in self.children:
-            if cause is AbortCause.RANK_STALLED and child.rank == rank:
-                child.send(signal.SIGKILL)
+        self._kill_stopped()
         if cause is AbortCause.STARTUP_FAILED:
             self.signal_client(signal.SIGKILL)  # the launcher says what happened
+
+    def _kill_stopped(self) -> None:
+        """Processes that are stopped do not hear of an abort, and their clients nothing from them."""
+        for child in self.children:
+            if child.is_stopped():
+                child.send(signal.SIGKILL)
 
     def signal_client(self, signum: int) -> None:
         """Signal the client of the one request, if there is one."""
@@ -171,6 +174,7 @@ class EngineProcesses:
         deadlines = (Deadline.after(grace_s), Deadline.after(grace_s + TERM_GRACE_S))
         give_up, sent = Deadline.after(GIVE_UP_S), 0
         while any(child.exit_code is None for child in self.children) and not give_up.expired():
+            self._kill_stopped()
             for child in self.children:
                 child.read_output()
             while sent < 2 and deadlines[sent].expired():
@@ -181,6 +185,7 @@ class EngineProcesses:
         for child in self.children:
             child.read_output()
             child.close()
+        self._probe.close()
         self._rendezvous.close()
         self.control.close()
         self._gpu_leases.close()

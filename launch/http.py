@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,12 @@ from kog_dist.config import LaunchConfig
 from kog_dist.gateway import bind
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs, read_key_file, write_key
 from kog_dist.launch import local
+from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
 from kog_dist.socket_file import SocketFile
+from kog_dist.process_page import ProcessPage
 from kog_dist.wait import Deadline
 
 ROLE: Final = "gateway"
@@ -46,7 +48,7 @@ class HttpGateway:
         self._restarts = RestartBudget()
         self._engine: EngineOfGateway | None = None
         self._log_dir: Path | None = None
-        self._child: Child | None = None
+        self._watched: WatchedChild | None = None
         self._is_stopping = False
 
     @classmethod
@@ -73,28 +75,29 @@ class HttpGateway:
         return self._port.file
 
     def is_ready(self) -> bool:
-        """Whether it answers, and knows that the engine takes requests."""
-        if self._engine is None:
+        """Whether it answers, and knows that the engine takes requests; what one before it has said does not count."""
+        if self._engine is None or self._watched is None:
             return False
         try:
-            return bool(json.loads((self._engine.instance_folder / HTTP_FILE).read_text(encoding="utf-8"))["serves"])
+            said = json.loads((self._engine.instance_folder / HTTP_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return False
+        return bool(said["serves"]) and said["pid"] == self._watched.child.pid
 
     def wake_fds(self) -> list[int]:
         """Descriptors that become readable when `look` may have something to do."""
-        child = self._child
-        if child is None or child.exit_code is not None:
+        if self._watched is None or self._watched.child.exit_code is not None:
             return []
+        child = self._watched.child
         return [fd for fd in (child.ended_fd, child.stderr_fd) if fd >= 0]
 
     # ---- its process ----
     def start(self, engine: EngineOfGateway, log_dir: Path | None) -> None:
         """Start the process. Raises LaunchError."""
         self._engine, self._log_dir = engine, log_dir
-        self._spawn(engine)
+        self._watched = WatchedChild(functools.partial(self._spawn, engine), self._settings.stall_timeout)
 
-    def _spawn(self, engine: EngineOfGateway) -> None:
+    def _spawn(self, engine: EngineOfGateway, page: ProcessPage) -> Child:
         settings = self._settings
         key_fd = -1 if self._api_key is None else write_key(self._api_key)
         listen_fd = self._port.listener.fileno()
@@ -104,61 +107,64 @@ class HttpGateway:
                 key_file=None if engine.key_file is None else str(engine.key_file),
                 model=None if engine.model_folder is None else str(engine.model_folder), model_name=engine.model_name,
                 cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, stall_s=settings.stall_timeout,
-                log_format=settings.log_format, log_prompts=settings.log_prompts, ends_with_engine=True,
+                log_format=settings.log_format, log_prompts=settings.log_prompts, page_fd=page.fd,
+                ends_with_engine=True,
             )  # fmt: skip
-            self._child = local.spawn(
+            return local.spawn(
                 ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,
-                pass_fds=[fd for fd in (listen_fd, key_fd) if fd >= 0],
+                pass_fds=[fd for fd in (listen_fd, key_fd, page.fd) if fd >= 0],
             )  # fmt: skip
         finally:
             if key_fd >= 0:
                 os.close(key_fd)
 
     def look(self, say: Callable[..., None], *, has_served: bool) -> Outcome | None:
-        """Start it again if it has ended, a few times; an outcome when that is of no use."""
-        child = self._child
-        if child is None or self._engine is None:
+        """Kill it if it is silent, and start it again if it has ended, a few times; an outcome when that is of no use.
+
+        One that ends by itself before the engine `has_served` would do so again.
+        """
+        watched = self._watched
+        if watched is None or self._engine is None:
             return None
+        child = watched.child
         child.read_output()
+        if watched.look() and self._is_stopping:
+            say(f"the gateway (pid {child.pid}) {watched.silence} and was killed", error=True)
         code = child.exit_code
         if code is None or self._is_stopping:
             return None
         child.read_output()
         said = child.last_line().removeprefix(f"{ROLE}: ")
-        why = said if said and code > 0 else f"it {child.how_it_ended()}"
+        why = said if said and code > 0 else f"it {watched.how_it_ended()}"
         pid = child.pid
-        child.close()
-        self._child = None
-        if not has_served:
-            return Outcome(
-                EXIT_CANNOT_START, "startup_failed", f"the gateway (pid {pid}) could not start: {why}", pid=pid,
-                signal=signal_name(code),
-            )  # fmt: skip
+        watched.kill()
+        self._watched = None
+        if not has_served and code >= 0:
+            return Outcome(EXIT_CANNOT_START, "startup_failed", f"the gateway (pid {pid}) could not start: {why}", pid=pid)
         if not self._restarts.take():
             sentence = f"the gateway (pid {pid}) ended: {why}; it is not started again after {self._restarts}"
-            return Outcome(EXIT_RANK_DIED, "gateway_died", sentence, pid=pid, signal=signal_name(code))
+            exit_code = EXIT_RANK_DIED if has_served else EXIT_CANNOT_START
+            return Outcome(exit_code, "gateway_died", sentence, pid=pid, signal=signal_name(code))
         say(f"the gateway (pid {pid}) ended: {why}; its clients have lost their requests, and it is started again", error=True)
-        self._spawn(self._engine)
+        self.start(self._engine, self._log_dir)
         return None
 
     # ---- the end ----
     def begin_stop(self) -> None:
         """Let it finish what it has, and take nothing new. A second call means: at once."""
         self._is_stopping = True
-        if self._child is not None:
-            self._child.send(signal.SIGTERM)
+        if self._watched is not None:
+            self._watched.begin_stop()
 
     def close(self) -> None:
         """Give it a moment, then kill it; the port is free afterwards. A second call does nothing."""
         self._is_stopping = True
-        child, deadline = self._child, Deadline.after(TERM_GRACE_S)
-        if child is not None:
+        deadline = Deadline.after(TERM_GRACE_S)
+        if self._watched is not None:
+            child = self._watched.child
             while child.exit_code is None and not deadline.expired():
                 child.read_output()
                 select.select([child.ended_fd], [], [], _POLL_S)
-            child.send(signal.SIGKILL)
-            child.process.wait()
-            child.read_output()
-            child.close()
-            self._child = None
+            self._watched.kill()
+            self._watched = None
         self._port.close()

@@ -16,7 +16,7 @@ from kog_dist.workers.notes import NOTE
 
 _TAIL_LINES = 20
 _LINE_BYTES = 2000
-_FLAGS_FIELD, _PF_EXITING = 6, 0x4  # of /proc/PID/stat behind the name, and of the kernel's flags of a thread
+_STATE_FIELD, _FLAGS_FIELD, _PF_EXITING = 0, 6, 0x4  # of /proc/PID/stat behind the name, and of the kernel's flags of a thread
 
 
 class EngineProcess(ABC):
@@ -49,15 +49,24 @@ class EngineProcess(ABC):
         which takes a rank with much of it on a GPU 0.2 s. False when it has been reaped.
         """
         try:
+            return bool(int(self._stat()[_FLAGS_FIELD]) & _PF_EXITING)
+        except (ValueError, IndexError):  # a system that does not tell
+            return False
+
+    def is_stopped(self) -> bool:
+        """Whether the system lets it do nothing until somebody continues it: SIGSTOP, or a debugger. False when it has ended."""
+        return self._stat()[_STATE_FIELD : _STATE_FIELD + 1] in ([b"T"], [b"t"])
+
+    def _stat(self) -> list[bytes]:
+        """What /proc/PID/stat says behind the name; nothing once the process was reaped, or where the system does not tell."""
+        try:
             if self._stat_fd < 0:
                 info = Path(f"/proc/self/fdinfo/{self.pidfd}").read_text(encoding="ascii")
                 pid = next(line for line in info.splitlines() if line.startswith("Pid:")).split()[1]
                 self._stat_fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # of this process, whoever has its number later
-            stat = os.pread(self._stat_fd, _LINE_BYTES, 0)
-            flags = int(stat.rpartition(b")")[2].split()[_FLAGS_FIELD])
-        except (OSError, StopIteration, ValueError, IndexError):  # reaped, or a system that does not tell: its end will
-            return False
-        return bool(flags & _PF_EXITING)
+            return os.pread(self._stat_fd, _LINE_BYTES, 0).rpartition(b")")[2].split()
+        except (OSError, StopIteration, IndexError):
+            return []
 
     @abstractmethod
     def send(self, signum: int) -> None:

@@ -15,6 +15,7 @@ from kog_dist.errors import ConfigError
 from kog_dist.hardware.selection import GpuRequest
 from kog_dist.instance import instances_root
 from kog_dist.launch import local
+from kog_dist.launch.liveness import Silence, Vigil
 from kog_dist.launch.outcome import EXIT_OK, Outcome, signal_name
 from kog_dist.rpc.transport import Access
 
@@ -76,6 +77,8 @@ class LocalReplica:
         self._child = local.spawn(
             f"replica {name}", "kog_dist.launch.cli", arguments, environment=environment, log_dir=log_dir
         )  # fmt: skip
+        self._vigil = Vigil(self._child, settings.stall_timeout)
+        self._silence: Silence | None = None
         watch(self._child.pid)
         self.outcome: Outcome | None = None
         self.access: Access | None = Access.from_folder(instances_root() / instance)
@@ -84,12 +87,16 @@ class LocalReplica:
     def poll(self) -> list[str]:
         """See `Replica`."""
         self._child.read_output()
+        if self._silence is None and (silence := self._vigil.look()) is not None:
+            self._silence = silence
+            self._child.send(signal.SIGKILL)
         code = self._child.exit_code
         if code is None or self.outcome is not None:
             return []
         self._child.read_output()
         said = self._child.last_line().removeprefix("kog-launch: ")
-        what = said if said and code > 0 else f"its launcher (pid {self._child.pid}) {self._child.how_it_ended()}"
+        how = self._child.how_it_ended() if self._silence is None else f"{self._silence} and was killed"
+        what = said if said and code > 0 else f"its launcher (pid {self._child.pid}) {how}"
         self.outcome = Outcome(
             abs(code), "replica_ended", None if code == EXIT_OK else what, pid=self._child.pid, signal=signal_name(code)
         )  # fmt: skip

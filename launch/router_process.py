@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import signal
 import socket
 from collections.abc import Sequence
 
@@ -13,9 +13,11 @@ from kog_dist.config import LaunchConfig
 from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.fleet_folder import FleetFolder
+from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_OK, EXIT_RANK_DIED, EXIT_TIMEOUT, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
+from kog_dist.process_page import ProcessPage
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.orders import FleetOrder, FleetReport, ReplicaOrder, latest_packet, socket_pair
 
@@ -25,7 +27,7 @@ class RouterProcess:
 
     def __init__(self, settings: LaunchConfig, folder: FleetFolder, events: EventLog) -> None:
         self._settings, self._folder, self._events = settings, folder, events
-        self._child: Child | None = None
+        self._watched: WatchedChild | None = None
         self._orders: socket.socket | None = None
         self._last_order = b""
         self._restarts = RestartBudget()
@@ -34,30 +36,33 @@ class RouterProcess:
     def start(self) -> None:
         """Start it. Raises LaunchError if no process can be started."""
         ours, theirs = socket_pair()
+        with theirs:
+            self._watched = WatchedChild(functools.partial(self._spawn, theirs.fileno()), self._settings.stall_timeout)
+        self._folder.watch(self._watched.child.pid)
+        self._orders, self._last_order = ours, b""
+
+    def _spawn(self, orders_fd: int, page: ProcessPage) -> Child:
         arguments = RouterArgs(
-            self._folder.name, str(self._folder.path), self._folder.lease_fd, theirs.fileno(), self._settings.shutdown_timeout,
-            self._settings.rpc_port, self._settings.rpc_host,
+            self._folder.name, str(self._folder.path), self._folder.lease_fd, orders_fd, self._settings.shutdown_timeout,
+            self._settings.rpc_port, self._settings.rpc_host, page.fd,
         )  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if not name.startswith(env.PREFIX)}
-        with theirs:
-            self._child = local.spawn(
-                "router", "kog_dist.router.process", [arguments.to_json()], environment=environment,
-                pass_fds=(theirs.fileno(), self._folder.lease_fd), log_dir=self._events.log_dir,
-            )  # fmt: skip
-        self._folder.watch(self._child.pid)
-        self._orders, self._last_order = ours, b""
+        return local.spawn(
+            "router", "kog_dist.router.process", [arguments.to_json()], environment=environment,
+            pass_fds=(orders_fd, self._folder.lease_fd, page.fd), log_dir=self._events.log_dir,
+        )  # fmt: skip
 
     def wake_fds(self) -> set[int]:
         """What becomes readable when it has something to say, or has ended."""
         fds = {self._orders.fileno()} if self._orders is not None else set()
-        if self._child is not None:
-            fds |= {fd for fd in (self._child.ended_fd, self._child.stderr_fd) if fd >= 0}
+        if self._watched is not None:
+            fds |= {fd for fd in (self._watched.child.ended_fd, self._watched.child.stderr_fd) if fd >= 0}
         return fds
 
     def read_output(self) -> None:
         """Pass on what it has printed."""
-        if self._child is not None:
-            self._child.read_output()
+        if self._watched is not None:
+            self._watched.child.read_output()
 
     def talk(self, replicas: Sequence[ReplicaOrder], *, is_draining: bool) -> None:
         """Send it what it shall do, if that has changed, and read what it has seen."""
@@ -73,22 +78,27 @@ class RouterProcess:
                 self.report = FleetReport.from_bytes(packet)
 
     def ended(self, *, has_served: bool) -> Outcome | None:
-        """Start it again if it was killed; an outcome when it was drained, or dies too often, or before it has served."""
-        assert self._child is not None
-        code = self._child.exit_code
+        """Kill it if it is silent, and start it again if it was killed; an outcome when it was drained, or dies too often.
+
+        One that ends by itself before the fleet `has_served` would do so again.
+        """
+        assert self._watched is not None
+        child = self._watched.child
+        self._watched.look()
+        code = child.exit_code
         if code is None:
             return None
-        self._child.read_output()
+        child.read_output()
         if code == EXIT_OK:
             return Outcome(EXIT_OK, "drained")
         if code == EXIT_TIMEOUT:
             sentence = f"running requests did not finish within {self._settings.shutdown_timeout:g} s and were ended"
             return Outcome(EXIT_TIMEOUT, "drain_timeout", sentence)
-        said = self._child.last_line().removeprefix("router: ")
-        why = said if said and code > 0 else f"the router (pid {self._child.pid}) {self._child.how_it_ended()}"
-        if not has_served or not self._restarts.take():
+        said = child.last_line().removeprefix("router: ")
+        why = said if said and code > 0 else f"the router (pid {child.pid}) {self._watched.how_it_ended()}"
+        if (not has_served and code > 0) or not self._restarts.take():
             exit_code = EXIT_RANK_DIED if has_served else EXIT_CANNOT_START
-            return Outcome(exit_code, "router_died", why, pid=self._child.pid, signal=signal_name(code))
+            return Outcome(exit_code, "router_died", why, pid=child.pid, signal=signal_name(code))
         self._events.say(f"{why}; its clients have lost their requests, and it is started again", error=True)
         self.close()
         self.start()
@@ -96,15 +106,13 @@ class RouterProcess:
 
     def begin_stop(self) -> None:
         """Ask it to end: it tells its clients."""
-        if self._child is not None and self._child.exit_code is None:
-            self._child.send(signal.SIGTERM)
+        if self._watched is not None:
+            self._watched.begin_stop()
 
     def close(self) -> None:
         """End it now."""
-        if self._child is not None:
-            self._child.send(signal.SIGKILL)
-            self._child.process.wait()
-            self._child.close()
+        if self._watched is not None:
+            self._watched.kill()
         if self._orders is not None:
             self._orders.close()
-        self._child = self._orders = None
+        self._watched = self._orders = None

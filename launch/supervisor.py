@@ -15,6 +15,7 @@ from kog_dist.launch.deaths import Deaths
 from kog_dist.launch.engine import EngineProcesses, RankSource
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import HttpGateway
+from kog_dist.launch.liveness import LOOP_STALL_FACTOR, Vigil
 from kog_dist.launch.outcome import (
     EXIT_CANNOT_START,
     EXIT_RANK_DIED,
@@ -33,7 +34,6 @@ TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests 
 DRAIN_MARGIN_S = 1.0  # the coordinator ends a request that takes too long; this is for a coordinator that does not
 EXITING_S = 2.0  # for the system to say how a rank ended that is ending; it gives GPU memory back first
 FAILED_STALL_FACTOR = 3  # a rank that has failed does not beat while it gives back what it has
-COORDINATOR_STALL_FACTOR = 5  # the coordinator may be busy with one large message; ranks never are
 
 
 def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: RankSource | None = None) -> int:
@@ -92,7 +92,7 @@ class Supervisor:
         self._lost_lifeline: str | None = None
         self._exiting: tuple[EngineProcess, Deadline] | None = None  # the rank that is ending while the engine serves
         self._progress = StartupProgress(under_starter=bool(engine.ranks.origin))
-        self._last_tick_s = time.monotonic()
+        self._vigils: list[Vigil] = []
         self._begin_s = time.monotonic()
 
     def run(self) -> Outcome:
@@ -109,6 +109,7 @@ class Supervisor:
             engine.start()
             if self._http is not None:
                 self._http.start(engine.seen_by_gateway, self._events.log_dir)
+            self._vigils = [Vigil(child, self._settings.stall_timeout) for child in engine.children if child.role != "client"]
             for child in engine.children:
                 selector.register(child.ended_fd, selectors.EVENT_READ, child)
                 selector.register(child.stderr_fd, selectors.EVENT_READ, child)
@@ -151,15 +152,10 @@ class Supervisor:
         if outcome is None and self._exiting is None:
             outcome = self._orphaned() or self._deaths.by_signal() or self._abort_requested() or self._deaths.first()
         if outcome is None and (self._exiting is not None or self._has_exiting_rank()):
-            self._last_tick_s = time.monotonic()
             return None
         outcome = outcome or self._instance_lost() or self._gateway_ended() or self._interrupted_or_draining()
-        if outcome is None and not self._is_ready:
-            outcome = self._startup(startup_deadline)
-        elif outcome is None:
-            outcome = self._stalled()
-        self._last_tick_s = time.monotonic()
-        return outcome
+        outcome = outcome or self._stalled()
+        return outcome if outcome is not None or self._is_ready else self._startup(startup_deadline)
 
     # ---- deaths ----
     def _has_exiting_rank(self) -> bool:
@@ -228,22 +224,31 @@ class Supervisor:
         return None
 
     def _stalled(self) -> Outcome | None:
-        limit_s, now_s = self._settings.stall_timeout, time.monotonic()
-        if now_s - self._last_tick_s > 4 * TICK_S:
-            return None  # this process itself was held up, so the ranks may have been; ages count from the next tick
-        control = self._engine.control
-        limits_s = {RankState.READY: limit_s, RankState.RUNNING: limit_s, RankState.FAILED: FAILED_STALL_FACTOR * limit_s}
-        for rank in range(self._engine.world_size):
-            if (age_s := control.beat_age_s(rank)) > limits_s.get(control.state(rank), math.inf):
-                self._engine.abort(AbortCause.RANK_STALLED, rank)
-                pid = self._engine.rank_pid(rank)
-                sentence = f"rank {rank} (pid {pid}) gave no sign of life for {age_s:.2f} s; the engine was stopped"
-                return Outcome(EXIT_TIMEOUT, "rank_stalled", sentence, rank, pid)
-        if (age_s := control.beat_age_s(COORDINATOR)) > COORDINATOR_STALL_FACTOR * limit_s:
-            self._engine.abort(AbortCause.COORDINATOR_DIED, COORDINATOR)
-            sentence = f"the coordinator gave no sign of life for {age_s:.2f} s; the engine was stopped"
-            return Outcome(EXIT_TIMEOUT, "coordinator_stalled", sentence)
+        for vigil in self._vigils:
+            child = vigil.process
+            silence = vigil.look(*self._beat(child.rank)) if self._is_ready else vigil.look()
+            if silence is None:
+                continue
+            rank = child.rank
+            cause, reason = AbortCause.RANK_STALLED, "rank_stalled"
+            if rank is None:
+                cause, reason = AbortCause.COORDINATOR_DIED, "coordinator_stalled"
+            if not self._is_ready:
+                cause = AbortCause.STARTUP_FAILED
+            self._engine.abort(cause, COORDINATOR if rank is None else rank)
+            child.send(signal.SIGKILL)
+            when = "" if self._is_ready else " during start-up"
+            sentence = f"{child.role} (pid {child.pid}) {silence}{when}; the engine was stopped"
+            return Outcome(EXIT_TIMEOUT, reason, sentence, rank, child.pid)
         return None
+
+    def _beat(self, rank: int | None) -> tuple[float, float]:
+        """Age of the heartbeat of a rank, or of the coordinator (None), and its limit. Ranks have no messages to be busy with."""
+        limit_s, control = self._settings.stall_timeout, self._engine.control
+        if rank is None:
+            return control.beat_age_s(COORDINATOR), LOOP_STALL_FACTOR * limit_s
+        limits_s = {RankState.READY: limit_s, RankState.RUNNING: limit_s, RankState.FAILED: FAILED_STALL_FACTOR * limit_s}
+        return control.beat_age_s(rank), limits_s.get(control.state(rank), math.inf)
 
     # ---- start-up ----
     def _startup(self, deadline: Deadline) -> Outcome | None:

@@ -32,6 +32,7 @@ class GatewayArgs:
     stall_s: float = 1.0  # the limit by which the launcher calls a rank hung
     log_format: str = "text"
     log_prompts: bool = False
+    page_fd: int = -1  # of its ProcessPage; -1: nobody watches it, and every SIGTERM is meant
     ends_with_engine: bool = False  # a stopping gateway also waits for the engine: until then it says that it is stopping
 
     def access(self) -> Access:

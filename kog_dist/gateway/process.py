@@ -16,6 +16,7 @@ from dataclasses import replace
 from kog_dist.gateway.args import GatewayArgs, read_key
 from kog_dist.gateway.bind import url_of
 from kog_dist.gateway.limits import LIMITS
+from kog_dist.process_page import ProcessPage
 from kog_dist.rpc.process_main import serve_argument
 
 MAX_CHECKS = 2  # requests that are checked at the same time: each waits for the interpreter's lock, and the streams with it
@@ -34,6 +35,7 @@ def run_gateway(args: GatewayArgs) -> int:
     listener = socket.socket(fileno=args.listen_fd)
     listener.setblocking(False)
     api_key = read_key(args.key_fd)
+    page = ProcessPage.from_fd(args.page_fd)
     limits = replace(LIMITS, connections=_room_for_connections())
     log = Log(log_format=args.log_format, with_prompts=args.log_prompts, secrets=() if api_key is None else (api_key,))
 
@@ -44,7 +46,7 @@ def run_gateway(args: GatewayArgs) -> int:
         service = Service(args, log, url=url_of(args.host, listener), limits=limits)
         gc.freeze()  # what is there now stays: looking through it again and again would hold up the streams
         log.event("serving", url=service.url, key="required" if api_key is not None else "none")
-        await serve(service, listener, api_key)
+        await serve(service, listener, api_key, page)
 
     try:
         asyncio.run(run())

@@ -16,6 +16,7 @@ from kog_dist.gateway.guard import Guard
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.protocol import bounded
 from kog_dist.gateway.service import Service
+from kog_dist.process_page import BEAT_S, ProcessPage
 
 CLOSE_S = 1.0  # for connections to close once every answer has been written
 FIRST_WORD_S = 0.3
@@ -47,20 +48,36 @@ def make_server(service: Service, api_key: str | None, port: int, limits: Limits
     )  # fmt: skip
 
 
-async def serve(service: Service, listener: socket.socket, api_key: str | None) -> None:
-    """Serve until told to stop: the first SIGTERM (or SIGINT) drains, the second one ends at once."""
+async def serve(service: Service, listener: socket.socket, api_key: str | None, page: ProcessPage | None = None) -> None:
+    """Serve until told to stop: the first SIGTERM (or SIGINT) drains, the second one ends at once.
+
+    With a `page` of a launcher it beats, and only the launcher's signals count so.
+    """
     loop = asyncio.get_running_loop()
     server = make_server(service, api_key, _port(listener), service.limits)
     stop = asyncio.Event()
 
-    def on_signal() -> None:
+    def on_signal(signum: int) -> None:
+        if page is not None:
+            page.obey(signum)
         if stop.is_set():
             server.should_exit = server.force_exit = True
         stop.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, on_signal)
-    await run(service, server, listener, stop)
+        loop.add_signal_handler(signum, on_signal, signum)
+    beating = asyncio.create_task(_beat(page)) if page is not None else None
+    try:
+        await run(service, server, listener, stop)
+    finally:
+        if beating is not None:
+            beating.cancel()
+
+
+async def _beat(page: ProcessPage) -> None:
+    while True:
+        page.beat()
+        await asyncio.sleep(BEAT_S)
 
 
 def _port(listener: socket.socket) -> int:

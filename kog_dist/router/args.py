@@ -19,6 +19,7 @@ class RouterArgs:
     drain_s: float  # time for running requests after a stop was asked for
     rpc_port: int | None = None  # TCP port besides the socket file; 0: a free one
     rpc_host: str = "127.0.0.1"
+    page_fd: int = -1  # of its ProcessPage; -1: nobody watches it, and every SIGTERM is meant
 
     def to_json(self) -> str:
         """One line for the command line."""

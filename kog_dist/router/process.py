@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
+from kog_dist.process_page import ProcessPage
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.router import Router
 from kog_dist.rpc.listener import RpcListener
@@ -20,14 +21,16 @@ def run_router(args: RouterArgs) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to decide on
     if args.lease_fd >= 0:
         os.set_inheritable(args.lease_fd, False)  # held until this process ends, so that nobody takes the name before
-    folder = Path(args.folder)
+    page, folder = ProcessPage.from_fd(args.page_fd), Path(args.folder)
     listener = RpcListener(folder, tcp_port=args.rpc_port, tcp_host=args.rpc_host)
     orders = socket.socket(fileno=args.orders_fd)
     orders.setblocking(False)
     address = listener.tcp_address or socket_address(folder)
-    router = Router(args.instance, listener, address, orders, drain_s=args.drain_s)
+    router = Router(args.instance, listener, address, orders, drain_s=args.drain_s, page=page)
 
-    def stop(_signum: int, _frame: object) -> None:
+    def stop(signum: int, _frame: object) -> None:
+        if page is not None:
+            page.obey(signum)
         router.is_stopped = True
 
     signal.signal(signal.SIGTERM, stop)

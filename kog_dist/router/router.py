@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import zmq
 
+from kog_dist.process_page import ProcessPage
 from kog_dist.router import frames, rules
 from kog_dist.router.affinity import Affinity
 from kog_dist.router.clients import ClientSide
@@ -77,9 +78,11 @@ class Router:
 
     def __init__(
         self, instance: str, listener: RpcListener, address: str, orders: socket.socket, *, drain_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        page: ProcessPage | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`orders` is this end of the launcher's socket pair; `address` is where clients connect, for reports."""
+        """`orders` is this end of the launcher's socket pair; `address` is where clients connect, for reports. It beats on its
+        `page`.
+        """
         self.instance = instance
         self.fleet = Fleet(f"kr{secrets.token_hex(4)}.")
         self.counters = Counters()
@@ -88,7 +91,7 @@ class Router:
         self._address = address
         self._orders = orders
         self._drain_s = drain_s
-        self._clock = clock
+        self._page, self._clock = page, clock
         self._begin_s = clock()
         self._book = RequestBook()
         self._clients = ClientSide(listener, self._book, self.counters, clock)
@@ -122,6 +125,8 @@ class Router:
 
     def turn(self, timeout_s: float) -> None:
         """Wait until something happens, at most `timeout_s`, and act on it."""
+        if self._page is not None:
+            self._page.beat()
         now_s = self._clock()
         next_s = min(self.fleet.next_look_s(), self._look_again_s if self._book.waiting else math.inf)
         ready = self._sleep(min(timeout_s, max(0.0, next_s - now_s)))

@@ -23,6 +23,7 @@ from tests.e2e.conftest import without_progress
 
 RANKS = 4
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
+TOLD_S = 1.25 + 0.5  # the promise for one that is stopped; a loaded machine is slow
 ENDED_S = 30.0  # for what has no promise of its own; a loaded machine is slow
 
 
@@ -205,13 +206,99 @@ def test_stopped_idle_rank_counts_as_hung(session: EngineSession, tiny_model: Pa
     assert_clean(session)
 
 
-def test_stopped_coordinator_counts_as_hung(session: EngineSession, tiny_model: Path) -> None:
-    launcher = session.launch(str(tiny_model), "--ranks=2", "--stall-timeout=0.5")
+@pytest.mark.parametrize("victims", [("coordinator",), ("coordinator", "rank 1")], ids=" and ".join)
+def test_clients_of_a_stopped_coordinator_are_told_in_time(session: EngineSession, tiny_model: Path, victims: list[str]) -> None:
+    """Those that are stopped cannot say anything: they are killed, and the connection closes."""
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    with session.connect() as client:
+        until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
+        events = stream(client, 8000)
+        token_ids(events, 5)
+        pids = session.processes()
+        begin_s = time.monotonic()
+        for victim in victims:
+            os.kill(pids[victim], signal.SIGSTOP)
+        with pytest.raises(RequestFailed) as caught:
+            token_ids(events, 8000)
+        took_s = time.monotonic() - begin_s
+        assert caught.value.code == ErrorCode.ENGINE_LOST
+        assert took_s < TOLD_S, f"the client was told after {took_s:.2f} s"
+    assert launcher.wait(ENDED_S) == 5
+    assert_clean(session)
+    [sentence] = without_progress(session.output()).splitlines()
+    named = [f"kog-launch: {victim} (pid {pids[victim]}) gave no sign of life for 1." for victim in victims]
+    assert sentence.startswith(tuple(named)), sentence
+    assert sentence.endswith("; the engine was stopped")
+
+
+@pytest.mark.parametrize("victim", ["coordinator", "rank 1"])
+def test_a_pause_below_the_limit_is_no_stall(session: EngineSession, tiny_model: Path, victim: str) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--stall-timeout=10")
+    with session.connect() as client:
+        whole = token_ids(stream(client, 60), 60)
+        events = stream(client, 60)
+        received = token_ids(events, 5)
+        pid = session.processes()[victim]
+        for signum in (signal.SIGSTOP, signal.SIGCONT) * 3:
+            os.kill(pid, signum)
+        assert received + token_ids(events, 60 - len(received)) == whole
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(ENDED_S) == 0
+    assert without_progress(session.output()) == ""
+
+
+@pytest.mark.parametrize(("victim", "code"), [("coordinator", ErrorCode.ENGINE_LOST), ("rank 1", ErrorCode.RANK_FAILED)])
+def test_a_stray_sigterm_is_a_loss(session: EngineSession, tiny_model: Path, victim: str, code: ErrorCode) -> None:
+    """Nobody has asked the launcher for an end: it says whose it was, and its exit code is not that of a success."""
+    launcher = session.launch(str(tiny_model), "--ranks=2")
+    with session.connect() as client:
+        until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
+        events = stream(client, 8000)
+        token_ids(events, 5)
+        pid = session.processes()[victim]
+        os.kill(pid, signal.SIGTERM)
+        with pytest.raises(RequestFailed) as caught:
+            token_ids(events, 8000)
+        assert caught.value.code == code
+    assert launcher.wait(ENDED_S) == 4
+    assert_clean(session)
+    said = f"kog-launch: {victim} (pid {pid}) was killed by SIGTERM while serving; the engine was stopped\n"
+    assert without_progress(session.output()) == said
+
+
+@pytest.mark.parametrize("stopped", ["coordinator", "reaper"])
+def test_who_is_stopped_cleans_up_after_a_killed_launcher(session: EngineSession, tiny_model: Path, stopped: str) -> None:
+    """The reaper and the coordinator stand in for each other; the kernel continues either when the launcher dies."""
+    launcher = session.launch(str(tiny_model), "--ranks=2")
     session.connect().close()
+    pids = session.processes()
+    os.kill(pids[stopped], signal.SIGSTOP)
+    kill_all_at_once(session, *({"coordinator", "reaper"} - {stopped}), "launcher")
+    launcher.wait(ENDED_S)
+    assert_clean(session)
+
+
+def test_an_engine_is_ready_when_its_coordinator_answers(session: EngineSession, tiny_model: Path) -> None:
+    """Not when there is a socket file: what happens until then belongs to the start."""
+    launcher = session.launch(str(tiny_model), "--ranks=1", "--stall-timeout=60", "--startup-timeout=3")
+    until((session.instance_folder / SOCKET_NAME).exists, ENDED_S, session.output)
     os.kill(session.processes()["coordinator"], signal.SIGSTOP)
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
-    assert "the coordinator gave no sign of life" in session.output()
+    assert session.output(stream="out") == ""
+    assert "the engine was not ready after 3 s: " in session.output()
+
+
+@pytest.mark.parametrize("victim", ["rank 1", "coordinator"])
+def test_who_is_stopped_while_it_loads_is_named(session: EngineSession, tiny_model: Path, victim: str) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--stall-timeout=0.5")
+    until(lambda: victim in session.processes(), ENDED_S, session.output)
+    pid = session.processes()[victim]
+    os.kill(pid, signal.SIGSTOP)
+    assert launcher.wait(ENDED_S) == 5
+    assert_clean(session)
+    assert f"{victim} (pid {pid}) gave no sign of life for 0." in session.output()
+    assert session.output().endswith(" during start-up; the engine was stopped\n")
 
 
 @pytest.mark.parametrize("victim", ["rank 1", "coordinator", "launcher"])
@@ -228,7 +315,7 @@ def test_kill_during_startup(session: EngineSession, tiny_model: Path, victim: s
 
 
 def test_rank_that_is_stuck_in_startup_is_named(session: EngineSession, tiny_model: Path) -> None:
-    launcher = session.launch(str(tiny_model), "--ranks=2", "--startup-timeout=1.5")
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--startup-timeout=1.5", "--stall-timeout=60")
     until(lambda: "rank 1" in session.processes(), ENDED_S, session.output)
     os.kill(session.processes()["rank 1"], signal.SIGSTOP)
     assert launcher.wait(ENDED_S) == 5

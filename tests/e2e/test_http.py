@@ -87,21 +87,49 @@ def test_kog_gateway_by_itself(served: HttpEngine) -> None:
     assert "an-api-key" not in session.output("own")
 
 
-def test_a_killed_gateway_comes_back_and_the_engine_is_not_harmed(served: HttpEngine) -> None:
+@pytest.mark.parametrize(
+    ("signum", "why", "told_s"),
+    [
+        (signal.SIGKILL, "it was killed by SIGKILL; ", 0.75),
+        (signal.SIGTERM, "it was killed by SIGTERM; ", 0.75),
+        (signal.SIGSTOP, "it gave no sign of life for 1.", 1.75),
+    ],
+)
+def test_a_gateway_that_is_lost_comes_back_and_the_engine_is_not_harmed(
+    served: HttpEngine, signum: int, why: str, told_s: float
+) -> None:
+    """Killed by whatever signal, or stopped: promised are 250 ms, and the same after --stall-timeout."""
+    served.wait_state("ready", READY_S)
     pid, engine_pid = served.announced()["pid"], served.session.processes()["coordinator"]
     with served.http.stream("POST", "/v1/completions", json=LONG) as response:
         lines = response.iter_lines()
         next(lines)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signum)
+        lost_s = time.monotonic()
         with pytest.raises(httpx.HTTPError):
             list(lines)
+        assert time.monotonic() - lost_s < told_s
     begin_s = time.monotonic()
     assert served.http.get("/readyz", timeout=READY_S).status_code == 200, "the port was never free: this waited for the new one"
     assert time.monotonic() - begin_s < 20.0
     assert served.announced()["pid"] != pid
     assert served.session.processes()["coordinator"] == engine_pid
-    assert f"the gateway (pid {pid}) ended: it was killed by SIGKILL" in served.session.output()
+    assert f"the gateway (pid {pid}) ended: {why}" in served.session.output()
     assert served.http.post("/v1/completions", json=ASK).status_code == 200
+
+
+@pytest.mark.parametrize(("signum", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "gave no sign of life")])
+def test_a_gateway_that_is_lost_while_ranks_load_is_started_again(
+    session: EngineSession, tiny_model: Path, signum: int, why: str
+) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=1", "--http", "--port=0", "--stall-timeout=0.5")
+    until(lambda: {"gateway", "rank 0"} <= set(session.processes()), ENDED_S, session.output)
+    pids = session.processes()
+    os.kill(pids["gateway"], signum)
+    until(lambda: f"the gateway (pid {pids['gateway']}) ended: it {why}" in session.output(), ENDED_S, session.output)
+    until(lambda: "ready after" in session.output(stream="out"), READY_S, session.output)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(ENDED_S) == 0
 
 
 @pytest.mark.parametrize(("signum", "limit_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 1.5)])

@@ -31,8 +31,23 @@ def test_any_process_may_be_killed(session: EngineSession, tiny_model: Path) -> 
     access = launch(session, tiny_model, "--replicas=2")
     for victim in ("rank 0", "coordinator", "launcher"):
         check_kill_in_a_replica(session, access, victim)
-    check_killed_router(session, access)
     check_killed_launcher(session, access)
+
+
+def test_any_process_may_be_stopped_or_told_to_end(session: EngineSession, tiny_model: Path) -> None:
+    """By somebody else than its launcher, which acts as on a kill."""
+    access = launch(session, tiny_model, "--replicas=2", "--stall-timeout=1")
+    for victim, how in (("coordinator", "gave no sign of life for 1."), ("launcher", "gave no sign of life for 1.")):
+        check_kill_in_a_replica(session, access, victim, signal.SIGSTOP, how, told_s=1.75)
+    check_kill_in_a_replica(session, access, "coordinator", signal.SIGTERM, "was killed by SIGTERM")
+    for signum, how, told_s in (
+        (signal.SIGKILL, "was killed by SIGKILL", 0.75),
+        (signal.SIGTERM, "was killed by SIGTERM", 0.75),
+        (signal.SIGSTOP, "gave no sign of life for 1.", 1.75),
+    ):
+        check_lost_router(session, access, signum, how, told_s)
+    os.kill(session.processes()["launcher"], signal.SIGTERM)
+    until(lambda: not session.leftovers(), ENDED_S, session.output)
 
 
 def test_replicas_whose_folder_was_removed_end(session: EngineSession, tiny_model: Path) -> None:
@@ -46,7 +61,10 @@ def test_replicas_whose_folder_was_removed_end(session: EngineSession, tiny_mode
     assert sentence.startswith(f"kog-launch: the instance folder {session.instance_folder} was removed while the engine ran")
 
 
-def check_kill_in_a_replica(session: EngineSession, access: Access, victim: str) -> None:
+def check_kill_in_a_replica(
+    session: EngineSession, access: Access, victim: str, signum: int = signal.SIGKILL, how: str = "was killed by SIGKILL",
+    told_s: float = 1.0,
+) -> None:  # fmt: skip
     """Its stream ends with one error, the other one's goes on, and the replica comes back."""
     with Client(access) as client:
         both_ready(session, client)
@@ -56,7 +74,7 @@ def check_kill_in_a_replica(session: EngineSession, access: Access, victim: str)
             assert stream.has_begun.wait(ENDED_S)
         num_said = len(session.output())
         pid = session.processes()[f"{victim} of r0"]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signum)
         killed_s = time.monotonic()
         until(lambda: any(stream.error for stream in streams), ENDED_S, session.output)
         took_s = time.monotonic() - killed_s
@@ -64,7 +82,7 @@ def check_kill_in_a_replica(session: EngineSession, access: Access, victim: str)
         (lost,) = [stream for stream in streams if stream.error is not None]
         (kept,) = [stream for stream in streams if stream.error is None]
         assert lost.error is not None
-        assert took_s < 1.0, f"the client was told after {took_s:.2f} s"
+        assert took_s < told_s, f"the client was told after {took_s:.2f} s"
         assert lost.error.code in (ErrorCode.ENGINE_LOST, ErrorCode.RANK_FAILED)
         assert str(lost.error).startswith("replica r0 was lost in the middle of the answer (")
         assert kept.is_complete()
@@ -72,12 +90,12 @@ def check_kill_in_a_replica(session: EngineSession, access: Access, victim: str)
         assert lost.token_ids == replay(access, Stream(lost.prompt_ids, len(lost.token_ids)))
     who = {"rank 0": "rank 0", "coordinator": "coordinator", "launcher": "its launcher"}[victim]
     said = session.output()[num_said:]
-    assert said.startswith(f"kog-launch: replica r0: {who} (pid {pid}) was killed by SIGKILL"), said
+    assert said.startswith(f"kog-launch: replica r0: {who} (pid {pid}) {how}"), said
     assert "; starting generation " in said
     assert said.count("\n") == 1
 
 
-def check_killed_router(session: EngineSession, access: Access) -> None:
+def check_lost_router(session: EngineSession, access: Access, signum: int, how: str, told_s: float) -> None:
     """Its clients have one error at once; another router serves the same replicas."""
     ranks = {role: pid for role, pid in session.processes().items() if role.startswith("rank")}
     with Client(access) as client:
@@ -85,14 +103,17 @@ def check_killed_router(session: EngineSession, access: Access) -> None:
         while not isinstance(next(events), Tokens):
             pass
         pid = session.processes()["router"]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signum)
+        lost_s = time.monotonic()
         with pytest.raises(RequestFailed) as caught:
             list(events)
+        assert time.monotonic() - lost_s < told_s
         assert caught.value.code == ErrorCode.ENGINE_LOST
     with Client(access, connect_timeout_s=READY_S, patient=True) as client:
         both_ready(session, client)
         assert Stream((1, 2), 5).answered(access)
-    assert f"the router (pid {pid}) was killed by SIGKILL; its clients have lost their requests" in session.output()
+    said = next(line for line in session.output().splitlines() if f"the router (pid {pid}) {how}" in line)
+    assert said.endswith("; its clients have lost their requests, and it is started again")
     assert {role: pid for role, pid in session.processes().items() if role.startswith("rank")} == ranks
 
 

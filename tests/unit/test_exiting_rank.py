@@ -16,6 +16,7 @@ import pytest
 from kog_dist.config import LaunchConfig
 from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, RankState
 from kog_dist.launch import supervisor
+from kog_dist.launch.liveness import Vigil
 from kog_dist.launch.local import Child
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.supervisor import Supervisor
@@ -43,7 +44,8 @@ class PlayedRank(EngineProcess):
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank}", 1000 + rank, ended_fd=-1, stderr_fd=-1, log=None)
         self.code: int | None = None
-        self.exiting = False
+        self.exiting = self.stopped = False
+        self.signals: list[int] = []
 
     @property
     def exit_code(self) -> int | None:
@@ -56,8 +58,11 @@ class PlayedRank(EngineProcess):
     def is_exiting(self) -> bool:
         return self.exiting and self.code is None
 
+    def is_stopped(self) -> bool:
+        return self.stopped
+
     def send(self, signum: int) -> None:
-        raise AssertionError(f"{self.role} gets signal {signum}")
+        self.signals.append(signum)
 
 
 class Run:
@@ -80,6 +85,7 @@ class Run:
         events: Any = SimpleNamespace(say=print, note=print)
         self.supervisor = Supervisor(LaunchConfig(), engine, signals, events)
         self.supervisor._is_ready = True
+        self.supervisor._vigils = [Vigil(rank, 1.0) for rank in self.ranks]
 
     def decide(self) -> Any:
         return self.supervisor._decide(None)  # type: ignore[arg-type]
@@ -163,6 +169,10 @@ def test_a_rank_that_hangs_is_found_also_while_it_leaves(state: RankState, limit
         run.control.beat_age_s = {0: 9.0, 1: 9.0, 2: 9.0, 3: age_s, COORDINATOR: 0.0}.__getitem__
         outcome = run.supervisor._stalled()
         assert (outcome and (outcome.reason, outcome.rank)) == (("rank_stalled", 3) if age_s > limit_s else None)
+        assert run.ranks[3].signals == ([signal.SIGKILL] if outcome else [])
+    assert run.aborts == [(AbortCause.RANK_STALLED, 3)]
+    assert outcome is not None
+    assert outcome.sentence == f"rank 3 (pid 1003) gave no sign of life for {limit_s + 0.1:.2f} s; the engine was stopped"
 
 
 def test_a_start_that_takes_too_long_names_the_rank_on_which_others_wait() -> None:
