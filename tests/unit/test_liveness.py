@@ -131,7 +131,7 @@ def test_a_signal_that_the_launcher_has_not_sent_kills(child: WatchedChild) -> N
     os.kill(child.child.pid, signal.SIGTERM)
     until(lambda: child.child.exit_code is not None)
     assert child.child.exit_code == -signal.SIGTERM
-    assert child.how_it_ended(-signal.SIGTERM) == "was killed by SIGTERM"
+    assert child.how_it_ended() == "was killed by SIGTERM"
 
 
 def test_a_signal_of_the_launcher_stops(child: WatchedChild) -> None:
@@ -163,7 +163,7 @@ def test_a_silent_child_is_killed(stops: bool) -> None:
     assert made.silence.for_s > (0.5 if stops else LOOP_STALL_FACTOR * 0.5)
     until(lambda: made.child.exit_code is not None)
     assert not made.look(), "it is said once"
-    assert made.how_it_ended(-signal.SIGKILL) == f"{made.silence} and was killed"
+    assert made.how_it_ended() == f"{made.silence} and was killed"
     made.kill()
     assert not made.child.is_stopped(), "nor is one that is gone"
 
