@@ -8,7 +8,7 @@ Lanes take turns, so that one lane's waits are covered by another's work. Two th
 
 So with two lanes or more, and from the first layer on in which no lane waits for another's current work, half of the lanes run
 half a layer behind the others: while these are in their attention block, those go through their MLP block, and a small product
-stands beside each large one. OUT comes as late as it can (docs/results/monokernel-rounds.md has the times of other orders).
+stands beside each large one. OUT comes as late as it can (docs/history/monokernel.md has the times of other orders).
 
 At both ends half of the lanes are alone, and a product stands elsewhere for their sake. In the first such layer QKV of the lanes
 behind comes before OUT of those ahead, and covers some of their attention. In the last one OUT of the lanes behind comes before

@@ -222,7 +222,7 @@ class KernelShape:
         """Cycles from the end of a lane's product to the first look for the input of its next one: QKV, OUT, GATE_UP, DOWN.
 
         Words take that long in any case, and a look that comes too early loads the memory system, also for those who write.
-        Found by measurement (docs/results/monokernel-rounds.md); OUT waits for attention.
+        Found by measurement (docs/history/monokernel.md); OUT waits for attention.
         """
         return self.poll_delays or _POLL_DELAYS.get(self.num_lanes, _POLL_DELAYS[4])
 

@@ -29,7 +29,7 @@ struct Multiplier {
     // The tile that stood there is in registers: its slot may be filled again. In registers for certain: the copy that fills it does not
     // queue behind loads from shared memory that are still under way, as loads and stores of threads would. Without a dependence on
     // `loaded` the arrival is issued before the data have come, and where attention keeps the load units busy a line of the next
-    // tile was read now and then (docs/results/monokernel-rounds.md, round 9).
+    // tile was read now and then (docs/history/monokernel.md, round 9).
     __device__ __forceinline__ void free_slot(u32 full_barrier, u32 loaded) {
         __syncwarp();
         if (lane == 0) mbar_arrive(full_barrier + kEmptyOffset + (loaded & zero));
