@@ -109,6 +109,7 @@ def _single(name: str, app: typer.Typer) -> Iterator[str]:
 def _bench() -> Iterator[str]:
     group: Any = typer.main.get_command(bench)
     yield from ["## kog-bench", "", "`kog-bench COMMAND --help` lists all options of a command.", ""]
+    yield from ["`kog-bench --dirty COMMAND` may write figures of changes in no commit into `docs/results`.", ""]
     yield from _table(["command", "does"], ([f"`{name}`", _first(one.help)] for name, one in group.commands.items()))
     every = [(name, parameter) for name, one in group.commands.items() for parameter in _params(one)]
     counts = Counter(parameter.name for _, parameter in every)

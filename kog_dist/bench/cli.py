@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -23,6 +24,7 @@ from kog_dist.bench.commands.router import router
 from kog_dist.bench.commands.scaling import scaling
 from kog_dist.bench.commands.serve import serve
 from kog_dist.bench.commands.soak import soak
+from kog_dist.bench.report import allow_dirty, check_stdout
 from kog_dist.errors import KogError
 from kog_dist.rpc.output import checked_stdout
 
@@ -31,6 +33,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Measure an engine on this machine. The last line is one JSON object: commit, machine, configuration, figures.",
 )  # fmt: skip
+
+
+@app.callback()
+def _destination(
+    dirty: Annotated[bool, typer.Option("--dirty", help="Allow docs/results to get figures of changes in no commit.")] = False,
+) -> None:
+    allow_dirty(dirty)
+    check_stdout()
+
 
 for _command in (
     decode,

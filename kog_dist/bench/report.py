@@ -6,11 +6,18 @@ import json
 import math
 import os
 import platform
+import stat
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from kog_dist.errors import ConfigError
+
+DIRTY: Final = "+changes"
+RESULTS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
+_FOLDER: Final = Path(__file__).resolve().parent
 
 
 def machine() -> dict[str, Any]:
@@ -25,16 +32,54 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Commit of the source tree with `+changes` when it differs from it; the version when there is no repository."""
+    """Commit of the source tree with `+changes` when it differs from it; the version when there is no repository.
+
+    Files in docs/results are no difference: the shell has emptied the one that a benchmark prints into.
+    """
     from kog_dist import __version__
 
-    folder = Path(__file__).resolve().parent
-    try:
-        show = ["git", "-C", str(folder), "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"]
-        done = subprocess.run(show, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if not head:
         return __version__
-    return done.stdout.strip() or __version__
+    return head + (
+        DIRTY if _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs/results") else ""
+    )
+
+
+def check_destination(*paths: Path | str | None) -> None:
+    """Refuse to put figures of a tree that is in no commit where results are kept. Raises ConfigError before a measurement."""
+    for path in paths:
+        if path is None or RESULTS not in [whole := Path(path).resolve(), *whole.parents]:
+            continue
+        if not _Dirty.is_allowed and commit().endswith(DIRTY):
+            raise ConfigError(
+                f"{path} would get figures of a tree with changes that are in no commit; commit them, or give kog-bench --dirty"
+            )
+
+
+def check_stdout() -> None:
+    """The same for standard output, where the shell has led it to a file."""
+    if stat.S_ISREG(os.fstat(1).st_mode):
+        check_destination(os.readlink("/proc/self/fd/1"))
+
+
+def allow_dirty(is_allowed: bool) -> None:
+    """For this process: whether figures of such a tree may go to docs/results all the same."""
+    _Dirty.is_allowed = is_allowed
+
+
+class _Dirty:
+    is_allowed = False
+
+
+def _git(*arguments: str) -> str:
+    """What git prints about the tree of this package; nothing where there is none."""
+    try:
+        words = ["git", "-C", str(_FOLDER), *arguments]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
@@ -45,7 +90,10 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 def finish(benchmark: str, configuration: dict[str, Any], before: dict[str, Any], figures: Any) -> None:
     """Print the JSON object that ends a benchmark; `before` is `machine()` from its start."""
-    whole = {"benchmark": benchmark, "commit": commit(), "machine": before, "configuration": configuration, "figures": figures}
+    source = commit()
+    if source.endswith(DIRTY):
+        print("these figures are of a tree with changes that are in no commit: not for publication")
+    whole = {"benchmark": benchmark, "commit": source, "machine": before, "configuration": configuration, "figures": figures}
     print(json.dumps(whole), flush=True)
 
 

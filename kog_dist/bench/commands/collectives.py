@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.bench.commands.options import counts_of
+from kog_dist.bench.report import check_destination
 from kog_dist.errors import ConfigError
 
 
@@ -27,5 +28,6 @@ def collectives(
         raise ConfigError(
             "--gpus must be from 2 to 8, --sizes multiples of 4096 or 6144, --steps and --repeats at least 1, --kills at least 0"
         )
+    check_destination(out)
     if not benchmark.run(gpus, chosen, steps=steps, repeats=repeats, libraries=libraries, kills=kills, folder=out):
         raise typer.Exit(1)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.bench.commands.options import SAMPLING_HELP, counts_of, samplings_of
+from kog_dist.bench.report import check_destination
 from kog_dist.errors import ConfigError
 
 
@@ -36,5 +37,6 @@ def latency(
     baselines = tuple(part for part in baseline.split(",") if part)
     if not set(baselines) <= set(FORMS):
         raise ConfigError(f"--baseline must be one or more of {', '.join(FORMS)}, got {baseline!r}")
+    check_destination(trace)
     counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
     benchmark.run(model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.bench.commands.options import SAMPLING_HELP, builds_of, counts_of, samplings_of, times_of
+from kog_dist.bench.report import check_destination
 from kog_dist.errors import ConfigError
 
 
@@ -47,6 +48,7 @@ def scaling(
     if not model:
         from kog_dist.bench import scaling_run
 
+        check_destination(trace)
         counts, samplings = counts_of(gpus, "--gpus"), samplings_of(sampling)
         plan = scaling_run.Plan(
             spec, counts_of(contexts, "--contexts"), tokens, repeats, samplings,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kog_dist.bench.report import check_destination
+
 
 def serve(
     url: Annotated[str, typer.Option(help="The server: http://HOST:PORT, with or without /v1.")] = "http://127.0.0.1:8000",
@@ -49,6 +51,7 @@ def serve(
         request_rate=request_rate, input_len=input_len, output_len=output_len, prompts=prompts, ignore_eos=ignore_eos,
         temperature=temperature, seed=seed, timeout_s=timeout, extra_body=extra_body, api_key=api_key,
     )  # fmt: skip
+    check_destination(output, html)
     paths = (None if path is None else Path(path) for path in (output, html))
     if benchmark.run(settings, asked, output=next(paths), html=next(paths)):
         raise typer.Exit(4)
