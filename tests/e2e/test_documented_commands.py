@@ -1,7 +1,7 @@
 """Every command that README and docs show is run, as written, in the order of its block.
 
-A ```console block is a sequence of `$ command` lines; a line that ends in `&` starts an engine, which must be ready before the
-next line is run and gone at the end of the block. A ```python block is run while an engine named `readme` serves. Documents say
+A ```console block is a sequence of `$ command` lines, which a backslash continues; a line that ends in `&` starts an engine,
+which must be ready before the next line is run and gone at the end of the block. A ```python block is run while an engine named `readme` serves. Documents say
 port 8000, where something else may listen on this machine: engines and commands get a free port instead.
 """
 
@@ -105,7 +105,7 @@ def engine(command: str) -> Iterator[None]:
 
 @pytest.mark.parametrize(("place", "text"), blocks("console"), ids=[place for place, _ in blocks("console")])
 def test_console_block(place: str, text: str) -> None:
-    commands = [line[2:] for line in text.splitlines() if line.startswith("$ ")]
+    commands = [line[2:] for line in text.replace("\\\n", "").splitlines() if line.startswith("$ ")]
     assert commands, f"{place}: a console block without a command"
 
     def run_from(index: int) -> None:
