@@ -25,9 +25,10 @@ _HEAD = """\
 
 Every flag, environment variable and configuration key. This page is generated: `python -m tests.settings_page`.
 
-A setting of `kog-launch` has one name in three places, and the first that gives it wins: the flag (`--stall-timeout 2`),
-the environment (`KOG_STALL_TIMEOUT=2`), the TOML file of `--config` (`stall_timeout = 2`). An unknown key or variable
-is refused. `kog-launch --print-config` shows each value and where it came from. Files for common runs are in `configs/`.
+A setting of `kog-launch` has one name in three places, and the first that gives it wins: the flag
+(`--stall-timeout 2`), the environment (`KOG_STALL_TIMEOUT=2`), the TOML file of `--config` (`stall_timeout = 2`). An
+unknown key or variable is refused. `kog-launch --print-config` shows each value and where it came from. Files for
+common runs are in `configs/`.
 """
 # Read by the code besides KOG_*; `tests/unit/test_documents.py` compares the names with the code.
 VARIABLES = {
