@@ -38,6 +38,7 @@ VARIABLES = {
     "CUDA_DEVICE_ORDER": "`PCI_BUS_ID` makes numbers in the variable above unambiguous",
     "RAY_ADDRESS": "a Ray cluster; chooses `--launcher ray`",
     "RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH": "Ray's own: the token of a cluster ([launchers.md](launchers.md#ray))",
+    "PYTHONPATH": "handed on to the process that renders chat templates",
     "OPENAI_API_KEY": "`kog-chat`: the key, where `KOG_API_KEY` is not set",
     "RAY_TMPDIR, RAY_TEMP_DIR": "Ray's own: where it notes the address of a cluster on this machine",
     "NO_COLOR, TERM": "plain output of `kog-chat` and `kog-launch`: with `NO_COLOR`, or on a `dumb` terminal",

@@ -1,8 +1,8 @@
 """Every command that README and docs show is run, as written, in the order of its block.
 
 A ```console block is a sequence of `$ command` lines, which a backslash continues; a line that ends in `&` starts an engine,
-which must be ready before the next line is run and gone at the end of the block. A ```python block is run while an engine named `readme` serves. Documents say
-port 8000, where something else may listen on this machine: engines and commands get a free port instead.
+which must be ready before the next line is run and gone at the end of the block. A ```python block is run while an engine named
+`readme` serves. Documents say port 8000, where something else may listen on this machine: engines and commands get a free port.
 """
 
 from __future__ import annotations

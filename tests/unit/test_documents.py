@@ -12,7 +12,15 @@ from tests import settings_page
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 120
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "kog_dist").rglob("*.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "SECURITY.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "kog_dist").rglob("*.md"),
+    ]
+)
 LIMITS = {
     "README.md": 100,
     **{f"docs/{name}.md": 200 for name in ("results", "monokernel", "prefill", "kccl", "launchers", "plan", "architecture")},
