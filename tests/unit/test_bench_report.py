@@ -57,7 +57,12 @@ def test_figures_of_a_dirty_tree_are_marked(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.usefixtures("dirty")
 def test_a_dirty_tree_writes_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(collectives, "run", lambda *_, folder, **__: begun.append(folder) or True)
+
+    def run(*_: Any, folder: str, **__: Any) -> bool:
+        begun.append(folder)
+        return True
+
+    monkeypatch.setattr(collectives, "run", run)
     inside = str(report.RESULTS / "new")
     refused = CliRunner().invoke(app, ["collectives", "--out", inside])
     assert isinstance(refused.exception, ConfigError)
