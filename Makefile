@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # Setuptools would warn of folders named like the package, which lie where they should.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check
 RANKS ?= 4
+SECONDS ?= 3600
 WORKERS ?= 2
 PROMPT ?= class Matrix:\n    """A matrix with named rows."""\n\n    def __init__(self, rows, columns):\n
 
@@ -14,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo test lint types check cluster service fuzz bench clean
+.PHONY: demo test lint types check cluster service fuzz chaos bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -31,7 +32,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 # These measure promises in seconds, or whether a page stays smooth: they have the machine to themselves. All other files share it.
-ALONE := $(addprefix tests/e2e/,test_faults.py test_http.py test_mpi.py test_prefill.py test_ray.py test_replicas.py \
+ALONE := $(addprefix tests/e2e/,test_chaos.py test_faults.py test_http.py test_mpi.py test_prefill.py test_ray.py test_replicas.py \
 	test_replicas_on_hosts.py test_stopping.py browser/test_rendering_speed.py) tests/gpu
 
 check: $(VENV)/.installed-dev
@@ -47,6 +48,10 @@ service: $(VENV)/.installed-dev  ## what needs minutes of hostile HTTP traffic, 
 SECONDS ?= 3600
 fuzz: $(VENV)/.installed-dev  ## hours of hostile bytes: SECONDS for each target; `make test` has a minute of it for all
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $$(date +%s)
+
+chaos: RANKS = 2
+chaos: $(VENV)/.installed  ## a fault every few seconds for SECONDS, see docs/testing.md
+	$(BIN)/kog-bench chaos --seconds $(SECONDS) --ranks $(RANKS) --output chaos.json
 
 bench: $(VENV)/.installed  ## speed of the demo model on this machine's CPU ranks
 	$(BIN)/kog-bench decode

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kog_dist.bench.commands.chaos import chaos
 from kog_dist.bench.commands.collectives import collectives
 from kog_dist.bench.commands.compare import compare
 from kog_dist.bench.commands.decode import decode
@@ -46,6 +47,7 @@ def _destination(
 for _command in (
     decode,
     faults,
+    chaos,
     load,
     latency,
     prefill,

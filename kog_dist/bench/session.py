@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 from kog_dist import python_child
 from kog_dist.bench.processes import marked_processes
 from kog_dist.env import PREFIX
@@ -46,6 +48,7 @@ class EngineSession:
         self.folder = Path(tempfile.mkdtemp(prefix="kog-e-"))
         self.mark = uuid.uuid4().hex
         self._started: list[subprocess.Popen[bytes]] = []
+        self._bare: set[tuple[int, float]] = set()  # children without our variable: pid and start time
 
     # ---- commands ----
     def environment(self) -> dict[str, str]:
@@ -138,8 +141,16 @@ class EngineSession:
         return self.survivors() + [str(path) for path in paths if not _is_free_lease(path)]
 
     def _marked(self) -> Iterator[tuple[int, list[str], dict[str, str]]]:
-        """Of every live process of this session, as `marked_processes`."""
-        return marked_processes(f"{_MARK}={self.mark}")
+        """Of every live process of this session, as `marked_processes`; and of children that inherit no variables."""
+        marked = list(marked_processes(f"{_MARK}={self.mark}"))
+        pids = {pid for pid, *_ in marked}
+        yield from marked
+        for child in psutil.process_iter(["pid", "ppid", "create_time", "cmdline"]):
+            found = child.info
+            key = (found["pid"], found["create_time"])
+            if (found["ppid"] in pids or key in self._bare) and found["pid"] not in pids and found["cmdline"]:
+                self._bare.add(key)
+                yield found["pid"], found["cmdline"], {}
 
     def close(self) -> None:
         """Kill what is left and remove the folder."""

@@ -1,0 +1,26 @@
+"""`kog-bench chaos`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kog_dist.errors import ConfigError
+
+
+def chaos(
+    seconds: Annotated[float, typer.Option(help="How long.")] = 3600.0,
+    ranks: Annotated[int, typer.Option(help="Rank processes of the single engine: 1, 2 or 4.")] = 2,
+    seed: Annotated[int, typer.Option(help="Another seed: another order.")] = 1,
+    output: Annotated[Path, typer.Option(help="File for the JSON object.")] = Path("chaos.json"),
+    only: Annotated[str, typer.Option(help="Cells that have this in their names, such as 'rank 0 stop'.")] = "",
+) -> None:
+    """Kill, stop, terminate and pause every role at every point. Code 1: a promise was broken."""
+    from kog_dist.bench import chaos as benchmark
+
+    if seconds <= 0 or ranks not in (1, 2, 4):
+        raise ConfigError("--seconds must be positive, --ranks 1, 2 or 4")
+    if not benchmark.run(seconds, ranks, seed, output, only):
+        raise typer.Exit(1)

@@ -1,0 +1,89 @@
+"""The table of faults is whole, and its checker notices what is wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import pytest
+
+from kog_dist.bench.chaos_cell import CellRun
+from kog_dist.bench.chaos_clients import Asking, Log, Question
+from kog_dist.bench.chaos_engine import ChaosEngine
+from kog_dist.bench.chaos_table import KINDS, ROLES, Cell, Harm, Layout, cells
+from kog_dist.bench.injection import Kind, Point
+
+QUESTION = Question("a", 4)
+ANSWER = ([1, 2, 3, 4], "wxyz")
+CELL = Cell(Layout.SINGLE, "rank 0", Kind.KILL, Point.DECODE)
+
+
+class Client:
+    """A client whose log is written beforehand."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+
+def findings(log: Log) -> list[str]:
+    run = CellRun(cast(ChaosEngine, None), CELL, {QUESTION: ANSWER}, random.Random(1))
+    run._clients = [cast(Asking, Client(log))]
+    run._check_answers()
+    return run.played.violations
+
+
+def log_of(text: str, token_ids: list[int], *ends: str, is_http: bool = False) -> Log:
+    log = Log(QUESTION, is_http)
+    log.piece(text, tuple(token_ids))
+    for how in ends:
+        log.end(how)
+    return log
+
+
+def test_every_role_kind_and_point_is_in_the_table() -> None:
+    found = list(cells())
+    assert len(found) == len(set(found))
+    assert {(cell.layout, cell.role) for cell in found} == {(layout, role) for layout in ROLES for role in ROLES[layout]}
+    assert {cell.kind for cell in found} == set(KINDS)
+    assert {cell.point for cell in found} == set(Point)
+
+
+def test_a_pause_below_the_stall_limit_is_no_fault() -> None:
+    for cell in cells():
+        if cell.kind is Kind.PAUSE:
+            assert cell.promise.harm is Harm.NONE
+            assert cell.promise.codes == ({0} if cell.point is Point.DRAIN else set())
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        log_of("wxyz", [1, 2, 3, 4], "done"),
+        log_of("wx", [1, 2], "rank_failed"),
+        log_of("wxyz", [], "done", is_http=True),
+        log_of("w", [], "broken off", is_http=True),
+    ],
+)
+def test_prefixes_with_one_end_are_right(log: Log) -> None:
+    assert findings(log) == []
+
+
+@pytest.mark.parametrize(
+    ("log", "sentence"),
+    [
+        (log_of("wx", [1, 3], "rank_failed"), "a stream has wrong tokens"),
+        (log_of("wxy", [1, 2, 3], "done"), "a stream has wrong tokens"),
+        (log_of("wz", [], "done", is_http=True), "a stream has wrong text"),
+        (log_of("wx", [1, 2]), "a stream has 0 ends: []"),
+        (log_of("wxyz", [1, 2, 3, 4], "done", "done"), "a stream has 2 ends"),
+        (log_of("wx", [1, 2], "silence"), "a client heard nothing until it gave up"),
+    ],
+)
+def test_what_is_wrong_is_found(log: Log, sentence: str) -> None:
+    assert any(found.startswith(sentence) for found in findings(log))
+
+
+def test_a_piece_after_the_end_is_found() -> None:
+    log = log_of("wx", [1, 2], "rank_failed")
+    log.piece("y", (3,))
+    assert "a piece of the answer after the end" in findings(log)
