@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import random
@@ -95,7 +96,8 @@ def _send(pid: int, kind: Kind, chance: random.Random) -> None:
 def _pause(pid: int, kind: Kind, chance: random.Random) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(chance.uniform(*PAUSE_S))
-    os.kill(pid, signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):  # an idle grammar process that is stopped is replaced
+        os.kill(pid, signal.SIGCONT)
 
 
 def _delay(pid: int, kind: Kind, chance: random.Random) -> None:

@@ -29,10 +29,7 @@ from kog_dist.workers.grammar.process import MAX_PACKET_BYTES, GrammarArgs, chec
 CHECK_TIMEOUT_S = 3.0  # of one grammar; hard ones take about 1 s
 START_TIMEOUT_S = 30.0  # of a process: reading a large vocabulary takes seconds
 END_TIMEOUT_S = 1.0
-STOPPED_S = 0.2  # a request waits no longer for the mask of a process that is stopped: its client is told within 0.25
-SILENT_S = (
-    1.0  # nor of one that runs: a mask takes some milliseconds, so it hangs; the first one is compiled before: CHECK_TIMEOUT_S
-)
+SILENT_S = 1.0  # a request waits no longer for a mask, which takes some milliseconds; the first one is compiled before: above
 MAX_ASKERS = 16
 
 Asker = TypeVar("Asker")
@@ -202,12 +199,12 @@ class GrammarService(Generic[Asker]):
         """Whether a mask that is needed has not come for too long."""
         assert self._runner is not None
         epoch, now_s = self._wanted_epoch, self._clock()
-        if epoch is None or now_s - self._wanted_s <= STOPPED_S or self._control.masks.get(epoch) is not None:
+        if epoch is None or now_s - self._wanted_s <= SILENT_S or self._control.masks.get(epoch) is not None:
             return False
         if self._runner.is_stopped():
             return True
         if not self._runner.is_ready:  # that has a limit of its own
-            self._wanted_s = now_s - STOPPED_S
+            self._wanted_s = now_s - SILENT_S
         return now_s - self._wanted_s > (CHECK_TIMEOUT_S if epoch == self._first_epoch else SILENT_S)
 
     def _hear_checker(self) -> list[Verdict[Asker]]:

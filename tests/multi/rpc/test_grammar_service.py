@@ -18,7 +18,7 @@ from kog_dist.errors import RequestError
 from kog_dist.wait import Deadline
 from kog_dist.workers.grammar import service as service_module
 from kog_dist.workers.grammar.compiler import Constraint, Kind
-from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, MAX_ASKERS, SILENT_S, STOPPED_S, GrammarService, Verdict
+from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, MAX_ASKERS, SILENT_S, GrammarService, Verdict
 
 from .conftest import EOS_ID, PATIENCE_S, VOCAB_SIZE, write_model
 
@@ -182,9 +182,9 @@ def test_a_stopped_runner_is_replaced_once_its_mask_is_late(
     control.ring.put(seq, 0, ord("a"), 1, None, Finish.NONE)
     service.wants(epoch + 1)
     assert (service.verdicts(), service.num_runners_lost) == ([], 0)
-    clock.skipped_s += STOPPED_S
+    clock.skipped_s += SILENT_S
     assert (service.verdicts(), service.num_runners_lost) == ([], 1)
-    assert service.loss.startswith("was silent for 0.2")
+    assert service.loss.startswith("was silent for 1.0")
     assert f"grammar process {runner.pid} was silent" in capfd.readouterr().err
     assert not runner.is_running()
     follow(service, control)
