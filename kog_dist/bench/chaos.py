@@ -51,7 +51,8 @@ class Chaos:
     def play(self, cell: Cell) -> Played:
         """One cell, on the engine that is there if it can be used for it."""
         begin_s = time.monotonic()
-        if self._engine is not None and (cell.point is Point.LOAD or self._engine.is_worn(cell)):
+        is_another = self._engine is not None and self._engine.layout is not cell.layout
+        if self._engine is not None and (is_another or cell.point is Point.LOAD or self._engine.is_worn(cell)):
             self.retire()
         if self._engine is None:
             is_held_up = cell.point is Point.LOAD and cell.kind is Kind.STOP and cell.role.startswith(("rank", "coordinator"))

@@ -204,7 +204,7 @@ class GrammarService(Generic[Asker]):
         if self._runner.is_stopped():
             return True
         if not self._runner.is_ready:  # that has a limit of its own
-            self._wanted_s = now_s - SILENT_S
+            self._wanted_s = now_s
         return now_s - self._wanted_s > (CHECK_TIMEOUT_S if epoch == self._first_epoch else SILENT_S)
 
     def _hear_checker(self) -> list[Verdict[Asker]]:

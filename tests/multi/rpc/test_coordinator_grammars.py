@@ -84,7 +84,7 @@ def test_a_request_can_be_cancelled_while_its_grammar_is_checked(start_engine: S
         assert engine.requests[-1].mask_epoch == 0
 
 
-@pytest.mark.parametrize(("strike", "said"), [(psutil.Process.kill, "ended"), (psutil.Process.suspend, "was silent for 0")])
+@pytest.mark.parametrize(("strike", "said"), [(psutil.Process.kill, "ended"), (psutil.Process.suspend, "was silent for 1")])
 def test_a_lost_runner_ends_the_request_that_it_worked_for(
     start_engine: StartEngine, strike: Callable[[psutil.Process], None], said: str
 ) -> None:  # fmt: skip
