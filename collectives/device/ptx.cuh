@@ -64,26 +64,6 @@ __device__ __forceinline__ bool mbar_test(u32 bar, u32 parity) {  // never waits
         : "memory");
     return done != 0;
 }
-// ---- thread block clusters ----
-// Where address `address` of this thread block's shared memory lies in that of thread block `rank` of its cluster.
-__device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-// Write to a thread block of the cluster and tell its barrier (both from `cluster_address`) of the 4 bytes when they are there. Who has
-// passed the barrier sees them. Does not wait.
-__device__ __forceinline__ void store_cluster(u32 address, float v, u32 bar) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(v), "r"(bar) : "memory");
-}
-// Not `.release.cluster`, which drains all stores of the thread: what the arrival must not overtake are loads whose values were used.
-__device__ __forceinline__ void mbar_arrive_cluster(u32 bar) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-// All threads of the cluster, but for those that have ended.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
-}
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ u64 evict_first_policy() {
     u64 policy;

@@ -63,8 +63,8 @@ struct Watchdog {
     u32 num_waits = 0;
     u64 since_ns = 0;
 
-    // How many words that the matrix warps polled last are missing; the tag of the first of them. None: these warps wait for others of their
-    // cluster, or the note is of a wait that is over.
+    // How many words that the matrix warps polled last are missing; the tag of the first of them. None: the note is of a wait that is
+    // over.
     __device__ __forceinline__ u32 num_missing(u32& seen) const {
         const u32 tag = seen = note.wanted;
         const u64 packed = note.packed_words;

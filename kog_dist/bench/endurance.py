@@ -13,6 +13,7 @@ from typing import Any
 from kog_dist.bench.gpu import gpu_name, require_gpus
 from kog_dist.bench.rank_kernel import (
     attempted,
+    cubin_for,
     first_difference,
     medians_in_turn,
     prepare,
@@ -64,7 +65,7 @@ def cost_on_ranks(context: RankContext) -> list[list[float]]:
     hashing, plain = (rank_shape(context, spec, keeps_hashes=keeps) for keeps in (True, False))
     prepare(context, [hashing, plain])
     with rank_kernel(context, hashing, random_weights(hashing, SEED)) as kernel:
-        return medians_in_turn(context, kernel, [plain], _CONTEXT, _TIMED_TOKENS, _ROUNDS)[0]
+        return medians_in_turn(context, kernel, [cubin_for(kernel, plain)], _CONTEXT, _TIMED_TOKENS, _ROUNDS)[0]
 
 
 def run(spec_name: str, gpu_counts: Sequence[int], tokens: int, deadline_s: float) -> bool:

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.report import percentile
@@ -37,10 +38,12 @@ def rank_shape(context: RankContext, spec: ModelSpec, **options: Any) -> KernelS
     return KernelShape(spec, spec.lanes_of_rank(rank, world_size), num_ranks=world_size, **options)
 
 
-def prepare(context: RankContext, shapes: Sequence[KernelShape], *, shaped: bool = False) -> None:
+def prepare(
+    context: RankContext, shapes: Sequence[KernelShape], *, shaped: bool = False, others: Sequence[Callable[[], object]] = ()
+) -> None:
     """Choose this rank's GPU and have its kernels built, once for all ranks. Collective.
 
-    `shaped`: the builds for shaped requests, too.
+    `shaped`: the builds for shaped requests, too. `others`: calls that build something else.
     """
     import cupy
 
@@ -51,6 +54,8 @@ def prepare(context: RankContext, shapes: Sequence[KernelShape], *, shaped: bool
         for shape in shapes:
             for source in KERNEL_SOURCES[: 1 + shaped]:
                 build(shape.headers(), source)
+        for other in others:
+            other()
     context.rendezvous.barrier(context.deadline)  # the others find it in the cache
 
 
@@ -80,28 +85,23 @@ def rank_kernel(
 
 
 def medians_in_turn(
-    context: RankContext, kernel: Monokernel, others: Sequence[KernelShape], at: int, tokens: int, rounds: int
+    context: RankContext, kernel: Monokernel, others: Sequence[Path], at: int, tokens: int, rounds: int
 ) -> tuple[list[list[float]], list[bool]]:
-    """Median us per token of the kernel as it is and as builds of `others`, round by round; and of each whether its logits had
-    the bits of the first one. Collective.
+    """Median us per token of the kernel as it is and as other cubins (`cubin_for`), round by round; and of each whether its
+    logits had the bits of the first one. Collective.
 
     In turn and behind a pause, since GPUs that get warm get slower, and in the same memory, since the place of a kernel's words
-    changes its time by up to 3 %. `others` must lay out their memory alike (ConfigError). Each begins with an empty KV cache:
-    past the window, what a launch leaves there would change the bits of the next one.
+    changes its time by up to 3 %. Each begins with an empty KV cache: past the window, what a launch leaves there would change
+    the bits of the next one.
     """
     import cupy
 
     from kog_dist.bench.latency import token_times_us
     from kog_dist.cuda.driver import Kernel
-    from kog_dist.workers.cuda.build import build
     from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES
     from kog_dist.workers.cuda.monokernel import KERNEL_NAME
 
-    own, builds = kernel.shape, [kernel._kernel]
-    for shape in others:
-        if (shape.num_words, shape.kv_bytes, shape.cluster) != (own.num_words, own.kv_bytes, own.cluster):
-            raise ConfigError("builds with other words, another KV cache or other clusters cannot be compared in the same memory")
-        builds.append(Kernel(build(shape.headers()).path, KERNEL_NAME, SHARED_BYTES))
+    builds = [kernel._kernel, *(Kernel(path, KERNEL_NAME, SHARED_BYTES) for path in others)]
     found, same = list[list[float]](), [True] * len(builds)
     for _ in range(rounds):
         medians, digests = [], []
@@ -116,6 +116,16 @@ def medians_in_turn(
         same = [before and one == digests[0] for before, one in zip(same, digests, strict=True)]
     kernel._kernel = builds[0]
     return found, same
+
+
+def cubin_for(kernel: Monokernel, shape: KernelShape) -> Path:
+    """The plain build of a shape that lays out its memory like the kernel's. Raises ConfigError for another."""
+    from kog_dist.workers.cuda.build import build
+
+    own = kernel.shape
+    if (shape.num_words, shape.kv_bytes) != (own.num_words, own.kv_bytes):
+        raise ConfigError("builds with other words or another KV cache cannot be compared in the same memory")
+    return build(shape.headers()).path
 
 
 def lane_digests(kernel: Monokernel) -> list[str]:

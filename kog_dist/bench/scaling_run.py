@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from kog_dist.bench.gpu import gpu_name, require_gpus
 from kog_dist.bench.latency import TRACED_STEP, draw_trace, token_times_us, traced_token
 from kog_dist.bench.rank_kernel import (
     attempted,
+    cubin_for,
     first_difference,
     lane_digests,
     medians_in_turn,
@@ -30,6 +32,7 @@ from kog_dist.bench.report import finishing, machine, percentile
 from kog_dist.bench.shaped import figures as shaped_figures
 from kog_dist.bench.shaped import times_us
 from kog_dist.bench.shapes import SEED, named_spec
+from kog_dist.bench.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.control import ControlPage
 from kog_dist.sampling_params import SamplingParams
@@ -74,11 +77,11 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
     spec, max_tokens = named_spec(str(arguments["spec"])), int(arguments["tokens"])
     contexts, samplings = [int(at) for at in arguments["contexts"]], list(arguments.get("samplings", ()))
     shape = rank_shape(context, spec)
-    bare = rank_shape(context, spec, leaves_out_delayed=True) if arguments.get("yardstick") and world_size > 1 else None
+    bare = [partial(build_without_delayed_sums, shape)] if arguments.get("yardstick") and world_size > 1 else []
     if arguments.get("trace"):
         return {"trace": _trace(context, rank_shape(context, spec, traced_step=TRACED_STEP), Path(str(arguments["trace"])))}
     builds = [rank_shape(context, spec, **options) for options in arguments.get("builds", ())]
-    prepare(context, [*builds, *([] if bare is None else [bare])])
+    prepare(context, builds, others=bare)
     prepare(context, [shape], shaped=bool(samplings))
     weights = random_weights(shape, SEED)
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
@@ -100,9 +103,11 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
                 context.rendezvous.barrier(context.deadline)
                 found["samplings"] |= times_us(kernel, page, [name], max(contexts), max_tokens)
         if builds:
-            found["builds"] = {str(at): medians_in_turn(context, kernel, builds, at, max_tokens, _ROUNDS) for at in contexts}
-        if bare is not None:
-            found["rounds"] = {str(at): medians_in_turn(context, kernel, [bare], at, max_tokens, _ROUNDS)[0] for at in contexts}
+            cubins = [cubin_for(kernel, build) for build in builds]
+            found["builds"] = {str(at): medians_in_turn(context, kernel, cubins, at, max_tokens, _ROUNDS) for at in contexts}
+        if bare:
+            cubins = [build().path for build in bare]
+            found["rounds"] = {str(at): medians_in_turn(context, kernel, cubins, at, max_tokens, _ROUNDS)[0] for at in contexts}
     return found
 
 

@@ -20,8 +20,8 @@ _HOST_REGISTER_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _FLOAT16, _PROMOTE_256B = 6, 3  # of tensor maps: type, and what L2 reads at once
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_ by bytes
 _MAP_BYTES = 128
-# CU_LAUNCH_ATTRIBUTE_: COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION, PRIORITY
-_COOPERATIVE, _CLUSTER, _EARLY, _PRIORITY = 2, 4, 6, 8
+# CU_LAUNCH_ATTRIBUTE_: CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION, PRIORITY
+_CLUSTER, _EARLY, _PRIORITY = 4, 6, 8
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -127,16 +127,9 @@ class Kernel:
             f"asking for {shared_bytes} bytes of shared memory",
         )
 
-    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, cluster: int = 1) -> None:
-        """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter.
-
-        `cluster`: neighbouring thread blocks that can write into each other's shared memory; `num_ctas` is a multiple of it.
-        """
-        if cluster == 1:
-            self._launch(_driver().cuLaunchCooperativeKernel, num_ctas, num_threads, params, stream_ptr)
-        else:
-            chosen = ((_CLUSTER, (cluster, 1, 1)), (_COOPERATIVE, (1,)))
-            self._launch_with(chosen, num_ctas, num_threads, params, stream_ptr)
+    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int) -> None:
+        """Queue a cooperative launch (all thread blocks resident at once, or an error) with one by-value parameter."""
+        self._launch(_driver().cuLaunchCooperativeKernel, num_ctas, num_threads, params, stream_ptr)
 
     def launch_grid(
         self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int, *, priority: int = 0, early: bool = False

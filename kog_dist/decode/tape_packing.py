@@ -7,9 +7,6 @@ order of the registers that one thread gives to the matrix unit. Rows and column
 
 The tapes of all thread blocks are one array, [product][tile][thread block]: what they read at about the same time lies together.
 
-In a cluster of thread blocks (`cluster` > 1) each takes n = MATRIX_WARPS / cluster of the slices of columns that warps take else,
-and of them the rows of all: warp w of thread block r has slice r * n + w / cluster of the rows of thread block w % cluster.
-
 The functions take numpy or cupy arrays of any 16-bit type and return the same kind.
 """
 
@@ -99,7 +96,7 @@ def tiles_on_tape(tape: AnyArray, position: int, shape: OpShape, num_ctas: int) 
     return tape[first : first + size].reshape(shape.num_tiles, num_ctas, shape.tile_values)
 
 
-def pack(matrix: AnyArray, shape: OpShape, num_ctas: int, cluster: int = 1) -> AnyArray:
+def pack(matrix: AnyArray, shape: OpShape, num_ctas: int) -> AnyArray:
     """The tiles (num_tiles, num_ctas, tile_values) of a matrix (rows, K), 16 bit. Raises ValueError if it is too large."""
     rows, columns = matrix.shape
     if rows > num_ctas * shape.cta_rows or columns > shape.num_columns:
@@ -109,16 +106,14 @@ def pack(matrix: AnyArray, shape: OpShape, num_ctas: int, cluster: int = 1) -> A
         )
     padded = np.zeros_like(matrix, shape=(num_ctas * shape.cta_rows, shape.num_columns))
     padded[:rows, :columns] = matrix
-    slices = (cluster, MATRIX_WARPS // cluster)
-    parts = padded.reshape(num_ctas // cluster, cluster, shape.blocks, shape.rows, *slices, shape.tiles, shape.steps, *_STEP)
-    # block, tile, cluster, thread block, its slice, owner of the rows, step, row, column (4)
-    return parts.transpose(2, 6, 0, 4, 5, 1, 7, 3, 8, 10, 9, 11).reshape(shape.num_tiles, num_ctas, shape.tile_values)
+    parts = padded.reshape(num_ctas, shape.blocks, shape.rows, MATRIX_WARPS, shape.tiles, shape.steps, *_STEP)
+    # block, tile, thread block, warp, step, row, column (4)
+    return parts.transpose(1, 4, 0, 3, 5, 2, 6, 8, 7, 9).reshape(shape.num_tiles, num_ctas, shape.tile_values)
 
 
-def unpack(tiles: AnyArray, shape: OpShape, num_rows: int, num_columns: int, cluster: int = 1) -> AnyArray:
+def unpack(tiles: AnyArray, shape: OpShape, num_rows: int, num_columns: int) -> AnyArray:
     """The inverse of `pack`: the matrix (num_rows, num_columns), without its padding."""
     num_ctas = tiles.shape[1]
-    slices = (MATRIX_WARPS // cluster, cluster)
-    parts = tiles.reshape(shape.blocks, shape.tiles, num_ctas // cluster, cluster, *slices, shape.steps, shape.rows, *_STEP)
-    whole = parts.transpose(2, 5, 0, 7, 3, 4, 1, 6, 8, 10, 9, 11).reshape(num_ctas * shape.cta_rows, shape.num_columns)
+    parts = tiles.reshape(shape.blocks, shape.tiles, num_ctas, MATRIX_WARPS, shape.steps, shape.rows, *_STEP)
+    whole = parts.transpose(2, 0, 5, 3, 1, 4, 6, 8, 7, 9).reshape(num_ctas * shape.cta_rows, shape.num_columns)
     return whole[:num_rows, :num_columns]

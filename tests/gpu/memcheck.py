@@ -16,6 +16,7 @@ from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, Monokernel
 from kog_dist.workers.cuda.shaped import ShapedRequest
+from tests.silent import make_silent
 
 SMALL = ModelSpec(
     hidden_size=256, num_layers=4, num_heads=16, num_kv_heads=8, intermediate_size=512, vocab_size=1000, max_context=512,
@@ -65,8 +66,9 @@ def main() -> None:
         kernel.finish()
         kernel.stream_us(2)
         print(f"{name}: {len(tokens)} and {len(at_the_end)} tokens", flush=True)
-    shape = replace(SHAPES["8 lanes"], silent_cta=5)
+    shape = SHAPES["8 lanes"]
     kernel = Monokernel(shape, random_weights(shape, 1), wait_limit_us=200_000)
+    make_silent(kernel, 5)
     try:
         kernel.generate([1, 2, 3], 2)
     except DeviceError as error:

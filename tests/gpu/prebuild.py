@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.bench.tiny_model import TINY_ON_GPUS
+from kog_dist.bench.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.cuda_kernels import exchange_cubin
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
@@ -48,7 +49,7 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
         dtypes = ({"weight_dtype": checkpoint.dtype, "kv_dtype": kv_dtype} for kv_dtype in ("bfloat16", "float16"))
         yield from ((checkpoint.spec, options) for options in dtypes)
     elif group == "benchmarks":
-        for options in ({}, {"traced_step": 8}, {"leaves_out_delayed": True}, {"keeps_hashes": True}):
+        for options in ({}, {"traced_step": 8}, {"keeps_hashes": True}):
             yield laneformer_2b(), options
     else:
         yield {"2b": laneformer_2b(), "tiny": TINY_ON_GPUS}[group], {}
@@ -60,6 +61,8 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         yield partial(exchange_cubin, shape.num_ranks)
     if group == "benchmarks" or misfit(spec):
         yield partial(build, shape.headers(), PLAIN_SOURCE)
+        if group == "benchmarks" and shape.num_ranks > 1:
+            yield partial(build_without_delayed_sums, shape)
         return
     yield from (partial(build, shape.headers(), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
     rows = spec.max_context + BLOCKS.get(group, max(sizes_within(spec.max_context)))

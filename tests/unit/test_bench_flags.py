@@ -18,7 +18,7 @@ from kog_dist.errors import ConfigError
         ("endurance --tokens 600000", "--tokens 600000: must be from 64"),
         ("endurance --deadline-s 0", "--deadline-s"),
         ("scaling --builds copies", "--builds must be like"),
-        ("scaling --builds threads=1", "--builds takes cluster"),
+        ("scaling --builds threads=1", "--builds takes copies"),
         ("scaling --model --peer-hop-us 0", "--peer-hop-us"),
         ("soak --gpus 1 --ranks 2", "--ranks and --gpus exclude each other"),
         ("soak --gpus 0", "--gpus at least 1"),

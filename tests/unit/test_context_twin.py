@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -114,9 +115,15 @@ def check_later_parts(shape: KernelShape, words: Words, first: int) -> None:
             assert not values.any()
 
 
-def prepare(shape: KernelShape, model: Model, ids: np.ndarray[tuple[int], np.dtype[np.uint32]], folder: Path) -> None:
-    """The program, the weights and the sequence."""
-    sources = twin_sources(shape.headers())
+def prepare(
+    shape: KernelShape,
+    model: Model,
+    ids: np.ndarray[tuple[int], np.dtype[np.uint32]],
+    folder: Path,
+    changed: Callable[[Mapping[str, str]], dict[str, str]] = dict,
+) -> None:
+    """The program, of sources that `changed` has changed, the weights and the sequence."""
+    sources = changed(twin_sources(shape.headers()))
     assert sources["attend.cuh"].count(LOADED) == sources["attend.cuh"].count(STORED) == 2
     assert sources["attend.cuh"].count(PUBLISHES) == 1
     sources["attend.cuh"] = (

@@ -46,7 +46,7 @@ class Launched:
         self.grids: list[tuple[int, int, bytes, int]] = []
         self.steps: list[list[int]] = []  # of the monokernel's launches, and where they stamp
 
-    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream: int, *, cluster: int) -> None:
+    def launch(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
         self.steps.append(np.frombuffer(params[:16], int).tolist())
 
     def launch_grid(self, num_ctas: int, num_threads: int, params: bytes, stream: int) -> None:
@@ -70,7 +70,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made._tag, made._left, made.stream = 0, None, SimpleNamespace(ptr=STREAM)
     made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
-    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, cluster=1, spec=spec, full_layers=(1, 4))  # type: ignore[assignment]
+    made.shape = SimpleNamespace(num_ctas=5, num_threads=640, spec=spec, full_layers=(1, 4))  # type: ignore[assignment]
     made.words, made._begins_at_head, made._shaped, made._peers = Memory(4, np.uint64), False, None, b"peers"
     made._kernel, start = Launched(), HeadStart.__new__(HeadStart)  # type: ignore[assignment]
     start._peers, start._num_pairs, start._publisher, start.plain = b"peers", 768, Launched(), Launched()  # type: ignore[assignment]

@@ -19,15 +19,14 @@ PROGRAM = (
 )
 
 
-def shape_of(spec: ModelSpec, num_ranks: int, cluster: int = 1) -> KernelShape:
-    return KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks, cluster=cluster)
+def shape_of(spec: ModelSpec, num_ranks: int) -> KernelShape:
+    return KernelShape(spec, spec.lanes_of_rank(0, num_ranks), num_ranks=num_ranks)
 
 
 SHAPES = {
     "2b on 8": shape_of(laneformer_2b(), 8),
-    "cluster": shape_of(laneformer_2b(), 4, cluster=2),
     "wide heads": shape_of(ModelSpec(2560, 3, 10, 10, 8, 6000, max_context=64, num_lanes=2), 1),
-    "many lanes": shape_of(ModelSpec(4096, 3, 16, 16, 12800, 320, max_context=64, num_lanes=16, delay=2), 2, cluster=2),
+    "many lanes": shape_of(ModelSpec(4096, 3, 16, 16, 12800, 320, max_context=64, num_lanes=16, delay=2), 2),
     "scores by themselves": shape_of(ModelSpec(256, 3, 16, 8, 1024, 100_000, max_context=64, num_lanes=8), 1),
 }
 

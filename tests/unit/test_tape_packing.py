@@ -31,17 +31,14 @@ def numbered(rows: int, columns: int) -> np.ndarray[tuple[int, int], np.dtype[np
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(1, 400), columns=st.integers(1, 900), num_clusters=st.integers(1, 5), multiple=st.sampled_from([1, 2, 4]),
-    cluster=st.sampled_from([1, 2]),
-)  # fmt: skip
-def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_clusters: int, multiple: int, cluster: int) -> None:
-    matrix, num_ctas = numbered(rows, columns), num_clusters * cluster
+@given(rows=st.integers(1, 400), columns=st.integers(1, 900), num_ctas=st.integers(1, 10), multiple=st.sampled_from([1, 2, 4]))
+def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_ctas: int, multiple: int) -> None:
+    matrix = numbered(rows, columns)
     shape = op_shape(owned_rows(rows, num_ctas, multiple), columns, multiple)
-    tiles = pack(matrix, shape, num_ctas, cluster)
+    tiles = pack(matrix, shape, num_ctas)
     assert tiles.shape == (shape.num_tiles, num_ctas, shape.tile_values)
     assert shape.num_tiles * shape.tile_values == shape.num_values
-    assert np.array_equal(unpack(tiles, shape, rows, columns, cluster), matrix)
+    assert np.array_equal(unpack(tiles, shape, rows, columns), matrix)
     assert np.count_nonzero(tiles) == rows * columns  # the rest is padding
 
 
@@ -72,19 +69,6 @@ def test_products_lie_one_after_the_other() -> None:
         assert view.shape == (shape.num_tiles, 3, shape.tile_values)
         view += 1 + number
     assert tape.tolist() == [1] * (3 * first.num_values) + [2] * (3 * second.num_values)
-
-
-@pytest.mark.parametrize("cluster", [2, 3])
-def test_in_a_cluster_each_thread_block_has_its_slices_of_the_rows_of_all(cluster: int) -> None:
-    shape = OpShape(rows=6, blocks=2, per=8, steps=4)
-    matrix = numbered(12 * 2 * cluster, 8 * MATRIX_WARPS * STEP_COLUMNS)
-    by_warp = (shape.num_tiles, 2 * cluster, MATRIX_WARPS, -1)
-    alone, shared = pack(matrix, shape, 2 * cluster).reshape(by_warp), pack(matrix, shape, 2 * cluster, cluster).reshape(by_warp)
-    num_slices = MATRIX_WARPS // cluster
-    for cta in range(2 * cluster):
-        for warp in range(MATRIX_WARPS):
-            owner, column_slice = cta - cta % cluster + warp % cluster, cta % cluster * num_slices + warp // cluster
-            assert np.array_equal(shared[:, cta, warp], alone[:, owner, column_slice])
 
 
 def test_gate_and_up_rows_stand_side_by_side() -> None:

@@ -13,6 +13,7 @@ from kog_dist.abi import WaitRecord
 from kog_dist.decode.steps import Phase
 from kog_dist.workers.cuda.kernel_abi import abi_header
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from tests.silent import with_silent_cta
 from tests.unit.test_context_twin import CONTEXT, HEADS, prepare
 from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
@@ -29,8 +30,9 @@ def test_a_thread_block_that_misses_no_words_waits_an_eighth_longer(tmp_path: Pa
 
 def test_all_leave_when_a_thread_block_never_publishes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, limit_us = HEADS[48], 100
-    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, silent_cta=2)
-    prepare(shape, Model(spec, "bfloat16", monkeypatch), np.zeros(CONTEXT, np.uint32), tmp_path)
+    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6)
+    model, ids = Model(spec, "bfloat16", monkeypatch), np.zeros(CONTEXT, np.uint32)
+    prepare(shape, model, ids, tmp_path, lambda sources: with_silent_cta(sources, 2))
     (tmp_path / "kv.0.bin").write_bytes(bytes(shape.kv_bytes))
     command = ["./context", ".", str(shape.kv_bytes), str(shape.num_words), "4", str(limit_us), "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)

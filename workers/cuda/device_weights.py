@@ -74,7 +74,7 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
     for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
         op = ops[product.phase]
         matrix = source(product.phase, product.layer, product.lane - shape.hosted_lanes[0])
-        tiles_on_tape(tape, start, op, shape.num_ctas)[:] = pack(matrix, op, shape.num_ctas, shape.cluster)
+        tiles_on_tape(tape, start, op, shape.num_ctas)[:] = pack(matrix, op, shape.num_ctas)
     for index in range(shape.num_head_products):
         _pack_head(shape, source, index, tiles_on_tape(tape, position, shape.head, shape.num_ctas))
         position += shape.head.num_values
@@ -83,11 +83,11 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
 def _pack_head(shape: KernelShape, source: MatrixSource, index: int, tiles: GpuArray) -> None:
     """Fill the tiles (head.num_tiles, num_ctas, head.tile_values) of a product of the LM head."""
     if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
-        tiles[:] = pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas, shape.cluster)
+        tiles[:] = pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas)
         return
     for lane in range(shape.num_lanes):  # each has its own thread blocks
         own = slice(lane * shape.head_ctas, (lane + 1) * shape.head_ctas)
-        tiles[:, own] = pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas, shape.cluster)
+        tiles[:, own] = pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas)
     tiles[:, shape.num_lanes * shape.head_ctas :] = 0
 
 

@@ -22,6 +22,9 @@ SHARED_BYTES = 232448
 PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in the kernel
 NUM_THREADS = 640  # of a thread block
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
+# Vectors whose sums of squares are kept. A matrix warp that begins one has handed over its sums of the one before, for which the
+# finaliser was done with the one two before that.
+NUM_SQUARES = 3
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
 _NOTES_BYTES, _PADDING_BYTES = 32 + 2 * 48, 32  # WaitNote and both PeerNotes; of `Shared`, at most
 _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured
@@ -47,15 +50,12 @@ class KernelShape:
     part_batches: int = 0  # 0: see `batches_of_part`
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
-    cluster: int = 1  # or 2: thread blocks that share the columns of x, of which each reads the words of its half
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
     pieces_in_flight: int = 0  # 0: see `in_flight`
     max_slots: int = 16
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
-    silent_cta: int = -1  # a planted fault: this thread block never publishes its rows of the last layer
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
-    leaves_out_delayed: bool = False  # a yardstick: delayed sums are neither sent nor awaited, so the tokens are wrong
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -82,8 +82,6 @@ class KernelShape:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.head.cta_rows >= 4095:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
-        if self.cluster not in (1, 2) or self.num_ctas % self.cluster or self.head_ctas % self.cluster:
-            findings.append(f"{self.num_ctas} thread blocks, {self.head_ctas} of them for a head, in clusters of {self.cluster}")
         if MATRIX_WARPS % self.num_pieces:
             findings.append(f"ring tiles in {self.num_pieces} pieces (a number that divides {MATRIX_WARPS})")
         if self.num_pieces * self.num_slots <= self.in_flight + 1:
@@ -305,13 +303,6 @@ class KernelShape:
         return sum(words * count for words, count in self._word_lists.values())
 
     # ---- shared memory ----
-    @property
-    def num_squares(self) -> int:
-        """Vectors whose sums of squares are kept. A matrix warp that begins one has handed over its sums of the one before, for
-        which the finaliser was done with the one two before that. In a cluster it has waited for one of the finalisers only.
-        """
-        return 3 if self.cluster == 1 else 4
-
     @cached_property
     def num_slots(self) -> int:
         """Ring slots that fit beside everything else in `Shared`."""
@@ -321,20 +312,17 @@ class KernelShape:
     @property
     def shared_bytes_besides(self) -> int:
         """Bytes of `Shared` (phases/layout.cuh) of the shaped build without its ring slots, and at most so much padding."""
-        spec, lanes, rows, slices = self.spec, self.num_lanes, self.out.cta_rows, MATRIX_WARPS // self.cluster
+        spec, lanes, rows = self.spec, self.num_lanes, self.out.cta_rows
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
         attended = 2 * 4 * (spec.lane_heads // spec.lane_kv_heads) * spec.head_dim
         scores = 2 * self.head.cta_rows
         values = max_per * MATRIX_WARPS * 32  # x
-        values += MATRIX_WARPS * (2 * MAX_ROWS + self.num_squares * 32 + 2 * lanes * self.num_ranks)  # red, squares, head_squares
+        values += MATRIX_WARPS * (2 * MAX_ROWS + NUM_SQUARES * 32 + 2 * lanes * self.num_ranks)  # red, squares, head_squares
         values += lanes * rows * (1 + 2 * (spec.delay + 1))  # residual, history
         values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
-        barriers = 7 + self.num_squares + 2 * self.cluster + lanes
-        if self.cluster > 1:
-            values += 2 * slices * max_per * 8  # unit_squares
-            barriers += slices  # x_full
+        barriers = 9 + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES
 
     # ---- generated headers ----
@@ -355,7 +343,7 @@ class KernelShape:
             "kFirstFull": min(self.full_layers, default=0),
             "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
-            "kNearContext": NEAR_CONTEXT, "kSquares": self.num_squares,
+            "kNearContext": NEAR_CONTEXT, "kSquares": NUM_SQUARES,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
@@ -400,14 +388,8 @@ class KernelShape:
         ops = {"QKV": self.qkv, "OUT": self.out, "GATE_UP": self.gate_up, "DOWN": self.down, "HEAD": self.head}
         lines += [f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}" for name, op in ops.items()]
         lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
-        if self.cluster > 1:
-            lines += [f"#define KOG_CLUSTER {self.cluster}"]
-        if self.silent_cta >= 0:
-            lines += [f"#define KOG_SILENT_CTA {self.silent_cta}"]
         if self.keeps_hashes:
             lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]
-        if self.leaves_out_delayed:
-            lines += ["#define KOG_LEAVE_OUT_DELAYED 1"]
         if self.traced_step >= 0:
             lines += ["#define KOG_TRACE 1", f"namespace kog {{ constexpr u32 kTracedStep = {self.traced_step}; }}"]
         return "\n".join(lines) + "\n"

@@ -212,7 +212,7 @@ class Monokernel:
         raw = params.tobytes() + self._peers
         if self._shaped is not None and self._shaped_request is not None:
             raw += self._shaped.params()
-        kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr, cluster=self.shape.cluster)
+        kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
 
     def stream_us(self, num_steps: int) -> float:
         """Microseconds per token that reading the tape alone takes: the ceiling of this shape and machine."""

@@ -17,14 +17,11 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     init_ring(role);
     for (int i = 0; i < 2; ++i) {
         mbar_init(role.base + KOG_OFFSET(merge_full[i]), kAttendWarps);
-        mbar_init(role.base + KOG_OFFSET(red_full[i]), kCtaSlices);
-        for (int k = 0; k < kCluster; ++k) mbar_init(role.base + KOG_OFFSET(red_empty[2 * k + i]), 1);
+        mbar_init(role.base + KOG_OFFSET(red_full[i]), kMatrixWarps);
+        mbar_init(role.base + KOG_OFFSET(red_empty[i]), 1);
     }
-    for (u32 i = 0; i < kSquares; ++i) mbar_init(role.base + KOG_OFFSET(squares_full[i]), kCtaSlices);
-    mbar_init(role.base + KOG_OFFSET(head_squares_full), kCtaSlices * kHeadSums);
-#if KOG_CLUSTER > 1
-    for (int i = 0; i < kCtaSlices; ++i) mbar_init(role.base + KOG_OFFSET(x_full[i]), kCluster);
-#endif
+    for (u32 i = 0; i < kSquares; ++i) mbar_init(role.base + KOG_OFFSET(squares_full[i]), kMatrixWarps);
+    mbar_init(role.base + KOG_OFFSET(head_squares_full), kMatrixWarps);
     mbar_init(role.base + KOG_OFFSET(token_full), 1), mbar_init(role.base + KOG_OFFSET(token_ended), 1);
     for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0, shared.num_finalized = 0;
@@ -77,8 +74,7 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     const Role role{&shared, opaque(shared_address(&shared)), blockIdx.x, before->position, before->num_prompt, before->epoch,
                     reinterpret_cast<u64*>(params.trace_ptr) + blockIdx.x * kStampKinds * kTokenVectors};
     if (threadIdx.x == 0) init_barriers(role);
-    if constexpr (kCluster > 1) cluster_sync();
-    else __syncthreads();
+    __syncthreads();
 
     const u32 num_steps = params.num_steps;
     if (warp < kMatrixWarps) {
@@ -99,11 +95,5 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
     } else {
         raise_registers<kAttendRegisters>();
         attend(params, role, warp - kAttendWarp);
-    }
-    // The others of the cluster may still write into this thread block's shared memory. After an abort, too, all come here within a bounded
-    // time; what they had sent is then on its way still.
-    if constexpr (kCluster > 1) {
-        cluster_sync();
-        if (shared.note.stopped) __nanosleep(100000);
     }
 }

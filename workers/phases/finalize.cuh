@@ -10,11 +10,7 @@
 
 namespace kog {
 
-#ifdef KOG_LEAVE_OUT_DELAYED
-constexpr bool kSendsDelayed = false;
-#else
 constexpr bool kSendsDelayed = kRanks > 1;
-#endif
 
 struct Finalizer {
     const KogDecodeParams& params;
@@ -25,7 +21,6 @@ struct Finalizer {
     u32 squares_parity = 0;  // one bit for each slot of `squares`
     SumFromPeers<kRanks, OutOp::kRows> sums;  // of the next product, if `early`
     bool early = false;
-    u32 settled = 0;  // 0, known when the partial sums of the block are in registers
 
     __device__ __forceinline__ void count_vector(u32 lane_idx) {
         stamp(role, kPublished, step, num_vectors - first_vector);
@@ -64,19 +59,12 @@ struct Finalizer {
         stamp(role, kMultiplied, step, num_vectors - first_vector);
         sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7])) +
               ((parts[8] + parts[9]) + (parts[10] + parts[11]));
-        if constexpr (kCluster > 1) settled = __float_as_uint(sum) & params.zero;
         return true;
     }
     // The matrix warps may write the sums of the block after the next.
     __device__ __forceinline__ void end_block() {
         __syncwarp();
-        if constexpr (kCluster == 1) {
-            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_empty[num_blocks & 1]));
-        } else {
-            // Stores from another thread block do not queue behind loads of this one that are under way: `settled` has waited for them.
-            const u32 bar = role.base + KOG_OFFSET(red_empty[2 * role.cluster_rank() + (num_blocks & 1)]) + settled;
-            if (lane < kCluster) mbar_arrive_cluster(cluster_address(bar, lane));
-        }
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_empty[num_blocks & 1]));
         ++num_blocks;
     }
 
@@ -214,9 +202,6 @@ struct Finalizer {
             sum *= kInverseXScale;
             if (!blocking) {  // the usual way, with as little as possible between the sum and its publication
                 stream += (delayed ? sum : sum * kLocalScale) + others;
-#ifdef KOG_SILENT_CTA
-                if (role.cta != KOG_SILENT_CTA || layer != kLayers - 1 || kind != 1)
-#endif
                 publish_stream(kind, layer, lane_idx, first_row, stream, tag);
                 if (mine) now[lane_idx][row] = sum, shared.residual[lane_idx][row] = stream;
                 end_block();

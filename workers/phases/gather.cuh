@@ -17,18 +17,11 @@ struct Gatherer {
     const KogDecodeParams& params;
     const KogPeers& peers;
     const Role& role;
-    u32 warp, lane;          // with clusters: which part of K, among kCluster parts of each slice
+    u32 warp, lane;          // the warp is also the number of its slice of K
     u32 step = 0, token = 0, num_heads = 0;
     bool loaded = false;     // `got` holds words that were read for the next vector; perhaps too early
     ulonglong2 got[kGot];
     uint2 scale[kMany];      // norm weights, four 16-bit values
-#if KOG_CLUSTER > 1
-    u32 half = 0;            // of x and what belongs to it: two vectors in turn
-    __device__ __forceinline__ void take_turn(u32 number) { half = number & 1; }
-#else
-    static constexpr u32 half = 0;
-    __device__ __forceinline__ void take_turn(u32) {}
-#endif
 
     static __device__ __forceinline__ float4 values(const ulonglong2& words) {
         return make_float4(first_of(words.x), second_of(words.x), first_of(words.y), second_of(words.y));
@@ -46,13 +39,9 @@ struct Gatherer {
     }
     static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
-    __device__ __forceinline__ u32 slice() const { return warp / kCluster; }      // of K
-    __device__ __forceinline__ u32 part() const { return warp % kCluster; }       // of the slice: what this warp gathers of it
-    __device__ __forceinline__ u32 cta_slice() const { return kCluster == 1 ? warp : slice() % kCtaSlices; }  // of this thread block's
     // Where unit `unit` of this warp's slice stands in x.
     __device__ __forceinline__ u32 place_of(u32 unit) {
-        return role.base + KOG_OFFSET(x) + half * (kXBytes / 2) + (cta_slice() * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 +
-               ((unit & 7) >> 1) * 8;
+        return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
     }
     // x of a unit: in two 16-bit parts.
     __device__ __forceinline__ void write_x(u32 at, const float4& value) {
@@ -87,11 +76,11 @@ struct Gatherer {
         if constexpr (kPhase == 2) return {words + kMiddleOffset + copy * kStreamStride, tag};
         return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu};
     }
-    // A vector of kColumns values, of which a slice has kPer times 32 neighbouring ones, and each of kSharers warps its part.
-    template <int kColumns_, int kPer_, int kSharers = kCluster>
+    // A vector of kColumns values, of which a warp has kPer times 32 neighbouring ones.
+    template <int kColumns_, int kPer_>
     struct Slice {
-        static constexpr int kColumns = kColumns_, kUnits = kPer_ * 8 / kSharers, kLoads = (kUnits + 31) / 32;  // of a warp; of a thread
-        static constexpr bool kEven = kUnits % 32 == 0 && kUnits * 4 * kMatrixWarps * kSharers == kColumns;     // no thread without a unit
+        static constexpr int kColumns = kColumns_, kUnits = kPer_ * 8, kLoads = (kUnits + 31) / 32;  // of a warp; of a thread
+        static constexpr bool kEven = kUnits % 32 == 0 && kUnits * 4 * kMatrixWarps == kColumns;     // no thread without a unit
         // Whether the i-th unit of a thread is the warp's, and whether it is one of the vector's, too.
         static __device__ __forceinline__ bool is_mine(u32 lane, int i) { return kEven || i * 32 + lane < kUnits; }
         static __device__ __forceinline__ bool is_real(u32 warp, u32 lane, int i) {
@@ -100,7 +89,6 @@ struct Gatherer {
     };
     using HiddenSlice = Slice<kHidden, QkvOp::kPer>;
     using FfnSlice = Slice<kFfn, DownOp::kPer>;
-    using WholeSlice = Slice<kHidden, QkvOp::kPer, 1>;
     static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
 
     // `kSystem`: words that peers may write, too.
@@ -148,8 +136,8 @@ struct Gatherer {
     __device__ __forceinline__ Splits splits(const Place& at, u32 group) {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas, first = (lane & 3) * kSplitsOfThread;
-        u32 unit = (slice() * OutOp::kPer + group) * 8 + (lane >> 2);
-        u32 reader = slice();
+        u32 unit = (warp * OutOp::kPer + group) * 8 + (lane >> 2);
+        u32 reader = warp;
         if (unit >= kOutUnits) unit = 0, reader = 0;  // padding: read something that will be there
         const u32 head = unit / kHeadUnits, place = unit % kHeadUnits;
         return {words + kAttendedOffset + copy * kAttendedStride + ((head * kSplits + first) * kHeadUnits + place) * 2,
@@ -226,7 +214,7 @@ struct Gatherer {
             sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
         }
         const u32 unit = group * 8 + (lane >> 2);
-        const float inverse = slice() * OutOp::kPer * 8 + unit < kOutUnits ? reciprocal_approx(total) : 0.0f;
+        const float inverse = warp * OutOp::kPer * 8 + unit < kOutUnits ? reciprocal_approx(total) : 0.0f;
         if ((lane & 3) == 0) write_x(place_of(unit), make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse));
     }
 
@@ -277,8 +265,7 @@ struct Gatherer {
         } else if (!is_near(role, at.lane(), at.index())) {
             return;
         } else if (at.phase() == 1) {
-            if (kCluster > 1 && part() >= OutOp::kPer) return;
-            load_splits(splits(at, part()));
+            load_splits(splits(at, 0));
         } else if constexpr (kReadsWordsAhead) {
             if (at.phase() == 3) load_units<FfnSlice>(source<3>(at).words);
             else load_units<HiddenSlice>(at.phase() == 2 ? source<2>(at).words : source<0>(at).words);
@@ -310,9 +297,9 @@ struct Gatherer {
     }
     __device__ __forceinline__ bool gather_merged(const Place& at) {
 #pragma unroll 1
-        for (u32 group = part(); group < OutOp::kPer; group += kCluster) {
+        for (u32 group = 0; group < OutOp::kPer; ++group) {
             Splits from = splits(at, group);
-            if (group > part() || !loaded) {
+            if (group > 0 || !loaded) {
                 if (!wait_until_near<1>(role, at.lane(), at.index())) return false;
                 load_splits(from);
             }
@@ -366,7 +353,6 @@ struct Gatherer {
         for (int i = 0; i < S::kLoads; ++i) {
             if (!S::is_mine(lane, i)) continue;
             float4 v = make_float4(0, 0, 0, 0);
-            if (kCluster > 1 && kNormed) squares = 0;
             if (S::is_real(warp, lane, i)) {
                 v = values(got[i]);
                 if (kNormed) {
@@ -374,51 +360,11 @@ struct Gatherer {
                     v = times(v, widen(scale[i]));
                 }
             }
-            if constexpr (kCluster > 1 && kNormed) store_shared(unit_squares_at(part() * S::kUnits + i * 32 + lane), squares);
-            write_x(place_of(part() * S::kUnits + i * 32 + lane), v);
+            write_x(place_of(i * 32 + lane), v);
         }
     }
 
-    // ---- clusters ----
-    __device__ __forceinline__ u32 unit_squares_at(u32 unit) {
-#if KOG_CLUSTER > 1
-        return role.base + KOG_OFFSET(unit_squares[half][cta_slice()][unit]);
-#else
-        return 0;
-#endif
-    }
-    // Wait for the other warps' parts of the slice. Two vectors have their places in x: who writes the next one has met the others here,
-    // so they are done with the one before this. False: leave.
-    __device__ __forceinline__ bool meet() {
-#if KOG_CLUSTER > 1
-        const u32 bar = role.base + KOG_OFFSET(x_full[cta_slice()]);
-        if (lane == 0) mbar_arrive(bar);
-        return mbar_wait(role.stopped(), bar, half);
-#else
-        return true;
-#endif
-    }
-    // After `meet`, one warp of the slice: the slice's sums of squares, thread by thread as one warp alone has them, to all finalisers.
-    __device__ __forceinline__ void share_squares(u32 slot) {
-        if (part() != 0) return;
-        float squares = 0;
-#pragma unroll
-        for (int i = 0; i < WholeSlice::kLoads; ++i)
-            if (WholeSlice::is_mine(lane, i)) squares += load_shared_f32(unit_squares_at(i * 32 + lane));
-        share(role.base + KOG_OFFSET(squares[slot][slice()][lane]), squares, true, role.base + KOG_OFFSET(squares_full[slot]), 128);
-    }
-    // Write a value of each thread (if it is `mine`) to the same place in all thread blocks; a warp's are `num_bytes`. Each thread block's
-    // barrier counts kCtaSlices warps of its own, which expect what the others send.
-    __device__ __forceinline__ void share(u32 at, float value, bool mine, u32 bar, u32 num_bytes) {
-        if (mine) store_shared(at, value);
-        __syncwarp();
-        if (lane == 0) mbar_arrive_expect(bar, (kCluster - 1) * num_bytes);
-#pragma unroll
-        for (u32 i = 1; i < kCluster; ++i) {
-            const u32 to = (role.cluster_rank() + i) % kCluster;
-            if (mine) store_cluster(cluster_address(at, to), value, cluster_address(bar, to));
-        }
-    }
+    // ---- the embedding ----
     // The token's embedding, where the words of a stream will lie later.
     __device__ __forceinline__ void load_embedding() {
         const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(token) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
@@ -446,17 +392,17 @@ struct Gatherer {
         return first + lane_idx * kStreamWords;
     }
     // A norm that all lanes share is multiplied into their sum. Its weights wait in x, where the sum will be, while registers are full.
-    static constexpr bool kParksNorm = (kPreNormSum || kFinalNormLanes == 1) && kCluster == 1;
+    static constexpr bool kParksNorm = kPreNormSum || kFinalNormLanes == 1;
     struct Streams {
-        ulonglong2 got[kTogether][WholeSlice::kLoads];
+        ulonglong2 got[kTogether][HiddenSlice::kLoads];
     };
     __device__ __forceinline__ void load_streams(u32 first, Streams& streams) {
-        const u64* mine = last_stream(first) + 2 * (slice() * WholeSlice::kUnits + lane);
+        const u64* mine = last_stream(first) + 2 * (warp * HiddenSlice::kUnits + lane);
 #pragma unroll
         for (u32 k = 0; k < kTogether; ++k)
 #pragma unroll
-            for (int i = 0; i < WholeSlice::kLoads; ++i)
-                if (WholeSlice::is_real(slice(), lane, i)) {
+            for (int i = 0; i < HiddenSlice::kLoads; ++i)
+                if (HiddenSlice::is_real(warp, lane, i)) {
                     const u64* at = mine + k * kStreamWords + 64 * i;
                     streams.got[k][i] = kRanks > 1 ? load_system_x2(at) : load_relaxed_x2(at);
                 }
@@ -469,8 +415,8 @@ struct Gatherer {
 #pragma unroll
             for (u32 k = 0; k < kTogether; ++k)
 #pragma unroll
-                for (int i = 0; i < WholeSlice::kLoads; ++i)
-                    if (WholeSlice::is_real(slice(), lane, i)) wrong |= tag_difference(streams.got[k][i], tag);
+                for (int i = 0; i < HiddenSlice::kLoads; ++i)
+                    if (HiddenSlice::is_real(warp, lane, i)) wrong |= tag_difference(streams.got[k][i], tag);
             if (__all_sync(kFullWarp, wrong == 0)) return true;
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, first, tag, last_stream(first), kHidden / 2);
@@ -483,8 +429,8 @@ struct Gatherer {
     __device__ __forceinline__ bool gather_agreed() {
         Shared& shared = *role.shared;
         const u32 tag = layer_tag(role.first_epoch + step, kLayers - 1);
-        using S = WholeSlice;  // with clusters, too: its sums of squares are those of one warp
-        const u32 warp = slice();
+        using S = HiddenSlice;
+        const u32 warp = this->warp;  // not read anew after each wait: the compiler cannot know that nothing writes it
         float4 sum[S::kLoads];
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) sum[i] = make_float4(0, 0, 0, 0);
@@ -521,7 +467,7 @@ struct Gatherer {
             add_squares(squares, 0);
         }
         __syncwarp();
-        if (kCluster == 1 && lane == 0) mbar_arrive(role.base + KOG_OFFSET(head_squares_full));
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(head_squares_full));
         alive = mbar_wait(role.stopped(), role.base + KOG_OFFSET(head_squares_full), num_heads & 1) && alive;
         const u32 mine = lane < (kPreNormSum ? 1 : kModelLanes) ? lane : 0;
         float total = 0;
@@ -551,13 +497,11 @@ struct Gatherer {
             if (!S::is_mine(lane, i)) continue;
             float4 v = sum[i];
             if (kPreNormSum) v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
-            if ((kPreNormSum || kFinalNormLanes == 1) && S::is_real(warp, lane, i)) {
+            if (kParksNorm && S::is_real(warp, lane, i)) {
                 uint2 weights;
-                if constexpr (kParksNorm) load_shared(place_of(i * 32 + lane), weights);
-                else weights = norm[32 * i];
+                load_shared(place_of(i * 32 + lane), weights);
                 v = times(v, widen(weights));
             }
-            if (kCluster > 1 && (i * 32 + lane) / HiddenSlice::kUnits != part()) continue;
             write_x(place_of(i * 32 + lane), v);
         }
         ++num_heads;
@@ -595,12 +539,7 @@ struct Gatherer {
         const float sum = sums_of_warp(squares);
         const u32 lane_idx = first + lane / (32 / kMany);
         const bool is_mine = lane % (32 / kMany) == 0;
-        if constexpr (kCluster == 1) {
-            if (is_mine) role.shared->head_squares[num_heads & 1][warp][lane_idx] = sum;
-        } else if (part() == 0) {
-            share(role.base + KOG_OFFSET(head_squares[num_heads & 1][slice()][lane_idx]), sum, is_mine,
-                  role.base + KOG_OFFSET(head_squares_full), 4 * kMany);
-        }
+        if (is_mine) role.shared->head_squares[num_heads & 1][warp][lane_idx] = sum;
     }
 };
 

@@ -16,14 +16,6 @@ constexpr int kLoaderWarp = 12, kFinalWarp = 13, kSampleWarp = 14, kWatchWarp = 
 constexpr int kAttendWarp = 16, kAttendWarps = 4, kAttendThreads = 32 * kAttendWarps;
 constexpr int kNumWarps = kAttendWarp + kAttendWarps, kNumThreads = kNumWarps * 32;
 
-// Thread blocks of a cluster share the columns of x: each reads the words of kCtaSlices of the kMatrixWarps slices, and multiplies them
-// with the rows of all of them. The partial sums go to the rows' owner through distributed shared memory.
-#ifndef KOG_CLUSTER
-#define KOG_CLUSTER 1
-#endif
-constexpr int kCluster = KOG_CLUSTER, kCtaSlices = kMatrixWarps / kCluster;
-static_assert(kMatrixWarps % kCluster == 0 && 8 % kCluster == 0 && kNumCtas % kCluster == 0, "clusters");
-
 constexpr int kLaunchRegisters = 96;
 // Attention holds two batches of keys and values. Exchanging with peers costs the finaliser and the sampler registers.
 constexpr int kMatrixRegisters = kRanks > 4 ? 72 : 80;
@@ -47,7 +39,6 @@ constexpr int kModelLanes = kLanes * kRanks;
 // with `vocab_parallel` a rank needs no other rank's last streams.
 constexpr bool kStreamHead = kLaneHead || kVocabParallelHead, kStreamsToAll = kRanks > 1 && !kVocabParallelHead;
 constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // last streams that are asked for at a time
-constexpr int kHeadSums = kCluster == 1 || kPreNormSum ? 1 : kModelLanes / kTogether;  // arrivals of a slice at `head_squares_full`
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
 static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) for each query head");
 
@@ -97,7 +88,7 @@ struct Shared {
     alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
     float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
     u64 full[kRingPieces], empty[kRingPieces];
-    u64 red_full[2], red_empty[2 * kCluster], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
+    u64 red_full[2], red_empty[2], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];
     WaitNote note;
@@ -105,10 +96,6 @@ struct Shared {
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
     volatile u32 finished, cancelled;
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
-#if KOG_CLUSTER > 1
-    u64 x_full[kCtaSlices];                          // the warps of a slice have written their parts of x
-    float unit_squares[2][kCtaSlices][kMaxPer * 8];  // sums of squares of units, of two vectors in turn
-#endif
 #ifdef KOG_SHAPED
     u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits
     u32 num_exchanges, chosen_place, max_tokens, step;  // of the sampler, which has too few registers: see Chooser
@@ -132,9 +119,6 @@ struct Role {
     u64* trace;  // of this thread block, or null
 
     __device__ __forceinline__ u32 stopped() const { return base + KOG_OFFSET(note.stopped); }
-    __device__ __forceinline__ u32 cluster_rank() const { return cta % kCluster; }
-    // The slice of K that matrix warp `warp` takes. With clusters kCluster warps share it, each with the rows of another thread block.
-    __device__ __forceinline__ u32 slice(u32 warp) const { return kCluster == 1 ? warp : cluster_rank() * kCtaSlices + warp / kCluster; }
 };
 
 // Products of one token, those of the LM head included. The kinds of stamps of a traced build, one of each per product, in the order of

@@ -85,26 +85,17 @@ struct Multiplier {
     // The partial sums of a block of rows, to the finaliser.
     template <int kGroups>
     __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[3][4]) {
-        const u32 half = num_blocks & 1, owner = warp % kCluster;  // of the rows, in the cluster
-        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[2 * owner + half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
-        const bool is_own = kCluster == 1 || owner == role.cluster_rank();
-        u32 at = role.base + KOG_OFFSET(red[half][role.slice(warp)]) + (lane & ~3u), bar = 0;
-        if (!is_own) at = cluster_address(at, owner), bar = cluster_address(role.base + KOG_OFFSET(red_full[half]), owner);
+        const u32 half = num_blocks & 1;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
+        const u32 at = role.base + KOG_OFFSET(red[half][warp]) + (lane & ~3u);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             float part = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
             part += __shfl_xor_sync(kFullWarp, part, 1);
-            if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) {
-                if (is_own) store_shared(at + group * 32, part);
-                else store_cluster(at + group * 32, part, bar);
-            }
+            if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
         }
         __syncwarp();
-        if constexpr (kCluster == 1) {
-            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[half]));
-        } else {
-            if (lane == 0 && is_own) mbar_arrive_expect(role.base + KOG_OFFSET(red_full[half]), (kCluster - 1) * num_rows * 4);
-        }
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[half]));
         ++num_blocks;
         return true;
     }
@@ -131,7 +122,7 @@ constexpr int kHeadPlace = 4;  // after the four phases of the layers
 
 // What thread `lane` of a matrix warp reads of x for its first mma.
 __device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
-    return role.base + KOG_OFFSET(x) + warp / kCluster * (kMaxPer * 128) + (lane & 15) * 8;
+    return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (lane & 15) * 8;
 }
 
 // One product, from its vector's words to its sums. Each phase has code of its own, so that nothing is asked twice: what stands between the
@@ -150,25 +141,20 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
         if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
         stamp(role, kFetched, step, number);
     }
-    if (kCluster > 1 && !gatherer.meet()) return false;
     if constexpr (kPhase == 0 || kPhase == 2 || (kStreamHead && kPhase == kHeadPlace)) {  // the finaliser scales the product
         const u32 slot = multiplier.num_vectors % kSquares;
-        if constexpr (kCluster > 1) {
-            gatherer.share_squares(slot);
-        } else {
-            store_shared(role.base + KOG_OFFSET(squares[slot][warp][lane]), squares);
-            __syncwarp();
-            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[slot]));
-        }
+        store_shared(role.base + KOG_OFFSET(squares[slot][warp][lane]), squares);
+        __syncwarp();
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[slot]));
     }
     gatherer.read_ahead(next);
-    return multiplier.template blocks<O>(first_x(role, warp, opaque(lane)) + gatherer.half * (kXBytes / 2));
+    return multiplier.template blocks<O>(first_x(role, warp, opaque(lane)));
 }
 
 __device__ __forceinline__ void multiply(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 warp) {
     const u32 lane = opaque(laneid());
     Multiplier multiplier(params, role, warp, lane);
-    Gatherer gatherer{params, peers, role, role.cluster_rank() * kMatrixWarps + warp, lane};
+    Gatherer gatherer{params, peers, role, warp, lane};
     u32 token;
     for (u32 step = 0; begin_token(role, step, token); ++step) {
         gatherer.begin(step, token);
@@ -178,7 +164,6 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
         for (u32 i = first_product(); i < num_vectors; ++i) {
             const Place next(i + 1);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
-            gatherer.take_turn(multiplier.num_vectors);
             bool ok;
             if (at.is_last()) ok = run_product<kHeadPlace, HeadOp>(role, gatherer, multiplier, at, next, step, i);
             else if (at.phase() == 0) ok = run_product<0, QkvOp>(role, gatherer, multiplier, at, next, step, i);

@@ -52,7 +52,6 @@ int main(int num_arguments, char** argv) {
     folder = argv[1];
     const u32 max_tokens = atoi(argv[2]);
     const size_t kv_bytes = atoll(argv[3]), num_words = atoll(argv[4]), heap_words = atoll(argv[5]);
-    twin::cluster = kCluster;
     if (const char* seed = getenv("UNREST")) twin::unrest = atoll(seed);
     twin::arena = static_cast<char*>(aligned_alloc(128, kRanks * kNumCtas * (sizeof(Shared) + 128) + 256));
     const Memory embedding = read("embedding"), rope = read("rope"), prompt = read("prompt");

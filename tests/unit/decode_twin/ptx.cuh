@@ -74,15 +74,14 @@ struct Warp {  // nobody is more than one operation ahead, so two sets of values
 };
 struct Block {
     char* memory;
-    u32 num_threads = 0, arrived = 0, cluster_arrived = 0;  // the last one: of the first thread block of a cluster
+    u32 num_threads = 0, arrived = 0;
 };
 struct Fiber {
     void* stack_pointer;
     std::unique_ptr<char[]> stack;
     std::function<void()>* body;
     Warp* warp;
-    Block *block, *first_block;  // the second one: of the cluster
-    u32 num_cluster_syncs = 0;
+    Block* block;
     TwinIndex thread, block_idx;
     u64 num_operations = 0, wanted = 0;
     const u64* waits_for = nullptr;  // until it has reached `wanted`
@@ -90,7 +89,6 @@ struct Fiber {
 };
 
 inline char* arena = nullptr;
-inline u32 cluster = 1, block_bytes = 0;  // thread blocks of a cluster; from one's shared memory to the next one's
 inline size_t arena_used = 128;
 inline void* scheduler = nullptr;
 inline Fiber* current = nullptr;
@@ -121,7 +119,7 @@ inline const u64 (*collective(u64 a, u64 b = 0, u64 c = 0))[3] {
 }
 inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const std::function<void()>& body) {
     bodies.push_back(std::make_unique<std::function<void()>>(body));
-    block_bytes = (shared_bytes + 127) / 128 * 128;
+    const size_t block_bytes = (shared_bytes + 127) / 128 * 128;
     for (u32 b = 0; b < num_blocks; ++b) {
         blocks.push_back(std::make_unique<Block>());
         blocks.back()->memory = arena + arena_used, blocks.back()->num_threads = num_threads;
@@ -131,7 +129,6 @@ inline void start(u32 num_blocks, u32 num_threads, size_t shared_bytes, const st
             auto fiber = std::make_unique<Fiber>();
             fiber->stack.reset(new char[kStackBytes]);
             fiber->body = bodies.back().get(), fiber->warp = warps.back().get(), fiber->block = blocks.back().get();
-            fiber->first_block = blocks[blocks.size() - 1 - b % cluster].get();
             fiber->thread.x = t, fiber->block_idx.x = b;
             auto top = (reinterpret_cast<uintptr_t>(fiber->stack.get()) + kStackBytes) / 16 * 16;
             void** at = reinterpret_cast<void**>(top) - 2;  // where `ret` finds the entry; the stack is aligned as after a call
@@ -263,24 +260,6 @@ inline bool mbar_try(u32 bar, u32 parity) {
     return (barrier_at(bar).phase & 1u) != parity;
 }
 inline bool mbar_test(u32 bar, u32 parity) { return mbar_try(bar, parity); }
-inline u32 cluster_address(u32 address, u32 rank) {
-    if (rank >= twin::cluster) abort();
-    return address + (rank - blockIdx.x % twin::cluster) * twin::block_bytes;
-}
-inline void mbar_arrive_cluster(u32 bar) { mbar_arrive(bar); }
-inline void store_cluster(u32 address, float v, u32 bar) {
-    if (address % 4) abort();
-    *reinterpret_cast<float*>(twin::arena + address) = v;
-    barrier_at(bar).bytes -= 4;
-    mbar_look(barrier_at(bar));
-}
-inline void cluster_sync() {
-    twin::Fiber& fiber = *twin::current;
-    twin::Block& first = *fiber.first_block;
-    ++first.cluster_arrived;
-    const u32 all = ++fiber.num_cluster_syncs * twin::cluster * first.num_threads;
-    while (first.cluster_arrived < all) twin::yield();
-}
 inline void fence_barrier_init() {}
 inline u64 evict_first_policy() { return 0; }
 inline std::vector<std::pair<const char*, const char*>> tapes;  // from the first byte to behind the last

@@ -1,0 +1,26 @@
+"""Trials and planted faults change a copy of the monokernel's sources; the sources have no switches for them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kog_dist.bench.yardsticks import replaced, without_delayed_sums
+from kog_dist.workers.cuda.build import device_sources
+from tests.silent import with_silent_cta
+
+BUILDS = {"KOG_SHAPED", "KOG_HEAD_ONLY", "KOG_TRACE", "KOG_HASHES"}  # what is built of the sources
+
+
+def test_the_sources_have_no_switch_for_a_trial() -> None:
+    text = "\n".join(device_sources().values())
+    assert set(re.findall(r"#\s*(?:el)?if(?:n?def)?\b.*?\b(KOG_\w+)", text)) <= BUILDS
+
+
+def test_a_trial_replaces_one_passage() -> None:
+    sources = device_sources()
+    for changed in (without_delayed_sums(sources), with_silent_cta(sources, 3)):
+        assert [name for name in sources if changed[name] != sources[name]] == ["finalize.cuh"]
+    with pytest.raises(AssertionError, match="2 times"):
+        replaced({"a.cuh": "x x"}, "a.cuh", "x", "y")
