@@ -60,6 +60,7 @@ class CpuCommunicator:
         self.rank = heap.rank
         self.world_size = mailboxes[0].world_size
         self.waits = EpochWaits()
+        self.explain: Callable[[WaitRecord], WaitRecord] = lambda record: record  # may add what a wait was for
         self._heap = heap
         self._control = control
         self._timeout_s = timeout_s
@@ -176,7 +177,7 @@ class CpuCommunicator:
         if result is WaitResult.ABORT:
             self._fault.stop(f"waiting for epoch {epoch} of mailbox {box.mailbox.spec.name!r}")
         if result is WaitResult.TIMEOUT:
-            record = self._record(box, slot, self._tag.of(epoch), op, elapsed_ns)
+            record = self.explain(self._record(box, slot, self._tag.of(epoch), op, elapsed_ns))
             self._fault.text = "a wait had run out of time"
             self._control.request_abort(self.rank, record)
             raise DeviceError(record)

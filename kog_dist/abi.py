@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kog_dist.decode.steps import NONE, Phase
 from kog_dist.sampling_params import DEFAULTS, HELP, MAX_TOP_LOGPROBS
 
 ABI_VERSION = 1
@@ -150,8 +151,10 @@ WAIT_RECORD = Struct(
     "What a wait that ran out of time was waiting for.",
     (
         Field("rank", "u32", "the rank that waited"),
-        Field("cta", "u32", "its thread block; 0 on CPU ranks"),
-        Field("phase", "u32", "phase of the decode step, as the engine numbers them; 0 when it has none"),
+        Field("cta", "u32", "1 + its thread block; 0 on CPU ranks"),
+        Field("phase", "u32", "1 + the Phase (decode/steps.py) whose input or sum was waited for; 0: not known"),
+        Field("layer", "u32", "1 + its layer; 0: none"),
+        Field("lane", "u32", "1 + its lane, among those of the rank; 0: none"),
         Field("op", "u32", "WaitOp"),
         Field("mailbox", "u32", "index of the mailbox in the order of declaration"),
         Field("slot", "u32", "slot of the mailbox"),
@@ -280,9 +283,12 @@ class WaitOp(enum.IntEnum):
     BARRIER = 2
 
 
+_COUNTED_FROM_1 = ("cta", "phase", "layer", "lane")  # of a record: zeros say nothing
+
+
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """A `WAIT_RECORD` as Python sees it; its text is the message of a DeviceError."""
+    """A `WAIT_RECORD` as Python sees it, NONE where it says nothing; its text is the message of a DeviceError."""
 
     rank: int
     op: WaitOp
@@ -294,27 +300,38 @@ class WaitRecord:
     epoch_seen: int
     elapsed_ns: int
     label: str = ""
-    cta: int = 0
-    phase: int = 0
+    cta: int = NONE
+    phase: int = NONE
+    layer: int = NONE
+    lane: int = NONE
     stamp_ns: int = 0
 
     def __str__(self) -> str:
-        name = f"mailbox {self.label!r}" if self.label else f"mailbox {self.mailbox}"
-        where = "a barrier" if self.op is WaitOp.BARRIER else f"{name} slot {self.slot}"
-        thread_block = f" (thread block {self.cta}, phase {self.phase})" if self.cta or self.phase else ""
-        known = self.peer != NO_PEER
-        whose, look_at = (f" from rank {self.peer}", f"what rank {self.peer} was") if known else ("", "what the other ranks were")
+        where = f"rank {self.rank}" + (f", thread block {self.cta}" if self.cta != NONE else "")
+        words = "1 word" if self.num_missing == 1 else f"{self.num_missing} words"
+        late, was = (f"rank {self.peer}", "was") if self.peer != NO_PEER else ("the other ranks", "were")
         return (
-            f"rank {self.rank}{thread_block} waited {self.elapsed_ns / 1e9:.3f} s in {where} for epoch {self.epoch_wanted}"
-            f"{whose} and saw epoch {self.epoch_seen} ({self.num_missing} words missing); look at {look_at} doing"
+            f"{where}: {self._what()} waited {self.elapsed_ns / 1e9:.1f} s for {words} of {late} "
+            f"(epoch {self.epoch_wanted} wanted, {self.epoch_seen} seen); look at what {late} {was} doing"
         )
+
+    def _what(self) -> str:
+        """What waited: a phase, with its layer and lane, or else a mailbox."""
+        if self.op is WaitOp.BARRIER:
+            return "a barrier"
+        if self.phase not in list(Phase):
+            return f"mailbox {self.label!r} slot {self.slot}" if self.label else f"mailbox {self.mailbox} slot {self.slot}"
+        phase = Phase(self.phase)
+        summed = "the sum of " if phase in (Phase.OUT, Phase.DOWN) and self.lane == NONE else ""
+        place = ", ".join(f"{name} {number}" for name, number in (("layer", self.layer), ("lane", self.lane)) if number != NONE)
+        return f"{summed}{phase.name}" + (f" of {place}" if place else "")
 
     def pack(self) -> bytes:
         """The record in the layout of `WAIT_RECORD`; the label is cut to its room."""
         row = np.zeros((), WAIT_RECORD.dtype)
         for name in WAIT_RECORD.offsets:
             if name not in ("label", "stamp_ns"):
-                row[name] = getattr(self, name)
+                row[name] = getattr(self, name) + (name in _COUNTED_FROM_1)
         row["stamp_ns"] = self.stamp_ns or time.monotonic_ns()
         text = self.label.encode()[:LABEL_BYTES]
         row["label"][: len(text)] = np.frombuffer(text, np.uint8)
@@ -325,6 +342,7 @@ class WaitRecord:
         """The record that `pack` or a device wrote."""
         row = np.frombuffer(raw, WAIT_RECORD.dtype, count=1)[0]
         numbers = {name: int(row[name]) for name in WAIT_RECORD.offsets if name not in ("label", "op")}
+        numbers |= {name: numbers[name] - 1 for name in _COUNTED_FROM_1}
         label = bytes(row["label"]).rstrip(b"\0").decode(errors="replace")
         op = int(row["op"])
         return cls(op=WaitOp(op) if op in list(WaitOp) else WaitOp.UNKNOWN, label=label, **numbers)

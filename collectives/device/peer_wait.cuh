@@ -35,22 +35,28 @@ __device__ __forceinline__ void begin_note(PeerNote& note, u32 number, const Pee
     note.waiting = number;
 }
 
-__device__ __forceinline__ void write_peer_record(const PeerNote& note, u32 rank, u64 elapsed_ns, KogWaitRecord* record) {
-    u32 missing = 0, peer = rank, seen = note.wanted;
+// `number`: of the wait. It may have ended meanwhile, and the warp may write its next note: what was copied is of this wait only if the
+// number is still there afterwards; else nothing is missing.
+__device__ __forceinline__ void write_peer_record(const PeerNote& note, u32 number, u32 rank, u64 elapsed_ns, KogWaitRecord* record) {
+    const u32 op = note.op, mailbox = note.mailbox, slot = note.slot, wanted = note.wanted, own_row = note.own_row;
+    const u32 row_words = note.row_words, num_words = note.num_words, tag_bit = note.tag_bit, all_rows = note.num_rows;
+    const u64* words = note.words;
+    const u32 num_rows = note.waiting == number ? all_rows : 0;
+    u32 missing = 0, peer = rank, seen = wanted;
 #pragma unroll 1
-    for (u32 row = 0; row < note.num_rows; ++row) {
-        if (row == note.own_row) continue;
+    for (u32 row = 0; row < num_rows; ++row) {
+        if (row == own_row) continue;
 #pragma unroll 1
-        for (u32 i = 0; i < note.num_words; ++i) {
-            const u64 word = load_system(note.words + row * note.row_words + i);
-            const u32 tag = static_cast<u32>(word >> note.tag_bit);
-            if (tag != note.wanted && missing++ == 0) peer = note.num_rows > 1 ? row : rank, seen = tag;
+        for (u32 i = 0; i < num_words; ++i) {
+            const u64 word = load_system(words + row * row_words + i);
+            const u32 tag = static_cast<u32>(word >> tag_bit);
+            if (tag != wanted && missing++ == 0) peer = num_rows > 1 ? row : rank, seen = tag;
         }
     }
-    record->rank = rank, record->cta = blockIdx.x, record->phase = 0;
-    record->op = note.op, record->mailbox = note.mailbox, record->slot = note.slot;
+    record->rank = rank, record->cta = blockIdx.x + 1, record->phase = 0;
+    record->op = op, record->mailbox = mailbox, record->slot = slot;
     record->peer = peer, record->num_missing = missing;
-    record->epoch_wanted = note.wanted, record->epoch_seen = seen;
+    record->epoch_wanted = wanted, record->epoch_seen = seen;
     record->elapsed_ns = elapsed_ns;
 }
 
@@ -73,14 +79,15 @@ struct PeerWatchdog {
         const u64 now = globaltimer_ns();
         u64 waited_ns = 0;
         int late = 0;
+        u32 late_number = 0;
 #pragma unroll
         for (int i = 0; i < kNotes; ++i) {
             const u32 waiting = notes[i].waiting;
             if (waiting == 0 || waiting != number[i]) number[i] = waiting, since_ns[i] = now;
-            if (now - since_ns[i] > limit_ns) late = i, waited_ns = now - since_ns[i];
+            if (now - since_ns[i] > limit_ns) late = i, late_number = number[i], waited_ns = now - since_ns[i];
         }
         if (waited_ns != 0) {
-            if (atomicCAS(abort_mirror, 0u, 1u) == 0) write_peer_record(notes[late], rank, waited_ns, record);
+            if (atomicCAS(abort_mirror, 0u, 1u) == 0) write_peer_record(notes[late], late_number, rank, waited_ns, record);
             *stopped = 1;
         }
         if (load_relaxed_u32(abort_mirror) != 0) *stopped = 1;

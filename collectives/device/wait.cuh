@@ -8,12 +8,14 @@
 
 namespace kog {
 
+constexpr u32 kNowhere = ~0u;  // no layer: a record counts from 1
+
 // In shared memory. Where the matrix warps stand: `num_waits` is counted by the first of them, the rest is written by any that polls
 // long, before the limit. Read by the watchdog.
 struct WaitNote {
     volatile u32 stopped;               // this thread block is leaving
     volatile u32 num_waits;             // counts the places
-    volatile u32 phase, layer, lane;    // what the record shows as `phase`, `slot` and `mailbox`
+    volatile u32 phase, layer, lane;    // whose input is waited for; the phase counts from 1, 0: nothing was noted
     volatile u32 wanted;                // the tag
     // The words that must carry it, in one piece: of two warps that write at once, not the place by one and the number by the other.
     volatile u64 packed_words;
@@ -78,8 +80,9 @@ struct Watchdog {
         return missing;
     }
     __device__ __forceinline__ void write_record(u64 elapsed_ns, u32 missing, u32 seen) {
-        record->cta = blockIdx.x;
-        record->phase = note.phase, record->slot = note.layer, record->mailbox = note.lane;
+        record->cta = blockIdx.x + 1;
+        record->phase = note.phase;
+        if (note.phase != 0) record->layer = note.layer + 1, record->lane = note.lane + 1;
         record->op = 1, record->num_missing = missing;
         record->epoch_wanted = note.wanted, record->epoch_seen = seen, record->elapsed_ns = elapsed_ns;
     }

@@ -10,22 +10,32 @@ NONE = -1  # a value or step without this coordinate (no lane, no layer)
 
 
 class Phase(enum.IntEnum):
-    """Stage of one decode step. QKV, OUT, GATE_UP, DOWN and HEAD read weights; the others only move or combine values."""
+    """Stage of one decode step, numbered alike in device programs (`phase_enum`).
 
-    EMBED = 0
-    QKV = 1
-    ATTEND = 2
-    OUT = 3
-    GATE_UP = 4
-    DOWN = 5
-    SUM = 6  # own lanes' partial outputs -> this rank's sum, published
-    TOTAL = 7  # every rank's sum -> the sum over all lanes
-    RESIDUAL = 8
-    FINAL_NORM = 9
-    HEAD_INPUT = 10
-    HEAD = 11
+    The first five read weights; the others only move or combine values. Device programs use that the first four fit into two
+    bits, and that OUT and DOWN, whose outputs go to the residual, are the odd ones.
+    """
+
+    QKV = 0
+    OUT = 1
+    GATE_UP = 2
+    DOWN = 3
+    HEAD = 4
+    EMBED = 5
+    ATTEND = 6
+    SUM = 7  # own lanes' partial outputs -> this rank's sum, published
+    TOTAL = 8  # every rank's sum -> the sum over all lanes
+    RESIDUAL = 9
+    FINAL_NORM = 10
+    HEAD_INPUT = 11
     GATHER = 12
     SAMPLE = 13
+
+
+def phase_enum() -> str:
+    """`Phase` as C++."""
+    names = ("k" + "".join(part.capitalize() for part in phase.name.split("_")) for phase in Phase)
+    return f"enum Phase : unsigned int {{ {', '.join(f'{name}Phase' for name in names)} }};"
 
 
 WEIGHT_PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN, Phase.HEAD)

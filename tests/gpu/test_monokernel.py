@@ -11,6 +11,7 @@ import torch
 
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import sample
+from kog_dist.decode.steps import Phase
 from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
@@ -169,7 +170,9 @@ def test_missing_epoch_ends_in_a_device_error_that_names_it(tmp_path: Path) -> N
     with pytest.raises(DeviceError) as caught:
         kernel.generate(faulty.ids[:3], 4)
     record = caught.value.record
-    assert (record.rank, record.phase, record.num_missing) == (3, 10, 1), str(record)  # the LM head waits for one pair of rows
+    assert (record.rank, record.phase, record.num_missing) == (3, Phase.HEAD, 1), str(
+        record
+    )  # the LM head waits for one pair of rows
     assert record.epoch_wanted == record.epoch_seen + 1, str(record)  # what stands there is of the layer before
     assert 0.1 <= record.elapsed_ns / 1e9 < 1.0
 

@@ -14,7 +14,7 @@ import pytest
 from kog_dist.abi import NO_PEER, WaitOp, WaitRecord
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.ring import NO_TOKEN, Finish
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.sampling_params import SamplingParams
@@ -199,14 +199,14 @@ def heap_with_streams(shape: KernelShape, tag: int, has_come: Callable[[int, int
 @pytest.mark.parametrize(
     ("phase", "lane", "num_missing", "head_type", "num_ranks", "late"),
     [
-        (Phase.HEAD_INPUT, 5, 96, HeadType.REPLICATE, 4, 2),
-        (Phase.HEAD_INPUT, 2, 96, HeadType.LANE, 4, 1),  # its own publisher's
-        (Phase.HEAD_INPUT, 0, 0, HeadType.REPLICATE, 4, 3),  # it was there: the host finds one that was asked for with it
-        (Phase.HEAD_INPUT, 3, 96, HeadType.VOCAB_PARALLEL, 4, 1),
+        (Phase.HEAD, 5, 96, HeadType.REPLICATE, 4, 2),
+        (Phase.HEAD, 2, 96, HeadType.LANE, 4, 1),  # its own publisher's
+        (Phase.HEAD, 0, 0, HeadType.REPLICATE, 4, 3),  # it was there: the host finds one that was asked for with it
+        (Phase.HEAD, 3, 96, HeadType.VOCAB_PARALLEL, 4, 1),
         (Phase.DOWN, 0, 96, HeadType.REPLICATE, 4, 1),
-        (0, 0, 8, HeadType.REPLICATE, 4, 3),  # a sum or candidates: the wait knew the peer
-        (0, 0, 0, HeadType.REPLICATE, 4, 1),
-        (Phase.HEAD_INPUT, 5, 96, HeadType.REPLICATE, 1, 1),
+        (NONE, NONE, 8, HeadType.REPLICATE, 4, 3),  # a sum or candidates: the wait knew the peer
+        (NONE, NONE, 0, HeadType.REPLICATE, 4, 1),
+        (Phase.HEAD, 5, 96, HeadType.REPLICATE, 1, 1),
     ],
 )
 def test_a_wait_that_ran_out_names_the_rank_that_was_late(
@@ -222,7 +222,8 @@ def test_a_wait_that_ran_out_names_the_rank_that_was_late(
     kernel.rank = 1
     kernel._heap = heap_with_streams(kernel.shape, 14, lambda lane, copy: lane < 6 or copy != 0)
     kernel._state.array.view(DECODE_STATE.dtype)["abort_mirror"] = 1
-    raw = WaitRecord(0, WaitOp.COLLECT, lane, 0, 3 if phase == 0 else 0, num_missing, 14, 1, 10**9, cta=2, phase=phase).pack()
+    peer = 3 if phase == NONE else 0
+    raw = WaitRecord(0, WaitOp.COLLECT, 0, 0, peer, num_missing, 14, 1, 10**9, cta=2, phase=phase, lane=lane).pack()
     kernel._record = SimpleNamespace(get=lambda: np.frombuffer(raw, np.uint8))
     kernel.stream = SimpleNamespace(synchronize=lambda: None)
     with pytest.raises(DeviceError) as caught:
@@ -245,9 +246,25 @@ def test_the_message_tells_what_is_missing(kernel: Monokernel, first_missing: in
     )  # fmt: skip
     kernel.shape, kernel.rank = KernelShape(spec, range(2, 4), max_ctas=8, num_ranks=4), 1
     kernel._heap = heap_with_streams(kernel.shape, 14, lambda lane, copy: lane < first_missing)
-    record = WaitRecord(1, WaitOp.COLLECT, 0, 0, 0, 0, 14, 14, 10**9, cta=3, phase=Phase.HEAD_INPUT)
+    record = WaitRecord(1, WaitOp.COLLECT, 0, 0, 0, 0, 14, 14, 10**9, cta=3, phase=Phase.HEAD, lane=0)
     named = kernel._with_peer(record)
     assert (named.peer, named.num_missing, named.epoch_seen) == found
+
+
+def test_a_wait_for_a_sum_names_product_and_layer(kernel: Monokernel) -> None:
+    spec = ModelSpec(
+        hidden_size=128, num_layers=3, num_heads=8, num_kv_heads=8, intermediate_size=64, vocab_size=96, max_context=64,
+        num_lanes=8, delay=0,
+    )  # fmt: skip
+    kernel.shape, kernel.rank = KernelShape(spec, range(2, 4), max_ctas=8, num_ranks=4), 1
+    boxes = [box.name for box in kernel.shape.boxes.specs()]
+    for name, slot, what in (
+        ("mlp", 2, "the sum of DOWN of layer 2"),
+        ("attention", 0, "the sum of OUT of layer 0"),
+        ("candidates", 1, "SAMPLE"),
+    ):
+        record = WaitRecord(1, WaitOp.COLLECT, boxes.index(name), slot, 3, 2, 14, 13, 2 * 10**9, cta=12)
+        assert str(kernel._with_peer(record)).startswith(f"rank 1, thread block 12: {what} waited 2.0 s for 2 words of rank 3 (")
 
 
 def test_a_token_is_there_when_both_words_carry_the_tag_of_the_request(kernel: Monokernel) -> None:

@@ -6,6 +6,7 @@ import enum
 
 from kog_dist.abi import MAX_STOP_IDS, WAIT_RECORD, Field, Struct
 from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS, device_header
+from kog_dist.decode.steps import phase_enum
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
 DECODE_PARAMS = Struct(
@@ -117,4 +118,5 @@ KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, SH
 
 def abi_header() -> str:
     """`abi.cuh`: the structs as C++ for nvcc and NVRTC (which has no standard headers)."""
-    return device_header("kog_dist.workers.cuda.kernel_abi", KERNEL_STRUCTS)
+    structs = device_header("kog_dist.workers.cuda.kernel_abi", KERNEL_STRUCTS)
+    return f"{structs}\nnamespace kog {{\n{phase_enum()}\n}}  // namespace kog\n"

@@ -19,7 +19,6 @@ from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 MAX_CTAS = 128
 SLOT_BYTES = MATRIX_WARPS * 1536
 SHARED_BYTES = 232448
-PHASES = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)  # their numbers in the kernel
 NUM_THREADS = 640  # of a thread block
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 # Vectors whose sums of squares are kept. A matrix warp that begins one has handed over its sums of the one before, for which the
@@ -367,7 +366,7 @@ class KernelShape:
         lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
         lines += [f"constexpr u64 {name} = {sum(1 << i for i in layers):#x}ull;" for name, layers in masks.items()]
         lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
-        codes = [PHASES.index(p.phase) | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
+        codes = [p.phase | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
         end = spec.num_layers << 8  # the LM head's place, and what comes after it
         heads = [end | index << 2 for index in range(self.num_head_products)]
         queries = [i for i, p in enumerate(self.products) if p.phase is Phase.QKV]

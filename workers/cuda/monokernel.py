@@ -16,9 +16,10 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.collectives.words import WORD_BYTES, pair_tags
 from kog_dist.cuda.driver import Kernel
 from kog_dist.decode.masks import MaskSlots
+from kog_dist.decode.places import with_place
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs
-from kog_dist.decode.steps import Phase
+from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError, LaunchError
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
@@ -294,19 +295,21 @@ class Monokernel:
                 raise DeviceError(self._with_peer(replace(record, rank=self.rank)))
 
     def _with_peer(self, record: WaitRecord) -> WaitRecord:
-        """With the rank whose words a wait missed, or NO_PEER. Waits for peers have written it; those of the matrix warps have a
-        phase instead.
+        """With the rank whose words a wait missed, or NO_PEER, and what it was for. Waits for peers have written that rank and
+        the mailbox; those of the matrix warps have a phase instead.
 
         Of these only the LM head's input comes from peers. The record has its lane, with `replicate` the first of those that were
         asked for together; if that one's words were there, it is looked up whose others are not.
         """
-        if record.phase == 0 and self.shape.num_ranks > 1:  # matrix warps that noted nothing have no phase either
-            return record if record.num_missing else replace(record, peer=self.rank)
-        if record.phase != Phase.HEAD_INPUT or len(self.shape.head_lanes) == self.shape.num_lanes:
+        if record.phase == NONE and self.shape.num_ranks > 1:  # matrix warps that noted nothing have no phase either
+            if not record.num_missing:
+                return replace(record, peer=self.rank)
+            return with_place(self.shape.spec, replace(record, label=self.shape.boxes.specs()[record.mailbox].name))
+        if record.phase != Phase.HEAD or len(self.shape.head_lanes) == self.shape.num_lanes:
             return replace(record, peer=self.rank)
         if not record.num_missing:
             record = self._with_missing_stream(record)
-        return replace(record, peer=record.mailbox // self.shape.num_lanes if record.num_missing else NO_PEER)
+        return replace(record, peer=record.lane // self.shape.num_lanes if record.num_missing else NO_PEER)
 
     def _with_missing_stream(self, record: WaitRecord) -> WaitRecord:
         """With the first of the last streams that have not come; unchanged if all have by now. The kernel must have left."""
@@ -326,7 +329,7 @@ class Monokernel:
             return record
         lane = int(lanes[0])
         tag = int(seen[lane][missing[lane]][0])
-        return replace(record, mailbox=lane, num_missing=int(missing[lane].sum()), epoch_seen=tag)
+        return replace(record, lane=lane, num_missing=int(missing[lane].sum()), epoch_seen=tag)
 
     def recover(self) -> None:
         """Make the kernel usable again after a numerical fault or, on one rank, an abort or a DeviceError: forget all state.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.control import ControlPage, EpochWaits, KvLayout, RankState
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
+from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
@@ -71,6 +73,7 @@ class CpuEngine:
             [MailboxSpec(box.name, box.num_slots, box.length) for box in plan.mailboxes],
             rendezvous=self._rendezvous, control=self._control, deadline=deadline, timeout_s=args.step_timeout_s,
         )  # fmt: skip
+        self._comm.explain = partial(with_place, spec)
         self._interpreter = Interpreter(
             plan, rank, weights, self._comm, kv_dtype=args.kv_dtype, num_kv_caches=args.num_kv_caches
         )  # fmt: skip

@@ -327,8 +327,8 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             if (kRanks > 1) finalizer.lane = opaque(laneid());  // addresses are computed anew instead of being kept
             if (!(at.phase() & 1)) finalizer.look_ahead(number);
             bool ok;
-            if (at.phase() == 0) ok = finalizer.qkv(at.lane(), position, tag);
-            else if (at.phase() == 2) ok = finalizer.gate_up(at.lane(), tag);
+            if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.lane(), position, tag);
+            else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up(at.lane(), tag);
             else ok = finalizer.residual(at.phase() >> 1, at.layer(), at.lane(), tag, number);
             if (!ok) return;
         }

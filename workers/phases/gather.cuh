@@ -55,7 +55,7 @@ struct Gatherer {
     // What a wait looks at, for the record of one that did not end.
     __device__ __forceinline__ void note_wait(u32 phase, u32 layer, u32 lane_idx, u32 tag, const u64* words, u32 num_words) {
         WaitNote& note = role.shared->note;
-        note.phase = phase, note.layer = layer, note.lane = lane_idx;
+        note.phase = phase + 1, note.layer = layer, note.lane = lane_idx;
         note.wanted = tag, note.set_words(words, num_words);
         static_assert(kAttendedPart <= WaitNote::kMostWords && kHidden <= WaitNote::kMostWords && kFfn <= WaitNote::kMostWords, "counts");
     }
@@ -72,8 +72,8 @@ struct Gatherer {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
         const u32 tag = layer_tag(role.first_epoch + step, at.layer());
-        if constexpr (kPhase == 3) return {words + kActivationOffset + copy * kActivationStride, tag};
-        if constexpr (kPhase == 2) return {words + kMiddleOffset + copy * kStreamStride, tag};
+        if constexpr (kPhase == kDownPhase) return {words + kActivationOffset + copy * kActivationStride, tag};
+        if constexpr (kPhase == kGateUpPhase) return {words + kMiddleOffset + copy * kStreamStride, tag};
         return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu};
     }
     // A vector of kColumns values, of which a warp has kPer times 32 neighbouring ones.
@@ -231,11 +231,11 @@ struct Gatherer {
     __device__ __forceinline__ bool gather_last_stream(const Place& at, float& squares) {
         const u32 lane_idx = kVocabParallelHead ? vocab_lane(role.cta) : at.lane();
         if (!loaded) {
-            if (!wait_until_near<0>(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
+            if (!wait_until_near<kQkvPhase>(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
             load_last_stream(lane_idx);
         }
         const Source from = last_source(lane_idx);
-        if (!wait_for_units<HiddenSlice, kStreamsToAll>(from, [&] { note_wait(kHeadPhase, 0, lane_idx, from.tag, from.words, kHidden / 2); }))
+        if (!wait_for_units<HiddenSlice, kStreamsToAll>(from, [&] { note_wait(kHeadPhase, kNowhere, lane_idx, from.tag, from.words, kHidden / 2); }))
             return false;
         write_units<HiddenSlice, true>(squares);
         loaded = false;
@@ -255,20 +255,20 @@ struct Gatherer {
                 loaded = true;
             }
         }
-        if (kLanes == 1 || at.is_last() || (!kReadsWordsAhead && at.phase() != 1 && at.index() != 0)) return;
+        if (kLanes == 1 || at.is_last() || (!kReadsWordsAhead && at.phase() != kOutPhase && at.index() != 0)) return;
         if constexpr (kReadsWordsAhead) {
-            if (at.phase() == 0) load_norm<0>(at);
-            else if (at.phase() == 2) load_norm<2>(at);
+            if (at.phase() == kQkvPhase) load_norm<kQkvPhase>(at);
+            else if (at.phase() == kGateUpPhase) load_norm<kGateUpPhase>(at);
         }
         if (at.index() == 0) {
             load_embedding();
         } else if (!is_near(role, at.lane(), at.index())) {
             return;
-        } else if (at.phase() == 1) {
+        } else if (at.phase() == kOutPhase) {
             load_splits(splits(at, 0));
         } else if constexpr (kReadsWordsAhead) {
-            if (at.phase() == 3) load_units<FfnSlice>(source<3>(at).words);
-            else load_units<HiddenSlice>(at.phase() == 2 ? source<2>(at).words : source<0>(at).words);
+            if (at.phase() == kDownPhase) load_units<FfnSlice>(source<kDownPhase>(at).words);
+            else load_units<HiddenSlice>(at.phase() == kGateUpPhase ? source<kGateUpPhase>(at).words : source<kQkvPhase>(at).words);
         }
         loaded = true;
     }
@@ -276,14 +276,14 @@ struct Gatherer {
     template <int kPhase>
     __device__ __forceinline__ bool gather(const Place& at, float& squares) {
         squares = 0;
-        if constexpr (kPhase == 1) {
+        if constexpr (kPhase == kOutPhase) {
             if (!gather_merged(at)) return false;
-        } else if constexpr (kPhase == 3) {
-            if (!gather_units<FfnSlice, 3>(at)) return false;
+        } else if constexpr (kPhase == kDownPhase) {
+            if (!gather_units<FfnSlice, kDownPhase>(at)) return false;
             write_units<FfnSlice, false>(squares);
         } else {
-            if (!kReadsWordsAhead || (kPhase == 0 && at.index() == 0 && !loaded)) load_norm<kPhase>(at);  // words take as long
-            if (kPhase == 0 && at.index() == 0) {
+            if (!kReadsWordsAhead || (kPhase == kQkvPhase && at.index() == 0 && !loaded)) load_norm<kPhase>(at);  // words take as long
+            if (kPhase == kQkvPhase && at.index() == 0) {
                 if (!loaded) load_embedding();
                 widen_embedding();
             } else if (!gather_units<HiddenSlice, kPhase>(at)) {
@@ -300,7 +300,7 @@ struct Gatherer {
         for (u32 group = 0; group < OutOp::kPer; ++group) {
             Splits from = splits(at, group);
             if (group > 0 || !loaded) {
-                if (!wait_until_near<1>(role, at.lane(), at.index())) return false;
+                if (!wait_until_near<kOutPhase>(role, at.lane(), at.index())) return false;
                 load_splits(from);
             }
             const u32 parts = num_parts(at.layer(), role.first_position + step);
@@ -343,8 +343,7 @@ struct Gatherer {
             load_units<S>(from.words);
         }
         return wait_for_units<S>(from, [&] {
-            note_wait(kPhase == 0 ? kQkvPhase : kPhase == 2 ? kGateUpPhase : kDownPhase, at.layer(), at.lane(), from.tag, from.words,
-                      S::kColumns / 2);
+            note_wait(kPhase, at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
         });
     }
     template <class S, bool kNormed>
@@ -419,7 +418,7 @@ struct Gatherer {
                     if (HiddenSlice::is_real(warp, lane, i)) wrong |= tag_difference(streams.got[k][i], tag);
             if (__all_sync(kFullWarp, wrong == 0)) return true;
             if (must_leave(role.stopped())) return false;
-            if (rounds % 1024 == 0) note_wait(kHeadPhase, 0, first, tag, last_stream(first), kHidden / 2);
+            if (rounds % 1024 == 0) note_wait(kHeadPhase, kNowhere, first, tag, last_stream(first), kHidden / 2);
         }
     }
     __device__ __forceinline__ bool gather_head(const Place& at, float& squares) {
@@ -445,7 +444,7 @@ struct Gatherer {
 #pragma unroll 1
         for (u32 first = 0; first < kModelLanes; first += kTogether) {
             Streams streams;
-            alive = wait_until_near<0>(role, kLanes - 1, 4 * kLayers) && alive;
+            alive = wait_until_near<kQkvPhase>(role, kLanes - 1, 4 * kLayers) && alive;
             alive = wait_for_streams(first, tag, streams) && alive;
             float squares[kTogether];
 #pragma unroll

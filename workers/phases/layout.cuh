@@ -25,8 +25,6 @@ constexpr int kAttendRegisters = kRanks == 1 ? 184 : 168;
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
 
-enum Phase : u32 { kQkvPhase = 1, kAttendPhase, kOutPhase, kGateUpPhase, kDownPhase, kHeadPhase = 10 };  // decode/steps.py
-
 constexpr int kGroup = kHeads / kKvHeads;            // query heads that share a KV head
 constexpr int kQueryRows = kHeads * kHeadDim;        // of one lane
 constexpr int kKvRows = kKvHeads * kHeadDim;
@@ -134,10 +132,11 @@ __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step
 
 // Product `number` of a token: the phase's input is multiplied for a layer and a lane. `kProducts` (generated) has the order.
 struct Place {
+    static_assert(kQkvPhase == 0 && kOutPhase == 1 && kGateUpPhase == 2 && kDownPhase == 3, "two bits; what the residual takes is odd");
     u32 packed;  // one register, since it is kept through whole products
 
     __device__ __forceinline__ explicit Place(u32 number) : packed(kProducts[number]) {}
-    __device__ __forceinline__ u32 phase() const { return packed & 3; }  // 0 QKV, 1 OUT, 2 GATE_UP, 3 DOWN
+    __device__ __forceinline__ u32 phase() const { return packed & 3; }  // kQkvPhase to kDownPhase
     __device__ __forceinline__ u32 lane() const { return packed >> 2 & 63; }  // of products of the LM head: their number
     __device__ __forceinline__ u32 layer() const { return packed >> 8; }
     __device__ __forceinline__ bool is_last() const { return layer() == kLayers; }  // the place after all products: the LM head
@@ -192,7 +191,7 @@ __device__ __forceinline__ bool begin_token(const Role& role, u32 step, u32& tok
 // and the cycles that words need at least (by the phase that reads them) have passed. `index`: among the lane's products of the token.
 __device__ __forceinline__ u32 poll_delay(u32 phase) {
     constexpr u32 kPollDelays[] = {KOG_POLL_DELAYS};
-    return phase == 0 ? kPollDelays[0] : phase == 1 ? kPollDelays[1] : phase == 2 ? kPollDelays[2] : kPollDelays[3];
+    return phase == kQkvPhase ? kPollDelays[0] : phase == kOutPhase ? kPollDelays[1] : phase == kGateUpPhase ? kPollDelays[2] : kPollDelays[3];
 }
 __device__ __forceinline__ bool is_due(const Role& role, u32 lane_idx, u32 phase) {
     return clock_cycles() - load_shared_u32(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4) >= poll_delay(phase);

@@ -73,10 +73,10 @@ struct Loader {
             const Place at(number);
             u32 count = HeadOp::kBlocks * HeadOp::kTiles, bytes = HeadOp::kTileBytes;
             if (!at.is_last()) {
-                if (at.phase() == 0) count = QkvOp::kBlocks * QkvOp::kTiles, bytes = QkvOp::kTileBytes;
-                if (at.phase() == 1) count = OutOp::kBlocks * OutOp::kTiles, bytes = OutOp::kTileBytes;
-                if (at.phase() == 2) count = GateUpOp::kBlocks * GateUpOp::kTiles, bytes = GateUpOp::kTileBytes;
-                if (at.phase() == 3) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
+                if (at.phase() == kQkvPhase) count = QkvOp::kBlocks * QkvOp::kTiles, bytes = QkvOp::kTileBytes;
+                if (at.phase() == kOutPhase) count = OutOp::kBlocks * OutOp::kTiles, bytes = OutOp::kTileBytes;
+                if (at.phase() == kGateUpPhase) count = GateUpOp::kBlocks * GateUpOp::kTiles, bytes = GateUpOp::kTileBytes;
+                if (at.phase() == kDownPhase) count = DownOp::kBlocks * DownOp::kTiles, bytes = DownOp::kTileBytes;
             }
             if (!issue_tiles(tiles, count, bytes)) return false;
             tiles += u64{kNumCtas} * count * bytes;

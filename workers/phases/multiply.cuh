@@ -118,8 +118,6 @@ struct Multiplier {
     }
 };
 
-constexpr int kHeadPlace = 4;  // after the four phases of the layers
-
 // What thread `lane` of a matrix warp reads of x for its first mma.
 __device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
     return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (lane & 15) * 8;
@@ -132,7 +130,7 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
                                             u32 step, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
     float squares = 0;
-    if constexpr (kPhase == kHeadPlace) {
+    if constexpr (kPhase == kHeadPhase) {
         if (!gatherer.gather_head(at, squares)) return false;
     } else {
         if (!gatherer.template gather<kPhase>(at, squares)) return false;
@@ -141,7 +139,7 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
         if (lane == 0) store_shared(role.base + KOG_OFFSET(note.num_waits), multiplier.num_vectors + 1);
         stamp(role, kFetched, step, number);
     }
-    if constexpr (kPhase == 0 || kPhase == 2 || (kStreamHead && kPhase == kHeadPlace)) {  // the finaliser scales the product
+    if constexpr (kPhase == kQkvPhase || kPhase == kGateUpPhase || (kStreamHead && kPhase == kHeadPhase)) {  // the finaliser scales the product
         const u32 slot = multiplier.num_vectors % kSquares;
         store_shared(role.base + KOG_OFFSET(squares[slot][warp][lane]), squares);
         __syncwarp();
@@ -165,11 +163,11 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
             const Place next(i + 1);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             bool ok;
-            if (at.is_last()) ok = run_product<kHeadPlace, HeadOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == 0) ok = run_product<0, QkvOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == 1) ok = run_product<1, OutOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == 2) ok = run_product<2, GateUpOp>(role, gatherer, multiplier, at, next, step, i);
-            else ok = run_product<3, DownOp>(role, gatherer, multiplier, at, next, step, i);
+            if (at.is_last()) ok = run_product<kHeadPhase, HeadOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == kQkvPhase) ok = run_product<kQkvPhase, QkvOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == kOutPhase) ok = run_product<kOutPhase, OutOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == kGateUpPhase) ok = run_product<kGateUpPhase, GateUpOp>(role, gatherer, multiplier, at, next, step, i);
+            else ok = run_product<kDownPhase, DownOp>(role, gatherer, multiplier, at, next, step, i);
             if (!ok) return;
             at = next;
         }

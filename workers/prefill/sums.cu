@@ -85,7 +85,7 @@ __device__ __forceinline__ bool await_word(
         if (waited_ns > limit_ns) {
             if (atomicCAS(stopped, 0u, 1u) == 0) {
                 KogWaitRecord* record = reinterpret_cast<KogWaitRecord*>(params.record_ptr);
-                record->rank = launch.peers.rank, record->cta = blockIdx.x, record->op = 1, record->mailbox = mailbox;
+                record->rank = launch.peers.rank, record->cta = blockIdx.x + 1, record->op = 1, record->mailbox = mailbox;
                 record->slot = slot, record->peer = peer, record->num_missing = 1;
                 record->epoch_wanted = wanted, record->epoch_seen = seen & mask, record->elapsed_ns = waited_ns;
             }

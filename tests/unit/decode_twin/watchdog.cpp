@@ -1,8 +1,8 @@
 // watchdog LIMIT_US: the watchdog of one thread block whose matrix warps stand still, called every 5 us; first they miss a word, then none.
-// Prints for each, after how many us it left, whether it has raised the abort mirror and stopped the thread block, and the missing words.
+// Prints for each:  after how many us it left, whether it has raised the abort mirror and stopped the thread block, and the missing words.
 #include "ptx.cuh"
 
-#include "wait.cuh"
+#include "peer_wait.cuh"
 
 using namespace kog;
 
@@ -21,5 +21,14 @@ int main(int, char** argv) {
         const auto passed_us = [&] { return (twin::turns - from) / 100; };
         while (passed_us() < 4 * limit_us && watchdog.look()) twin::turns += 500;
         printf("%llu %u %u %u\n", passed_us(), mirror, note.stopped, record.num_missing);
+    }
+    // A wait for peers, number 6 and then number 5, whose record is written while the note is of number 5.
+    const u64 row[] = {make_value_word(1, 9), make_value_word(1, 8)};
+    for (const u32 number : {6, 5}) {
+        KogWaitRecord record{};
+        PeerNote note{};
+        begin_note(note, 5, {kCollectOp, 0, 0}, 9, row, number == 6 ? ~0u : 2, 1, kNoRow, 0);
+        write_peer_record(note, number, 0, 1, &record);
+        printf("%u %llu\n", record.num_missing, record.epoch_wanted);
     }
 }

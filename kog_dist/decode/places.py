@@ -1,0 +1,29 @@
+"""What a wait for peers was for, in terms of the model: the phase and the layer that a mailbox of sums belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kog_dist.abi import WaitRecord
+from kog_dist.decode.schedule import is_summed
+from kog_dist.decode.steps import NONE, Phase
+from kog_dist.model.spec import Block, ModelSpec
+
+_SUMMED = {Block.ATTENTION: Phase.OUT, Block.MLP: Phase.DOWN}  # the product whose outputs are summed over lanes
+_OTHERS = {
+    "final": Phase.HEAD_INPUT, "streams": Phase.HEAD_INPUT, "logits": Phase.GATHER, "candidates": Phase.SAMPLE,
+    "choices": Phase.SAMPLE, "reports": Phase.SAMPLE,
+}  # fmt: skip
+
+
+def with_place(spec: ModelSpec, record: WaitRecord) -> WaitRecord:
+    """With the phase, and of a sum the layer, of the mailbox that `label` names; unchanged if it is none of a plan's.
+
+    CPU ranks and GPUs name their mailboxes alike, and a layer's slot is its place among those that are summed.
+    """
+    for block, phase in _SUMMED.items():
+        if record.label == block.name.lower():
+            layers = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, block)]
+            layer = layers[record.slot] if record.slot < len(layers) else NONE
+            return replace(record, phase=phase, layer=layer)
+    return replace(record, phase=_OTHERS[record.label]) if record.label in _OTHERS else record
