@@ -1,0 +1,157 @@
+// Vectors of words: how a matrix warp polls its own columns of one, and writes x into its own part of shared memory, as the B operand of
+// its products. No other warp takes part, so nothing has to be handed over.
+#pragma once
+#include "layout.cuh"
+
+namespace kog {
+
+constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring values) of a thread
+constexpr int kSplitsOfThread = kSplits / 4;        // of a unit of the attention's output: four threads share a unit
+static_assert(kSplits % 8 == 0, "a thread reads the log-sums of its splits two at a time");
+constexpr int kPartLoads = kSplitsOfThread + kSplitsOfThread / 2, kPartsLoaded = kParts > 1 ? 2 : 1;  // of a part; parts under way
+constexpr int kGot = kMany > kPartLoads * kPartsLoaded ? kMany : kPartLoads * kPartsLoaded;
+
+// What a warp knows and holds while it gathers; and vectors whose words it takes one by one (streams, activations).
+struct VectorGatherer {
+    const KogDecodeParams& params;
+    const KogPeers& peers;
+    const Role& role;
+    u32 warp, lane;          // the warp is also the number of its slice of K
+    u32 step = 0, token = 0, num_heads = 0;
+    bool loaded = false;     // `got` holds words that were read for the next vector; perhaps too early
+    ulonglong2 got[kGot];
+    uint2 scale[kMany];      // norm weights, four 16-bit values
+
+    static __device__ __forceinline__ float4 values(const ulonglong2& words) {
+        return make_float4(first_of(words.x), second_of(words.x), first_of(words.y), second_of(words.y));
+    }
+    static __device__ __forceinline__ float payload(u64 word) { return __uint_as_float(static_cast<u32>(word)); }
+    static __device__ __forceinline__ float4 widen(uint2 packed) {
+        return make_float4(WeightFormat::low(packed.x), WeightFormat::high(packed.x), WeightFormat::low(packed.y),
+                           WeightFormat::high(packed.y));
+    }
+    static __device__ __forceinline__ float4 times(const float4& a, const float4& b) {
+        return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+    }
+    static __device__ __forceinline__ float4 add_scaled(const float4& sum, float factor, const float4& v) {
+        return make_float4(sum.x + factor * v.x, sum.y + factor * v.y, sum.z + factor * v.z, sum.w + factor * v.w);
+    }
+    static __device__ __forceinline__ float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+
+    // Where unit `unit` of this warp's slice stands in x.
+    __device__ __forceinline__ u32 place_of(u32 unit) {
+        return role.base + KOG_OFFSET(x) + (warp * kMaxPer + (unit >> 3)) * 128 + (unit & 1) * 64 + ((unit & 7) >> 1) * 8;
+    }
+    // x of a unit: in two 16-bit parts.
+    __device__ __forceinline__ void write_x(u32 at, const float4& value) {
+        const float4 v = make_float4(value.x * kXScale, value.y * kXScale, value.z * kXScale, value.w * kXScale);
+        const u32 high0 = WeightFormat::pack(v.x, v.y), high1 = WeightFormat::pack(v.z, v.w);
+        const u32 low0 = pack_rest<WeightFormat>(v.x, v.y, high0), low1 = pack_rest<WeightFormat>(v.z, v.w, high1);
+        store_shared(at, make_uint2(high0, high1));
+        store_shared(at + 32, make_uint2(low0, low1));
+    }
+
+    // What a wait looks at, for the record of one that did not end.
+    __device__ __forceinline__ void note_wait(u32 phase, u32 layer, u32 lane_idx, u32 tag, const u64* words, u32 num_words) {
+        WaitNote& note = role.shared->note;
+        note.phase = phase + 1, note.layer = layer, note.lane = lane_idx;
+        note.wanted = tag, note.set_words(words, num_words);
+        static_assert(kAttendedPart <= WaitNote::kMostWords && kHidden <= WaitNote::kMostWords && kFfn <= WaitNote::kMostWords, "counts");
+    }
+
+    __device__ __forceinline__ void begin(u32 step_, u32 token_) { step = step_, token = token_, loaded = false; }
+
+    // ---- streams and activations ----
+    struct Source {
+        const u64* words;
+        u32 tag;
+    };
+    template <int kPhase>
+    __device__ __forceinline__ Source source(const Place& at) {
+        const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
+        const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
+        const u32 tag = layer_tag(role.first_epoch + step, at.layer());
+        if constexpr (kPhase == kDownPhase) return {words + kActivationOffset + copy * kActivationStride, tag};
+        if constexpr (kPhase == kGateUpPhase) return {words + kMiddleOffset + copy * kStreamStride, tag};
+        return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu};
+    }
+    // A vector of kColumns values, of which a warp has kPer times 32 neighbouring ones.
+    template <int kColumns_, int kPer_>
+    struct Slice {
+        static constexpr int kColumns = kColumns_, kUnits = kPer_ * 8, kLoads = (kUnits + 31) / 32;  // of a warp; of a thread
+        static constexpr bool kEven = kUnits % 32 == 0 && kUnits * 4 * kMatrixWarps == kColumns;     // no thread without a unit
+        // Whether the i-th unit of a thread is the warp's, and whether it is one of the vector's, too.
+        static __device__ __forceinline__ bool is_mine(u32 lane, int i) { return kEven || i * 32 + lane < kUnits; }
+        static __device__ __forceinline__ bool is_real(u32 warp, u32 lane, int i) {
+            return kEven || (is_mine(lane, i) && warp * kUnits + i * 32 + lane < kColumns / 4);
+        }
+    };
+    using HiddenSlice = Slice<kHidden, QkvOp::kPer>;
+    using FfnSlice = Slice<kFfn, DownOp::kPer>;
+    static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
+
+    // `kSystem`: words that peers may write, too.
+    template <class S, bool kSystem = false>
+    __device__ __forceinline__ void load_units(const u64* words) {
+        const u64* mine = words + 2 * (warp * S::kUnits + lane);
+#pragma unroll
+        for (int i = 0; i < S::kLoads; ++i)
+            if (S::is_real(warp, lane, i)) got[i] = kSystem ? load_system_x2(mine + 64 * i) : load_relaxed_x2(mine + 64 * i);
+    }
+    template <class S>
+    __device__ __forceinline__ bool units_ready(u32 tag) {
+        u32 wrong = 0;
+#pragma unroll
+        for (int i = 0; i < S::kLoads; ++i)
+            if (S::is_real(warp, lane, i)) wrong |= tag_difference(got[i], tag);
+        return __all_sync(kFullWarp, wrong == 0);
+    }
+    // Until all of this warp's words have come; `note`: writes down what is missing.
+    template <class S, bool kSystem = false, class Note>
+    __device__ __forceinline__ bool wait_for_units(const Source& from, Note note) {
+        for (u32 rounds = 1; !units_ready<S>(from.tag); ++rounds) {
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 1024 == 0) note();
+            load_units<S, kSystem>(from.words);
+        }
+        return true;
+    }
+    template <int kPhase>
+    __device__ __forceinline__ void load_norm(const Place& at) {
+        const u32 half = 2 * at.layer() + (kPhase >> 1);
+        const uint2* norm = reinterpret_cast<const uint2*>(params.norms_ptr) +
+                            (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane())) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
+#pragma unroll
+        for (int i = 0; i < HiddenSlice::kLoads; ++i)
+            if (HiddenSlice::is_real(warp, lane, i)) scale[i] = norm[32 * i];
+    }
+    template <class S, int kPhase>
+    __device__ __forceinline__ bool gather_units(const Place& at) {
+        const Source from = source<kPhase>(at);
+        if (!loaded) {
+            if (!wait_until_near<kPhase>(role, at.lane(), at.index())) return false;
+            load_units<S>(from.words);
+        }
+        return wait_for_units<S>(from, [&] {
+            note_wait(kPhase, at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
+        });
+    }
+    template <class S, bool kNormed>
+    __device__ __forceinline__ void write_units(float& squares) {
+#pragma unroll
+        for (int i = 0; i < S::kLoads; ++i) {
+            if (!S::is_mine(lane, i)) continue;
+            float4 v = make_float4(0, 0, 0, 0);
+            if (S::is_real(warp, lane, i)) {
+                v = values(got[i]);
+                if (kNormed) {
+                    squares += square_sum(v);
+                    v = times(v, widen(scale[i]));
+                }
+            }
+            write_x(place_of(i * 32 + lane), v);
+        }
+    }
+};
+
+}  // namespace kog
