@@ -153,10 +153,9 @@ class ReplicaSet:
         """Start it again, unless none has ever served, or this one has died too often."""
         why = outcome.sentence or "it stopped by itself"
         if not self.has_served:
-            self.failure = Outcome(
-                outcome.exit_code or EXIT_CANNOT_START, "startup_failed", f"replica {slot.name} could not start: {why}",
-                outcome.rank, outcome.pid, outcome.signal,
-            )  # fmt: skip
+            code = EXIT_CANNOT_START if outcome.signal else outcome.exit_code or EXIT_CANNOT_START
+            sentence = f"replica {slot.name} could not start: {why}"
+            self.failure = Outcome(code, "startup_failed", sentence, outcome.rank, outcome.pid, outcome.signal)
             return
         if not slot.restarts.take():
             self._enter(slot, Phase.DOWN)

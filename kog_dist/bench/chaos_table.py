@@ -17,7 +17,7 @@ READY_LIMIT_S = 60.0
 STARTUP_S = 8.0  # --startup-timeout: a process that is stopped while it loads
 DRAIN_S = 6.0  # --shutdown-timeout
 
-_DIED, _TIMED_OUT, _CANNOT_START = 4, 5, 3
+_DIED, _TIMED_OUT, _CANNOT_START, _TERMINATED = 4, 5, 3, 128 + signal.SIGTERM
 _RUNNING = (Point.IDLE, Point.PREFILL, Point.DECODE)
 
 
@@ -104,8 +104,10 @@ def _of_launcher(kind: Kind, point: Point) -> Promise:
     match kind:
         case Kind.KILL:
             return Promise(Harm.ALL, KILLED_S, _codes(-signal.SIGKILL))
+        case Kind.TERM if point is Point.LOAD:  # nothing runs that could be drained; the program may not have begun
+            return Promise(Harm.ALL, DRAIN_S, _codes(_TERMINATED, -signal.SIGTERM))
         case Kind.TERM:  # asked for: a drain, and at once when it is said again
-            return Promise(Harm.ALL if point is Point.DRAIN else Harm.NONE, DRAIN_S, _codes(0))
+            return Promise(Harm.ALL if point is Point.DRAIN else Harm.NONE, DRAIN_S, _codes(0, _TERMINATED))
     return Promise()  # nobody needs it to decode: it is continued after a while
 
 
@@ -136,6 +138,8 @@ def _of_replicas(role: str, kind: Kind, point: Point) -> Promise:
             return Promise(Harm.ALL, _limit_s(kind), _codes(0, _DIED, _TIMED_OUT) if ended else _codes())
         case "reaper of r0":
             return Promise(codes=ended)
+        case _ if point is Point.LOAD:  # a fleet none of whose replicas has ever served does not start
+            return Promise(Harm.ALL, STARTUP_S, _codes(_CANNOT_START, _DIED, _TIMED_OUT))
         case "launcher of r0" if kind is Kind.TERM:  # its own drain: what it runs may be finished
             return Promise(Harm.ONE, DRAIN_S, ended)
     return Promise(Harm.ONE, _limit_s(kind), ended)
