@@ -48,6 +48,20 @@ __device__ __forceinline__ void tensor_load_many(u32 to, const TensorMap* map, i
         "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(bar), "h"(mask)
         : "memory");
 }
+// Where address `address` of this thread block's shared memory lies in that of thread block `rank` of its cluster.
+__device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+// Not `.release.cluster`, which drains all stores of the thread: what the arrival must not overtake are loads whose values were used.
+__device__ __forceinline__ void mbar_arrive_cluster(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+// All threads of the cluster, but for those that have ended.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+}
 __device__ __forceinline__ u32 cluster_rank() {  // of this thread block in its cluster
     u32 rank;
     asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
