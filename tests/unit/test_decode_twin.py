@@ -94,7 +94,7 @@ def build_twin(program: str, sources: Mapping[str, str], folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def answer(model: Model, num_ranks: int, folder: Path) -> tuple[list[int], Any]:
+def answer(model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0) -> tuple[list[int], Any]:
     """Tokens of a greedy answer, and all logits (vocab,) before the last one.
 
     The same bits when the first token comes of streams that were handed to a launch that begins with the LM head, and when some
@@ -111,6 +111,7 @@ def answer(model: Model, num_ranks: int, folder: Path) -> tuple[list[int], Any]:
             max_ctas=5,
             copies=2,
             max_slots=6,
+            matrix_warps=matrix_warps,
             keeps_hashes=True,
         )
         for rank in range(num_ranks)
@@ -169,12 +170,13 @@ def test_ranks_have_the_logits_of_the_oracle_and_equal_bits(
     variant: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(VARIANTS[variant], dtype, monkeypatch)
-    tokens, logits = answer(model, 2, tmp_path / "2")
+    matrix_warps = 12 if variant == "replicate, one norm" else 0  # chosen for so small a model: 8
+    tokens, logits = answer(model, 2, tmp_path / "2", matrix_warps)
     wanted = model.logits([*PROMPT, *tokens[:-1]])
     error = np.linalg.norm(logits - wanted[-1]) / np.linalg.norm(wanted[-1])
     assert error < (2e-3 if dtype == "bfloat16" else 5e-4)
     assert tokens == wanted[len(PROMPT) - 1 :].argmax(axis=1).tolist()
     for num_ranks in (1, 4) if RUNS_ALL else ():
-        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks))
+        others, other_logits = answer(model, num_ranks, tmp_path / str(num_ranks), matrix_warps)
         assert others == tokens
         assert other_logits.tobytes() == logits.tobytes(), f"{num_ranks} ranks"

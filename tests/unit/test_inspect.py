@@ -11,7 +11,6 @@ import pytest
 
 from kog_dist.bench.inspect import LIMITS, Expected, compare, first_suspicious, limited, limited_weights, table
 from kog_dist.decode.sampling import sample
-from kog_dist.decode.tape_packing import MATRIX_WARPS
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
@@ -87,7 +86,7 @@ class MadeUp:
                 payloads = log_sums[:, own].astype(np.float32).reshape(-1).view(np.uint32)
                 of_a_warp[part, : payloads.size] = value_words(payloads, self.tag)
             outputs.append(words.reshape(-1))
-            sums.append(np.tile(of_a_warp.reshape(-1), MATRIX_WARPS))
+            sums.append(np.tile(of_a_warp.reshape(-1), self.shape.geometry.matrix_warps))
         self._put([words for words in outputs for _ in range(2)])
         self._put([words for words in sums for _ in range(2)])
         candidates = np.zeros((self.shape.num_ctas, 2), np.uint32)

@@ -11,7 +11,7 @@ import pytest
 
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import device_sources
-from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, SLOT_BYTES, KernelShape
+from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 
 TWIN = Path(__file__).parent / "decode_twin"
 PROGRAM = (
@@ -41,6 +41,6 @@ def test_shared_memory_is_counted_to_the_last_member(shape: KernelShape, tmp_pat
     build = ["g++", "-std=c++20", "-O0", "-w", "-o", "size", "size.cpp"]
     subprocess.run(build, cwd=tmp_path, check=True, timeout=60)
     found = int(subprocess.run([tmp_path / "size"], capture_output=True, check=True, timeout=20).stdout)
-    counted = shape.shared_bytes_besides + shape.num_slots * (SLOT_BYTES + 16 * shape.num_pieces)
+    counted = shape.shared_bytes_besides + shape.num_slots * (shape.geometry.slot_bytes + 16 * shape.num_pieces)
     assert found <= counted <= found + 64
     assert counted <= SHARED_BYTES

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kog_dist.decode.tape_packing import (
-    MATRIX_WARPS,
     STEP_COLUMNS,
     OpShape,
     interleave,
-    op_shape,
     owned_rows,
     pack,
     tiles_on_tape,
@@ -22,7 +20,10 @@ from kog_dist.decode.tape_packing import (
 )
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+WARPS = 12
 
 
 def numbered(rows: int, columns: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
@@ -31,10 +32,13 @@ def numbered(rows: int, columns: int) -> np.ndarray[tuple[int, int], np.dtype[np
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 400), columns=st.integers(1, 900), num_ctas=st.integers(1, 10), multiple=st.sampled_from([1, 2, 4]))
-def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_ctas: int, multiple: int) -> None:
+@given(
+    rows=st.integers(1, 400), columns=st.integers(1, 900), num_ctas=st.integers(1, 10), multiple=st.sampled_from([1, 2, 4]),
+    geometry=st.sampled_from([TWELVE_WARPS, EIGHT_WARPS]),
+)  # fmt: skip
+def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_ctas: int, multiple: int, geometry: Geometry) -> None:
     matrix = numbered(rows, columns)
-    shape = op_shape(owned_rows(rows, num_ctas, multiple), columns, multiple)
+    shape = geometry.op_shape(owned_rows(rows, num_ctas, multiple), columns, multiple)
     tiles = pack(matrix, shape, num_ctas)
     assert tiles.shape == (shape.num_tiles, num_ctas, shape.tile_values)
     assert shape.num_tiles * shape.tile_values == shape.num_values
@@ -46,11 +50,11 @@ MEMORY_ORDER = np.array([0, 1, 4, 5, 2, 3, 6, 7])  # of eight neighbouring colum
 
 
 def test_tape_order_is_block_tile_thread_block_warp_step_row_column() -> None:
-    shape = OpShape(rows=6, blocks=2, per=8, steps=4)
-    matrix = numbered(12 * 3, 8 * MATRIX_WARPS * STEP_COLUMNS)
+    shape = OpShape(rows=6, blocks=2, per=8, steps=4, warps=WARPS)
+    matrix = numbered(12 * 3, 8 * WARPS * STEP_COLUMNS)
     values, offset = pack(matrix, shape, 3).ravel(), 0
     for block, tile, cta in np.ndindex(shape.blocks, shape.tiles, 3):
-        for warp in range(MATRIX_WARPS):
+        for warp in range(WARPS):
             for step in range(shape.steps):
                 first = (warp * shape.per + tile * shape.steps + step) * STEP_COLUMNS
                 for row in range(shape.rows):
@@ -62,7 +66,7 @@ def test_tape_order_is_block_tile_thread_block_warp_step_row_column() -> None:
 
 
 def test_products_lie_one_after_the_other() -> None:
-    first, second = OpShape(rows=6, blocks=2, per=8, steps=4), OpShape(rows=4, blocks=1, per=3, steps=1)
+    first, second = OpShape(rows=6, blocks=2, per=8, steps=4, warps=WARPS), OpShape(rows=4, blocks=1, per=3, steps=1, warps=WARPS)
     tape = np.zeros(3 * (first.num_values + second.num_values), np.uint16)
     views = [tiles_on_tape(tape, 0, first, 3), tiles_on_tape(tape, first.num_values, second, 3)]
     for number, (view, shape) in enumerate(zip(views, (first, second), strict=True)):
@@ -80,7 +84,7 @@ def test_gate_and_up_rows_stand_side_by_side() -> None:
 
 def test_a_matrix_that_is_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        pack(numbered(25, 384), op_shape(24, 384, 2), 1)
+        pack(numbered(25, 384), TWELVE_WARPS.op_shape(24, 384, 2), 1)
 
 
 def test_2b_shape_divides_without_rounding_loss() -> None:

@@ -10,16 +10,15 @@ from kog_dist.collectives.kernel_boxes import KernelBoxes
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
-from kog_dist.decode.tape_packing import MATRIX_WARPS, MAX_ROWS, OpShape, op_shape, owned_rows
+from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 
 MAX_CTAS = 128
-SLOT_BYTES = MATRIX_WARPS * 1536
 SHARED_BYTES = 232448
-NUM_THREADS = 640  # of a thread block
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 # Vectors whose sums of squares are kept. A matrix warp that begins one has handed over its sums of the one before, for which the
 # finaliser was done with the one two before that.
@@ -52,6 +51,7 @@ class KernelShape:
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
     pieces_in_flight: int = 0  # 0: see `in_flight`
     max_slots: int = 16
+    matrix_warps: int = 0  # 0: chosen by `geometry`
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
     keeps_hashes: bool = False  # of tokens and scores, so that ranks can be compared over long runs; greedy and temperature only
@@ -81,8 +81,8 @@ class KernelShape:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.head.cta_rows >= 4095:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
-        if MATRIX_WARPS % self.num_pieces:
-            findings.append(f"ring tiles in {self.num_pieces} pieces (a number that divides {MATRIX_WARPS})")
+        if self.geometry.matrix_warps % self.num_pieces:
+            findings.append(f"ring tiles in {self.num_pieces} pieces (a number that divides {self.geometry.matrix_warps})")
         if self.num_pieces * self.num_slots <= self.in_flight + 1:
             findings.append(f"shapes that leave {self.num_slots} ring slots in shared memory")
         if self.num_ranks > 1 and self.num_lanes * self.num_ranks != spec.num_lanes:
@@ -92,38 +92,45 @@ class KernelShape:
 
     # ---- work of a thread block ----
     @cached_property
+    def geometry(self) -> Geometry:
+        """How products are divided. Chosen for the model as one rank has it: bits must not depend on the number of ranks."""
+        if self.matrix_warps:
+            return EIGHT_WARPS if self.matrix_warps == 8 else TWELVE_WARPS
+        return choose(self.spec, self.max_ctas)
+
+    @cached_property
     def num_ctas(self) -> int:
         """Thread blocks that own rows. Each owns at least one row of the residual: the reuse of words rests on that."""
-        owned = op_shape(owned_rows(self.spec.hidden_size, self.max_ctas, 2), self.spec.hidden_size, 2).cta_rows
+        owned = self.geometry.op_shape(owned_rows(self.spec.hidden_size, self.max_ctas, 2), self.spec.hidden_size, 2).cta_rows
         return -(-self.spec.hidden_size // owned)
 
     @cached_property
     def qkv(self) -> OpShape:
         """Query, key and value rows of a lane, in pairs that rotate together."""
         rows = (self.spec.lane_heads + 2 * self.spec.lane_kv_heads) * self.spec.head_dim
-        return op_shape(owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2)
+        return self.geometry.op_shape(owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2)
 
     @cached_property
     def out(self) -> OpShape:
         """Rows of the attention's output projection: those of the residual that the thread block owns."""
-        return op_shape(self._residual_rows, self.spec.lane_heads * self.spec.head_dim, self._residual_multiple)
+        return self.geometry.op_shape(self._residual_rows, self.spec.lane_heads * self.spec.head_dim, self._residual_multiple)
 
     @cached_property
     def gate_up(self) -> OpShape:
         """Gate and up rows of the same FFN columns, one after the other; two columns at least."""
-        return op_shape(2 * owned_rows(self.spec.lane_ffn, self.num_ctas, 2), self.spec.hidden_size, 4)
+        return self.geometry.op_shape(2 * owned_rows(self.spec.lane_ffn, self.num_ctas, 2), self.spec.hidden_size, 4)
 
     @cached_property
     def down(self) -> OpShape:
         """Rows of the FFN's output projection; the same rows as `out`."""
-        return op_shape(self._residual_rows, self.spec.lane_ffn, self._residual_multiple)
+        return self.geometry.op_shape(self._residual_rows, self.spec.lane_ffn, self._residual_multiple)
 
     @cached_property
     def head(self) -> OpShape:
         """Vocabulary rows of this rank, over the columns of one stream: one of `num_head_products`."""
         first, last = self.vocab_rows
         num_rows = self.lane_vocab if self.spec.head_type is HeadType.VOCAB_PARALLEL else last - first
-        return op_shape(owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1)
+        return self.geometry.op_shape(owned_rows(num_rows, self.head_ctas, 1), self.spec.hidden_size, 1)
 
     @property
     def head_ctas(self) -> int:
@@ -189,7 +196,7 @@ class KernelShape:
     @property
     def num_pieces(self) -> int:
         """Pieces of a ring tile. With few lanes halves: what is under way can then lie between two tiles and three."""
-        return self.pieces or (2 if self.num_lanes <= 2 else 1)
+        return self.pieces or (2 if self.num_lanes <= 2 and not self.geometry.in_flight_bytes else 1)
 
     @property
     def in_flight(self) -> int:
@@ -205,6 +212,11 @@ class KernelShape:
     def _in_flight(self) -> tuple[int, int]:
         if self.pieces_in_flight:
             return (self.pieces_in_flight,) * 2
+        if self.geometry.in_flight_bytes:
+            ops = (self.qkv, self.out, self.gate_up, self.down)
+            mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
+            most = self.num_pieces * self.num_slots - 2  # with a full ring nothing would tell which copy has landed
+            return (max(2, min(round(self.geometry.in_flight_bytes / mean_bytes), most)),) * 2
         if self.num_lanes <= 2 and self.num_pieces == 2:
             return _HALVES_IN_FLIGHT[self.num_lanes]
         return ((2 if self.num_lanes <= 2 else 3) * self.num_pieces,) * 2
@@ -231,7 +243,7 @@ class KernelShape:
     @property
     def num_threads(self) -> int:
         """Threads of a thread block: `kNumThreads`."""
-        return NUM_THREADS
+        return self.geometry.num_threads
 
     # ---- KV cache ----
     @property
@@ -284,7 +296,7 @@ class KernelShape:
             "Activation": (spec.lane_ffn // 2, copies),
             "Qkv": ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2, lanes),
             "Attended": (self.num_parts * query_rows * self.splits // 2, copies),
-            "LogSum": (MATRIX_WARPS * self.num_parts * self.log_sum_words, copies),
+            "LogSum": (self.geometry.matrix_warps * self.num_parts * self.log_sum_words, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
             "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
             "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
@@ -305,18 +317,20 @@ class KernelShape:
     @cached_property
     def num_slots(self) -> int:
         """Ring slots that fit beside everything else in `Shared`."""
-        slot_bytes = SLOT_BYTES + 2 * 8 * self.num_pieces  # pieces have barriers of their own
+        slot_bytes = self.geometry.slot_bytes + 2 * 8 * self.num_pieces  # pieces have barriers of their own
         return min(self.max_slots, (SHARED_BYTES - self.shared_bytes_besides) // slot_bytes)
 
     @property
     def shared_bytes_besides(self) -> int:
         """Bytes of `Shared` (phases/layout.cuh) of the shaped build without its ring slots, and at most so much padding."""
-        spec, lanes, rows = self.spec, self.num_lanes, self.out.cta_rows
+        spec, lanes, rows, warps = self.spec, self.num_lanes, self.out.cta_rows, self.geometry.matrix_warps
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
         attended = 2 * 4 * (spec.lane_heads // spec.lane_kv_heads) * spec.head_dim
         scores = 2 * self.head.cta_rows
-        values = max_per * MATRIX_WARPS * 32  # x
-        values += MATRIX_WARPS * (2 * MAX_ROWS + NUM_SQUARES * 32 + 2 * lanes * self.num_ranks)  # red, squares, head_squares
+        values = max_per * warps * 32  # x
+        values += warps * (
+            2 * self.geometry.tile_rows + NUM_SQUARES * 32 + 2 * lanes * self.num_ranks
+        )  # red, squares, head_squares
         values += lanes * rows * (1 + 2 * (spec.delay + 1))  # residual, history
         values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
@@ -332,7 +346,7 @@ class KernelShape:
 
     def header(self) -> str:
         """`shape.cuh`."""
-        spec = self.spec
+        spec, registers = self.spec, self.geometry.registers(self.num_ranks)
         numbers = {
             "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": self.num_lanes, "kDelay": spec.delay,
             "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
@@ -343,6 +357,9 @@ class KernelShape:
             "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
             "kNearContext": NEAR_CONTEXT, "kSquares": NUM_SQUARES,
+            "kMatrixWarps": self.geometry.matrix_warps, "kTileRows": self.geometry.tile_rows,
+            "kLaunchRegisters": registers.launch, "kMatrixRegisters": registers.matrix, "kServiceRegisters": registers.service,
+            "kAttendRegisters": registers.attend,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,

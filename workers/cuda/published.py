@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.decode.tape_packing import MATRIX_WARPS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 Words = NDArray[np.uint64]
@@ -79,8 +78,8 @@ class Published:
     def _log_sums(self, copy: int, part: int) -> Words:
         """A part's words (heads * splits,) of all heads, each from the matrix warp that takes the head's first column."""
         shape, splits = self.shape, self.shape.splits
-        words = self._slice("LogSum", copy, MATRIX_WARPS * shape.num_parts * shape.log_sum_words)
-        of_part = words.reshape(MATRIX_WARPS, shape.num_parts, -1)[:, part]
+        words = self._slice("LogSum", copy, shape.geometry.matrix_warps * shape.num_parts * shape.log_sum_words)
+        of_part = words.reshape(shape.geometry.matrix_warps, shape.num_parts, -1)[:, part]
         warps = [head * shape.spec.head_dim // (32 * shape.out.per) for head in range(shape.spec.lane_heads)]
         return np.concatenate([of_part[warp, head * splits : (head + 1) * splits] for head, warp in enumerate(warps)])
 

@@ -57,8 +57,9 @@ struct Finalizer {
 #pragma unroll
         for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[half][warp][lane] : 0.0f;
         stamp(role, kMultiplied, step, num_vectors - first_vector);
-        sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7])) +
-              ((parts[8] + parts[9]) + (parts[10] + parts[11]));
+        static_assert(kMatrixWarps == 8 || kMatrixWarps == 12, "the tree");
+        sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
+        if constexpr (kMatrixWarps == 12) sum += (parts[8] + parts[9]) + (parts[10] + parts[11]);
         return true;
     }
     // The matrix warps may write the sums of the block after the next.

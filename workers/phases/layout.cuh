@@ -11,16 +11,9 @@
 namespace kog {
 
 // Warps of a thread block. The matrix warps split K between them; everything else is one warp, attention is four.
-constexpr int kMatrixWarps = 12;
-constexpr int kLoaderWarp = 12, kFinalWarp = 13, kSampleWarp = 14, kWatchWarp = 15;
-constexpr int kAttendWarp = 16, kAttendWarps = 4, kAttendThreads = 32 * kAttendWarps;
+constexpr int kLoaderWarp = kMatrixWarps, kFinalWarp = kMatrixWarps + 1, kSampleWarp = kMatrixWarps + 2, kWatchWarp = kMatrixWarps + 3;
+constexpr int kAttendWarp = kMatrixWarps + 4, kAttendWarps = 4, kAttendThreads = 32 * kAttendWarps;
 constexpr int kNumWarps = kAttendWarp + kAttendWarps, kNumThreads = kNumWarps * 32;
-
-constexpr int kLaunchRegisters = 96;
-// Attention holds two batches of keys and values. Exchanging with peers costs the finaliser and the sampler registers.
-constexpr int kMatrixRegisters = kRanks > 4 ? 72 : 80;
-constexpr int kServiceRegisters = kRanks > 4 ? 96 : kRanks == 1 ? 56 : 72;
-constexpr int kAttendRegisters = kRanks == 1 ? 184 : 168;
 
 // A thread block owns what it was launched with, no more: an increase beyond that would wait for ever.
 static_assert(kMatrixWarps * kMatrixRegisters + 4 * (kServiceRegisters + kAttendRegisters) <= kNumWarps * kLaunchRegisters, "registers");
@@ -40,8 +33,9 @@ constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
 static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) for each query head");
 
-constexpr u32 kSlotBytes = kMatrixWarps * 1536;      // one ring slot: at most 24 rows x 32 columns of each matrix warp
-constexpr int kRingPieces = kNumSlots * kPieces;     // a piece is what 12 / kPieces warps need of a tile: copied and given back by itself
+constexpr u32 kSlotBytes = kMatrixWarps * kTileRows * 64;  // one ring slot: at most kTileRows rows x 32 columns of each matrix warp
+constexpr int kRowGroups = (kTileRows + 7) / 8;           // groups of eight rows of a block, at most
+constexpr int kRingPieces = kNumSlots * kPieces;     // a piece is what kMatrixWarps / kPieces warps need of a tile: copied and given back by itself
 static_assert(kMatrixWarps % kPieces == 0, "pieces of a tile");
 // A piece stands at the same place of its slot in tiles of all sizes: what is given back by itself must not lie where another piece was.
 constexpr u32 kPieceWarps = kMatrixWarps / kPieces, kPieceBytes = kSlotBytes / kPieces;
@@ -59,7 +53,7 @@ struct Op {
     static constexpr int kCtaRows = kRows * kBlocks;
     static constexpr u32 kWarpBytes = kSteps * kRows * 64;
     static constexpr u32 kTileBytes = kMatrixWarps * kWarpBytes;
-    static_assert(kTileBytes <= kSlotBytes && kPer % kSteps == 0 && kRows <= 24, "the tile must fit into a slot");
+    static_assert(kTileBytes <= kSlotBytes && kPer % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
     static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
 using QkvOp = Op<KOG_QKV_OP>;
@@ -77,7 +71,7 @@ constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kGroup * kHeadDim * 4;
 struct Shared {
     unsigned char ring[kNumSlots][kSlotBytes];
     unsigned char x[kXBytes];
-    float red[2][kMatrixWarps][24];
+    float red[2][kMatrixWarps][kTileRows];
     float squares[kSquares][kMatrixWarps][32];                   // sums of squares of the last vectors, by matrix thread
     float head_squares[2][kMatrixWarps][kModelLanes];
     float residual[kLanes][OutOp::kCtaRows];

@@ -1,5 +1,5 @@
 // The matrix warps: y = W x for the rows of this thread block. K is split over the warps, so that each needs only its own few values
-// of x; the finaliser adds the twelve partial sums in a fixed order. One mma takes eight rows and 32 columns: the upper eight rows of
+// of x; the finaliser adds their partial sums in a fixed order. One mma takes eight rows and 32 columns: the upper eight rows of
 // its A operand are the first halves of the columns, the lower eight the second; the columns of B are x in two 16-bit parts (high,
 // low) of the first half, then of the second. Useful results are column 0 + 1 of the upper rows and column 2 + 3 of the lower rows.
 #pragma once
@@ -54,7 +54,7 @@ struct Multiplier {
         }
     }
     template <int kGroups, int kSteps>
-    static __device__ __forceinline__ void add_products(const Tile<kGroups, kSteps>& tile, float (&sums)[3][4]) {
+    static __device__ __forceinline__ void add_products(const Tile<kGroups, kSteps>& tile, float (&sums)[kRowGroups][4]) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -65,7 +65,7 @@ struct Multiplier {
     }
     // Partial sums of a block of rows over this warp's columns.
     template <int kGroups, int kSteps, u32 kStepBytes>
-    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, u32 num_tiles, float (&sums)[3][4]) {
+    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, u32 num_tiles, float (&sums)[kRowGroups][4]) {
 #pragma unroll 1
         do {
             if (!wait_for_tile()) return false;
@@ -84,7 +84,7 @@ struct Multiplier {
     }
     // The partial sums of a block of rows, to the finaliser.
     template <int kGroups>
-    __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[3][4]) {
+    __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[kRowGroups][4]) {
         const u32 half = num_blocks & 1;
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
         const u32 at = role.base + KOG_OFFSET(red[half][warp]) + (lane & ~3u);
@@ -109,7 +109,7 @@ struct Multiplier {
         const u32 offset = opaque(warp % kPieceWarps * O::kWarpBytes);
 #pragma unroll 1
         for (u32 i = 0; i < O::kBlocks; ++i) {
-            float sums[3][4] = {};
+            float sums[kRowGroups][4] = {};
             if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, O::kTiles, sums)) return false;
             if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
         }

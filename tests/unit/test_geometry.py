@@ -1,0 +1,106 @@
+"""The geometry of the monokernel for shapes of real models: little padding, no spills, and the same on every number of ranks.
+
+Compiling them all takes minutes: GEOMETRY=all. Every day those that need most registers are compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kog_dist.errors import ConfigError
+from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, choose
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+# hidden size, layers, heads, KV heads, FFN, vocabulary
+DENSE = {
+    "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128256),
+    "llama-3.2-3b": (3072, 28, 24, 8, 8192, 128256),
+    "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256),
+    "mistral-7b": (4096, 32, 32, 8, 14336, 32768),
+    "qwen3-1.7b": (2048, 28, 16, 8, 6144, 151936),
+    "qwen3-8b": (4096, 36, 32, 8, 12288, 151936),
+    "smollm2-1.7b": (2048, 24, 32, 32, 8192, 49152),
+}
+MOST_PADDING = 0.005
+# A lane's 384 query, key and value rows are three of each thread block, but come in pairs; its 3 heads of 128 are a step and a
+# half of eight warps.
+MORE_PADDING = {("llama-3.2-1b", 8): 0.03, ("llama-3.2-3b", 8): 0.06}
+
+
+def spec_of(name: str, num_lanes: int) -> ModelSpec:
+    hidden, layers, heads, kv_heads, ffn, vocab = DENSE[name]
+    return ModelSpec(hidden, layers, heads, kv_heads, ffn, vocab, max_context=4096, num_lanes=num_lanes, delay=0)
+
+
+SPECS = {("2b", 8): laneformer_2b(), **{(name, lanes): spec_of(name, lanes) for name in DENSE for lanes in (1, 8)}}
+SHAPES = {
+    (name, lanes, ranks): KernelShape(spec, spec.lanes_of_rank(0, ranks), num_ranks=ranks)
+    for (name, lanes), spec in SPECS.items()
+    for ranks in (1, 2, 4, 8)
+    if ranks <= lanes
+}
+HARDEST = [  # with the number among KERNEL_SOURCES
+    ("llama-3.1-8b", 1, 1, 0), ("llama-3.1-8b", 8, 1, 0), ("llama-3.2-3b", 8, 2, 0), ("qwen3-8b", 8, 8, 1),
+    ("llama-3.2-1b", 8, 8, 1),
+]  # fmt: skip
+SPILLS = {("mistral-7b", 8, 8, 1): 4}  # bytes that are stored, in the sampler of eight ranks
+
+
+def test_the_2b_shape_keeps_twelve_warps_and_dense_ones_have_eight() -> None:
+    assert {key: choose(spec, 128) for key, spec in SPECS.items()} == {
+        key: TWELVE_WARPS if key[0] == "2b" else EIGHT_WARPS for key in SPECS
+    }
+
+
+@pytest.mark.parametrize("key", SHAPES, ids=str)
+def test_padding_is_small_and_the_ring_holds_more_than_is_under_way(key: tuple[str, int, int]) -> None:
+    shape, spec = SHAPES[key], SPECS[key[:2]]
+    lane_values = spec.hidden_size * ((2 * spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim + 3 * spec.lane_ffn)
+    first, last = shape.vocab_rows
+    values = spec.num_layers * shape.num_lanes * lane_values + (last - first) * spec.hidden_size
+    assert values <= shape.num_ctas * shape.tape_values <= values * (1 + MORE_PADDING.get(key[:2], MOST_PADDING))
+    assert shape.geometry == choose(spec, 128), "K is divided alike on every number of ranks"
+    assert shape.num_pieces * shape.num_slots > shape.in_flight + 1
+    if shape.geometry is EIGHT_WARPS:
+        ops = (shape.qkv, shape.out, shape.gate_up, shape.down)
+        assert shape.in_flight * max(2 * op.tile_values for op in ops) <= 1.35 * EIGHT_WARPS.in_flight_bytes
+
+
+def test_registers_fit_into_a_thread_block() -> None:
+    for geometry in (TWELVE_WARPS, EIGHT_WARPS):
+        for ranks in (1, 2, 4, 8):
+            registers = geometry.registers(ranks)
+            launched = registers.launch * geometry.num_threads
+            assert launched <= 65536
+            moved = 32 * (geometry.matrix_warps * registers.matrix + 4 * (registers.service + registers.attend))
+            assert moved <= launched
+            assert all(count % 8 == 0 for count in (registers.launch, registers.matrix, registers.service, registers.attend))
+
+
+def test_a_slice_that_leaves_no_ring_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ring slots"):
+        KernelShape(ModelSpec(8192, 1, 64, 16, 53248, 1000, max_context=64, num_lanes=1, delay=0), range(1))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.timeout(1200)
+def test_dense_shapes_build_without_spills(tmp_path: Path) -> None:
+    runs_all = os.environ.get("GEOMETRY") == "all"
+    builds = [(*key, number) for key in SHAPES if key[0] != "2b" for number in (0, 1)] if runs_all else HARDEST
+
+    def spills_of(one: tuple[str, int, int, int]) -> int:
+        log = build(SHAPES[one[:3]].headers(), KERNEL_SOURCES[one[3]], folder=tmp_path).log
+        (stored,) = re.findall(r"(\d+) bytes spill stores", log)
+        return int(stored)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = dict(zip(builds, pool.map(spills_of, builds), strict=True))
+    assert {one: stored for one, stored in found.items() if stored > SPILLS.get(one, 0)} == {}

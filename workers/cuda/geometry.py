@@ -1,0 +1,100 @@
+"""How a thread block of the monokernel divides a product: matrix warps, rows of a tile, registers, bytes under way from memory.
+
+A property of the model, not of the number of ranks: K is split between the matrix warps, and the order of sums must not depend on
+how many ranks there are. Chosen by the weights that padding adds (`choose`); what fits into registers is compiled for real models
+in tests/unit/test_geometry.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
+from kog_dist.model.spec import ModelSpec
+
+_LITTLE = 0.01  # of the weights
+_ADDRESS_REGISTERS = 24  # of attention; found by compiling
+_SERVICE_WARPS = _ATTEND_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Registers:
+    """Registers of a thread: at the launch, and after the roles have moved them."""
+
+    launch: int
+    matrix: int
+    service: int
+    attend: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """One way to divide products. `tile_rows`: rows of a tile, or rows times steps where it has several."""
+
+    matrix_warps: int
+    tile_rows: int
+    most_blocks: float = 1.0  # of rows, by how many are needed: more of them have less padding
+    in_flight_bytes: int = 0  # under way from memory at a time; 0: in pieces, by the number of lanes (`KernelShape.in_flight`)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a ring slot: the largest tile."""
+        return self.matrix_warps * self.tile_rows * STEP_COLUMNS * 2
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a thread block."""
+        return 32 * (self.matrix_warps + _SERVICE_WARPS + _ATTEND_WARPS)
+
+    def registers(self, num_ranks: int) -> Registers:
+        """Those of a build for so many ranks. Exchanging with peers costs the finaliser and the sampler registers."""
+        if self.matrix_warps == 8:
+            return Registers(128, 104, 88, 216) if num_ranks <= 4 else Registers(128, 96, 104, 216)
+        if num_ranks == 1:
+            return Registers(96, 80, 56, 184)
+        return Registers(96, 80, 72, 168) if num_ranks <= 4 else Registers(96, 72, 96, 168)
+
+    def op_shape(self, cta_rows: int, num_columns: int, multiple: int) -> OpShape:
+        """See `tape_packing.op_shape`."""
+        return op_shape(
+            cta_rows, num_columns, multiple, warps=self.matrix_warps, tile_rows=self.tile_rows, most_blocks=self.most_blocks
+        )
+
+
+# Twelve warps suit what divides by 384 columns: the 2B shape. Eight have the registers that heads of 128 and long slices of K
+# need, and blocks of 32 rows, so that a tile is as large. 48 KB under way are best for every dense shape that was measured
+# (docs/history/geometry.md).
+TWELVE_WARPS = Geometry(12, 24)
+EIGHT_WARPS = Geometry(8, 32, 1.5, 48 * 1024)
+
+
+def choose(spec: ModelSpec, max_ctas: int) -> Geometry:
+    """Of the geometries that have the registers for a model's attention the one that stores fewer padded weights.
+
+    Twelve warps if it makes little difference.
+    """
+    needed = attention_registers(spec.head_dim)
+    fitting = [one for one in (TWELVE_WARPS, EIGHT_WARPS) if min(one.registers(n).attend for n in (1, 2, 8)) >= needed] or [
+        EIGHT_WARPS
+    ]
+    return min(fitting, key=lambda one: (round(padding(spec, one, max_ctas) / _LITTLE), one.in_flight_bytes))
+
+
+def attention_registers(head_dim: int) -> int:
+    """Of a thread that has two batches of keys and values, the query and the outputs of a head, and some for addresses."""
+    return head_dim + head_dim // 8 + head_dim // 4 + _ADDRESS_REGISTERS
+
+
+def padding(spec: ModelSpec, geometry: Geometry, max_ctas: int) -> float:
+    """Weights on the tape that are no weights of the model, as a share of these, where one rank hosts all lanes."""
+    hidden, heads = spec.hidden_size, spec.lane_heads * spec.head_dim
+    lane = [  # rows, columns, what the rows of a block are a multiple of
+        ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim, hidden, 2), (hidden, heads, 2),
+        (2 * spec.lane_ffn, hidden, 4), (hidden, spec.lane_ffn, 2),
+    ]  # fmt: skip
+    real = stored = 0
+    for count, products in ((spec.num_layers * spec.num_lanes, lane), (1, [(spec.vocab_size, hidden, 1)])):
+        for num_rows, num_columns, multiple in products:
+            shape = geometry.op_shape(owned_rows(num_rows, max_ctas, multiple), num_columns, multiple)
+            real, stored = real + count * num_rows * num_columns, stored + count * shape.num_values * max_ctas
+    return stored / real - 1
