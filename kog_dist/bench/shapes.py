@@ -11,16 +11,36 @@ from pathlib import Path
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 
-SPECS = {"2b": laneformer_2b}
+# Shapes of models that people run, in lane form with delay 0: hidden size, layers, heads, KV heads, FFN, vocabulary.
+DENSE = {
+    "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128256),
+    "llama-3.2-3b": (3072, 28, 24, 8, 8192, 128256),
+    "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256),
+    "mistral-7b": (4096, 32, 32, 8, 14336, 32768),
+    "qwen3-1.7b": (2048, 28, 16, 8, 6144, 151936),
+    "qwen3-8b": (4096, 36, 32, 8, 12288, 151936),
+    "smollm2-1.7b": (2048, 24, 32, 32, 8192, 49152),
+}
+_DENSE_CONTEXT = 4096
+_DENSE_LANES = 8  # so that every number of ranks up to it has the same bits
 SEED = 1
 _TMPFS = Path("/dev/shm")
 
 
 def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
-    """The spec of a name. Raises ConfigError listing the known ones, and `others` that the caller knows."""
-    if name not in SPECS:
-        raise ConfigError(f"--spec {name!r} is not known; known: {', '.join((*others, *SPECS))}")
-    return SPECS[name]()
+    """The spec of a name; a dense shape may say how many lanes it has (NAME:1), else 8.
+
+    Raises ConfigError listing the known ones, and `others` that the caller knows.
+    """
+    if name == "2b":
+        return laneformer_2b()
+    base, _, lanes = name.partition(":")
+    if base not in DENSE or lanes not in ("", "1", "2", "4", "8"):
+        raise ConfigError(f"--spec {name!r} is not known; known: {', '.join((*others, '2b', *DENSE))}, and with lanes NAME:1")
+    hidden, layers, heads, kv_heads, ffn, vocab = DENSE[base]
+    return ModelSpec(
+        hidden, layers, heads, kv_heads, ffn, vocab, max_context=_DENSE_CONTEXT, num_lanes=int(lanes or _DENSE_LANES), delay=0
+    )
 
 
 @contextmanager

@@ -13,34 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from kog_dist.bench.shapes import DENSE, named_spec
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import KERNEL_SOURCES, build
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, choose
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
-# hidden size, layers, heads, KV heads, FFN, vocabulary
-DENSE = {
-    "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128256),
-    "llama-3.2-3b": (3072, 28, 24, 8, 8192, 128256),
-    "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256),
-    "mistral-7b": (4096, 32, 32, 8, 14336, 32768),
-    "qwen3-1.7b": (2048, 28, 16, 8, 6144, 151936),
-    "qwen3-8b": (4096, 36, 32, 8, 12288, 151936),
-    "smollm2-1.7b": (2048, 24, 32, 32, 8192, 49152),
-}
 MOST_PADDING = 0.005
 # A lane's 384 query, key and value rows are three of each thread block, but come in pairs; its 3 heads of 128 are a step and a
 # half of eight warps.
 MORE_PADDING = {("llama-3.2-1b", 8): 0.03, ("llama-3.2-3b", 8): 0.06}
 
 
-def spec_of(name: str, num_lanes: int) -> ModelSpec:
-    hidden, layers, heads, kv_heads, ffn, vocab = DENSE[name]
-    return ModelSpec(hidden, layers, heads, kv_heads, ffn, vocab, max_context=4096, num_lanes=num_lanes, delay=0)
-
-
-SPECS = {("2b", 8): laneformer_2b(), **{(name, lanes): spec_of(name, lanes) for name in DENSE for lanes in (1, 8)}}
+SPECS = {("2b", 8): laneformer_2b(), **{(name, lanes): named_spec(f"{name}:{lanes}") for name in DENSE for lanes in (1, 8)}}
 SHAPES = {
     (name, lanes, ranks): KernelShape(spec, spec.lanes_of_rank(0, ranks), num_ranks=ranks)
     for (name, lanes), spec in SPECS.items()
@@ -52,6 +38,12 @@ HARDEST = [  # with the number among KERNEL_SOURCES
     ("llama-3.2-1b", 8, 8, 1),
 ]  # fmt: skip
 SPILLS = {("mistral-7b", 8, 8, 1): 4}  # bytes that are stored, in the sampler of eight ranks
+
+
+@pytest.mark.parametrize("name", ["llama", "2b:1", "qwen3-8b:3"])
+def test_a_shape_is_refused_naming_those_that_are_known(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"known: 2b, llama-3.2-1b, .*NAME:1"):
+        named_spec(name)
 
 
 def test_the_2b_shape_keeps_twelve_warps_and_dense_ones_have_eight() -> None:

@@ -125,3 +125,11 @@ def test_first_difference() -> None:
     assert first_difference([[1, 2], [1, 2]], [1, 2]) is None
     assert first_difference([[1, 2, 3], [1, 4, 3], [1, 2, 4]], [1, 2, 3]) == 1
     assert first_difference([[1, 2]], [1, 2, 3]) == 2
+
+
+def test_what_is_wanted_of_the_2b_shape_is_said_of_no_other(ranks: dict[int, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks |= {2: [rank_of(2, 370.0)] * 2, 1: [rank_of(1, 650.0)]}
+    assert scaling_run.run(replace(PLAN, spec="llama-3.2-1b:2"), (2, 1))
+    text, _ = figures_of(capsys)
+    assert "2702.7 tokens/s, bits the same" in text
+    assert "wanted" not in text

@@ -13,7 +13,7 @@ from kog_dist.errors import ConfigError
 
 def latency(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: --spec.")] = None,
-    spec: Annotated[str, typer.Option(help="Shape with random weights: 2b.")] = "2b",
+    spec: Annotated[str, typer.Option(help="Shape with random weights: 2b, llama-3.1-8b, ...; a wrong one lists all.")] = "2b",
     random: Annotated[bool, typer.Option("--random", help="Random weights of the shape --spec.")] = False,
     lanes: Annotated[str, typer.Option(help="Hosted lanes to measure: 8,4,2,1. Fewer than the model's: no peers' sums.")] = "8",
     contexts: Annotated[str, typer.Option(help="Context lengths.")] = "64,512,2048,4000",

@@ -15,7 +15,7 @@ from kog_dist.errors import ConfigError
 
 def scaling(
     model: Annotated[bool, typer.Option("--model", help="Predict from a simulation instead of measuring.")] = False,
-    spec: Annotated[str, typer.Option(help="Shape: 2b.")] = "2b",
+    spec: Annotated[str, typer.Option(help="Shape: 2b, llama-3.1-8b, ...; a wrong one lists all.")] = "2b",
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1,2,4",
     contexts: Annotated[str, typer.Option(help="Positions in the KV cache.")] = "64,512,4000",
     tokens: Annotated[int, typer.Option(help="Tokens of a measurement.")] = 200,
