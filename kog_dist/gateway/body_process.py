@@ -31,6 +31,8 @@ from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.sampling_params import SamplingParams
 
 LENGTH: Final = struct.Struct("<I")  # before a question's head, its body, and an answer
+CPU_S: Final = 3.0  # for one body; most take less than 0.3, a text of 4 MiB that turns out to be short in tokens 2
+OUT_OF_MEMORY: Final = 70  # exit code
 _MEMORY_BYTES: Final = 2 << 30  # private memory; beyond it allocations fail
 _PR_SET_PDEATHSIG: Final = 1
 _TOLD: Final = frozenset(item.name for item in dataclasses.fields(ServedModel)) - {"tokenizer", "chat_template", "defaults"}
@@ -72,9 +74,14 @@ def main() -> int:
     with socket.socket(fileno=args.socket_fd) as channel, channel.makefile("rb") as stream:
         while (head := _received(stream)) and (raw := _received(stream)):
             path, facts, defaults = msgpack.unpackb(head)
-            facts["aliases"] = tuple(facts["aliases"])
+            facts["aliases"], defaults["logit_bias"] = tuple(facts["aliases"]), tuple(map(tuple, defaults["logit_bias"]))
             served = ServedModel(**facts, tokenizer=tokenizer, chat_template=template, defaults=SamplingParams(**defaults))
-            answer = msgpack.packb(answer_to(path, raw, served))
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)  # SIGPROF ends this process
+            try:
+                answer = msgpack.packb(answer_to(path, raw, served))
+            except MemoryError:
+                return OUT_OF_MEMORY
+            signal.setitimer(signal.ITIMER_PROF, 0)
             channel.sendall(LENGTH.pack(len(answer)) + answer)
     return 0
 
