@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kog_dist.gateway import documents, status
-from kog_dist.gateway.answers import AnswerResponse
+from kog_dist.gateway.answers import AnswerResponse, client_of
 from kog_dist.gateway.body_work import PLANS, TOKENS, as_json
 from kog_dist.gateway.errors import not_serving, on_api_error, on_http_exception, on_mistake
 from kog_dist.gateway.intake import received
@@ -64,7 +64,7 @@ def _answers(service: Service) -> Iterator[Route]:
     def endpoint(path: str) -> Endpoint:
         async def answer(request: Request) -> Response:
             async with received(request, service) as raw:
-                planned = await service.bodies.read(path, raw, _served(service))
+                planned = await service.bodies.read(path, raw, _served(service), client_of(request.scope))
             assert isinstance(planned, Planned)
             return AnswerResponse(planned, service, path)
 
@@ -99,7 +99,8 @@ def _tokens(service: Service) -> Iterator[Route]:
             async with received(request, service) as raw:
                 if service.served is None:
                     raise not_serving(service.readiness.health())
-                return Response(await service.bodies.read(path, raw, service.served), media_type="application/json")
+                answer = await service.bodies.read(path, raw, service.served, client_of(request.scope))
+                return Response(answer, media_type="application/json")
 
         return answer
 

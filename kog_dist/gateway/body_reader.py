@@ -1,4 +1,4 @@
-"""Bodies are read where they hold nobody up: small ones in a thread, others in a process, one after another.
+"""Bodies are read where they hold nobody up: small ones in a thread, others in a process, one at a time, clients in turns.
 
 To read JSON keeps the interpreter's lock: 4 MiB of `[],` took 0.3 s, in which no stream had a token. A small body, by its bytes
 and by how many arrays and objects it has, takes a few milliseconds at most, and less than the way to the process.
@@ -7,25 +7,33 @@ and by how many arrays and objects it has, takes a few milliseconds at most, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import subprocess
+from collections.abc import Hashable
 from typing import Any, Final
 
 import msgpack  # type: ignore[import-untyped]
 
 from kog_dist import python_child
 from kog_dist.gateway import body_work
-from kog_dist.gateway.body_process import LENGTH, BodyArgs, question
+from kog_dist.gateway.body_process import CPU_S, LENGTH, OUT_OF_MEMORY, BodyArgs, question
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 from kog_dist.gateway.openai.packing import unpacked, unpacked_error
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.gateway.turns import NoTurn, Turns
 
 SMALL_BYTES: Final = 16 << 10
 SMALL_CONTAINERS: Final = 256  # arrays and objects
-READ_S: Final = 10.0  # of one body; 4 MiB of the worst kind take about one
+READ_S: Final = 10.0  # of one body, with the start of the process; its own limit is CPU_S
+WAITING: Final = 64  # bodies that wait for their turn
+WAITING_OF_ONE: Final = 8
+WAIT_S: Final = 10.0
 END_S: Final = 1.0
+_COMPLEX: Final = frozenset({-signal.SIGPROF, -signal.SIGABRT, OUT_OF_MEMORY})  # ends that are the body's fault
 _RECEIVE_BYTES: Final = 1 << 18
 
 
@@ -36,16 +44,21 @@ class BodyReader:
         """`model`: folder of the checkpoint, whose tokenizer and chat template the process reads, too."""
         self._model = model
         self._child: _Child | None = None
-        self._turn = asyncio.Lock()
+        self._turns = Turns(most=WAITING, most_of_one=WAITING_OF_ONE, wait_s=WAIT_S)
+        self._ending: set[asyncio.Task[int | None]] = set()  # processes that were killed
         self.num_outside = 0  # bodies that were read in the process
 
-    async def read(self, path: str, raw: bytes, served: ServedModel) -> Planned | bytes:
-        """See body_work.read."""
+    async def read(self, path: str, raw: bytes, served: ServedModel, client: Hashable) -> Planned | bytes:
+        """See body_work.read. `client`: whose turn it takes."""
         if is_small(raw):
             return await asyncio.to_thread(body_work.read, path, raw, served)
-        async with self._turn:
-            self.num_outside += 1
-            answer = await self._ask(question(path, served), raw)
+        try:
+            async with self._turns.of(client):
+                self.num_outside += 1
+                answer = await self._ask(question(path, served), raw)
+        except NoTurn:
+            reason = f"{len(self._turns)} large bodies wait to be read, at most {WAITING} or {WAIT_S:g} s; try again"
+            raise _busy(reason) from None
         if "error" in answer:
             raise unpacked_error(answer["error"])
         if "mistake" in answer:
@@ -56,19 +69,27 @@ class BodyReader:
         return unpacked(answer["generates"], answer["reply"], served.tokenizer)
 
     async def _ask(self, head: bytes, raw: bytes) -> dict[str, Any]:
-        try:
-            async with asyncio.timeout(READ_S):
-                self._child = child = self._child or _Child(self._model)
-                return await child.ask(head, raw)
-        except (_Lost, TimeoutError):
-            reason = f"the body takes more than {READ_S:g} s or too much memory to read; simplify it"
-            raise ApiError(400, INVALID_REQUEST, "body_too_complex", None, reason) from None
-        except OSError as error:
-            reason = f"the process that reads large bodies could not be started ({error.strerror}); try again"
-            raise ApiError(503, SERVER, "too_busy", None, reason, 1.0) from None
-        finally:
-            if self._child is not None and not self._child.is_idle:  # whatever the reason: its next answer would be the wrong one
-                self.close()
+        for _ in range(2):  # a process that somebody killed is replaced
+            try:
+                async with asyncio.timeout(READ_S):
+                    self._child = child = self._child or _Child(self._model)
+                    return await child.ask(head, raw)
+            except _Lost:
+                if await child.exit_code() in _COMPLEX:
+                    reason = f"the body takes more than {CPU_S:g} s or too much memory to read; simplify it"
+                    raise ApiError(400, INVALID_REQUEST, "body_too_complex", None, reason) from None
+            except TimeoutError:
+                raise _busy(f"a large body was not read within {READ_S:g} s; try again") from None
+            except OSError as error:
+                reason = f"the process that reads large bodies could not be started ({error.strerror}); try again"
+                raise _busy(reason) from None
+            finally:
+                if self._child is not None and not self._child.is_idle:  # its next answer would be the wrong one
+                    lost, self._child = self._child, None
+                    lost.kill()
+                    self._ending.add(task := asyncio.create_task(lost.exit_code()))
+                    task.add_done_callback(self._ending.discard)
+        raise _busy("the process that reads large bodies was lost twice; try again")
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -127,7 +148,21 @@ class _Child:
             pieces += piece
         return bytes(pieces)
 
-    def end(self) -> None:
+    def kill(self) -> None:
+        """End it; `exit_code` or `end` waits for that."""
         self._channel.close()
         self._process.kill()
+
+    async def exit_code(self) -> int | None:
+        """How it ended, once it has; None if it does not. To wait for a process that had much memory holds up nobody."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return await asyncio.to_thread(self._process.wait, END_S)
+        return None
+
+    def end(self) -> None:
+        self.kill()
         self._process.wait(END_S)
+
+
+def _busy(reason: str) -> ApiError:
+    return ApiError(503, SERVER, "too_busy", None, reason, 1.0)

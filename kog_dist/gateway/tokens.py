@@ -37,7 +37,7 @@ class DetokenizeRequest(RequestModel):
     """Token ids."""
 
     model: ModelName | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_IDS)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
 def tokenize(body: object, served: ServedModel) -> dict[str, Any]:

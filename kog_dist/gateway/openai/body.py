@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
+from kog_dist.gateway.openai.body_counts import check_counts
 from kog_dist.gateway.openai.errors import ApiError, invalid, unsupported
 from kog_dist.gateway.openai.request_model import RequestModel
 
@@ -17,14 +18,17 @@ Model = TypeVar("Model", bound=RequestModel)
 
 MAX_NESTING = 64  # of arrays and objects; far above what a JSON schema needs, far below what recursion can take
 MAX_FIELDS = 256
+_MAX_MEMBERS = 4096  # of one object: each may cost a complaint, of which one is told
 _MAX_SHOWN = 60
 
 
 def read_body(raw: bytes) -> object:
     """The JSON of a body.
 
-    Raises ApiError: not UTF-8, not JSON, NaN or Infinity, a key given twice, text that is no Unicode, nested too deeply.
+    Raises ApiError: too many values, not UTF-8, not JSON, NaN or Infinity, a key given twice, text that is no Unicode, nested
+    too deeply.
     """
+    check_counts(raw)
     try:
         parsed: object = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except RecursionError:
@@ -72,6 +76,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > _MAX_MEMBERS:
+        raise ValueError(f"an object has {len(pairs)} members, at most {_MAX_MEMBERS} are read")
     unique: dict[str, Any] = {}
     for name, value in pairs:
         if name in unique:

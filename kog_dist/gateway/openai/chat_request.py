@@ -55,7 +55,7 @@ class Message(RequestModel):
     """One message. An assistant's has content or tool_calls, a tool's has tool_call_id."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
@@ -146,7 +146,7 @@ class ChatRequest(SamplingFields):
 
     refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED_EVERYWHERE, **_CHAT_ONLY}
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = Field(default=None, description="Default: what fits the context.")
     max_completion_tokens: Tokens | None = Field(default=None, description="The same; with both, the smaller one counts.")

@@ -24,7 +24,7 @@ from kog_dist.rpc.messages import MAX_ARRAY
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ARRAY)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ARRAY, fail_fast=True)]
 
 
 def _prompt_kind(prompt: object) -> str | None:

@@ -21,6 +21,8 @@ from kog_dist.sampling_params import LIMITS, MAX_SEED, SamplingParams
 _SAME_NAMES: Final = tuple(name for name in LIMITS if name not in ("seed", "logit_bias", "logprobs"))  # in a request and here
 _TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 _MAX_BYTES_PER_TOKEN: Final = 64  # a text with more of them per token of context cannot fit, and is not tokenized
+_HEAD_BYTES_PER_TOKEN: Final = 8
+_CUT_TOKENS: Final = 1024  # as many more may a part of a text have than it has in the whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,17 @@ def encode_prompt(text: str, served: ServedModel, param: str, *, add_special_tok
     num_bytes, most = len(text.encode("utf-8", "surrogatepass")), _MAX_BYTES_PER_TOKEN * served.max_context
     if num_bytes > most:
         raise _too_long(param, f"the prompt has {num_bytes} bytes, at most {most} can fit {served.max_context} tokens of context")
+    room = min(served.max_context - 1, MAX_ARRAY)
     try:
+        if num_bytes > 2 * _HEAD_BYTES_PER_TOKEN * room:  # hardly any such text fits: a part of it shows that in less time
+            head = served.tokenizer.encode(text[: _HEAD_BYTES_PER_TOKEN * room], add_special_tokens=False)
+            if len(head) > room + _CUT_TOKENS:
+                raise _too_long(
+                    param, f"the prompt has over {len(head) - _CUT_TOKENS} tokens, at most {room} leave room for an answer"
+                )
         ids = tuple(served.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except ApiError:
+        raise
     except RequestError as error:
         raise invalid(param, str(error), error.code) from None
     except BaseException as error:  # the library's panics derive from BaseException
@@ -146,9 +157,8 @@ def encode_prompt(text: str, served: ServedModel, param: str, *, add_special_tok
         raise invalid(param, f"the tokenizer cannot read the prompt: {error!s:.200}") from None
     if not ids:
         raise invalid(param, "the prompt has no tokens; give at least one")
-    if len(ids) >= served.max_context or len(ids) > MAX_ARRAY:
-        most = min(served.max_context - 1, MAX_ARRAY)
-        raise _too_long(param, f"the prompt has {len(ids)} tokens, at most {most} leave room for an answer")
+    if len(ids) > room:
+        raise _too_long(param, f"the prompt has {len(ids)} tokens, at most {room} leave room for an answer")
     return ids
 
 

@@ -48,11 +48,13 @@ class InputItem(RequestModel):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = Field(default=None, description="Of a message.")
-    content: str | list[InputPart] | None = Field(default=None, description="Of a message.")
+    content: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = Field(default=None, description="Of a message.")
     call_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(default=None, description="Of a function_call.")
     arguments: str | None = Field(default=None, description="Of a function_call.")
-    output: str | list[InputPart] | None = Field(default=None, description="Of a function_call_output.")
+    output: str | Annotated[list[InputPart], Field(fail_fast=True)] | None = Field(
+        default=None, description="Of a function_call_output."
+    )
     id: Any = ignored("nothing is stored")
     status: Any = ignored("of an earlier answer")
     phase: Any = ignored("of an earlier answer")
@@ -136,7 +138,7 @@ class ResponsesRequest(SamplingFields):
 
     refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED_EVERYWHERE, **_RESPONSES_ONLY}
 
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = Field(default=None, description="A system message before the input.")
     max_output_tokens: Tokens | None = Field(default=None, description="Default: what fits the context.")
     text: TextOptions | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 from typing import Any
 
@@ -89,6 +91,15 @@ def test_a_process_that_is_killed_is_replaced(running: RunningGateway, http: htt
     (process,) = processes()
     process.kill()
     process.wait(WAIT_S)
+    assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
+
+
+def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(running: RunningGateway, http: httpx.Client) -> None:
+    body = json.dumps({"prompt": "x"}) + PADDING
+    assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
+    (process,) = processes()
+    process.send_signal(signal.SIGPROF)  # as its timer does
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # the gateway asks how it ended
     refused = http.post("/tokenize", content=body, headers=JSON)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "body_too_complex")
     assert http.post("/tokenize", content=body, headers=JSON).status_code == 200
