@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import math
 import os
 import socket
 import stat
@@ -42,6 +43,7 @@ from kog_dist.rpc.zmtp import Message
 
 OUTBOX_EVENTS = 1024
 OUTBOX_BYTES = 256 << 10
+OUTBOXES_BYTES = 64 << 20  # of all clients together; beyond it the one with the fullest outbox is disconnected
 OUTBOX_GRACE_S = 10.0  # a client that reads nothing for so long is given up, unless more is sent to it meanwhile
 
 
@@ -75,6 +77,7 @@ class RpcListener:
         self._path = folder / SOCKET_NAME
         self._access_content = b""  # of the access file that this listener has written
         self._outboxes: dict[bytes, _Outbox] = {}
+        self._outboxes_bytes = 0  # at most as many wait: exact after `flush`
         self.num_bad_messages = 0
         self._file = self._open_file()
         self._tcp: TcpPort | None = None
@@ -155,10 +158,24 @@ class RpcListener:
             return Delivery.FULL
         if len(outbox.frames) >= OUTBOX_EVENTS or outbox.num_bytes + len(frame) > OUTBOX_BYTES:
             return Delivery.FULL
+        if self._outboxes_bytes + len(frame) > OUTBOXES_BYTES:
+            self._make_room()
+            if self._outboxes[peer] is not outbox:
+                return Delivery.FULL
         outbox.frames.append(frame)
         outbox.num_bytes += len(frame)
+        self._outboxes_bytes += len(frame)
         outbox.give_up_at = time.monotonic() + OUTBOX_GRACE_S
         return Delivery.TAKEN
+
+    def _make_room(self) -> None:
+        """Forget what waits for the client for whom most waits; `flush` disconnects it."""
+        fullest = max(self._outboxes, key=lambda peer: self._outboxes[peer].num_bytes)
+        self._outboxes[fullest] = _Outbox(-math.inf, is_dropped=True)
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
+        self._outboxes_bytes = sum(outbox.num_bytes for outbox in self._outboxes.values())
 
     def is_behind(self, peer: bytes) -> bool:
         """Whether a client has not read what it was sent."""
@@ -170,6 +187,7 @@ class RpcListener:
         former = self._outboxes.get(peer)
         give_up_at = former.give_up_at if former is not None and former.is_dropped else time.monotonic() + OUTBOX_GRACE_S
         self._outboxes[peer] = _Outbox(give_up_at, frames, sum(map(len, frames)), is_dropped=True)
+        self._count_bytes()
 
     def flush(self) -> list[bytes]:
         """Try the outboxes again; returns clients that are gone, or are given up. Call once per turn of the loop."""
@@ -185,12 +203,14 @@ class RpcListener:
                 outbox.num_bytes -= len(outbox.frames.popleft())
                 if not outbox.is_dropped:
                     outbox.give_up_at = now_s + OUTBOX_GRACE_S
-            if not outbox.frames and peer not in self._file.behind and delivery is Delivery.TAKEN:
+            has_all = not outbox.frames and peer not in self._file.behind and delivery is Delivery.TAKEN
+            if has_all and outbox.give_up_at > -math.inf:
                 del self._outboxes[peer]
             elif delivery is Delivery.GONE or now_s >= outbox.give_up_at:
                 del self._outboxes[peer]
                 self._file.forget(peer)
                 gone.append(peer)
+        self._count_bytes()
         return gone
 
     @property

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import zmq
 
 from kog_dist.rpc import listener as listener_module
-from kog_dist.rpc.listener import OUTBOX_EVENTS, OUTBOX_GRACE_S, Delivery, RpcListener
+from kog_dist.rpc.listener import OUTBOX_EVENTS, OUTBOX_GRACE_S, Delivery, RpcListener, _Outbox
 from kog_dist.rpc.messages import Alive, Cancel, Generate, Request, Status, decode_event, encode
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.transport import Access, open_dealer
@@ -186,6 +187,25 @@ def test_who_reads_again_gets_what_comes_at_once(listener: RpcListener, sleeper:
             while sleeper.socket.recv(1 << 16):
                 pass
         assert listener.send_frame(sleeper.name, b"token") is Delivery.TAKEN
+
+
+def test_of_all_outboxes_together_the_fullest_makes_room(
+    listener: RpcListener, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kog_dist.rpc.listener.OUTBOXES_BYTES", 100_000)
+    listener._outboxes[b"file-other"] = _Outbox(sleeper.now_s + OUTBOX_GRACE_S, deque([bytes(60_000)]), 60_000)
+    listener._count_bytes()
+    while is_idle(listener) or listener._outboxes_bytes < 90_000:
+        assert listener.send_frame(sleeper.name, bytes(10_000)) is Delivery.TAKEN
+    while b"file-other" in listener._outboxes and not listener._outboxes[b"file-other"].is_dropped:
+        assert listener.send_frame(sleeper.name, bytes(10_000)) is Delivery.TAKEN
+    assert listener._outboxes_bytes <= 100_000
+    assert listener.flush() == [b"file-other"]
+    while listener.send_frame(sleeper.name, bytes(10_000)) is Delivery.TAKEN:  # now it has the fullest itself
+        assert listener._outboxes_bytes <= 100_000
+    assert listener._outboxes_bytes == 0
+    assert listener.flush() == [sleeper.name]
+    assert sleeper.is_closed()
 
 
 def test_a_dropped_client_is_closed_after_its_grace(listener: RpcListener, sleeper: Sleeper) -> None:
