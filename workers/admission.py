@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import RequestError
-from kog_dist.rpc.counters import Counters
-from kog_dist.rpc.listener import RpcListener, error_event
-from kog_dist.rpc.messages import Accepted, ErrorCode, Generate
-from kog_dist.workers.client_events import ClientEvents
+from kog_dist.rpc.messages import ErrorCode, Generate
+from kog_dist.workers.client_events import StreamEvents
 from kog_dist.workers.grammar.service import GrammarService
 from kog_dist.workers.open_requests import OpenRequests
 from kog_dist.workers.served_model import ServedModel
@@ -26,16 +24,14 @@ class Admission:
         requests: OpenRequests,
         grammars: GrammarService[RequestStream],
         texts: TextReader[RequestStream],
-        clients: ClientEvents,
-        counters: Counters,
-        listener: RpcListener,
+        clients: StreamEvents,
         clock: Callable[[], int],
         *,
         is_draining: Callable[[], bool],
         start_next: Callable[[], None],
     ) -> None:
         self._model, self._requests, self._grammars, self._texts = model, requests, grammars, texts
-        self._clients, self._counters, self._listener, self._clock = clients, counters, listener, clock
+        self._clients, self._clock = clients, clock
         self._is_draining, self._start_next = is_draining, start_next
 
     def take(self, peer: bytes, message: Generate, received_ns: int) -> None:
@@ -50,7 +46,7 @@ class Admission:
             else:
                 self._go_on_with(RequestStream(peer, message, self._model.admit(message), None, received_ns))
         except RequestError as error:
-            self._refuse(peer, message.request_id, error)
+            self._clients.refuse(peer, message.request_id, error)
 
     def go_on(self) -> None:
         """Accept or refuse the requests of which something has become known; others may have taken their room meanwhile."""
@@ -62,7 +58,7 @@ class Admission:
                     raise RequestError(ErrorCode.INVALID_CONSTRAINT, refusal)
                 self._check_room(stream.peer, stream.request_id)
             except RequestError as error:
-                self._refuse(stream.peer, stream.request_id, error)
+                self._clients.refuse(stream.peer, stream.request_id, error)
             else:
                 self._accept(stream)
 
@@ -74,7 +70,7 @@ class Admission:
             stream.request = request
             self._go_on_with(stream)
         except RequestError as error:
-            self._refuse(stream.peer, stream.request_id, error)
+            self._clients.refuse(stream.peer, stream.request_id, error)
 
     def _go_on_with(self, stream: RequestStream) -> None:
         """It fits the model."""
@@ -85,9 +81,8 @@ class Admission:
         stream.told_position = self._requests.place(stream)
 
     def _check_room(self, peer: bytes, request_id: str) -> None:
-        if self._is_draining():
-            raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
-        self._requests.check_room(peer, request_id)
+        self._clients.check_new(request_id, is_draining=self._is_draining())
+        self._requests.check_room(peer)
 
     def _accept(self, stream: RequestStream) -> None:
         self._requests.queue.add(stream)
@@ -95,12 +90,4 @@ class Admission:
         self._start_next()  # ranks that have nothing to do need not wait for the rest, nor until the client is told
         if (tokenizer := self._model.tokenizer) is not None:
             stream.decoder = tokenizer.stream(after=stream.request.prompt)
-        stream.told_position = self._requests.place(stream)
-        self._clients.send(
-            stream, Accepted(stream.request_id, stream.told_position, len(stream.request.prompt), stream.request.max_tokens)
-        )
-
-    def _refuse(self, peer: bytes, request_id: str, error: RequestError) -> None:
-        self._counters.num_refused += 1
-        code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
-        self._listener.send(peer, error_event(code, str(error), request_id, error.retry_after_s))
+        self._clients.accept(stream, self._requests.place(stream))

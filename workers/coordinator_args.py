@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Final
+from typing import Any
 
 from kog_dist.errors import ConfigError
-
-EXIT_DRAIN_TIMEOUT: Final = 5  # of the coordinator: it was drained, and the limit cut off a request that was running
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),

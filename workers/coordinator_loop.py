@@ -13,29 +13,27 @@ from dataclasses import replace
 
 from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.decode.ring import Finish
+from kog_dist.rpc.client_events import NOT_STARTED, Farewell
 from kog_dist.rpc.counters import Counters
-from kog_dist.rpc.listener import RpcListener, error_event
+from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.messages import (
     Cancel,
-    Done,
     Drain,
     EngineState,
-    Error,
     ErrorCode,
     FinishReason,
     Generate,
     Hello,
+    Prefill,
     Request,
     Status,
     StatusReport,
-    Tokens,
-    Welcome,
 )
 from kog_dist.workers.admission import Admission
-from kog_dist.workers.client_events import ClientEvents
+from kog_dist.workers.client_events import StreamEvents
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.decode_slot import DecodeSlot
-from kog_dist.workers.engine_life import EngineLife, Farewell
+from kog_dist.workers.engine_life import EngineLife
 from kog_dist.workers.grammar.service import GrammarService
 from kog_dist.workers.open_requests import OpenRequests
 from kog_dist.workers.reports import status_report, welcome
@@ -45,6 +43,7 @@ from kog_dist.workers.streams import RequestStream
 from kog_dist.workers.text_reader import TextReader
 
 ROUSE_EVERY_NS = 10_000_000
+PREFILL_EVERY_NS = 100_000_000
 FAREWELL_S = 0.25  # for the last events, once the loop has ended
 _TOKEN_WAIT_S = 0.01  # longest wait while ranks decode (a token ends it at once, a message within 1 ms): bounds an abort's delay
 _QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
@@ -70,11 +69,11 @@ class Coordinator:
         self._grammars: GrammarService[RequestStream] = GrammarService(model.folder, control)
         self._texts: TextReader[RequestStream] = TextReader()
         queue = RequestQueue(args.queue_limit, args.client_queue_limit)
-        self.requests = OpenRequests(queue, self._slot, self._grammars, self._texts)
+        self.requests = OpenRequests(queue, self._slot, self._grammars, self._texts, clock)
         self.counters = Counters()
-        self._clients = ClientEvents(listener, self.requests, self.counters, clock)
+        self._clients = StreamEvents("engine", listener, self.requests, self.counters, clock)
         self._admission = Admission(
-            model, self.requests, self._grammars, self._texts, self._clients, self.counters, listener, clock,
+            model, self.requests, self._grammars, self._texts, self._clients, clock,
             is_draining=lambda: self._life.draining, start_next=self._start_next,
         )  # fmt: skip
         self._farewell: Farewell | None = None
@@ -102,9 +101,8 @@ class Coordinator:
         self._end_expired()
         self._start_next()  # before a drain is noticed: what was accepted with nothing before it counts as running
         self._look_after_engine()
-        self._clients.tell_where_requests_are(lambda: self._slot.position)
-        for gone in self._listener.flush():
-            self._clients.forget(gone)
+        self._tell_where_requests_are()
+        self._clients.flush()
 
     def _rouse_ranks(self) -> None:
         """Idle ranks wake while a request is read; seldom enough that requests which are refused keep no core busy."""
@@ -124,7 +122,7 @@ class Coordinator:
 
     def _say_farewell(self, farewell: Farewell) -> int:
         for stream in self.requests:
-            self._fail(stream, farewell.code, farewell.message)
+            self._clients.fail(stream, farewell.code, farewell.message)
         self._grammars.close()
         self._listener.close(FAREWELL_S)
         self._texts.close()
@@ -136,28 +134,17 @@ class Coordinator:
             case Generate():
                 self._admission.take(peer, message, received_ns)
             case Cancel():
-                self._cancel(peer, message.request_id)
+                if (stream := self._clients.to_cancel(peer, message.request_id)) is not None:
+                    self._clients.finish(stream, FinishReason.CANCELLED)
+                    if peer != stream.peer:
+                        self._listener.send(peer, self._report())
             case Hello():
-                self._send_to(peer, welcome(self._args, self._control, self._model, self.state))
+                self._listener.send(peer, welcome(self._args, self._control, self._model, self.state))
             case Status():
-                self._send_to(peer, self._report())
+                self._listener.send(peer, self._report())
             case Drain():
                 self._begin_drain()
-                self._send_to(peer, self._report())
-
-    def _send_to(self, peer: bytes, event: Welcome | StatusReport | Error) -> None:
-        """Send an answer that belongs to no stream; a client that does not read it goes without."""
-        self._listener.send(peer, event)
-
-    def _cancel(self, peer: bytes, request_id: str) -> None:
-        stream = self.requests.find(request_id)
-        if stream is None:
-            message = f"no request {request_id!r} is waiting or running"
-            self._send_to(peer, error_event(ErrorCode.UNKNOWN_REQUEST, message, request_id))
-            return
-        self._finish(stream, FinishReason.CANCELLED)
-        if peer != stream.peer:
-            self._send_to(peer, self._report())
+                self._listener.send(peer, self._report())
 
     def _report(self) -> StatusReport:
         return status_report(
@@ -173,10 +160,7 @@ class Coordinator:
             return
         if num_runners_lost != self._grammars.num_runners_lost:
             message = f"the process that followed {running.constraint.kind} {self._grammars.loss}; try again"
-            self._fail(running, ErrorCode.CONSTRAINT_FAILED, message)
-
-    def _remove(self, stream: RequestStream) -> bool:
-        return self.requests.remove(stream, self._clock())
+            self._clients.fail(running, ErrorCode.CONSTRAINT_FAILED, message)
 
     # ---- tokens ----
     def _start_next(self) -> None:
@@ -208,13 +192,13 @@ class Coordinator:
             if is_first:
                 stream.timings.first_token(taken_ns, self._clock(), self._slot.stages_ns())
         if reason is not None:
-            self._finish(stream, reason)
+            self._clients.finish(stream, reason)
         elif entries[-1].finish is Finish.NO_MASK:
             kind = stream.constraint.kind if stream.constraint is not None else "grammar"
             message = f"{kind} is too complex: nothing could be said of what may follow token {stream.num_tokens}; simplify it"
-            self._fail(stream, ErrorCode.CONSTRAINT_FAILED, message)
+            self._clients.fail(stream, ErrorCode.CONSTRAINT_FAILED, message)
         elif faulty:
-            self._fail(
+            self._clients.fail(
                 stream, ErrorCode.NUMERICAL_FAULT,
                 f"the logits of token {stream.num_tokens} are not finite; the weights or the device are damaged",
             )  # fmt: skip
@@ -226,38 +210,21 @@ class Coordinator:
             if stream.deadline_ns is None or now_ns < stream.deadline_ns:
                 continue
             if stream is self.requests.running:
-                self._finish(stream, FinishReason.DEADLINE)
+                self._clients.finish(stream, FinishReason.DEADLINE)
             else:
                 waited_s = stream.timings.since_reception_s(now_ns)
                 message = f"the request's own time limit passed while it was waiting, {waited_s:.3f} s after its reception"
-                self._fail(stream, ErrorCode.DEADLINE_EXCEEDED, message)
+                self._clients.fail(stream, ErrorCode.DEADLINE_EXCEEDED, message)
 
-    def _finish(self, stream: RequestStream, reason: FinishReason) -> None:
-        """End a request that went well, was cancelled or ran out of its time, with its one terminal event."""
-        if not self._remove(stream):
-            return  # it ended with its client a moment ago
-        match reason:
-            case FinishReason.CANCELLED:
-                self.counters.num_cancelled += 1
-            case FinishReason.DEADLINE:
-                self.counters.num_expired += 1
-            case _:
-                self.counters.num_completed += 1
-        rest = stream.rest()
-        events: list[Tokens | Done] = [Tokens(stream.request_id, stream.num_tokens, (), rest, ())] if rest else []
-        for event in [*events, stream.done(reason, self._clock())]:
-            if not self._clients.send(stream, event):
-                return
-
-    def _fail(self, stream: RequestStream, code: ErrorCode, message: str) -> None:
-        """End a request without its answer, with its one terminal event."""
-        if not self._remove(stream):
-            return  # it ended with its client a moment ago
-        if code is ErrorCode.DEADLINE_EXCEEDED:
-            self.counters.num_expired += 1
-        else:
-            self.counters.num_failed += 1
-        self._clients.send(stream, error_event(code, message, stream.request_id))
+    def _tell_where_requests_are(self) -> None:
+        """Changed places in the queue, progress of the prefill, a word after a silence; finds out which clients are gone."""
+        now_ns = self._clock()
+        for position, stream in enumerate(self.requests):
+            is_prefill = stream is self.requests.running and not stream.num_tokens
+            if is_prefill and now_ns - stream.last_sent_ns >= PREFILL_EVERY_NS and not self._listener.is_behind(stream.peer):
+                self._clients.send(stream, Prefill(stream.request_id, self._slot.position, len(stream.request.prompt)))
+            else:
+                self._clients.tell_position(stream, position)
 
     # ---- the engine ----
     @property
@@ -272,7 +239,7 @@ class Coordinator:
             self._farewell = self._why_end()
         if self._farewell is None and (fault := self._life.fault()) is not None:
             for stream in self.requests:
-                self._fail(stream, ErrorCode.RANK_FAILED, fault)
+                self._clients.fail(stream, ErrorCode.RANK_FAILED, fault)
 
     def _why_end(self) -> Farewell | None:
         is_running = self.requests.running is not None
@@ -282,4 +249,4 @@ class Coordinator:
     def _begin_drain(self) -> None:
         self._life.drain()
         for stream in self.requests.not_running():
-            self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")
+            self._clients.fail(stream, ErrorCode.DRAINING, NOT_STARTED)

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import select
-from typing import NamedTuple
 
 from kog_dist.control import AbortCause, ControlPage, RankState
+from kog_dist.rpc.client_events import Farewell
 from kog_dist.rpc.messages import EngineState, ErrorCode
 from kog_dist.wait import Deadline
 from kog_dist.workers.abort_text import describe_abort
-from kog_dist.workers.coordinator_args import EXIT_DRAIN_TIMEOUT, CoordinatorArgs
+from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_watch import RankWatch
-
-
-class Farewell(NamedTuple):
-    """Why the coordinator ends: what requests that are not finished are told, and the exit code."""
-
-    code: ErrorCode
-    message: str
-    exit_code: int
 
 
 class EngineLife:
@@ -80,5 +72,4 @@ class EngineLife:
         return self._drain_deadline is not None and self._drain_deadline.expired()
 
     def _drained(self, is_running: bool) -> Farewell:
-        message = f"the engine is being stopped and the answer was not complete within {self._drain_s:g} s"
-        return Farewell(ErrorCode.DRAIN_TIMEOUT, message, EXIT_DRAIN_TIMEOUT if is_running else 0)
+        return Farewell.drained(self._drain_s, is_cut=is_running)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from kog_dist.errors import RequestError
-from kog_dist.rpc.messages import ErrorCode
 from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.grammar.service import GrammarService
 from kog_dist.workers.request_queue import RequestQueue
@@ -17,11 +15,13 @@ class OpenRequests:
     """The running request, those that wait for their turn, and those whose text is being read or whose grammar is checked."""
 
     def __init__(
-        self, queue: RequestQueue, slot: DecodeSlot, grammars: GrammarService[RequestStream], texts: TextReader[RequestStream]
-    ) -> None:
+        self, queue: RequestQueue, slot: DecodeSlot, grammars: GrammarService[RequestStream], texts: TextReader[RequestStream],
+        clock: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """`clock`: nanoseconds, as in the timings of streams."""
         self.running: RequestStream | None = None
         self.queue = queue
-        self._slot, self._grammars, self._texts = slot, grammars, texts
+        self._slot, self._grammars, self._texts, self._clock = slot, grammars, texts, clock
 
     def __iter__(self) -> Iterator[RequestStream]:
         """In the order in which they run; last those that cannot be accepted yet. Any of them may be removed meanwhile."""
@@ -47,10 +47,8 @@ class OpenRequests:
             return self.running
         return next((stream for stream in self.not_running() if stream.request_id == request_id), None)
 
-    def check_room(self, peer: bytes, request_id: str) -> None:
-        """Raises RequestError when there is no place for this request of that connection."""
-        if self.find(request_id) is not None:
-            raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, f"a request {request_id!r} is not finished yet; choose another id")
+    def check_room(self, peer: bytes) -> None:
+        """Raises RequestError when there is no place for another request of that connection."""
         peers = [stream.peer for stream in self._not_accepted()]
         self.queue.check_room(peer, num_others=len(peers), num_own_others=peers.count(peer))
 
@@ -58,12 +56,12 @@ class OpenRequests:
         """How many run before a request that is not finished."""
         return 0 if stream is self.running else list(self).index(stream)
 
-    def remove(self, stream: RequestStream, now_ns: int) -> bool:
+    def remove(self, stream: RequestStream) -> bool:
         """Take a request out, if it is in; ranks that decode it are told that nobody wants it any more."""
         if stream is self.running:
             self.running = None
             self._slot.cancel()
-            self.queue.turn_over(stream.timings.running_s(now_ns))
+            self.queue.turn_over(stream.timings.running_s(self._clock()))
             return True
         for service in (self._grammars, self._texts):
             if stream in service.askers:

@@ -104,8 +104,12 @@ class RequestStream:
             return ""
         return self._stop_filter.push(self.decoder.flush()) + self._stop_filter.flush()
 
-    def done(self, reason: FinishReason, now_ns: int) -> Done:
-        """The terminal event of an answer that went well."""
+    def last_events(self, reason: FinishReason, now_ns: int) -> list[Tokens | Done]:
+        """Those that end an answer: the text that is left, if there is any, and the terminal event."""
+        rest = self.rest()
+        return [*([Tokens(self.request_id, self.num_tokens, (), rest, ())] if rest else []), self._done(reason, now_ns)]
+
+    def _done(self, reason: FinishReason, now_ns: int) -> Done:
         return Done(
             self.request_id,
             reason,

@@ -12,40 +12,35 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from kog_dist.bench.replay_script import ReplayScript, decoder_of
 from kog_dist.errors import RequestError
+from kog_dist.rpc.client_events import NOT_STARTED, Farewell
 from kog_dist.rpc.counters import Counters
-from kog_dist.rpc.listener import Delivery, RpcListener, error_event
+from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.messages import (
-    Accepted,
-    Alive,
     Cancel,
-    Done,
     Drain,
     EngineState,
-    Error,
     ErrorCode,
-    Event,
     FinishReason,
     Generate,
     Hello,
     Request,
     Status,
     StatusReport,
-    Tokens,
     Welcome,
     build_hash,
 )
 from kog_dist.wait import sleep_precisely
+from kog_dist.workers.client_events import StreamEvents
 from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
 
 QUEUE_LIMIT: Final = 64
-ALIVE_EVERY_NS: Final = 250_000_000
 _TOKENS_PER_EVENT = 256
 _MESSAGES_PER_TURN = 16
 _IDLE_WAIT_S = 0.05
@@ -86,6 +81,42 @@ class _Replay:
         return min(max(total - self.stream.num_tokens, int(now_ns >= self.due_ns())), _TOKENS_PER_EVENT)
 
 
+class _OpenReplays:
+    """The requests that are not finished: those that are being answered, and those that wait for that."""
+
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
+        self.running: list[_Replay] = []
+        self.waiting: deque[RequestStream] = deque()
+
+    def __iter__(self) -> Iterator[RequestStream]:
+        """In the order of their arrival; any of them may be removed meanwhile."""
+        return iter([*(replay.stream for replay in self.running), *self.waiting])
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def find(self, request_id: str) -> RequestStream | None:
+        """See `OpenRequestBook`."""
+        return next((stream for stream in self if stream.request_id == request_id), None)
+
+    def of_client(self, peer: bytes) -> list[RequestStream]:
+        """See `OpenRequestBook`."""
+        return [stream for stream in self if stream.peer == peer]
+
+    def remove(self, stream: RequestStream) -> bool:
+        """See `OpenRequestBook`."""
+        num_before = len(self)
+        self.running = [replay for replay in self.running if replay.stream is not stream]
+        self.waiting = deque(waiting for waiting in self.waiting if waiting is not stream)
+        return len(self) < num_before
+
+    def position(self, stream: RequestStream) -> int:
+        """How many requests stand before it; 0 when it runs or is next."""
+        num_free = self._max_running - len(self.running)
+        return max(0, self.waiting.index(stream) + 1 - num_free) if stream in self.waiting else 0
+
+
 class ReplayEngine:
     """Queue, running requests and their clients; `turn` does what there is to do without blocking, `run` repeats it."""
 
@@ -95,11 +126,11 @@ class ReplayEngine:
     ) -> None:  # fmt: skip
         """`clock`: nanoseconds of CLOCK_MONOTONIC, which clients on this machine share."""
         self._settings, self._model, self._script, self._listener, self._clock = settings, model, script, listener, clock
-        self._running: list[_Replay] = []
-        self._waiting: deque[RequestStream] = deque()
+        self._requests = _OpenReplays(settings.max_running)
         self._begin_ns = clock()
         self._drain_until_ns: int | None = None
         self.counters = Counters()
+        self._clients = StreamEvents("engine", listener, self._requests, self.counters, clock)
         self.num_stop_signals = 0
 
     # ---- the loop ----
@@ -110,8 +141,9 @@ class ReplayEngine:
         while not self._is_over():
             self.turn()
             self._sleep(wake_fds, wakeup_fd)
-        for stream in self._streams():
-            self._fail(stream, ErrorCode.DRAIN_TIMEOUT, "the engine is being stopped and the answer was not complete in time")
+        farewell = Farewell.drained(self._settings.drain_s, is_cut=bool(self._requests))
+        for stream in self._requests:
+            self._clients.fail(stream, farewell.code, farewell.message)
         self._listener.close(_FAREWELL_S)
 
     def turn(self) -> None:
@@ -121,17 +153,17 @@ class ReplayEngine:
         if self.num_stop_signals:
             self._begin_drain()
         self._start_next()
-        for replay in tuple(self._running):
+        for replay in tuple(self._requests.running):
             self._send_due(replay)
-        self._keep_alive()
-        for gone in self._listener.flush():
-            self._forget_client(gone)
+        for stream in self._requests:
+            self._clients.tell_position(stream, self._requests.position(stream))
+        self._clients.flush()
 
     def _sleep(self, wake_fds: Sequence[int], wakeup_fd: int) -> None:
         """Until the next token is due, a client says something or a signal comes."""
         if self._listener.has_input() or self._is_over():
             return
-        due_ns = min((replay.due_ns() for replay in self._running), default=None)
+        due_ns = min((replay.due_ns() for replay in self._requests.running), default=None)
         wait_s = _IDLE_WAIT_S if due_ns is None else (due_ns - self._clock()) / 1e9
         if wakeup_fd in select.select(wake_fds, [], [], min(max(0.0, wait_s), _IDLE_WAIT_S))[0]:
             with contextlib.suppress(BlockingIOError):
@@ -142,14 +174,14 @@ class ReplayEngine:
             return True
         if self._drain_until_ns is None:
             return False
-        is_idle = not self._streams() and not self._listener.has_backlog
+        is_idle = not self._requests and not self._listener.has_backlog
         return is_idle or self._clock() >= self._drain_until_ns
 
     def _begin_drain(self) -> None:
         if self._drain_until_ns is None:
             self._drain_until_ns = self._clock() + round(self._settings.drain_s * 1e9)
-            for stream in tuple(self._waiting):
-                self._fail(stream, ErrorCode.DRAINING, "the engine is being stopped and does not start this request any more")
+            for stream in tuple(self._requests.waiting):
+                self._clients.fail(stream, ErrorCode.DRAINING, NOT_STARTED)
 
     # ---- messages ----
     def _answer(self, peer: bytes, message: Request) -> None:
@@ -157,7 +189,10 @@ class ReplayEngine:
             case Generate():
                 self._take_request(peer, message)
             case Cancel():
-                self._cancel(peer, message.request_id)
+                if (stream := self._clients.to_cancel(peer, message.request_id)) is not None:
+                    self._clients.finish(stream, FinishReason.CANCELLED)
+                    if peer != stream.peer:
+                        self._listener.send(peer, self._report())
             case Hello():
                 self._listener.send(peer, self._welcome())
             case Status():
@@ -172,36 +207,19 @@ class ReplayEngine:
             request = self._model.admit(message)
             decoder = decoder_of(self._model.tokenizer, request.prompt, stamps=self._settings.stamps)
         except RequestError as error:
-            self.counters.num_refused += 1
-            code = ErrorCode(error.code) if error.code in set(ErrorCode) else ErrorCode.INVALID_REQUEST
-            self._listener.send(peer, error_event(code, str(error), message.request_id, error.retry_after_s))
+            self._clients.refuse(peer, message.request_id, error)
             return
         stream = RequestStream(peer, message, request, decoder, self._clock())
-        self._waiting.append(stream)
-        stream.told_position = self._position(stream)
-        self._send(stream, Accepted(stream.request_id, stream.told_position, len(request.prompt), request.max_tokens))
+        self._requests.waiting.append(stream)
+        self._clients.accept(stream, self._requests.position(stream))
 
     def _check_room(self, message: Generate) -> None:
-        if self._drain_until_ns is not None:
-            raise RequestError(ErrorCode.DRAINING, "the engine is being stopped and takes no new requests")
+        self._clients.check_new(message.request_id, is_draining=self._drain_until_ns is not None)
         if message.json_schema is not None or message.regex is not None:
             reason = "the synthetic engine replays a text and follows no grammar; ask a real engine"
             raise RequestError(ErrorCode.INVALID_CONSTRAINT, reason)
-        if any(stream.request_id == message.request_id for stream in self._streams()):
-            again = f"a request {message.request_id!r} is not finished yet; choose another id"
-            raise RequestError(ErrorCode.DUPLICATE_REQUEST_ID, again)
-        if len(self._waiting) >= QUEUE_LIMIT:
+        if len(self._requests.waiting) >= QUEUE_LIMIT:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{QUEUE_LIMIT} requests are waiting already; try again in about 1 s", 1.0)
-
-    def _cancel(self, peer: bytes, request_id: str) -> None:
-        stream = next((stream for stream in self._streams() if stream.request_id == request_id), None)
-        if stream is None:
-            reason = f"no request {request_id!r} is waiting or running"
-            self._listener.send(peer, error_event(ErrorCode.UNKNOWN_REQUEST, reason, request_id))
-            return
-        self._finish(stream, FinishReason.CANCELLED)
-        if peer != stream.peer:
-            self._listener.send(peer, self._report())
 
     def _welcome(self) -> Welcome:
         spec, has_tokenizer = self._model.spec, self._model.tokenizer is not None
@@ -212,14 +230,14 @@ class ReplayEngine:
 
     def _report(self) -> StatusReport:
         num_ranks = self._settings.num_ranks
-        running = self._running[0].stream if self._running else None
+        running = self._requests.running[0].stream if self._requests.running else None
         num_prompt = len(running.request.prompt) if running is not None else 0
         return StatusReport(
             state=self._state(), instance=self._settings.instance, model=self._model.name, build=build_hash(), pid=os.getpid(),
             world_size=num_ranks, rank_states=("running" if running is not None else "ready",) * num_ranks,
             beat_ages_s=(0.0,) * num_ranks, rank_places=tuple("a synthetic rank" for _ in range(num_ranks)),
             uptime_s=(self._clock() - self._begin_ns) / 1e9, running=None if running is None else running.request_id,
-            waiting=tuple(stream.request_id for stream in self._waiting), queue_limit=QUEUE_LIMIT,
+            waiting=tuple(stream.request_id for stream in self._requests.waiting), queue_limit=QUEUE_LIMIT,
             client_queue_limit=QUEUE_LIMIT, running_prompt_tokens=num_prompt,
             running_position=0 if running is None else num_prompt + running.num_tokens,
             num_bad_messages=self._listener.num_bad_messages, **asdict(self.counters),
@@ -230,13 +248,14 @@ class ReplayEngine:
 
     # ---- tokens ----
     def _start_next(self) -> None:
-        while self._waiting and len(self._running) < self._settings.max_running:
-            self._running.append(_Replay(self._waiting.popleft(), self._settings, self._clock()))
+        requests = self._requests
+        while requests.waiting and len(requests.running) < self._settings.max_running:
+            requests.running.append(_Replay(requests.waiting.popleft(), self._settings, self._clock()))
 
     def _send_due(self, replay: _Replay) -> None:
         stream, now_ns = replay.stream, self._clock()
         if stream.deadline_ns is not None and now_ns >= stream.deadline_ns:
-            self._finish(stream, FinishReason.DEADLINE)
+            self._clients.finish(stream, FinishReason.DEADLINE)
             return
         num_due = replay.num_due(now_ns)
         if not num_due:
@@ -251,75 +270,10 @@ class ReplayEngine:
         ])  # fmt: skip
         if event is not None:
             self.counters.num_tokens += len(event.token_ids)
-            if not self._send(stream, event):
+            if not self._clients.send(stream, event):
                 return
         if reason is not None:
-            self._finish(stream, reason)
-
-    # ---- ends of a request ----
-    def _finish(self, stream: RequestStream, reason: FinishReason) -> None:
-        if not self._remove(stream):
-            return
-        name = {FinishReason.CANCELLED: "num_cancelled", FinishReason.DEADLINE: "num_expired"}.get(reason, "num_completed")
-        setattr(self.counters, name, getattr(self.counters, name) + 1)
-        rest = stream.rest()
-        events: list[Tokens | Done] = [Tokens(stream.request_id, stream.num_tokens, (), rest, ())] if rest else []
-        for event in [*events, stream.done(reason, self._clock())]:
-            if not self._send(stream, event):
-                return
-
-    def _fail(self, stream: RequestStream, code: ErrorCode, message: str) -> None:
-        if self._remove(stream):
-            self.counters.num_failed += 1
-            self._send(stream, error_event(code, message, stream.request_id))
-
-    def _remove(self, stream: RequestStream) -> bool:
-        num_before = len(self._running) + len(self._waiting)
-        self._running = [replay for replay in self._running if replay.stream is not stream]
-        self._waiting = deque(waiting for waiting in self._waiting if waiting is not stream)
-        return len(self._running) + len(self._waiting) < num_before
-
-    def _streams(self) -> Sequence[RequestStream]:
-        return [*(replay.stream for replay in self._running), *self._waiting]
-
-    def _position(self, stream: RequestStream) -> int:
-        """How many requests stand before it; 0 when it runs or is next."""
-        num_free = self._settings.max_running - len(self._running)
-        return max(0, self._waiting.index(stream) + 1 - num_free) if stream in self._waiting else 0
-
-    # ---- clients ----
-    def _send(self, stream: RequestStream, event: Event) -> bool:
-        stream.last_sent_ns = self._clock()
-        delivery = self._listener.send(stream.peer, event)
-        if delivery is Delivery.GONE:
-            self._forget_client(stream.peer)
-        elif delivery is Delivery.FULL:
-            self._drop_client(stream.peer)
-        return delivery is Delivery.TAKEN
-
-    def _forget_client(self, peer: bytes) -> None:
-        removed = [self._remove(stream) for stream in self._streams() if stream.peer == peer]
-        self.counters.num_cancelled += len(removed)
-        self.counters.num_dropped_clients += bool(removed)
-
-    def _drop_client(self, peer: bytes) -> None:
-        """The client does not read: its requests end, and all it will find is the reason."""
-        streams = [stream for stream in self._streams() if stream.peer == peer]
-        self.counters.num_failed += sum([self._remove(stream) for stream in streams])
-        self.counters.num_dropped_clients += 1
-        reason = "the client did not read its events; more than the buffer of this engine holds were waiting"
-        last: list[Error] = [error_event(ErrorCode.SLOW_READER, reason, stream.request_id) for stream in streams]
-        self._listener.drop(peer, last)
-
-    def _keep_alive(self) -> None:
-        """A word after a silence and for a changed place in the queue; finds out which clients are gone."""
-        now_ns = self._clock()
-        for stream in self._streams():
-            position = self._position(stream)
-            is_silent = now_ns - stream.last_sent_ns >= ALIVE_EVERY_NS
-            if (is_silent or position != stream.told_position) and not self._listener.is_behind(stream.peer):
-                stream.told_position = position
-                self._send(stream, Alive(stream.request_id, position))
+            self._clients.finish(stream, reason)
 
 
 def with_context(model: ServedModel, max_context: int) -> ServedModel:

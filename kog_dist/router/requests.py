@@ -15,14 +15,14 @@ BYTES_PER_ID = 8  # what a waiting token id counts for
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """One request of a client, until its terminal event. Times are seconds on the monotonic clock."""
+    """One request of a client, until its terminal event. Times are on the monotonic clock."""
 
     peer: bytes
     message: Generate
     arrived_s: float
     keys: tuple[bytes, ...] = ()  # of the prompt or the conversation
     homes: tuple[str, ...] = ()  # the replicas that have its beginning
-    last_sent_s: float = 0.0
+    last_sent_ns: int = 0
     link: ReplicaLink | None = None  # None while it waits here
     attempt_id: str = ""  # its name at the replica; another one for every attempt
     waited_s: float = 0.0  # from arrival to the attempt that counts
@@ -41,7 +41,7 @@ class RoutedRequest:
             keys = conversation_keys(message.conversation)
         else:
             keys = ids_keys(message.prompt_ids) if message.prompt_ids is not None else text_keys(message.prompt or "")
-        return cls(peer, message, now_s, keys, affinity.find(keys), now_s)
+        return cls(peer, message, now_s, keys, affinity.find(keys), round(now_s * 1e9))
 
     @property
     def request_id(self) -> str:
@@ -106,14 +106,21 @@ class RequestBook:
         request.link, request.attempt_id = None, ""
         self.waiting = {request.request_id: request, **self.waiting}
 
-    def remove(self, request: RoutedRequest) -> None:
-        """It is finished."""
-        self.unfinished.pop(request.request_id, None)
+    def find(self, request_id: str) -> RoutedRequest | None:
+        """See `OpenRequestBook`."""
+        return self.unfinished.get(request_id)
+
+    def remove(self, request: RoutedRequest) -> bool:
+        """See `OpenRequestBook`."""
+        if self.unfinished.get(request.request_id) is not request:
+            return False
+        del self.unfinished[request.request_id]
         self.waiting.pop(request.request_id, None)
         self.attempts.pop(request.attempt_id, None)
+        return True
 
-    def of_peer(self, peer: bytes) -> list[RoutedRequest]:
-        """All requests of a client."""
+    def of_client(self, peer: bytes) -> list[RoutedRequest]:
+        """See `OpenRequestBook`."""
         return [request for request in self.unfinished.values() if request.peer == peer]
 
     def at(self, link: ReplicaLink) -> list[RoutedRequest]:

@@ -11,21 +11,23 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import zmq
 
+from kog_dist.errors import RequestError
 from kog_dist.process_page import ProcessPage
 from kog_dist.router import frames, rules
 from kog_dist.router.affinity import Affinity
-from kog_dist.router.clients import ClientSide
+from kog_dist.router.clients import RoutedEvents
 from kog_dist.router.fleet import Fleet
 from kog_dist.router.link import LinkState, ReplicaLink
 from kog_dist.router.orders import FleetOrder, latest_packet
 from kog_dist.router.reports import fleet_report, status_report, welcome
 from kog_dist.router.requests import RequestBook, RoutedRequest
+from kog_dist.rpc.client_events import NOT_STARTED, Farewell
 from kog_dist.rpc.counters import Counters
-from kog_dist.rpc.listener import RpcListener, error_event
+from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.messages import (
     Accepted,
     BadMessage,
@@ -50,7 +52,6 @@ MAX_WAITING: Final = 1024
 MAX_WAITING_BYTES: Final = 64 << 20
 NO_REPLICA_S: Final = 30.0  # without any replica that serves or is about to: then waiting requests end
 FAREWELL_S: Final = 0.25
-EXIT_DRAIN_TIMEOUT: Final = 5
 _CHORES_S = 0.05
 _NEW_SHARE = 0.2  # of the latest request in a mean
 _LOOK_AGAIN_S = 0.25  # replicas that were avoided may be free again
@@ -63,14 +64,6 @@ _LOSSES = {
     ErrorCode.RANK_FAILED, ErrorCode.STARTUP_FAILED, ErrorCode.ENGINE_LOST, ErrorCode.SHUTDOWN, ErrorCode.DRAIN_TIMEOUT,
     ErrorCode.INTERNAL_ERROR,
 }  # fmt: skip
-
-
-class Farewell(NamedTuple):
-    """Why the router ends: what requests that are not finished are told, and the exit code."""
-
-    code: ErrorCode
-    message: str
-    exit_code: int
 
 
 class Router:
@@ -94,7 +87,7 @@ class Router:
         self._page, self._clock = page, clock
         self._begin_s = clock()
         self._book = RequestBook()
-        self._clients = ClientSide(listener, self._book, self.counters, clock)
+        self._clients = RoutedEvents("router", listener, self._book, self.counters, lambda: round(clock() * 1e9))
         self._affinity = Affinity()
         self._greetings: list[bytes] = []  # clients whose hello waits for the first replica
         self._attempt_idx = itertools.count()
@@ -167,7 +160,9 @@ class Router:
 
     def _do_chores(self, now_s: float) -> None:
         """What is not urgent: requests that have heard nothing, drains, time limits, the launcher's report."""
-        self._clients.keep_alive(now_s)
+        positions = {request_id: position for position, request_id in enumerate(self._book.waiting, 1)}
+        for request in list(self._book.unfinished.values()):
+            self._clients.keep_alive(request, positions.get(request.request_id, 0))
         self._expire(now_s)
         self._look_after_drain(now_s)
         report = fleet_report(self.fleet, len(self._book.waiting), self._drain_deadline_s is not None, self._address).to_bytes()
@@ -193,7 +188,10 @@ class Router:
             case Generate():
                 self._take_request(peer, message, now_s)
             case Cancel():
-                self._cancel(peer, message.request_id, now_s)
+                if (request := self._clients.to_cancel(peer, message.request_id)) is not None:
+                    self._clients.cancel(request, now_s)
+                    if peer != request.peer:
+                        self._listener.send(peer, self._report(now_s))
             case Hello():
                 self._greetings.append(peer)
                 self._greet()
@@ -204,36 +202,20 @@ class Router:
                 self._listener.send(peer, self._report(now_s))
 
     def _take_request(self, peer: bytes, message: Generate, now_s: float) -> None:
-        refusal = self._refusal(message)
-        if refusal is not None:
-            self.counters.num_refused += 1
-            code, why = refusal
-            retry_after_s = self._turn_s / max(1, self.fleet.num_usable()) if code is ErrorCode.QUEUE_FULL else None
-            self._listener.send(peer, error_event(code, why, message.request_id, retry_after_s))
+        try:
+            self._clients.check_new(message.request_id, is_draining=self._drain_deadline_s is not None)
+            self._check_room()
+        except RequestError as error:
+            self._clients.refuse(peer, message.request_id, error)
             return
         request = RoutedRequest.arrived(peer, message, self._affinity, now_s)
         self._book.arrive(request)
         self._look_again_s = 0.0
 
-    def _refusal(self, message: Generate) -> tuple[ErrorCode, str] | None:
-        if self._drain_deadline_s is not None:
-            return ErrorCode.DRAINING, "the engines are being stopped and take no new requests"
-        if message.request_id in self._book.unfinished:
-            again = f"a request {message.request_id!r} is not finished yet; choose another id"
-            return ErrorCode.DUPLICATE_REQUEST_ID, again
+    def _check_room(self) -> None:
         if len(self._book.waiting) >= MAX_WAITING or self._book.waiting_bytes() >= MAX_WAITING_BYTES:
-            return ErrorCode.QUEUE_FULL, f"{len(self._book.waiting)} requests are waiting already; try again later"
-        return None
-
-    def _cancel(self, peer: bytes, request_id: str, now_s: float) -> None:
-        request = self._book.unfinished.get(request_id)
-        if request is None:
-            message = f"no request {request_id!r} is waiting or running"
-            self._listener.send(peer, error_event(ErrorCode.UNKNOWN_REQUEST, message, request_id))
-            return
-        self._clients.cancel(request)
-        if peer != request.peer:
-            self._listener.send(peer, self._report(now_s))
+            why = f"{len(self._book.waiting)} requests are waiting already; try again later"
+            raise RequestError(ErrorCode.QUEUE_FULL, why, self._turn_s / max(1, self.fleet.num_usable()))
 
     def _greet(self) -> None:
         """Answer to hellos, once a replica has said what it serves."""
@@ -317,7 +299,7 @@ class Router:
             self._clients.finish(request, event)
         elif isinstance(event, Prefill) or not request.is_accepted:
             request.is_accepted = True
-            self._clients.send(request, event)
+            self._clients.pass_on(request, event)
 
     def _take_error(self, request: RoutedRequest, link: ReplicaLink, event: Error, now_s: float) -> None:
         if event.code in _ELSEWHERE and not request.is_streamed:
@@ -329,7 +311,7 @@ class Router:
             link.failed(event.message)
             self._lose_attempt(request, link, event.code, event.message)
         else:
-            end = self._clients.fail if request.is_accepted else self._clients.refuse
+            end = self._clients.fail if request.is_accepted else self._clients.give_up
             end(request, event.code, event.message)
 
     def _lose_replica(self, link: ReplicaLink, reason: str) -> None:
@@ -357,7 +339,7 @@ class Router:
         """End requests that have waited too long, by their own limit or because there is nothing to wait for."""
         for request in [request for request in self._book.waiting.values() if now_s >= request.deadline_s]:
             message = f"the request has waited for {now_s - request.arrived_s:.1f} s, as long as it was allowed to take"
-            self._clients.refuse(request, ErrorCode.DEADLINE_EXCEEDED, message)
+            self._clients.give_up(request, ErrorCode.DEADLINE_EXCEEDED, message)
         states = {link.state for link in self.fleet.links()}
         if states & {LinkState.READY, LinkState.LOADING, LinkState.DRAINING}:
             self._alone_since_s = now_s
@@ -371,8 +353,7 @@ class Router:
             self._drain_deadline_s = now_s + self._drain_s
             self._dispatch(now_s)  # what a free replica can take at once counts as running
             for request in list(self._book.waiting.values()):
-                message = "the engines are being stopped and do not start this request any more"
-                self._clients.fail(request, ErrorCode.DRAINING, message)
+                self._clients.fail(request, ErrorCode.DRAINING, NOT_STARTED)
 
     def _look_after_drain(self, now_s: float) -> None:
         if self.is_stopped:
@@ -381,5 +362,4 @@ class Router:
             return
         is_idle = not self._book.unfinished and not self._listener.has_backlog
         if is_idle or now_s >= self._drain_deadline_s:
-            message = f"the engines are being stopped and the answer was not complete within {self._drain_s:g} s"
-            self.farewell = Farewell(ErrorCode.DRAIN_TIMEOUT, message, EXIT_DRAIN_TIMEOUT if self._book.unfinished else 0)
+            self.farewell = Farewell.drained(self._drain_s, is_cut=bool(self._book.unfinished))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kog_dist.rpc.messages import ErrorCode, FinishReason
+
 
 @dataclass(slots=True)
 class Counters:
@@ -16,3 +18,27 @@ class Counters:
     num_refused: int = 0
     num_dropped_clients: int = 0
     num_tokens: int = 0
+
+    def finished(self, reason: FinishReason) -> None:
+        """A request has ended with `done`."""
+        match reason:
+            case FinishReason.CANCELLED:
+                self.num_cancelled += 1
+            case FinishReason.DEADLINE:
+                self.num_expired += 1
+            case _:
+                self.num_completed += 1
+
+    def failed(self, code: ErrorCode) -> None:
+        """An accepted request has ended with `error`."""
+        if code is ErrorCode.DEADLINE_EXCEEDED:
+            self.num_expired += 1
+        else:
+            self.num_failed += 1
+
+    def refused(self, code: ErrorCode) -> None:
+        """A request has ended with `error` before it was accepted."""
+        if code is ErrorCode.DEADLINE_EXCEEDED:
+            self.num_expired += 1
+        else:
+            self.num_refused += 1

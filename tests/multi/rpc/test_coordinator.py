@@ -12,9 +12,9 @@ import pytest
 from kog_dist.control import AbortCause, RankState
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.client import Client, DeadlineExceeded, StreamEvent
+from kog_dist.rpc.client_events import EXIT_DRAIN_TIMEOUT
 from kog_dist.rpc.messages import Accepted, Done, EngineState, FinishReason, Tokens
 from kog_dist.workers import coordinator_watch
-from kog_dist.workers.coordinator_args import EXIT_DRAIN_TIMEOUT
 
 EOS_ID = 256
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py

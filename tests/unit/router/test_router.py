@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kog_dist.router import router as router_module
-from kog_dist.router.router import EXIT_DRAIN_TIMEOUT, NO_REPLICA_S
+from kog_dist.router.router import NO_REPLICA_S
 from kog_dist.router.rules import STICKY_WAIT_S
 from kog_dist.rpc import file_port
+from kog_dist.rpc.client_events import EXIT_DRAIN_TIMEOUT
 from kog_dist.rpc.messages import (
     Accepted,
     Alive,
