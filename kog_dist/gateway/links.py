@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kog_dist.errors import LaunchError, ProtocolError
 from kog_dist.rpc.file_end import FILE_SCHEME, EndLost, FileEnd
-from kog_dist.rpc.transport import Access, open_dealer
+from kog_dist.rpc.port_end import PortEnd, PortEvent
+from kog_dist.rpc.transport import Access
 
 
 class LinkLost(Exception):
@@ -125,24 +125,15 @@ class FileLink:
 
 
 class ZmqLink:
-    """A DEALER and its monitor. Edge-triggered: `receive` until it returns None."""
+    """A connection to the TCP port of an engine. Edge-triggered: `receive` until it returns None."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], access: Access, on_readable: Callable[[], None]) -> None:
         self.is_connected = False
         self._loop = asyncio.get_running_loop()
         self._address, self._on_readable = access.address, on_readable
         self.engine = f"the key {access.server_public}"  # made by each run of an engine for itself
-        self._dealer = open_dealer(context, access)
-        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        )  # fmt: skip
-        try:
-            self._dealer.connect(access.address)
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from None
-        self._fds = [int(one.getsockopt(zmq.FD)) for one in (self._dealer, self._monitor)]
+        self._end = PortEnd(context, access)
+        self._fds = [int(one.getsockopt(zmq.FD)) for one in self._end.sockets]
         for fd in self._fds:
             self._loop.add_reader(fd, on_readable)
 
@@ -154,44 +145,34 @@ class ZmqLink:
     @property
     def closed(self) -> bool:
         """See Link."""
-        return bool(self._dealer.closed)
+        return self._end.closed
 
     def send(self, frame: bytes) -> None:
         """See Link."""
         if self.closed:
             raise LaunchError("the connection to the engine is closed")
-        try:
-            self._dealer.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise LaunchError(f"the engine at {self._address} takes no more messages: {error.strerror}") from None
+        if not self._end.send(frame):
+            raise LaunchError(f"the engine at {self._address} takes no more messages")
         self._loop.call_soon(self._on_readable)  # sending may have used up the edge that announces what came meanwhile
 
     def receive(self) -> bytes | None:
         """See Link."""
         try:
-            return self._dealer.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            self._read_monitor()
-            return None
-
-    def _read_monitor(self) -> None:
-        while not self._monitor.closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            frame = self._end.receive()
+        except ProtocolError as error:
+            raise LinkLost(f"does not follow the protocol: {error}") from None
+        while frame is None and (event := self._end.next_event()) is not None:
+            if event is PortEvent.TAKEN:
                 self.is_connected = True
-            elif event == zmq.EVENT_DISCONNECTED and self.is_connected:
+            elif event is PortEvent.LOST and self.is_connected:
                 raise LinkLost("is gone")
-            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+            elif event is PortEvent.REFUSED:
                 raise LinkLost("refuses this gateway's key")
+        return frame
 
     def close(self) -> None:
         """See Link."""
         if not self.closed:
             for fd in self._fds:
                 self._loop.remove_reader(fd)
-            self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        self._dealer.disable_monitor()
-        self._monitor.close(0)
-        self._dealer.close(0)
+            self._end.close()

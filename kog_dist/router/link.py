@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
 from dataclasses import dataclass
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from kog_dist.errors import LaunchError
+from kog_dist.errors import LaunchError, ProtocolError
 from kog_dist.router.orders import ReplicaOrder
 from kog_dist.rpc.messages import EngineState, Hello, Request, Status, StatusReport, Welcome, build_hash, encode
-from kog_dist.rpc.transport import open_dealer
+from kog_dist.rpc.port_end import PortEnd, PortEvent
 
 BEAT_S: Final = 0.25  # between two `status`
 SILENT_S: Final = 3.0  # without any answer: the coordinator hangs, though its host and its zmq may live
 RECONNECT_S: Final = 0.2
-CONNECT_TIMEOUT_MS: Final = 2000
+_CONNECT_TIMEOUT_MS: Final = 2000
+_OPTIONS: Final = {
+    int(zmq.RECONNECT_IVL_MAX): round(RECONNECT_S * 1000),
+    int(zmq.HANDSHAKE_IVL): _CONNECT_TIMEOUT_MS,
+    int(zmq.CONNECT_TIMEOUT): _CONNECT_TIMEOUT_MS,
+}
 _LAST_FRAMES_S: Final = 0.005  # zmq may say that a connection closed before it hands over what came last
 
 
@@ -77,8 +80,7 @@ class ReplicaLink:
         self.idle_since_s = now_s
         self.blocked_until_s = 0.0
         self._context = context
-        self._dealer: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._end: PortEnd | None = None
         self._is_open = False  # the handshake is done
         self._closed_s: float | None = None  # when the connection was seen to close
         self._next_beat_s = self._next_open_s = now_s
@@ -113,33 +115,20 @@ class ReplicaLink:
     # ---- the connection ----
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Those that a poller should watch."""
-        return [socket for socket in (self._dealer, self._monitor) if socket is not None]
+        return [] if self._end is None else self._end.sockets
 
     def _open(self, now_s: float) -> None:
         self._next_open_s = now_s + RECONNECT_S
         try:
-            dealer = open_dealer(self._context, self.order.access)
+            self._end = PortEnd(self._context, self.order.access, _OPTIONS)
         except LaunchError as error:
             self.state, self.reason = LinkState.REFUSED, str(error)
-            return
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, round(RECONNECT_S * 1000))
-        dealer.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_TIMEOUT_MS)
-        dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        self._dealer, self._monitor = dealer, dealer.get_monitor_socket()
-        try:
-            dealer.connect(self.order.access.address)
-        except zmq.ZMQError as error:
-            self.close()
-            self.state = LinkState.REFUSED
-            self.reason = f"{self.order.access.address!r} is not an address of an engine: {error.strerror}"
 
     def close(self) -> None:
         """Disconnect; the replica cancels what it still has for us."""
-        if self._dealer is not None and self._monitor is not None:
-            self._dealer.disable_monitor()
-            self._monitor.close(0)
-            self._dealer.close(0)
-        self._dealer = self._monitor = None
+        if self._end is not None:
+            self._end.close()
+        self._end = None
         self._is_open, self._closed_s = False, None
 
     def look(self, now_s: float) -> str | None:
@@ -149,7 +138,7 @@ class ReplicaLink:
             return self._lose("the connection closed", now_s)
         if self._is_open and now_s - self._last_heard_s > SILENT_S:
             return self._lose(f"it has said nothing for {SILENT_S:g} s", now_s)
-        if self._dealer is None and now_s >= self._next_open_s:
+        if self._end is None and now_s >= self._next_open_s:
             self._open(now_s)
         elif self._is_open and now_s >= self._next_beat_s:
             self._next_beat_s = now_s + BEAT_S
@@ -160,23 +149,22 @@ class ReplicaLink:
         """When `look` should be called again, though no socket is readable."""
         if self._closed_s is not None:
             return self._closed_s + _LAST_FRAMES_S
-        if self._dealer is None:
+        if self._end is None:
             return self._next_open_s
         return self._next_beat_s if self._is_open else math.inf
 
     def _read_monitor(self, now_s: float) -> None:
-        while self._monitor is not None and self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        while self._end is not None and (event := self._end.next_event()) is not None:
+            if event is PortEvent.TAKEN:
                 self._is_open = True
                 self.state, self.reason = LinkState.CONNECTING, ""
                 self._last_heard_s = self._next_beat_s = now_s
                 self.send(Hello(build=build_hash()))
-            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+            elif event is PortEvent.REFUSED:
                 self.state, self.reason = LinkState.REFUSED, "it refuses the router's key; the access file may be an old one"
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            elif event is PortEvent.BROKEN_OFF:
                 self.reason = "it closed the connection during the handshake; the keys may be those of another engine"
-            elif event == zmq.EVENT_DISCONNECTED and self._is_open and self._closed_s is None:
+            elif event is PortEvent.LOST and self._is_open and self._closed_s is None:
                 self._closed_s = now_s
 
     def _lose(self, reason: str, now_s: float) -> str:
@@ -193,22 +181,19 @@ class ReplicaLink:
 
     def send_frame(self, frame: bytes) -> bool:
         """The same for one that is encoded already."""
-        if self._dealer is None:
-            return False
-        try:
-            self._dealer.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self._end is not None and self._end.send(frame)
 
     def receive(self, max_frames: int, now_s: float) -> list[bytes]:
         """What the replica has sent, in order."""
         frames: list[bytes] = []
-        with contextlib.suppress(zmq.Again):
-            while self._dealer is not None and len(frames) < max_frames:
-                parts = self._dealer.recv_multipart(zmq.NOBLOCK)
-                if len(parts) == 1:
-                    frames.append(parts[0])
+        while self._end is not None and len(frames) < max_frames:
+            try:
+                frame = self._end.receive()
+            except ProtocolError:
+                continue  # nothing that this release sends
+            if frame is None:
+                break
+            frames.append(frame)
         if frames:
             self._last_heard_s = now_s
         return frames

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kog_dist.errors import LaunchError, ProtocolError, RequestFailed
 from kog_dist.rpc.file_end import FILE_SCHEME, EndLost, FileEnd
 from kog_dist.rpc.messages import ErrorCode, Event, Request, decode_event, encode
 from kog_dist.rpc.paths import ACCESS_NAME
-from kog_dist.rpc.transport import RECONNECT_MS, Access, open_dealer
+from kog_dist.rpc.port_end import PortEnd, PortEvent
+from kog_dist.rpc.transport import RECONNECT_MS, Access
 
 
 class _End(Protocol):
@@ -164,85 +164,67 @@ class _ToFile:
 
 
 class _ToPort:
-    """To the TCP port of an engine: a DEALER, and the monitor that tells when the engine is gone."""
+    """To the TCP port of an engine, in a zmq context of its own."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._context = zmq.Context()
         self._connected = self._is_lost = False
         try:
-            self._dealer = open_dealer(self._context, access)
+            self._end = PortEnd(self._context, access)
         except LaunchError:
             self._context.destroy(linger=0)
             raise
-        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket()
-        try:
-            self._dealer.connect(access.address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise LaunchError(f"{access.address!r} is not an address of an engine: {error.strerror}") from error
         self._poller = zmq.Poller()
-        self._poller.register(self._dealer, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        for socket in self._end.sockets:
+            self._poller.register(socket, zmq.POLLIN)
 
     def wait_connected(self, deadline_s: float, *, patient: bool) -> None:
         """See Connection."""
-        was_taken = False
+        was_reached = False
         address = self._access.address
         while not self._connected:
-            remaining_ms = max(0, round((deadline_s - time.monotonic()) * 1000))
-            if not self._monitor.poll(remaining_ms):
-                raise LaunchError(f"no engine took the connection at {address} in time; is one running?")
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected = True
-            elif event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                raise LaunchError(f"the engine at {address} refuses this client's key")
-            elif event == zmq.EVENT_CONNECTED:
-                was_taken = True
-            elif event == zmq.EVENT_CONNECT_RETRIED and was_taken and not patient:
-                raise LaunchError(
-                    f"{address} closed the connection during the handshake; the keys may be those of another engine: "
-                    f"use the {ACCESS_NAME} that the engine wrote when it started"
-                )
-            elif event == zmq.EVENT_CONNECT_RETRIED and not patient:
-                raise LaunchError(f"no engine listens at {address}; start one with kog-launch")
+            event = self._end.next_event(deadline_s - time.monotonic())
+            match event:
+                case None:
+                    raise LaunchError(f"no engine took the connection at {address} in time; is one running?")
+                case PortEvent.TAKEN:
+                    self._connected = True
+                case PortEvent.REFUSED:
+                    raise LaunchError(f"the engine at {address} refuses this client's key")
+                case PortEvent.REACHED:
+                    was_reached = True
+                case PortEvent.RETRIED if was_reached and not patient:
+                    raise LaunchError(
+                        f"{address} closed the connection during the handshake; the keys may be those of another engine: "
+                        f"use the {ACCESS_NAME} that the engine wrote when it started"
+                    )
+                case PortEvent.RETRIED if not patient:
+                    raise LaunchError(f"no engine listens at {address}; start one with kog-launch")
 
     def send(self, frame: bytes) -> bool:
         """See _End."""
-        try:
-            self._dealer.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self._end.send(frame)
 
     def receive(self) -> bytes | None:
         """See _End."""
-        try:
-            parts = self._dealer.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            if self._is_lost:
-                raise EndLost from None
-            return None
-        if len(parts) != 1:
-            raise ProtocolError(f"the engine sent a message of {len(parts)} frames, expected one; use the same kog_dist release")
-        return parts[0]
+        frame = self._end.receive()
+        if frame is None and self._is_lost:
+            raise EndLost
+        return frame
 
     def wait(self, remaining_s: float) -> None:
         """See _End."""
-        ready = dict(self._poller.poll(max(1, round(remaining_s * 1000))))
-        if self._monitor in ready:
-            event = recv_monitor_message(self._monitor)["event"]
-            self._is_lost = self._is_lost or event == zmq.EVENT_DISCONNECTED
+        self._poller.poll(max(1, round(remaining_s * 1000)))
+        while (event := self._end.next_event()) is not None:
+            self._is_lost = self._is_lost or event is PortEvent.LOST
 
     @property
     def closed(self) -> bool:
         """See _End."""
-        return bool(self._dealer.closed)
+        return self._end.closed
 
     def close(self) -> None:
         """See Connection."""
-        self._dealer.disable_monitor()
-        self._monitor.close(0)
-        self._dealer.close(0)
+        self._end.close()
         self._context.term()
