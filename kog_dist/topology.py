@@ -6,21 +6,23 @@ for the processes that MPI has started, is in mpi_rendezvous.py.
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from kog_dist.errors import AbortedError, ConfigError, LaunchError, RendezvousTimeout
+from kog_dist.json_arguments import JsonArguments
 from kog_dist.memfd import Segment
 from kog_dist.wait import Deadline, WaitResult, wait
 
 
 @dataclass(frozen=True, slots=True)
-class RankInfo:
+class RankInfo(JsonArguments):
     """What a launcher tells a worker about itself. `control_fd` and `rendezvous_fd` are inherited descriptors, -1 for none."""
+
+    reader: ClassVar[str] = "rank"
 
     rank: int
     world_size: int
@@ -35,28 +37,6 @@ class RankInfo:
             raise ConfigError(f"rank {self.rank} is not one of {self.world_size} ranks, expected 0 to {self.world_size - 1}")
         if self.local_rank < 0 or self.generation < 1:
             raise ConfigError(f"local rank {self.local_rank} or generation {self.generation} of rank {self.rank} is not possible")
-
-    def to_json(self) -> str:
-        """One line for the command line of a worker."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankInfo:
-        """The inverse of `to_json`; ConfigError names a field that is unknown, missing or of another type."""
-        try:
-            values: Any = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"cannot read the rank's arguments: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"cannot read the rank's arguments: expected a JSON object, got {type(values).__name__}")
-        for field in fields(cls):
-            expected = str if field.name == "instance" else int
-            if field.name in values and type(values[field.name]) is not expected:
-                raise ConfigError(f"the rank's argument {field.name} must be {expected.__name__}, got {values[field.name]!r}")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ConfigError(f"the rank's arguments do not fit: {error}") from error
 
 
 class Rendezvous(Protocol):

@@ -50,7 +50,7 @@ class EngineHost:
         """Start the host process with `HostArgs` as JSON; `gpus` are the UUIDs of the ranks' GPUs."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         environment = dict(os.environ) | ({VARIABLE: ",".join(gpus)} if gpus else {})
-        args = replace(HostArgs(**json.loads(arguments)), report_fd=write_fd)
+        args = replace(HostArgs.from_json(arguments), report_fd=write_fd)
         try:
             child = local.spawn(
                 "engine host", "kog_dist.launch.ray_host", [args.to_json()], environment=environment, pass_fds=(write_fd,)

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError, LaunchError
 from kog_dist.instance import instances_root
+from kog_dist.json_arguments import JsonArguments
 from kog_dist.launch.engine import EngineProcesses
 from kog_dist.launch.events import EventLog, make_log_folder
 from kog_dist.launch.hosted_ranks import Door
@@ -34,17 +35,15 @@ from kog_dist.workers.arguments import WorkerArgs
 
 
 @dataclass(frozen=True, slots=True)
-class HostArgs:
+class HostArgs(JsonArguments):
     """Arguments of the process. `settings` are those of the run, with ranks, gpus and instance fixed."""
+
+    reader: ClassVar[str] = "host process"
 
     settings: dict[str, Any]
     generation: int
     origin: str
     report_fd: int
-
-    def to_json(self) -> str:
-        """One line for the command line."""
-        return json.dumps(asdict(self))
 
 
 class ActorRanks:
@@ -117,7 +116,7 @@ class HostSupervisor(Supervisor):
 def main() -> int:
     """Run the engine to its end, which is the last report."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread of the actor that starts this process blocks SIGINT
-    args = HostArgs(**json.loads(sys.argv[1]))
+    args = HostArgs.from_json(sys.argv[1])
     settings = LaunchConfig(**args.settings)
     with os.fdopen(args.report_fd, "w", encoding="utf-8") as stream, StopSignals() as signals:
         try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import ClassVar, Final
 
 from kog_dist.errors import ConfigError
+from kog_dist.json_arguments import JsonArguments
 from kog_dist.rpc.transport import Access
 
 MAX_KEY_BYTES: Final = 1024
@@ -16,8 +16,10 @@ HTTP_FILE: Final = "http.json"  # in the instance folder, once the gateway answe
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayArgs:
+class GatewayArgs(JsonArguments):
     """Arguments of `python -m kog_dist.gateway.process`. The descriptors are inherited."""
+
+    reader: ClassVar[str] = "gateway"
 
     listen_fd: int
     host: str  # as the user gave it: decides which names a browser may call this service by
@@ -44,23 +46,6 @@ class GatewayArgs:
         if self.instance_folder is None:
             raise ConfigError("the gateway was not told where its engine is")
         return Access.from_folder(Path(self.instance_folder))
-
-    def to_json(self) -> str:
-        """One line for the command line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> GatewayArgs:
-        """The inverse of `to_json`. Raises ConfigError."""
-        try:
-            values: Any = json.loads(text)
-            known = {item.name: item for item in fields(cls)}
-            missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
-            if missing or set(values) - set(known):
-                raise ValueError(f"missing {missing}, unknown {sorted(set(values) - set(known))}")
-            return cls(**{**values, "cors_origins": tuple(values.get("cors_origins", ()))})
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"the gateway's argument is not what this release understands: {error}") from None
 
 
 def read_key_file(path: Path) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
@@ -19,6 +17,12 @@ class Placement:
     cpus: str = ""  # list such as 0-3,8
     gpus: tuple[str, ...] = ()  # UUIDs of all GPUs of the engine, by rank: `cuda:RANK` is the rank's, the others are its peers
 
+    def __post_init__(self) -> None:
+        try:
+            parse_cpu_list(self.cpus)
+        except ValueError:
+            raise ConfigError(f"the CPUs of a placement must be a list such as 0-3,8, got {self.cpus!r}") from None
+
     def apply(self) -> None:
         """Pin this process, and show CUDA the engine's GPUs, whatever mask was inherited. Call it before threads and CUDA start.
 
@@ -30,19 +34,6 @@ class Placement:
         usable = parse_cpu_list(self.cpus) & os.sched_getaffinity(0)
         if usable:
             os.sched_setaffinity(0, usable)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Placement:
-        """The inverse of `asdict` after a journey as JSON. Raises ConfigError."""
-        try:
-            cpus, gpus = values["cpus"], values["gpus"]
-            parse_cpu_list(cpus)
-            placement = cls(cpus, tuple(gpus))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            placement = None
-        if placement is None or len(values) != 2 or not all(isinstance(uuid, str) for uuid in placement.gpus):
-            raise ConfigError(f"the worker's argument placement must have cpus and gpus, got {values!r}")
-        return placement
 
 
 ANYWHERE = Placement()

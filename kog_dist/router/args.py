@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import ClassVar
 
-from kog_dist.errors import ConfigError
+from kog_dist.json_arguments import JsonArguments
 
 
 @dataclass(frozen=True, slots=True)
-class RouterArgs:
+class RouterArgs(JsonArguments):
     """Arguments of `python -m kog_dist.router.process`. The descriptors are inherited."""
+
+    reader: ClassVar[str] = "router"
 
     instance: str
     folder: str  # the instance folder
@@ -20,15 +22,3 @@ class RouterArgs:
     rpc_port: int | None = None  # TCP port besides the socket file; 0: a free one
     rpc_host: str = "127.0.0.1"
     page_fd: int = -1  # of its ProcessPage; -1: nobody watches it, and every SIGTERM is meant
-
-    def to_json(self) -> str:
-        """One line for the command line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RouterArgs:
-        """The inverse of `to_json`. Raises ConfigError."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"the router's argument is not what this release understands: {error}") from None

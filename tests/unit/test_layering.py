@@ -110,7 +110,7 @@ def test_children_are_started_in_one_place() -> None:
 
 
 def test_router_knows_no_model_and_no_engine() -> None:
-    allowed = ("kog_dist.router", "kog_dist.rpc", "kog_dist.errors", "kog_dist.process_page")
+    allowed = ("kog_dist.router", "kog_dist.rpc", "kog_dist.errors", "kog_dist.json_arguments", "kog_dist.process_page")
     for path in sorted((ROOT / "kog_dist" / "router").glob("*.py")):
         ours = {name for name in imports(parsed(path)) if name.startswith("kog_dist.")}
         assert all(name.startswith(allowed) for name in ours), f"{path.name} imports {ours}"

@@ -40,9 +40,9 @@ def test_rank_info_travels_as_json() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot read"),
-        ("[]", "expected a JSON object, got list"),
-        ("{}", "do not fit"),
+        ("{", "the rank's argument is not JSON"),
+        ("[]", "must be an object, got list"),
+        ("{}", "missing fields: rank, world_size, local_rank, instance"),
         ('{"rank": "1"}', "rank must be int, got '1'"),
         ('{"rank": true}', "rank must be int"),
         (INFO.to_json().replace("rank_", "x").replace("control_fd", "colour"), "colour"),

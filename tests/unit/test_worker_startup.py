@@ -52,7 +52,7 @@ def test_worker_arguments_survive_the_command_line() -> None:
     ("old", "new", "expected"),
     [
         ('"verify": true', '"verify": 1', "argument verify must be bool, got 1"),
-        ('"device"', '"devise"', "must be an object with device"),
+        ('"device"', '"devise"', "unknown fields: devise; it takes info, model, device"),
         ('"rank": 1', '"rank": 2', "rank 2 is not one of 2 ranks"),
         ("{", "", "is not JSON"),
     ],

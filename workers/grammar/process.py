@@ -9,21 +9,21 @@ choose. Neither learns anything but a grammar and token ids; the coordinator nee
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import resource
 import signal
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack  # type: ignore[import-untyped]
 
 from kog_dist.control import ControlPage
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import KogError, LaunchError
+from kog_dist.json_arguments import JsonArguments
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.pace import Pace
 from kog_dist.wait import Deadline, sleep_precisely
@@ -38,18 +38,16 @@ READY = {"ready": True}
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarArgs:
+class GrammarArgs(JsonArguments):
     """What the process is told on its command line. The descriptors are inherited."""
+
+    reader: ClassVar[str] = "grammar process"
 
     model: str  # folder of the checkpoint
     control_fd: int
     socket_fd: int  # one end of a SOCK_SEQPACKET pair
     parent_pid: int
     memory_bytes: int = _MEMORY_BYTES
-
-    def to_json(self) -> str:
-        """One line for the command line."""
-        return json.dumps(asdict(self))
 
 
 def check_message(number: int, constraint: Constraint) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def run_message(seq: int, mask_epoch: int, constraint: Constraint) -> dict[str, 
 
 def main() -> int:
     """Serve until the coordinator is gone. Returns the exit code."""
-    args = GrammarArgs(**json.loads(sys.argv[1]))
+    args = GrammarArgs.from_json(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != args.parent_pid:
         return 0  # the coordinator was gone before it could be watched
