@@ -1,4 +1,4 @@
-"""`kog-bench first-token`: the host's way to a first token, without a GPU: coordinator and client are real, rank 0 is played."""
+"""`kog-bench first-token`: the host's way to a first token, without a GPU: coordinator and client are real, rank 0 is a fake."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from kog_dist.bench.played_rank import Play
+from kog_dist.bench.fake_rank import Play
 from kog_dist.bench.processes import child_process, wait_ready
 from kog_dist.bench.report import finish, machine
 from kog_dist.bench.request_client import RequestClient
@@ -47,7 +47,7 @@ def run(play: Play, *, repeats: int) -> None:
 
 @contextlib.contextmanager
 def _engine(spec: ModelSpec, play: Play) -> Iterator[Access]:
-    """A coordinator and the played rank, ready."""
+    """A coordinator and the fake rank, ready."""
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kog-f-")))
         folder, model = root / "instance", root / "model"
@@ -60,9 +60,9 @@ def _engine(spec: ModelSpec, play: Play) -> Iterator[Access]:
             stack.enter_context(child_process(module, *arguments, pass_fds=(control.fd,)))
             for module, *arguments in (
                 ("kog_dist.workers.coordinator", args.to_json()),
-                ("kog_dist.bench.played_rank", str(control.fd), play.to_json()),
+                ("kog_dist.bench.fake_rank", str(control.fd), play.to_json()),
             )
         ]
         socket = folder / SOCKET_NAME
-        wait_ready(lambda: control.state(0) is RankState.READY and socket.exists(), children, "the engine with a played rank")
+        wait_ready(lambda: control.state(0) is RankState.READY and socket.exists(), children, "the engine with a fake rank")
         yield Access.from_folder(folder)

@@ -1,6 +1,6 @@
 """`kog-bench gateway`: how long a token takes from the engine to a client, over RPC and over HTTP, on this machine.
 
-The synthetic engine writes into each token's text the moment at which it has it; the client, on the same monotonic clock, notes
+The fake engine writes into each token's text the moment at which it has it; the client, on the same monotonic clock, notes
 when `recv` has given it the bytes. In between are the engine's making and encoding of the event, the sockets, the gateway, and
 the client's own wake-up. What the client makes of the bytes comes after. It reads as httpx does under the official client: one
 thread, a blocking socket with a time limit. `arrival` is the same with the kernel's moment of putting the bytes into the client's
@@ -165,14 +165,14 @@ def _exchange(url: ServiceUrl, request: bytes, stamps: type[_ReceiverStamps]) ->
 
 @contextlib.contextmanager
 def _service(rate: float) -> Iterator[tuple[Access, ServiceUrl, dict[str, int]]]:
-    """A synthetic engine and a gateway in front of it, in a runtime folder of their own; pids by name."""
+    """A fake engine and a gateway in front of it, in a runtime folder of their own; pids by name."""
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kog-p-")))
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(root)}
         flags = [f"--rate={rate}", f"--instance={INSTANCE}", "--stamps"]
         engine = stack.enter_context(child_process("kog_dist.bench.cli", "replay", *flags, environment=environment))
         folder = root / "kog" / INSTANCE
-        wait_ready(lambda: (folder / SOCKET_NAME).exists(), [engine], "the synthetic engine")
+        wait_ready(lambda: (folder / SOCKET_NAME).exists(), [engine], "the fake engine")
         access = Access.from_folder(folder)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         model = Path(str(resources.files("kog_dist"))) / "models" / "demo"

@@ -1,4 +1,4 @@
-"""`kog-bench replay`: the synthetic engine as a process with an instance name, found as any engine is found."""
+"""`kog-bench replay`: the fake engine as a process with an instance name, found as any engine is found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from kog_dist.bench.replay_engine import ReplayEngine, ReplaySettings, with_context
+from kog_dist.bench.fake_engine import FakeEngine, FakeEngineSettings, with_context
 from kog_dist.bench.replay_script import ReplayScript, script_text
 from kog_dist.errors import RequestError
 from kog_dist.instance import Instance
@@ -15,7 +15,7 @@ from kog_dist.rpc.listener import RpcListener
 from kog_dist.workers.served_model import ServedModel
 
 
-def run(settings: ReplaySettings, model: Path, model_name: str, *, text: str | None, max_context: int) -> None:
+def run(settings: FakeEngineSettings, model: Path, model_name: str, *, text: str | None, max_context: int) -> None:
     """Serve until SIGTERM or Ctrl-C (the running requests are finished; a second one ends them) or `kog-client drain`.
 
     Raises LaunchError where the name is taken, ConfigError where the text cannot be replayed.
@@ -26,7 +26,7 @@ def run(settings: ReplaySettings, model: Path, model_name: str, *, text: str | N
     script = ReplayScript.of_text(script_text(text), served.tokenizer)
     instance = Instance.acquire(settings.instance)
     try:
-        engine = ReplayEngine(settings, served, script, RpcListener(instance.folder))
+        engine = FakeEngine(settings, served, script, RpcListener(instance.folder))
         wakeup_fd, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
 
@@ -37,14 +37,14 @@ def run(settings: ReplaySettings, model: Path, model_name: str, *, text: str | N
         signal.signal(signal.SIGINT, stop)
         kind = "the moment of each token" if settings.stamps else f"a text of {len(script)} tokens"
         print(
-            f"synthetic engine {settings.instance!r}: {settings.rate:g} tokens/s, {settings.num_ranks} ranks, "
+            f"fake engine {settings.instance!r}: {settings.rate:g} tokens/s, {settings.num_ranks} ranks, "
             f"{settings.max_running} at a time, {kind}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         engine.run(wakeup_fd)
         counted = engine.counters
         print(
-            f"synthetic engine: {counted.num_completed} answers completed, {counted.num_cancelled} cancelled, "
+            f"fake engine: {counted.num_completed} answers completed, {counted.num_cancelled} cancelled, "
             f"{counted.num_failed} failed; {counted.num_tokens} tokens",
             file=sys.stderr, flush=True,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the synthetic engine answers: a text cut into the tokens of a model, or the moment of each token."""
+"""What the fake engine answers: a text cut into the tokens of a model, or the moment of each token."""
 
 from __future__ import annotations
 

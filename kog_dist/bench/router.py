@@ -56,7 +56,7 @@ def _fleet(num_sources: int) -> Iterator[tuple[Access, list[Access]]]:
             folder.mkdir(mode=0o700)
         sources = [Access.from_folder(folder) for folder in folders[1:]]
         for folder in folders[1:]:
-            running.enter_context(_process("kog_dist.bench.token_source", str(folder)))
+            running.enter_context(_process("kog_dist.bench.fake_replica", str(folder)))
         args = RouterArgs("bench", str(folders[0]), -1, theirs.fileno(), 1.0)
         running.enter_context(_process("kog_dist.router.process", args.to_json(), pass_fd=theirs.fileno()))
         orders = (ReplicaOrder(f"r{i}", 1, access) for i, access in enumerate(sources))

@@ -1,4 +1,4 @@
-"""The synthetic engine behind the real gateway, measured by the commands that users type."""
+"""The fake engine behind the real gateway, measured by the commands that users type."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(root: Path) -> Iterator[Access]:
-    """A synthetic engine of 1,000 tokens/s."""
+    """A fake engine of 1,000 tokens/s."""
     with process(command("replay", "--rate=1000", "--instance=e", "--ranks=3"), root) as child:
         socket = root / "kog" / "e" / "rpc.sock"
         until(lambda: socket.exists() or child.poll() is not None, 30, lambda: "no socket")

@@ -35,7 +35,7 @@ ASK = {"prompt": "def add(a, b):", "max_tokens": 4000, "ignore_eos": True, "stre
 
 @contextmanager
 def gateway_of_replay(session: EngineSession, rate: int, name: str = "engine") -> Iterator[tuple[str, psutil.Process]]:
-    """A synthetic engine of that name and `kog-gateway` in front of it, whose output is that of `name`-gateway."""
+    """A fake engine of that name and `kog-gateway` in front of it, whose output is that of `name`-gateway."""
     replay, gateway = f"{name}-replay", f"{name}-gateway"
     session.variables["PYTHONPATH"] = str(Path(__file__).parents[2])  # where the clients of tests are: children look nowhere else
     engine = session.start("kog_dist.bench.cli", ["replay", f"--instance={name}", f"--rate={rate}"], replay)

@@ -38,7 +38,7 @@ def test_a_process_is_exiting_from_the_kill_until_it_is_reaped() -> None:
     process.stdin.close()
 
 
-class PlayedRank(EngineProcess):
+class FakeRank(EngineProcess):
     """Runs until a test says otherwise."""
 
     def __init__(self, rank: int) -> None:
@@ -66,10 +66,10 @@ class PlayedRank(EngineProcess):
 
 
 class Run:
-    """A supervisor of four played ranks that serve. `aborts`: what they were told, and for whom."""
+    """A supervisor of four fake ranks that serve. `aborts`: what they were told, and for whom."""
 
     def __init__(self) -> None:
-        self.ranks = [PlayedRank(rank) for rank in range(4)]
+        self.ranks = [FakeRank(rank) for rank in range(4)]
         self.aborts: list[tuple[AbortCause, int]] = []
         self.control: Any = SimpleNamespace(
             abort_requests=list, beat_age_s=lambda rank: 0.0, state=lambda rank: RankState.RUNNING

@@ -24,9 +24,9 @@ def replay(
     ] = None,
     context: Annotated[int, typer.Option(help="Context length that it says it has.")] = 32768,
 ) -> None:
-    """A synthetic engine: RPC like any engine, tokens of a text at a fixed rate, no model. Until SIGTERM or Ctrl-C."""
+    """A fake engine: RPC like any engine, tokens of a text at a fixed rate, no model. Until SIGTERM or Ctrl-C."""
     from kog_dist.bench import replay as synthetic
-    from kog_dist.bench.replay_engine import ReplaySettings
+    from kog_dist.bench.fake_engine import FakeEngineSettings
     from kog_dist.config import LaunchConfig
     from kog_dist.launch.target import model_folder
 
@@ -34,5 +34,5 @@ def replay(
         raise ConfigError(f"--rate must be more than 0 and at most 1000000 tokens per second, got {rate:g}")
     if min(ranks, concurrency, context) < 1 or not prefill_ms >= 0:
         raise ConfigError("--ranks, --concurrency and --context must be at least 1, --prefill-ms at least 0")
-    settings = ReplaySettings(instance, rate, ranks, concurrency, prefill_ms / 1e3, stamps)
+    settings = FakeEngineSettings(instance, rate, ranks, concurrency, prefill_ms / 1e3, stamps)
     synthetic.run(settings, *model_folder(LaunchConfig(model=model)), text=text, max_context=context)

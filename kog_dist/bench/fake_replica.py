@@ -1,6 +1,9 @@
-"""A replica without a model, for `kog-bench router`. Tokens come at the rate that the prompt names, and say when they were sent.
+"""A fake replica for `kog-bench router`, where everything but the router costs next to nothing.
 
-`python -m kog_dist.bench.token_source FOLDER`; it ends when its standard input closes.
+Tokens come at the rate that the prompt names, and say when they were sent. It reads no text and checks nothing, unlike
+`FakeEngine`, whose work would be measured with the router's.
+
+`python -m kog_dist.bench.fake_replica FOLDER`; it ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from kog_dist.rpc.messages import (
 )
 
 
-class TokenSource:
+class FakeReplica:
     """One request at a time, as an engine has it. The prompt is the number of tokens per second."""
 
     def __init__(self, folder: Path) -> None:
@@ -87,4 +90,4 @@ class TokenSource:
 
 
 if __name__ == "__main__":
-    TokenSource(Path(sys.argv[1])).run()
+    FakeReplica(Path(sys.argv[1])).run()

@@ -1,6 +1,7 @@
-"""The synthetic engine: RPC as a coordinator speaks it, and tokens that come at a fixed rate from a text instead of a model.
+"""The fake engine: RPC as a coordinator speaks it, and tokens that come at a fixed rate from a text instead of a model.
 
-What is in front of an engine (gateway, clients, benchmarks) is measured and tested with it. Tokens are due on an absolute
+It takes the place of coordinator and ranks: what is in front of an engine (gateway, clients, benchmarks) is measured and tested
+with it. Behind a real coordinator stands `FakeRank`, behind a real router `FakeReplica`. Tokens are due on an absolute
 schedule that starts with the request, so that a late wake-up delays one token and not those after it; what is due when the loop
 comes by goes out in one event, as from a coordinator that was late.
 """
@@ -48,8 +49,8 @@ _FAREWELL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaySettings:
-    """How the synthetic engine behaves. `prefill_s`: from the start of a request to its first token."""
+class FakeEngineSettings:
+    """How the fake engine behaves. `prefill_s`: from the start of a request to its first token."""
 
     instance: str
     rate: float  # tokens per second of each request
@@ -63,7 +64,7 @@ class ReplaySettings:
 class _Replay:
     """A request that is being answered."""
 
-    def __init__(self, stream: RequestStream, settings: ReplaySettings, now_ns: int) -> None:
+    def __init__(self, stream: RequestStream, settings: FakeEngineSettings, now_ns: int) -> None:
         self.stream = stream
         self._first_ns = now_ns + round(settings.prefill_s * 1e9)
         self._gap_ns = 1e9 / settings.rate
@@ -117,11 +118,11 @@ class _OpenReplays:
         return max(0, self.waiting.index(stream) + 1 - num_free) if stream in self.waiting else 0
 
 
-class ReplayEngine:
+class FakeEngine:
     """Queue, running requests and their clients; `turn` does what there is to do without blocking, `run` repeats it."""
 
     def __init__(
-        self, settings: ReplaySettings, model: ServedModel, script: ReplayScript, listener: RpcListener,
+        self, settings: FakeEngineSettings, model: ServedModel, script: ReplayScript, listener: RpcListener,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:  # fmt: skip
         """`clock`: nanoseconds of CLOCK_MONOTONIC, which clients on this machine share."""
@@ -216,7 +217,7 @@ class ReplayEngine:
     def _check_room(self, message: Generate) -> None:
         self._clients.check_new(message.request_id, is_draining=self._drain_until_ns is not None)
         if message.json_schema is not None or message.regex is not None:
-            reason = "the synthetic engine replays a text and follows no grammar; ask a real engine"
+            reason = "the fake engine replays a text and follows no grammar; ask a real engine"
             raise RequestError(ErrorCode.INVALID_CONSTRAINT, reason)
         if len(self._requests.waiting) >= QUEUE_LIMIT:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{QUEUE_LIMIT} requests are waiting already; try again in about 1 s", 1.0)
@@ -235,7 +236,7 @@ class ReplayEngine:
         return StatusReport(
             state=self._state(), instance=self._settings.instance, model=self._model.name, build=build_hash(), pid=os.getpid(),
             world_size=num_ranks, rank_states=("running" if running is not None else "ready",) * num_ranks,
-            beat_ages_s=(0.0,) * num_ranks, rank_places=tuple("a synthetic rank" for _ in range(num_ranks)),
+            beat_ages_s=(0.0,) * num_ranks, rank_places=tuple("a fake rank" for _ in range(num_ranks)),
             uptime_s=(self._clock() - self._begin_ns) / 1e9, running=None if running is None else running.request_id,
             waiting=tuple(stream.request_id for stream in self._requests.waiting), queue_limit=QUEUE_LIMIT,
             client_queue_limit=QUEUE_LIMIT, running_prompt_tokens=num_prompt,

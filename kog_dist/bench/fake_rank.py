@@ -1,6 +1,6 @@
-"""Rank 0 of an engine without a GPU, for `kog-bench first-token`: what the host of a GPU does, which is waited for.
+"""A fake rank 0, for `kog-bench first-token`, behind a real coordinator: what the host of a GPU does, which is waited for.
 
-`python -m kog_dist.bench.played_rank CONTROL_FD PLAY`; it ends when its standard input closes.
+`python -m kog_dist.bench.fake_rank CONTROL_FD PLAY`; it ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Play:
         return self.blocks_ms[min((length for length in self.blocks_ms if length >= num_tokens), default=max(self.blocks_ms))]
 
 
-class PlayedRank:
+class FakeRank:
     """As the CUDA engine's host: `CudaEngine`, `PromptRun` and `Prefill` say which stage is told when."""
 
     def __init__(self, control: ControlPage, play: Play) -> None:
@@ -100,4 +100,4 @@ def _work(begin_ns: int, ms: float) -> None:
 
 
 if __name__ == "__main__":
-    PlayedRank(ControlPage.from_fd(int(sys.argv[1])), Play.from_json(sys.argv[2])).run()
+    FakeRank(ControlPage.from_fd(int(sys.argv[1])), Play.from_json(sys.argv[2])).run()

@@ -1,4 +1,4 @@
-"""The synthetic engine, turned by hand: its schedule, its answers, and what becomes of clients."""
+"""The fake engine, turned by hand: its schedule, its answers, and what becomes of clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from kog_dist.bench.replay_engine import ReplayEngine, ReplaySettings, with_context
+from kog_dist.bench.fake_engine import FakeEngine, FakeEngineSettings, with_context
 from kog_dist.bench.replay_script import ReplayScript
 from kog_dist.errors import ConfigError
 from kog_dist.rpc.listener import Delivery, RpcListener
@@ -33,7 +33,7 @@ from kog_dist.rpc.messages import (
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.served_model import ServedModel
 
-SETTINGS = ReplaySettings("t", rate=1000.0)
+SETTINGS = FakeEngineSettings("t", rate=1000.0)
 TEXT = "def add(a, b):\n    return a + b\n"
 
 
@@ -67,11 +67,11 @@ class FakeListener:
 class Bench:
     """An engine whose clock is moved by hand."""
 
-    def __init__(self, served: ServedModel, settings: ReplaySettings) -> None:
+    def __init__(self, served: ServedModel, settings: FakeEngineSettings) -> None:
         assert served.tokenizer is not None
         self.now_ns = 0
         self.listener = FakeListener()
-        self.engine = ReplayEngine(
+        self.engine = FakeEngine(
             settings, with_context(served, 32768), ReplayScript.of_text(TEXT, served.tokenizer),
             cast(RpcListener, self.listener), lambda: self.now_ns,
         )  # fmt: skip
