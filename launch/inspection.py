@@ -28,11 +28,11 @@ def check(settings: LaunchConfig, *, deep: bool = False) -> str:
     from kog_dist.decode.plan import make_plan
     from kog_dist.decode.validate import check as check_plan
     from kog_dist.gateway.model_files import read_model
-    from kog_dist.workers.served_model import ServedModel
+    from kog_dist.workers.model_folder import ModelFolder
 
     target = plan_target(settings)[0]
     opened = target.checkpoint
-    served = ServedModel.from_folder(target.folder, target.model_name)
+    served = ModelFolder.from_folder(target.folder, target.model_name)
     template = read_model(target.folder)[1]
     if template is not None:
         template.close()

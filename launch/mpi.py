@@ -54,7 +54,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class MpiMeeting:
     """What a process has after the exchange: the launcher its door, which everyone has come to, the others the way to it."""
 
     library: str
@@ -129,7 +129,7 @@ def _is_one_machine(identities: Sequence[Identity]) -> bool:
     return len({(identity.boot_id, identity.namespaces) for identity in identities}) == 1
 
 
-def _meet(settings: LaunchConfig, request: PromptRequest | None, found: RankVariables | None) -> Meeting:
+def _meet(settings: LaunchConfig, request: PromptRequest | None, found: RankVariables | None) -> MpiMeeting:
     """The one exchange over MPI, from MPI_Init to MPI_Finalize. An exception inside ends the whole job: this is the abort hook.
 
     Without it the others would wait in MPI for a process that is gone.
@@ -159,7 +159,7 @@ def _meet(settings: LaunchConfig, request: PromptRequest | None, found: RankVari
         raise
     mpi.Finalize()
     watchdog.dismiss()
-    return Meeting(library, identities, door, connection)
+    return MpiMeeting(library, identities, door, connection)
 
 
 def _identity(settings: LaunchConfig, request: PromptRequest | None, door: Door | None) -> Identity:

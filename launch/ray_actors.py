@@ -22,7 +22,7 @@ from kog_dist.launch import local
 from kog_dist.launch.hosted_ranks import host_rank, knock
 from kog_dist.launch.ray_devices import assigned_gpu
 from kog_dist.launch.ray_host import HostArgs
-from kog_dist.launch.ray_rendezvous import Meeting, RayRendezvous
+from kog_dist.launch.ray_rendezvous import RayMeeting, RayRendezvous
 from kog_dist.python_child import harden
 from kog_dist.wait import Deadline
 
@@ -35,7 +35,7 @@ class EngineHost:
     def __init__(self, world_size: int) -> None:
         harden()
         _exit_with_raylet()
-        self._meeting = Meeting(world_size)
+        self._meeting = RayMeeting(world_size)
         self._child: local.Child | None = None
         self._reports: list[str] = []
         self._partial = b""
@@ -43,7 +43,7 @@ class EngineHost:
         self._door: asyncio.Future[str] | None = None
 
     async def gather(self, round_number: int, rank: int, payload: bytes, timeout_s: float) -> list[bytes | None] | None:
-        """See `Meeting`."""
+        """See `RayMeeting`."""
         return await self._meeting.gather(round_number, rank, payload, timeout_s)
 
     async def start(self, arguments: str, gpus: list[str]) -> None:

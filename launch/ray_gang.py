@@ -36,7 +36,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class EngineMessage:
     """Something that the engine tells its user."""
 
     text: str
@@ -84,7 +84,7 @@ class RayGang:
         """Whether it can be used."""
         return self.access is not None and self.outcome is None
 
-    def poll(self, timeout_s: float) -> list[Line]:
+    def poll(self, timeout_s: float) -> list[EngineMessage]:
         """Wait at most so long for news, and take them in. Lines for the user come back; the rest is in the attributes."""
         if self.outcome is not None:
             return []
@@ -124,7 +124,7 @@ class RayGang:
         remove_placement_group(self._group)  # asks the node, which may have died a moment ago
 
     # ---- start ----
-    def _place(self, timeout_s: float) -> list[Line]:
+    def _place(self, timeout_s: float) -> list[EngineMessage]:
         if self._group.wait(min(max(timeout_s, 0.01), _PLACE_POLL_S)):
             self._start_actors()
             return []
@@ -181,12 +181,12 @@ class RayGang:
         )  # fmt: skip
 
     # ---- life ----
-    def _listen(self, timeout_s: float) -> list[Line]:
+    def _listen(self, timeout_s: float) -> list[EngineMessage]:
         import ray
 
         limit_s = timeout_s if self._lost is None else min(timeout_s, self._lost[1].remaining_s())
         done, _ = ray.wait([self._next_reports, *self._runs], num_returns=1, timeout=limit_s)
-        lines: list[Line] = []
+        lines: list[EngineMessage] = []
         for ref in done:
             if ref == self._next_reports:
                 lines += self._take_reports(ref)
@@ -199,7 +199,7 @@ class RayGang:
             self._end(Outcome(EXIT_CANNOT_START, "startup_timeout", sentence))
         return lines
 
-    def _take_reports(self, ref: Any) -> list[Line]:
+    def _take_reports(self, ref: Any) -> list[EngineMessage]:
         import ray
 
         try:
@@ -213,10 +213,10 @@ class RayGang:
         self._next_reports = self._host.reports.remote(self._num_reports)
         return [line for report in found for line in self._take_report(report)]
 
-    def _take_report(self, report: dict[str, Any]) -> list[Line]:
+    def _take_report(self, report: dict[str, Any]) -> list[EngineMessage]:
         match report["kind"]:
             case "said":
-                return [Line(report["text"], report["error"])]
+                return [EngineMessage(report["text"], report["error"])]
             case "doing":
                 self.doing = report["text"]
             case "ready":

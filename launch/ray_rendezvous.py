@@ -15,7 +15,7 @@ from kog_dist.errors import AbortedError, ConfigError, RendezvousTimeout
 from kog_dist.wait import Deadline
 
 _ASK_S = 0.25  # a question may be repeated; `aborted` is looked at in between
-# Round, rank, payload and seconds of one `Meeting.gather`; blocks for the answer.
+# Round, rank, payload and seconds of one `RayMeeting.gather`; blocks for the answer.
 Ask = Callable[[int, int, bytes, float], list[bytes | None] | None]
 
 
@@ -26,7 +26,7 @@ class _Round:
     num_readers: int = 0
 
 
-class Meeting:
+class RayMeeting:
     """The host actor's side, for one event loop."""
 
     def __init__(self, world_size: int) -> None:
@@ -67,7 +67,7 @@ class RayRendezvous:
     """A rank's side; see `Rendezvous`."""
 
     def __init__(self, rank: int, world_size: int, ask: Ask, *, aborted: Callable[[], bool] | None = None) -> None:
-        """`aborted` ends waits, besides the host's own `Meeting.stop`."""
+        """`aborted` ends waits, besides the host's own `RayMeeting.stop`."""
         self._aborted = aborted
         self.rank = rank
         self.world_size = world_size

@@ -19,7 +19,7 @@ from kog_dist.router.orders import FleetReport, ReplicaOrder, ReplicaReport
 STOP_S: Final = 5.0  # for a replica with nothing to do to stop; then it is killed
 
 
-class Phase(enum.Enum):
+class ReplicaPhase(enum.Enum):
     """What is being done with a replica."""
 
     STARTING = "starting"
@@ -43,7 +43,7 @@ class Slot:
     name: str
     restarts: RestartBudget
     generation: int = 0
-    phase: Phase = Phase.STARTING
+    phase: ReplicaPhase = ReplicaPhase.STARTING
     replica: Replica | None = None
     since_s: float = 0.0  # of the phase
     is_restarting: bool = False  # while retiring or stopping: a new generation follows
@@ -70,35 +70,37 @@ class ReplicaSet:
 
     def shrink(self) -> None:
         """Let the newest replica that serves finish and go."""
-        serving = [slot for slot in self.slots.values() if slot.phase is Phase.SERVING]
+        serving = [slot for slot in self.slots.values() if slot.phase is ReplicaPhase.SERVING]
         if serving:
-            self._enter(serving[-1], Phase.RETIRING)
+            self._enter(serving[-1], ReplicaPhase.RETIRING)
 
     def begin_roll(self) -> bool:
         """Restart all replicas, one after the other; False if that is under way."""
         if self._to_roll:
             return False
-        self._to_roll = [slot.name for slot in self.slots.values() if slot.phase is not Phase.DOWN]
+        self._to_roll = [slot.name for slot in self.slots.values() if slot.phase is not ReplicaPhase.DOWN]
         return True
 
     @property
     def is_settled(self) -> bool:
         """Whether no replica is starting or stopping, or about to."""
-        return not self._to_roll and all(slot.phase in (Phase.SERVING, Phase.DOWN) for slot in self.slots.values())
+        return not self._to_roll and all(slot.phase in (ReplicaPhase.SERVING, ReplicaPhase.DOWN) for slot in self.slots.values())
 
     @property
     def num_serving(self) -> int:
         """Replicas that are ready."""
-        return sum(slot.phase is Phase.SERVING for slot in self.slots.values())
+        return sum(slot.phase is ReplicaPhase.SERVING for slot in self.slots.values())
 
     def is_lost(self) -> bool:
         """Whether no replica is left that could serve again."""
-        return bool(self.slots) and all(slot.phase is Phase.DOWN for slot in self.slots.values())
+        return bool(self.slots) and all(slot.phase is ReplicaPhase.DOWN for slot in self.slots.values())
 
     def orders(self) -> tuple[ReplicaOrder, ...]:
         """What the router shall use."""
         return tuple(
-            ReplicaOrder(slot.name, slot.generation, slot.replica.access, slot.phase in (Phase.RETIRING, Phase.STOPPING))
+            ReplicaOrder(
+                slot.name, slot.generation, slot.replica.access, slot.phase in (ReplicaPhase.RETIRING, ReplicaPhase.STOPPING)
+            )
             for slot in self.slots.values()
             if slot.replica is not None and slot.replica.access is not None
         )
@@ -109,10 +111,10 @@ class ReplicaSet:
         reported = {} if report is None else {(replica.name, replica.generation): replica for replica in report.replicas}
         for slot in list(self.slots.values()):
             self._look_at(slot, reported)
-        if self._to_roll and all(slot.phase in (Phase.SERVING, Phase.DOWN) for slot in self.slots.values()):
+        if self._to_roll and all(slot.phase in (ReplicaPhase.SERVING, ReplicaPhase.DOWN) for slot in self.slots.values()):
             slot_or_none = self.slots.get(self._to_roll.pop(0))
-            if slot_or_none is not None and slot_or_none.phase is Phase.SERVING:
-                self._enter(slot_or_none, Phase.RETIRING, restart=True)
+            if slot_or_none is not None and slot_or_none.phase is ReplicaPhase.SERVING:
+                self._enter(slot_or_none, ReplicaPhase.RETIRING, restart=True)
 
     def _look_at(self, slot: Slot, reported: Mapping[tuple[str, int], ReplicaReport]) -> None:
         replica = slot.replica
@@ -123,12 +125,12 @@ class ReplicaSet:
         report = reported.get((slot.name, slot.generation))
         if replica.outcome is not None:
             self._ended(slot, replica.outcome)
-        elif slot.phase is Phase.STARTING and report is not None and report.state == "ready":
+        elif slot.phase is ReplicaPhase.STARTING and report is not None and report.state == "ready":
             self._serves(slot)
-        elif slot.phase is Phase.RETIRING and report is not None and report.is_retiring and not report.num_running:
+        elif slot.phase is ReplicaPhase.RETIRING and report is not None and report.is_retiring and not report.num_running:
             replica.begin_stop(drain=True)
-            self._enter(slot, Phase.STOPPING, restart=slot.is_restarting)
-        elif slot.phase is Phase.STOPPING and self._clock() - slot.since_s > STOP_S:
+            self._enter(slot, ReplicaPhase.STOPPING, restart=slot.is_restarting)
+        elif slot.phase is ReplicaPhase.STOPPING and self._clock() - slot.since_s > STOP_S:
             self._ended(slot, Outcome(EXIT_RANK_DIED, "killed", f"it did not stop within {STOP_S:g} s and was killed"))
 
     def _serves(self, slot: Slot) -> None:
@@ -136,15 +138,15 @@ class ReplicaSet:
         if self.is_announced or slot.generation > 1:
             self._say(f"replica {slot.name} is ready, generation {slot.generation}, after {took_s:.1f} s")
         self.has_served = True
-        self._enter(slot, Phase.SERVING)
+        self._enter(slot, ReplicaPhase.SERVING)
 
     def _ended(self, slot: Slot, outcome: Outcome) -> None:
         assert slot.replica is not None
         slot.replica.close()
         slot.replica = None
-        if slot.phase in (Phase.RETIRING, Phase.STOPPING) and not slot.is_restarting:
+        if slot.phase in (ReplicaPhase.RETIRING, ReplicaPhase.STOPPING) and not slot.is_restarting:
             del self.slots[slot.name]
-        elif slot.phase is Phase.STOPPING:
+        elif slot.phase is ReplicaPhase.STOPPING:
             self._begin(slot)
         else:
             self._died(slot, outcome)
@@ -158,7 +160,7 @@ class ReplicaSet:
             self.failure = Outcome(code, "startup_failed", sentence, outcome.rank, outcome.pid, outcome.signal)
             return
         if not slot.restarts.take():
-            self._enter(slot, Phase.DOWN)
+            self._enter(slot, ReplicaPhase.DOWN)
             self._to_roll.clear()
             self._say(f"replica {slot.name}: {why}; it stays down after {slot.restarts}", error=True)
             return
@@ -167,13 +169,13 @@ class ReplicaSet:
 
     def _begin(self, slot: Slot) -> None:
         slot.generation += 1
-        self._enter(slot, Phase.STARTING)
+        self._enter(slot, ReplicaPhase.STARTING)
         try:
             slot.replica = self._start(slot.name, slot.generation)
         except KogError as error:
             self._died(slot, Outcome(error.exit_code, "cannot_start", str(error)))
 
-    def _enter(self, slot: Slot, phase: Phase, *, restart: bool = False) -> None:
+    def _enter(self, slot: Slot, phase: ReplicaPhase, *, restart: bool = False) -> None:
         slot.phase, slot.since_s, slot.is_restarting = phase, self._clock(), restart
 
     # ---- the end ----
@@ -182,7 +184,7 @@ class ReplicaSet:
         for slot in self.slots.values():
             if slot.replica is not None:
                 slot.replica.begin_stop(drain=drain)
-            self._enter(slot, Phase.STOPPING)
+            self._enter(slot, ReplicaPhase.STOPPING)
 
     def ended(self) -> bool:
         """Whether all have, in order or not."""

@@ -9,8 +9,8 @@ from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.workers.client_events import StreamEvents
 from kog_dist.workers.grammar.service import GrammarService
+from kog_dist.workers.model_folder import ModelFolder
 from kog_dist.workers.open_requests import OpenRequests
-from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
 from kog_dist.workers.text_reader import UNREAD, TextReader
 
@@ -20,7 +20,7 @@ class Admission:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: ModelFolder,
         requests: OpenRequests,
         grammars: GrammarService[RequestStream],
         texts: TextReader[RequestStream],

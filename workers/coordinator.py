@@ -21,7 +21,7 @@ from kog_dist.rpc.process_main import serve_argument
 from kog_dist.wait import sleep_precisely
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.model_folder import ModelFolder
 
 
 def run_coordinator(args: CoordinatorArgs) -> int:
@@ -35,7 +35,7 @@ def run_coordinator(args: CoordinatorArgs) -> int:
     control = ControlPage.from_fd(args.control_fd)
     control.beat(COORDINATOR)
     instance = Instance.inherit(Path(args.folder), args.lease_fd) if args.lease_fd >= 0 else None
-    model = ServedModel.from_folder(Path(args.model), args.model_name)
+    model = ModelFolder.from_folder(Path(args.model), args.model_name)
     if model.spec.max_context != control.max_context:
         raise LaunchError(
             f"the control page is made for a context of {control.max_context}, the model has {model.spec.max_context}"

@@ -24,7 +24,7 @@ from kog_dist.rpc.messages import (
     FinishReason,
     Generate,
     Hello,
-    Prefill,
+    PrefillProgress,
     Request,
     Status,
     StatusReport,
@@ -35,10 +35,10 @@ from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.engine_life import EngineLife
 from kog_dist.workers.grammar.service import GrammarService
+from kog_dist.workers.model_folder import ModelFolder
 from kog_dist.workers.open_requests import OpenRequests
 from kog_dist.workers.reports import status_report, welcome
 from kog_dist.workers.request_queue import RequestQueue
-from kog_dist.workers.served_model import ServedModel
 from kog_dist.workers.streams import RequestStream
 from kog_dist.workers.text_reader import TextReader
 
@@ -55,7 +55,7 @@ class Coordinator:
     """Queue, running request and their clients. `turn` does what there is to do without blocking; `run` repeats it."""
 
     def __init__(
-        self, args: CoordinatorArgs, control: ControlPage, model: ServedModel, listener: RpcListener, *, supervisor_fd: int = -1,
+        self, args: CoordinatorArgs, control: ControlPage, model: ModelFolder, listener: RpcListener, *, supervisor_fd: int = -1,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:  # fmt: skip
         """`supervisor_fd`: a pidfd, readable when the supervisor is dead; -1: none. `clock`: nanoseconds, as ranks' stamps."""
@@ -222,7 +222,7 @@ class Coordinator:
         for position, stream in enumerate(self.requests):
             is_prefill = stream is self.requests.running and not stream.num_tokens
             if is_prefill and now_ns - stream.last_sent_ns >= PREFILL_EVERY_NS and not self._listener.is_behind(stream.peer):
-                self._clients.send(stream, Prefill(stream.request_id, self._slot.position, len(stream.request.prompt)))
+                self._clients.send(stream, PrefillProgress(stream.request_id, self._slot.position, len(stream.request.prompt)))
             else:
                 self._clients.tell_position(stream, position)
 

@@ -10,11 +10,11 @@ from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.decode_slot import DecodeSlot
+from kog_dist.workers.model_folder import ModelFolder
 from kog_dist.workers.open_requests import OpenRequests
-from kog_dist.workers.served_model import ServedModel
 
 
-def welcome(args: CoordinatorArgs, control: ControlPage, model: ServedModel, state: EngineState) -> Welcome:
+def welcome(args: CoordinatorArgs, control: ControlPage, model: ModelFolder, state: EngineState) -> Welcome:
     """Who serves here."""
     return Welcome(
         build_hash(), args.instance, model.name, state, control.world_size, model.spec.max_context, model.spec.vocab_size,
@@ -23,7 +23,7 @@ def welcome(args: CoordinatorArgs, control: ControlPage, model: ServedModel, sta
 
 
 def status_report(
-    args: CoordinatorArgs, control: ControlPage, model: ServedModel, state: EngineState, requests: OpenRequests,
+    args: CoordinatorArgs, control: ControlPage, model: ModelFolder, state: EngineState, requests: OpenRequests,
     slot: DecodeSlot, counters: Counters, *, uptime_s: float, num_bad_messages: int,
 ) -> StatusReport:  # fmt: skip
     """The state of the engine and of every rank, what runs and waits, and what has been counted."""

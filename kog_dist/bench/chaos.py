@@ -15,7 +15,7 @@ from typing import Any
 from kog_dist.bench.chaos_cell import Answers, CellRun, Played
 from kog_dist.bench.chaos_engine import ChaosEngine, Lateness, right_answers, write_model
 from kog_dist.bench.chaos_table import STARTUP_S, Cell, Layout, cells
-from kog_dist.bench.injection import Kind, Point
+from kog_dist.bench.injection import FaultKind, Point
 from kog_dist.bench.report import commit, finish, machine, percentile
 from kog_dist.errors import KogError
 
@@ -55,7 +55,9 @@ class Chaos:
         if self._engine is not None and (is_another or cell.point is Point.LOAD or self._engine.is_worn(cell)):
             self.retire()
         if self._engine is None:
-            is_held_up = cell.point is Point.LOAD and cell.kind is Kind.STOP and cell.role.startswith(("rank", "coordinator"))
+            is_held_up = (
+                cell.point is Point.LOAD and cell.kind is FaultKind.STOP and cell.role.startswith(("rank", "coordinator"))
+            )
             startup = {"startup_s": STARTUP_S} if is_held_up and cell.layout is Layout.SINGLE else {}
             self._engine = ChaosEngine(cell.layout, self._model, self._ranks, **startup)
         run = CellRun(self._engine, cell, self._answers, self._chance, self._slack_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kog_dist.bench.chaos_clients import Asking, Question
 from kog_dist.bench.chaos_engine import DRAINED, LONG, PROBE, SHAPED, SHORT, ChaosEngine
 from kog_dist.bench.chaos_table import CLEAN_S, READY_LIMIT_S, Cell, Harm, Layout, Promise
-from kog_dist.bench.injection import Injected, Kind, Point, fault_of_process, find
+from kog_dist.bench.injection import FaultKind, Injected, Point, fault_of_process, find
 from kog_dist.bench.session import TimedOut, until
 from kog_dist.errors import KogError, LaunchError
 
@@ -72,7 +72,7 @@ class CellRun:
         point, is_http_first = self.cell.point, self.cell.role in ("gateway", "template process")
         if point is Point.IDLE:
             return
-        is_asked_to_stop = (self.cell.role, self.cell.kind) == ("launcher", Kind.TERM)
+        is_asked_to_stop = (self.cell.role, self.cell.kind) == ("launcher", FaultKind.TERM)
         question = (
             DRAINED if is_asked_to_stop else {Point.PREFILL: self.chance.choice(LONG), Point.DRAIN: DRAINED}.get(point, SHORT)
         )
@@ -119,7 +119,7 @@ class CellRun:
 
     def _judge_end(self, injected: Injected) -> None:
         """The launcher ends: every client has its end in time, the code is right, and nothing is left."""
-        asked_for = self.cell.point is Point.DRAIN or (self.cell.role, self.cell.kind) == ("launcher", Kind.TERM)
+        asked_for = self.cell.point is Point.DRAIN or (self.cell.role, self.cell.kind) == ("launcher", FaultKind.TERM)
         for client in self._clients:
             client.join(_HANG_S)
             self._judge_client_end(client, injected, is_bounded=not asked_for or self.promise.codes != {0}, asked_for=asked_for)

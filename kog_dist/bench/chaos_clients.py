@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from kog_dist.errors import KogError, RequestFailed
 from kog_dist.rpc.connection import Connection
-from kog_dist.rpc.messages import Cancel, Done, Error, FinishReason, Generate, Prefill, Tokens
+from kog_dist.rpc.messages import Cancel, Done, Error, FinishReason, Generate, PrefillProgress, Tokens
 from kog_dist.rpc.transport import Access
 
 SILENCE_S = 15.0  # the engine speaks four times a second
@@ -31,7 +31,7 @@ class Question:
 
 
 @dataclass
-class Log:
+class ClientLog:
     """What one client saw. Its terminal events: of the protocol, or, if none came, the loss of the connection."""
 
     question: Question
@@ -73,7 +73,7 @@ class Log:
 class Asking(threading.Thread):
     """One client at work. `leave` makes it cancel (RPC) or disconnect (HTTP)."""
 
-    def __init__(self, log: Log, follow: Callable[[Log, threading.Event], None]) -> None:
+    def __init__(self, log: ClientLog, follow: Callable[[ClientLog, threading.Event], None]) -> None:
         super().__init__(daemon=True)
         self.log, self._follow, self._enough = log, follow, threading.Event()
         self.start()
@@ -93,13 +93,13 @@ class Asking(threading.Thread):
 
 def ask(question: Question, access: Access, url: str | None = None) -> Asking:
     """Ask over HTTP if there is an URL, else over RPC."""
-    log = Log(question, url is not None)
+    log = ClientLog(question, url is not None)
     if url is None:
         return Asking(log, lambda log, enough: _follow_rpc(log, enough, access))
     return Asking(log, lambda log, enough: _follow_http(log, enough, url))
 
 
-def _follow_rpc(log: Log, enough: threading.Event, access: Access) -> None:
+def _follow_rpc(log: ClientLog, enough: threading.Event, access: Access) -> None:
     question, request_id = log.question, secrets.token_hex(8)
     connection = Connection(access)
     try:
@@ -119,7 +119,7 @@ def _follow_rpc(log: Log, enough: threading.Event, access: Access) -> None:
         connection.close()
 
 
-def _read_events(log: Log, enough: threading.Event, connection: Connection, request_id: str) -> None:
+def _read_events(log: ClientLog, enough: threading.Event, connection: Connection, request_id: str) -> None:
     silent_at_s = time.monotonic() + SILENCE_S
     until_s = float("inf")  # after its end, a request is followed a little longer
     while time.monotonic() < until_s:
@@ -138,7 +138,7 @@ def _read_events(log: Log, enough: threading.Event, connection: Connection, requ
                 if event.index != len(log.token_ids):
                     log.problems.append(f"tokens begin at {event.index}, {len(log.token_ids)} had come")
                 log.piece(event.text, event.token_ids)
-            case Prefill():
+            case PrefillProgress():
                 log.is_reading_prompt = True
             case Done():
                 is_whole = event.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
@@ -151,7 +151,7 @@ def _read_events(log: Log, enough: threading.Event, connection: Connection, requ
                 until_s = time.monotonic() + _AFTERWARDS_S
 
 
-def _follow_http(log: Log, enough: threading.Event, url: str) -> None:
+def _follow_http(log: ClientLog, enough: threading.Event, url: str) -> None:
     parts, question = urlsplit(url), log.question
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=SILENCE_S)
     body: dict[str, Any] = {
@@ -180,7 +180,7 @@ def _follow_http(log: Log, enough: threading.Event, url: str) -> None:
         connection.close()
 
 
-def _read_line(log: Log, line: bytes) -> None:
+def _read_line(log: ClientLog, line: bytes) -> None:
     if line.startswith(b"data: [DONE]"):
         log.end("done")
     elif line.startswith(b"data: {"):

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kog_dist.bench.injection import Kind, Point
+from kog_dist.bench.injection import FaultKind, Point
 
 STALL_S = 1.0  # --stall-timeout
 KILLED_S, STOPPED_S = 0.25, STALL_S + 0.25  # until the client has its error
@@ -53,7 +53,7 @@ class Cell:
 
     layout: Layout
     role: str
-    kind: Kind
+    kind: FaultKind
     point: Point
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Cell:
     @property
     def promise(self) -> Promise:
         """What is promised of it."""
-        if self.kind is Kind.PAUSE:
+        if self.kind is FaultKind.PAUSE:
             return Promise(codes=_codes(0) if self.point is Point.DRAIN else _codes())
         return _PROMISES[self.layout](self.role, self.kind, self.point)
 
@@ -76,7 +76,7 @@ ROLES = {
     Layout.SINGLE: ("rank 0", "rank 1", "coordinator", "gateway", "grammar process", "template process", "reaper", "launcher"),
     Layout.REPLICAS: ("rank 0 of r0", "coordinator of r0", "launcher of r0", "reaper of r0", "router", "gateway", "launcher"),
 }
-KINDS = (Kind.KILL, Kind.STOP, Kind.TERM, Kind.PAUSE)
+KINDS = (FaultKind.KILL, FaultKind.STOP, FaultKind.TERM, FaultKind.PAUSE)
 _ON_DEMAND = ("grammar process", "template process")  # which are not there while an engine loads
 
 
@@ -86,7 +86,7 @@ def cells() -> Iterator[Cell]:
         for role in roles:
             for kind in KINDS:
                 for point in Point:
-                    is_held_up = (role, kind) == ("launcher", Kind.STOP) and point in (Point.LOAD, Point.DRAIN)
+                    is_held_up = (role, kind) == ("launcher", FaultKind.STOP) and point in (Point.LOAD, Point.DRAIN)
                     is_there = role not in _ON_DEMAND or point is not Point.LOAD
                     if is_there and not is_held_up:  # a launcher that is stopped then goes on when it is continued
                         yield Cell(layout, role, kind, point)
@@ -96,22 +96,22 @@ def _codes(*codes: int) -> frozenset[int]:
     return frozenset(codes)
 
 
-def _limit_s(kind: Kind) -> float:
-    return STOPPED_S if kind is Kind.STOP else KILLED_S
+def _limit_s(kind: FaultKind) -> float:
+    return STOPPED_S if kind is FaultKind.STOP else KILLED_S
 
 
-def _of_launcher(kind: Kind, point: Point) -> Promise:
+def _of_launcher(kind: FaultKind, point: Point) -> Promise:
     match kind:
-        case Kind.KILL:
+        case FaultKind.KILL:
             return Promise(Harm.ALL, KILLED_S, _codes(-signal.SIGKILL))
-        case Kind.TERM if point is Point.LOAD:  # nothing runs that could be drained; the program may not have begun
+        case FaultKind.TERM if point is Point.LOAD:  # nothing runs that could be drained; the program may not have begun
             return Promise(Harm.ALL, DRAIN_S, _codes(_TERMINATED, -signal.SIGTERM))
-        case Kind.TERM:  # asked for: a drain, and at once when it is said again
+        case FaultKind.TERM:  # asked for: a drain, and at once when it is said again
             return Promise(Harm.ALL if point is Point.DRAIN else Harm.NONE, DRAIN_S, _codes(0, _TERMINATED))
     return Promise()  # nobody needs it to decode: it is continued after a while
 
 
-def _of_single(role: str, kind: Kind, point: Point) -> Promise:
+def _of_single(role: str, kind: FaultKind, point: Point) -> Promise:
     match role:
         case "launcher":
             return _of_launcher(kind, point)
@@ -122,12 +122,12 @@ def _of_single(role: str, kind: Kind, point: Point) -> Promise:
         case "grammar process":
             return Promise(Harm.GRAMMAR, _limit_s(kind), _codes(0) if point is Point.DRAIN else _codes())
     if point is Point.LOAD:
-        is_late = kind is Kind.STOP
+        is_late = kind is FaultKind.STOP
         return Promise(Harm.ALL, STARTUP_S if is_late else KILLED_S, _codes(_TIMED_OUT if is_late else _CANNOT_START))
-    return Promise(Harm.ALL, _limit_s(kind), _codes(_TIMED_OUT if kind is Kind.STOP else _DIED))
+    return Promise(Harm.ALL, _limit_s(kind), _codes(_TIMED_OUT if kind is FaultKind.STOP else _DIED))
 
 
-def _of_replicas(role: str, kind: Kind, point: Point) -> Promise:
+def _of_replicas(role: str, kind: FaultKind, point: Point) -> Promise:
     ended = _codes(0) if point is Point.DRAIN else _codes()
     match role:
         case "launcher":
@@ -140,7 +140,7 @@ def _of_replicas(role: str, kind: Kind, point: Point) -> Promise:
             return Promise(codes=ended)
         case _ if point is Point.LOAD:  # a fleet none of whose replicas has ever served does not start
             return Promise(Harm.ALL, STARTUP_S, _codes(_CANNOT_START, _DIED, _TIMED_OUT))
-        case "launcher of r0" if kind is Kind.TERM:  # its own drain: what it runs may be finished
+        case "launcher of r0" if kind is FaultKind.TERM:  # its own drain: what it runs may be finished
             return Promise(Harm.ONE, DRAIN_S, ended)
     return Promise(Harm.ONE, _limit_s(kind), ended)
 

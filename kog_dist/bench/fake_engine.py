@@ -38,7 +38,7 @@ from kog_dist.rpc.messages import (
 )
 from kog_dist.wait import sleep_precisely
 from kog_dist.workers.client_events import StreamEvents
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.model_folder import ModelFolder
 from kog_dist.workers.streams import RequestStream
 
 QUEUE_LIMIT: Final = 64
@@ -122,7 +122,7 @@ class FakeEngine:
     """Queue, running requests and their clients; `turn` does what there is to do without blocking, `run` repeats it."""
 
     def __init__(
-        self, settings: FakeEngineSettings, model: ServedModel, script: ReplayScript, listener: RpcListener,
+        self, settings: FakeEngineSettings, model: ModelFolder, script: ReplayScript, listener: RpcListener,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:  # fmt: skip
         """`clock`: nanoseconds of CLOCK_MONOTONIC, which clients on this machine share."""
@@ -277,6 +277,6 @@ class FakeEngine:
             self._clients.finish(stream, reason)
 
 
-def with_context(model: ServedModel, max_context: int) -> ServedModel:
+def with_context(model: ModelFolder, max_context: int) -> ModelFolder:
     """The same model with room for longer answers: no KV cache limits a replay."""
     return replace(model, spec=replace(model.spec, max_context=max_context))

@@ -22,7 +22,7 @@ _RUN_S, _REST_S = 0.004, 0.046  # of a delayed process: what a CPU quota of 8 % 
 _FIND_S = 20.0
 
 
-class Kind(enum.StrEnum):
+class FaultKind(enum.StrEnum):
     """What happens to a process, or to a file that it reads."""
 
     KILL = "kill"
@@ -45,7 +45,12 @@ class Point(enum.StrEnum):
     DRAIN = "drain"
 
 
-_SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.STOP: signal.SIGSTOP, Kind.CONT: signal.SIGCONT, Kind.TERM: signal.SIGTERM}
+_SIGNALS = {
+    FaultKind.KILL: signal.SIGKILL,
+    FaultKind.STOP: signal.SIGSTOP,
+    FaultKind.CONT: signal.SIGCONT,
+    FaultKind.TERM: signal.SIGTERM,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +74,12 @@ def find(session: EngineSession, role: str) -> int:
     return found[role]
 
 
-def fault(session: EngineSession, role: str, kind: Kind) -> Injected:
+def fault(session: EngineSession, role: str, kind: FaultKind) -> Injected:
     """Do it to the process of `role`. Raises TimedOut and LaunchError if there is none."""
     return fault_of_process(find(session, role), kind, random.Random(1))
 
 
-def fault_of_process(pid: int, kind: Kind, chance: random.Random) -> Injected:
+def fault_of_process(pid: int, kind: FaultKind, chance: random.Random) -> Injected:
     """The same to a process by its number. Raises LaunchError if it has ended."""
     begin_s = time.monotonic()
     try:
@@ -89,18 +94,18 @@ def short_read(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _send(pid: int, kind: Kind, chance: random.Random) -> None:
+def _send(pid: int, kind: FaultKind, chance: random.Random) -> None:
     os.kill(pid, _SIGNALS[kind])
 
 
-def _pause(pid: int, kind: Kind, chance: random.Random) -> None:
+def _pause(pid: int, kind: FaultKind, chance: random.Random) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(chance.uniform(*PAUSE_S))
     with contextlib.suppress(ProcessLookupError):  # an idle grammar process that is stopped is replaced
         os.kill(pid, signal.SIGCONT)
 
 
-def _delay(pid: int, kind: Kind, chance: random.Random) -> None:
+def _delay(pid: int, kind: FaultKind, chance: random.Random) -> None:
     end_s = time.monotonic() + DELAY_S
     while time.monotonic() < end_s:
         os.kill(pid, signal.SIGSTOP)
@@ -109,12 +114,12 @@ def _delay(pid: int, kind: Kind, chance: random.Random) -> None:
         time.sleep(_RUN_S)
 
 
-def _fill_disk(pid: int, kind: Kind, chance: random.Random) -> None:
+def _fill_disk(pid: int, kind: FaultKind, chance: random.Random) -> None:
     """Python ignores SIGXFSZ: a write fails with an OSError, as on a full disk. Sockets and pipes go on."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
 
 
-_ACTS: dict[Kind, Callable[[int, Kind, random.Random], None]] = {
-    Kind.PAUSE: _pause, Kind.DELAY: _delay, Kind.ENOSPC: _fill_disk,
+_ACTS: dict[FaultKind, Callable[[int, FaultKind, random.Random], None]] = {
+    FaultKind.PAUSE: _pause, FaultKind.DELAY: _delay, FaultKind.ENOSPC: _fill_disk,
 }  # fmt: skip

@@ -25,7 +25,7 @@ from kog_dist.decode.schedule import partial, stream, total
 from kog_dist.decode.steps import Kind, Site, Value
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
-from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.model.weights import LaneWeights, RankWeights
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -38,7 +38,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Finding:
+class PhaseComparison:
     """One phase of one lane (-1: of all) on the GPU and in the interpreter."""
 
     phase: str
@@ -73,7 +73,7 @@ def run(model: Path, layers: tuple[int, ...], num_tokens: int, kv_dtype: str | N
     return all_well
 
 
-def inspect_layer(checkpoint: Checkpoint, layer: int, ids: list[int], kv_dtype: str) -> list[Finding]:
+def inspect_layer(checkpoint: Checkpoint, layer: int, ids: list[int], kv_dtype: str) -> list[PhaseComparison]:
     """Run the first layers up to `layer` on the GPU and in the interpreter, and compare what the last token left."""
     from kog_dist.workers.cuda.load import load_weights
     from kog_dist.workers.cuda.monokernel import Monokernel
@@ -130,7 +130,7 @@ class Expected:
     def middle(self, lane: int) -> Array:
         """The residual stream after attention: that after the layer without what the MLP added."""
         row, site, spec = self._memory.row, Site.MLP, self.spec
-        mode, past = spec.reduce_mode(self.layer, Block.MLP), self.layer - spec.delay
+        mode, past = spec.reduce_mode(self.layer, Sublayer.MLP), self.layer - spec.delay
         if mode is ReduceMode.BLOCKING:
             added = row(total(site, self.layer))
         elif mode is ReduceMode.LOCAL:
@@ -141,7 +141,7 @@ class Expected:
         return np.asarray(self.stream(lane) - added)
 
 
-def compare(published: Published, logits: Array, expected: Expected, kv_dtype: str) -> list[Finding]:
+def compare(published: Published, logits: Array, expected: Expected, kv_dtype: str) -> list[PhaseComparison]:
     """Findings in the order of phases, then of lanes; at last the logits and the token that the kernel chose from them."""
     spec = expected.spec
 
@@ -164,12 +164,12 @@ def compare(published: Published, logits: Array, expected: Expected, kv_dtype: s
         for lane in range(spec.num_lanes):
             found = found_of(lane)
             error = relative_error(found.values, wanted_of(lane))
-            findings.append(Finding(phase, lane, error, found.num_wrong_tags, found.replicas_agree))
-    findings.append(Finding("head", -1, relative_error(logits, expected.logits)))
+            findings.append(PhaseComparison(phase, lane, error, found.num_wrong_tags, found.replicas_agree))
+    findings.append(PhaseComparison("head", -1, relative_error(logits, expected.logits)))
     _, token_id, wrong = published.best_candidate()
     finite = bool(np.isfinite(logits).all())
     is_best = finite and token_id == sample(np.asarray(logits), expected.position, SamplingParams())
-    findings.append(Finding("sample", -1, 0.0 if is_best else 1.0, wrong))
+    findings.append(PhaseComparison("sample", -1, 0.0 if is_best else 1.0, wrong))
     return findings
 
 
@@ -179,12 +179,12 @@ def relative_error(found: Array, wanted: Array) -> float:
     return float(np.linalg.norm(difference) / max(float(np.linalg.norm(wanted.astype(np.float64))), 1e-30))
 
 
-def first_suspicious(findings: list[Finding], limit: float) -> Finding | None:
+def first_suspicious(findings: list[PhaseComparison], limit: float) -> PhaseComparison | None:
     """The earliest phase that is wrong; what follows it may be wrong for that reason alone."""
     return next((finding for finding in findings if finding.is_suspicious(limit)), None)
 
 
-def table(findings: list[Finding], layer: int, limit: float) -> str:
+def table(findings: list[PhaseComparison], layer: int, limit: float) -> str:
     """Relative errors by phase and lane; `!` marks what is suspicious, `t` wrong tags, `r` replicas that differ."""
     lines = [f"layer {layer}: relative errors by lane"]
     for phase in dict.fromkeys(finding.phase for finding in findings):

@@ -12,7 +12,7 @@ from kog_dist.bench.replay_script import ReplayScript, script_text
 from kog_dist.errors import RequestError
 from kog_dist.instance import Instance
 from kog_dist.rpc.listener import RpcListener
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.model_folder import ModelFolder
 
 
 def run(settings: FakeEngineSettings, model: Path, model_name: str, *, text: str | None, max_context: int) -> None:
@@ -20,7 +20,7 @@ def run(settings: FakeEngineSettings, model: Path, model_name: str, *, text: str
 
     Raises LaunchError where the name is taken, ConfigError where the text cannot be replayed.
     """
-    served = with_context(ServedModel.from_folder(model, model_name), max_context)
+    served = with_context(ModelFolder.from_folder(model, model_name), max_context)
     if served.tokenizer is None:
         raise RequestError("no_tokenizer", f"{model} has no tokenizer, so no text can be cut into its tokens; give another model")
     script = ReplayScript.of_text(script_text(text), served.tokenizer)

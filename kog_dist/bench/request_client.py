@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """What came of one request. Moments are seconds on the monotonic clock, when `receive` had returned with the event."""
 
     request_id: str
@@ -62,16 +62,16 @@ class RequestClient:
     def __init__(self, access: Access) -> None:
         self._connection = Connection(access)
         self._connection.wait_connected(time.monotonic() + _CONNECT_S, patient=False)
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, TimedAnswer] = {}
 
-    def send(self, prompt_ids: Sequence[int], **options: Any) -> Answer:
+    def send(self, prompt_ids: Sequence[int], **options: Any) -> TimedAnswer:
         """Ask; the answer fills while `follow` runs. The message is made, and its values checked, before its time begins."""
         message = Generate(f"request-{next(_numbers)}", prompt_ids=tuple(prompt_ids), **{"ignore_eos": True, **options})
-        answer = self._answers[message.request_id] = Answer(message.request_id, time.monotonic())
+        answer = self._answers[message.request_id] = TimedAnswer(message.request_id, time.monotonic())
         self._connection.send(message)
         return answer
 
-    def cancel(self, answer: Answer) -> float:
+    def cancel(self, answer: TimedAnswer) -> float:
         """Ask for the end of a request; the moment just before."""
         begin_s = time.monotonic()
         self._connection.send(Cancel(answer.request_id))
@@ -100,7 +100,7 @@ class RequestClient:
             if isinstance(event, Tokens):
                 answer.text += event.text
 
-    def ask(self, prompt_ids: Sequence[int], **options: Any) -> Answer:
+    def ask(self, prompt_ids: Sequence[int], **options: Any) -> TimedAnswer:
         """A whole answer. Raises KogError if it does not go well."""
         answer = self.send(prompt_ids, **options)
         self.follow(lambda: answer.end is not None)

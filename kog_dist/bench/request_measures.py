@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kog_dist.bench.report import percentile
-from kog_dist.bench.request_client import Answer, RequestClient
+from kog_dist.bench.request_client import RequestClient, TimedAnswer
 from kog_dist.bench.request_stages import steps_ms
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import ConfigError, RequestFailed
@@ -97,7 +97,7 @@ class Measures:
         return [*found, self._first_token_behind_kept()] if self._workload.kept else found
 
     def _first_token(self, length: int) -> dict[str, Any]:
-        def ask() -> Answer:
+        def ask() -> TimedAnswer:
             return self._client.ask(self._ids(length), max_tokens=FIRST_OF, reuse_kv=False)
 
         return _ttft([ask() for _ in self._repeats()], self._after_pauses(ask), {"prompt": length})
@@ -106,7 +106,7 @@ class Measures:
         kept, new = self._workload.kept, self._workload.new
         beginning, answers = self._ids(kept), []
 
-        def ask() -> Answer:
+        def ask() -> TimedAnswer:
             return self._client.ask([*beginning, *self._ids(new)], max_tokens=FIRST_OF)
 
         for _ in self._repeats():
@@ -115,7 +115,7 @@ class Measures:
         rested = self._after_pauses(ask, before=lambda: self._client.ask(beginning, max_tokens=1))
         return _ttft(answers, rested, {"prompt": kept + new, "kept": kept, "new": new})
 
-    def _after_pauses(self, ask: Callable[[], Answer], before: Callable[[], object] = lambda: None) -> list[Answer]:
+    def _after_pauses(self, ask: Callable[[], TimedAnswer], before: Callable[[], object] = lambda: None) -> list[TimedAnswer]:
         """Answers of an engine that had nothing to do for a while: then its cores and its GPU are not awake."""
         answers = []
         for _ in range(min(self._workload.repeats, RESTED_REPEATS)):
@@ -137,7 +137,7 @@ class Measures:
         Each round begins with the next kind: the first answer after a pause, or the one that finds a card warm, is another's.
         """
         prompt, kinds = self._ids(self._workload.context), deque(KINDS.items())
-        answers: dict[str, list[Answer]] = {name: [] for name in KINDS}
+        answers: dict[str, list[TimedAnswer]] = {name: [] for name in KINDS}
         for _ in self._repeats(KINDS_BUDGET_S):
             for name, options in kinds:
                 answers[name].append(self._client.ask(prompt, max_tokens=self._workload.tokens, **options))
@@ -174,7 +174,7 @@ class Measures:
         alone = [self._client.ask(self._ids(_SHORT_PROMPT), max_tokens=FIRST_OF).ttft_ms for _ in self._repeats()]
         return [_cancelled(name, times, statistics.median(alone)) for name, times in found.items()]
 
-    def _cancel(self, answer: Answer) -> list[tuple[float, float]]:
+    def _cancel(self, answer: TimedAnswer) -> list[tuple[float, float]]:
         """Milliseconds to the end of the request, and to the first token of one that was sent at once; empty: it ended before."""
         begin_s = self._client.cancel(answer)
         following = self._client.send(self._ids(_SHORT_PROMPT), max_tokens=FIRST_OF)
@@ -214,7 +214,7 @@ class Measures:
         }  # fmt: skip
 
 
-def _ttft(answers: Sequence[Answer], rested: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
+def _ttft(answers: Sequence[TimedAnswer], rested: Sequence[TimedAnswer], about: dict[str, Any]) -> dict[str, Any]:
     """`ms`: before the request is sent to the first token in the client. `engine_ms`: what the engine itself says.
 
     `rested_ms`: of answers that came after a pause.
@@ -229,7 +229,7 @@ def _ttft(answers: Sequence[Answer], rested: Sequence[Answer], about: dict[str, 
     }  # fmt: skip
 
 
-def _speed(answers: Sequence[Answer], about: dict[str, Any]) -> dict[str, Any]:
+def _speed(answers: Sequence[TimedAnswer], about: dict[str, Any]) -> dict[str, Any]:
     """Microseconds per token by the engine's stamps: `us` the median of the answers, `best_us`. Rates: also at the client."""
     rates = [answer.done.tokens_per_s or 0.0 for answer in answers]
     times_us = [1e6 / rate for rate in rates if rate]

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kog_dist.bench.request_client import Answer
+from kog_dist.bench.request_client import TimedAnswer
 from kog_dist.stages import STAGES
 
 STEPS = ("received", *STAGES, "in the client")
 
 
-def steps_ms(answers: Sequence[Answer]) -> dict[str, float]:
+def steps_ms(answers: Sequence[TimedAnswer]) -> dict[str, float]:
     """Medians of the milliseconds that led to each of STEPS, from the stage before; without those that no answer had.
 
     Needs a client on the engine's machine: both clocks must be one.
@@ -21,7 +21,7 @@ def steps_ms(answers: Sequence[Answer]) -> dict[str, float]:
     return {name: statistics.median(found) for name in STEPS if (found := [steps[name] for steps in each if name in steps])}
 
 
-def _steps_ms(answer: Answer) -> dict[str, float]:
+def _steps_ms(answer: TimedAnswer) -> dict[str, float]:
     done = answer.done
     if done.received_s is None or not done.stages_s:
         return {}

@@ -17,7 +17,7 @@ from kog_dist.bench.report import finish, machine
 from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import OpShape
-from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 _TOKENS = 2  # the second one is steady: its weights ran ahead during the first
@@ -87,7 +87,7 @@ class _Simulation:
         """Simulate a token; when its last product was finished."""
         costs, lanes = self.costs, range(self.shape.num_lanes)
         ready = dict.fromkeys(lanes, self.begin_us)  # of each lane's next input
-        partial: dict[tuple[Block, int], float] = {}  # when all own lanes had finished a block's output
+        partial: dict[tuple[Sublayer, int], float] = {}  # when all own lanes had finished a block's output
         finished = self.begin_us
         for work in tape:
             product = work.product
@@ -100,14 +100,19 @@ class _Simulation:
             elif product.phase is Phase.GATE_UP:
                 ready[product.lane] = finished + costs.hop_us
             else:
-                block = Block.ATTENTION if product.phase is Phase.OUT else Block.MLP
+                block = Sublayer.ATTENTION if product.phase is Phase.OUT else Sublayer.MLP
                 self._residual(block, product, finished, ready, partial)
         self.begin_us = finished + max(costs.hop_us, self.exchange_us) + costs.token_end_us
         self.begin_us += costs.peers_us if self.exchange_us else 0.0
         return finished
 
     def _residual(
-        self, block: Block, product: Product, finished: float, ready: dict[int, float], partial: dict[tuple[Block, int], float]
+        self,
+        block: Sublayer,
+        product: Product,
+        finished: float,
+        ready: dict[int, float],
+        partial: dict[tuple[Sublayer, int], float],
     ) -> None:
         layer, spec = product.layer, self.spec
         partial[block, layer] = max(finished, partial.get((block, layer), 0.0))

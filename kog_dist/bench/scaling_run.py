@@ -51,7 +51,7 @@ _TRACED_CONTEXT = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalingPlan:
     """What is measured on every number of GPUs."""
 
     spec: str
@@ -143,7 +143,7 @@ def _trace(context: RankContext, shape: KernelShape, folder: Path) -> dict[str, 
 
 
 # ---- the benchmark ----
-def run(plan: Plan, gpu_counts: Sequence[int]) -> bool:
+def run(plan: ScalingPlan, gpu_counts: Sequence[int]) -> bool:
     """Measure and print a table; the last line is one JSON object. False: bits or tokens differ, or a number of GPUs failed."""
     require_gpus(max(gpu_counts))
     before, figures = machine(), list[dict[str, Any]]()
@@ -177,7 +177,7 @@ def run(plan: Plan, gpu_counts: Sequence[int]) -> bool:
 
 
 def _figure(
-    plan: Plan, count: int, context: int, ranks: Sequence[Mapping[str, Any]], reference: dict[str, list[str]]
+    plan: ScalingPlan, count: int, context: int, ranks: Sequence[Mapping[str, Any]], reference: dict[str, list[str]]
 ) -> dict[str, Any]:
     """One number of GPUs at one context, printed. The first one's bits become `reference`."""
     at = str(context)
@@ -198,7 +198,7 @@ def _figure(
     return figure
 
 
-def _exposed_figure(plan: Plan, count: int, context: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+def _exposed_figure(plan: ScalingPlan, count: int, context: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
     """What the delayed sums cost, printed: the median of the rounds' differences."""
     exposed = percentile([with_sums - without for with_sums, without in rounds], 0.5)
     print(
@@ -209,7 +209,7 @@ def _exposed_figure(plan: Plan, count: int, context: int, rounds: Sequence[Seque
     return {"gpus": count, "at": context, "exposed_us": round(exposed, 2), "rounds_us": [list(pair) for pair in rounds]}
 
 
-def _long_figure(plan: Plan, count: int, ranks: Sequence[Mapping[str, Any]], reference: Sequence[int]) -> dict[str, Any]:
+def _long_figure(plan: ScalingPlan, count: int, ranks: Sequence[Mapping[str, Any]], reference: Sequence[int]) -> dict[str, Any]:
     """One launch to the end of the context, printed: speed by context, and whether its tokens are those of `reference`."""
     differs_at = first_difference([rank["tokens"] for rank in ranks], reference)
     times = {int(at): us for at, us in ranks[0]["us"].items()}
@@ -222,7 +222,7 @@ def _long_figure(plan: Plan, count: int, ranks: Sequence[Mapping[str, Any]], ref
     }  # fmt: skip
 
 
-def _build_figures(plan: Plan, count: int, context: int, ranks: Sequence[Any]) -> list[dict[str, Any]]:
+def _build_figures(plan: ScalingPlan, count: int, context: int, ranks: Sequence[Any]) -> list[dict[str, Any]]:
     """Every build beside the kernel as it is, printed: medians of the rounds of rank 0, and whether any rank had other bits."""
     rounds = ranks[0][0]
     figures = []
@@ -239,7 +239,7 @@ def _build_figures(plan: Plan, count: int, context: int, ranks: Sequence[Any]) -
     return figures
 
 
-def _wanted(plan: Plan, limit: float | None) -> str:
+def _wanted(plan: ScalingPlan, limit: float | None) -> str:
     return "" if limit is None or plan.spec != "2b" else f" (wanted {limit:g})"
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kog_dist.bench.report import commit, machine
-from kog_dist.bench.serve_answers import Answer, answer_of
-from kog_dist.bench.serve_client import Exchange, LoadClient
+from kog_dist.bench.serve_answers import RequestRecord, answer_of
+from kog_dist.bench.serve_client import LoadClient, SentRequest
 from kog_dist.bench.serve_figures import DETAILS, METRICS, figures_of
 from kog_dist.bench.serve_prompts import Prompt
 from kog_dist.chat.wire import ServiceUrl, error_text
@@ -91,7 +91,7 @@ class _Load:
     """What came of a run; exchanges are in the order of the prompts."""
 
     model: str
-    exchanges: list[Exchange]
+    exchanges: list[SentRequest]
     begin_ns: int
     end_ns: int
     cpu_s: float  # of this process, meanwhile
@@ -134,7 +134,7 @@ async def _model_of(client: LoadClient, settings: ServeSettings) -> str:
 
 async def _load(
     client: LoadClient, path: str, bodies: Sequence[dict[str, Any]], settings: ServeSettings, begin_ns: int
-) -> list[Exchange]:
+) -> list[SentRequest]:
     """Send every body when it is due: Poisson arrivals of a seed, or as soon as there is room."""
     room: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
     if settings.max_concurrency is not None:
@@ -142,7 +142,7 @@ async def _load(
     arrivals_s = arrival_times(len(bodies), settings.request_rate, settings.seed)
     num_done = 0
 
-    async def one(body: dict[str, Any], arrival_s: float | None) -> Exchange:
+    async def one(body: dict[str, Any], arrival_s: float | None) -> SentRequest:
         nonlocal num_done
         if arrival_s is not None:
             await asyncio.sleep(arrival_s - (time.monotonic_ns() - begin_ns) / 1e9)
@@ -180,7 +180,7 @@ async def _show_progress(show: Callable[[str], None], num_done: Callable[[], int
         await asyncio.sleep(_SHOW_EVERY_S)
 
 
-def _result(settings: ServeSettings, load: _Load, answers: Sequence[Answer], before: dict[str, Any]) -> dict[str, Any]:
+def _result(settings: ServeSettings, load: _Load, answers: Sequence[RequestRecord], before: dict[str, Any]) -> dict[str, Any]:
     duration_s = (load.end_ns - load.begin_ns) / 1e9
     num_chunks = sum(len(exchange.stamps_ns) for exchange in load.exchanges)
     busy_us = sum(exchange.busy_ns for exchange in load.exchanges) / 1e3

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from kog_dist.bench.serve_client import Exchange
+from kog_dist.bench.serve_client import SentRequest
 from kog_dist.chat.wire import error_text
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestRecord:
     """One request as it is reported. Seconds count from its sending; `error` is empty if it was answered."""
 
     input_tokens: int
@@ -43,9 +43,9 @@ class Answer:
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
-def answer_of(exchange: Exchange, num_words: int) -> Answer:
+def answer_of(exchange: SentRequest, num_words: int) -> RequestRecord:
     """Read an exchange. `num_words` stands for the prompt's tokens if the server does not count them."""
-    answer = Answer(num_words, started_ns=exchange.sent_ns, queue_s=(exchange.sent_ns - exchange.wanted_ns) / 1e9)
+    answer = RequestRecord(num_words, started_ns=exchange.sent_ns, queue_s=(exchange.sent_ns - exchange.wanted_ns) / 1e9)
     answer.error = exchange.error
     if not answer.error and exchange.response.status != 200:
         answer.error = error_text(exchange.response.status, exchange.plain or b"".join(exchange.payloads[:1]))
@@ -55,11 +55,13 @@ def answer_of(exchange: Exchange, num_words: int) -> Answer:
         except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
             answer.error = f"the server sent a chunk that is not OpenAI's: {type(error).__name__} {error}"[:300]
     if answer.error:
-        return Answer(num_words, started_ns=answer.started_ns, queue_s=answer.queue_s, text=answer.text, error=answer.error)
+        return RequestRecord(
+            num_words, started_ns=answer.started_ns, queue_s=answer.queue_s, text=answer.text, error=answer.error
+        )
     return answer
 
 
-def _read_chunks(exchange: Exchange, answer: Answer) -> None:
+def _read_chunks(exchange: SentRequest, answer: RequestRecord) -> None:
     pieces: list[str] = []
     usage: dict[str, Any] | None = None
     is_finished = False
@@ -97,7 +99,7 @@ def _content(choice: dict[str, Any]) -> tuple[str, bool]:
     return text, bool(text or delta.get("tool_calls"))
 
 
-def _flaw(exchange: Exchange, answer: Answer, *, is_finished: bool) -> str:
+def _flaw(exchange: SentRequest, answer: RequestRecord, *, is_finished: bool) -> str:
     if not exchange.payloads:
         kind = exchange.response.fields.get("content-type", "no type")
         return f"the server did not stream: it sent {kind} and no event"
@@ -106,7 +108,7 @@ def _flaw(exchange: Exchange, answer: Answer, *, is_finished: bool) -> str:
     return "" if is_finished else "the stream ended without a finish reason: it was cut off"
 
 
-def _count(answer: Answer, usage: dict[str, Any] | None) -> None:
+def _count(answer: RequestRecord, usage: dict[str, Any] | None) -> None:
     output_tokens = (usage or {}).get("completion_tokens")
     if usage is None or not isinstance(output_tokens, int):
         answer.output_tokens, answer.counts_from = len(answer.stamps_s), "chunks"

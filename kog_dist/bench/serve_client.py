@@ -1,7 +1,7 @@
 """The client of `kog-bench serve`: asyncio connections that note when bytes came, and leave their meaning for later.
 
 Between the reception of bytes and their moment there is nothing but the event loop; JSON is read when the run is over. What the
-client costs all the same is measured: `Exchange.busy_ns` is the time spent on what was received.
+client costs all the same is measured: `SentRequest.busy_ns` is the time spent on what was received.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_PLAIN_BYTES: Final = 1 << 20  # of an answer that is no event stream
 
 
 @dataclass(slots=True)
-class Exchange:
+class SentRequest:
     """A request and what came back. Moments are nanoseconds of CLOCK_MONOTONIC; `stamps_ns` has one for each payload."""
 
     wanted_ns: int = 0  # when it was to be sent
@@ -42,7 +42,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_open = False
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: SentRequest | None = None
         self._events = EventParser()
         self._ended: asyncio.Future[None] | None = None
         self._lost = asyncio.Event()
@@ -56,7 +56,7 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.is_open = transport, True
 
-    async def run(self, request: bytes, exchange: Exchange) -> None:
+    async def run(self, request: bytes, exchange: SentRequest) -> None:
         """Send a request; returns when its answer is complete or the connection is lost."""
         assert self._transport is not None, "the connection was made"
         self._exchange, self._events, self._ended = exchange, EventParser(), asyncio.get_running_loop().create_future()
@@ -118,7 +118,7 @@ class _Connection(asyncio.Protocol):
             assert self._transport is not None, "it was open"
             self._transport.abort()
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: SentRequest) -> None:
         exchange.ended_ns = time.monotonic_ns()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
@@ -134,18 +134,18 @@ class LoadClient:
         self._all: set[_Connection] = set()
         self._tls = ssl.create_default_context() if url.is_tls else None
 
-    async def get(self, path: str, timeout_s: float) -> Exchange:
+    async def get(self, path: str, timeout_s: float) -> SentRequest:
         """A GET. Raises LaunchError if nobody answers at all."""
         return await self._ask(request_bytes(self.url, "GET", path, api_key=self._api_key), timeout_s, must_connect=True)
 
-    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Exchange:
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> SentRequest:
         """A POST of JSON. Whatever goes wrong is in the exchange."""
         return await self._ask(request_bytes(self.url, "POST", path, body=body, api_key=self._api_key), timeout_s)
 
-    async def _ask(self, request: bytes, timeout_s: float, *, must_connect: bool = False) -> Exchange:
+    async def _ask(self, request: bytes, timeout_s: float, *, must_connect: bool = False) -> SentRequest:
         began_ns = time.monotonic_ns()
         while True:
-            exchange, connection, is_fresh = Exchange(wanted_ns=began_ns, sent_ns=began_ns), None, False
+            exchange, connection, is_fresh = SentRequest(wanted_ns=began_ns, sent_ns=began_ns), None, False
             try:
                 async with asyncio.timeout(timeout_s):
                     connection, is_fresh = await self._connection()

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kog_dist.bench.serve_answers import Answer
+from kog_dist.bench.serve_answers import RequestRecord
 
 METRICS: Final = {
     "ttft": "time to first token",
@@ -30,7 +30,7 @@ DETAILS: Final = (  # one entry for each request
 )  # fmt: skip
 
 
-def figures_of(answers: Sequence[Answer], duration_s: float, begin_ns: int) -> dict[str, Any]:
+def figures_of(answers: Sequence[RequestRecord], duration_s: float, begin_ns: int) -> dict[str, Any]:
     """Everything that is derived from the answers. `start_times` are seconds after `begin_ns`, `stamps` after each start."""
     good = [answer for answer in answers if not answer.error]
     total_input, total_output = sum(a.input_tokens for a in good), sum(a.output_tokens for a in good)
@@ -54,7 +54,7 @@ def figures_of(answers: Sequence[Answer], duration_s: float, begin_ns: int) -> d
     return figures | _own_figures(good) | _details(answers, begin_ns)
 
 
-def samples_of(good: Sequence[Answer]) -> dict[str, list[float]]:
+def samples_of(good: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """Milliseconds of each metric."""
     return {
         "ttft": [answer.ttft_s * 1e3 for answer in good],
@@ -73,7 +73,7 @@ def _summary(name: str, values_ms: Sequence[float]) -> dict[str, float]:
     return {f"{kind}_{name}_ms": float(value) for kind, value in found.items()}
 
 
-def _own_figures(good: Sequence[Answer]) -> dict[str, Any]:
+def _own_figures(good: Sequence[RequestRecord]) -> dict[str, Any]:
     """What vLLM does not report: how fast one reader saw tokens, and how the tokens were counted."""
     import numpy as np
 
@@ -87,7 +87,7 @@ def _own_figures(good: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def _details(answers: Sequence[Answer], begin_ns: int) -> dict[str, Any]:
+def _details(answers: Sequence[RequestRecord], begin_ns: int) -> dict[str, Any]:
     return {
         "input_lens": [answer.input_tokens for answer in answers],
         "output_lens": [answer.output_tokens for answer in answers],
@@ -103,7 +103,7 @@ def _details(answers: Sequence[Answer], begin_ns: int) -> dict[str, Any]:
     }
 
 
-def _peaks(good: Sequence[Answer], begin_ns: int) -> tuple[float, int]:
+def _peaks(good: Sequence[RequestRecord], begin_ns: int) -> tuple[float, int]:
     """Most output tokens in one of the seconds since the beginning, and most requests under way at a moment."""
     tokens: dict[int, float] = {}
     changes: list[tuple[float, int]] = []

@@ -18,7 +18,7 @@ from kog_dist.bench.report import finish, machine
 from kog_dist.bench.session import EngineSession, TimedOut, engine_session, until
 from kog_dist.bench.soak_client import Record, SoakClient
 from kog_dist.bench.soak_replay import compare, compare_rounded, replay_of
-from kog_dist.bench.soak_requests import Planned, RequestMix
+from kog_dist.bench.soak_requests import RequestMix, SoakRequest
 from kog_dist.bench.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.hardware.visible import visible_gpus
@@ -164,7 +164,7 @@ def _ask_all(access: Access, checker: Checker, num_requests: int, num_clients: i
     records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
     lock, num_left = threading.Lock(), num_requests
 
-    def take() -> list[Planned]:
+    def take() -> list[SoakRequest]:
         nonlocal num_left
         with lock:
             count = min(num_left, 1 + num_left % _MOST_AT_ONCE)

@@ -6,10 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kog_dist.bench.soak_requests import Fate, Planned
+from kog_dist.bench.soak_requests import Fate, SoakRequest
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.connection import Connection
-from kog_dist.rpc.messages import Accepted, Alive, Cancel, Done, Error, ErrorCode, FinishReason, Prefill, StatusReport, Tokens
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    Cancel,
+    Done,
+    Error,
+    ErrorCode,
+    FinishReason,
+    PrefillProgress,
+    StatusReport,
+    Tokens,
+)
 from kog_dist.rpc.transport import Access
 
 SILENCE_S = 30.0  # the engine speaks about every 250 ms; more is a stuck queue
@@ -20,7 +31,7 @@ _CONNECT_S = 20.0
 class Record:
     """What a client was told of one request. `end` is None for a client that vanished."""
 
-    planned: Planned
+    planned: SoakRequest
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     digests: list[str] = field(default_factory=list)
@@ -37,7 +48,7 @@ class Record:
         """Whether the answer came to its own end."""
         return isinstance(self.end, Done) and self.end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
-    def take(self, event: Accepted | Alive | Prefill | Tokens | Done | Error) -> None:
+    def take(self, event: Accepted | Alive | PrefillProgress | Tokens | Done | Error) -> None:
         """Note an event; what must not be is noted as a finding."""
         if self.end is not None:
             raced = self.has_acted and isinstance(event, Error) and event.code is ErrorCode.UNKNOWN_REQUEST
@@ -56,7 +67,7 @@ class Record:
             self.top += zip(event.top_ids, event.top_logprobs, strict=True)
         elif isinstance(event, Accepted) and self.is_accepted:
             self._find("accepted twice")
-        if not self.is_accepted and isinstance(event, Prefill | Tokens | Done):
+        if not self.is_accepted and isinstance(event, PrefillProgress | Tokens | Done):
             self._find(f"{type(event).__name__} before it was accepted")
         self.is_accepted = self.is_accepted or isinstance(event, Accepted)
         self.num_places += isinstance(event, Accepted | Alive)
@@ -96,7 +107,7 @@ class SoakClient:
         connection.wait_connected(time.monotonic() + _CONNECT_S, patient=False)
         return connection
 
-    def ask(self, requests: Sequence[Planned]) -> list[Record]:
+    def ask(self, requests: Sequence[SoakRequest]) -> list[Record]:
         """Send requests all at once and follow them to their ends. Never raises for what an engine does: that is a finding."""
         records = {planned.message.request_id: Record(planned) for planned in requests}
         for planned in requests:
@@ -116,7 +127,7 @@ class SoakClient:
             if event is None:
                 raise RequestFailed("stuck", f"the engine has said nothing for {SILENCE_S:g} s")
             silent_at_s = time.monotonic() + SILENCE_S
-            if isinstance(event, Accepted | Alive | Prefill | Tokens | Done | Error) and event.request_id in records:
+            if isinstance(event, Accepted | Alive | PrefillProgress | Tokens | Done | Error) and event.request_id in records:
                 record = records[str(event.request_id)]
                 record.take(event)
                 if self._acts_now(record):

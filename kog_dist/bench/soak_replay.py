@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from kog_dist.bench.soak_client import Record, SoakClient
-from kog_dist.bench.soak_requests import Fate, Planned
+from kog_dist.bench.soak_requests import Fate, SoakRequest
 from kog_dist.rpc.messages import Done, Generate
 
 TIE = 0.02  # difference of log-probabilities that roundings can turn over: logits have a standard deviation of 1
@@ -19,7 +19,7 @@ def replay_of(record: Record, replayer: SoakClient) -> Record:
 
 
 def _ask(replayer: SoakClient, message: Generate) -> Record:
-    (replay,) = replayer.ask([Planned(replace(message, deadline_s=None, reuse_kv=False), Fate.COMPLETE)])
+    (replay,) = replayer.ask([SoakRequest(replace(message, deadline_s=None, reuse_kv=False), Fate.COMPLETE)])
     return replay
 
 

@@ -35,7 +35,7 @@ class Fate(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class SoakRequest:
     """A request. Its client acts once it has `after` tokens; `code`: how it must be refused."""
 
     message: Generate
@@ -61,7 +61,7 @@ class RequestMix:
         if len(sequence) <= self._spec.max_context - 2 * _MOST_TOKENS:
             self._sequences.append(sequence)
 
-    def next(self) -> Planned:
+    def next(self) -> SoakRequest:
         """The next request."""
         chance = self._chance
         self._number += 1
@@ -84,7 +84,7 @@ class RequestMix:
         fields |= self._prompt()
         if not self.kept_is_exact:
             fields["reuse_kv"] = fields["temperature"] == 0 and "prompt_ids" in fields and set(fields) <= _PLAIN
-        return Planned(Generate(request_id, **fields), fate, after=chance.choice((0, 0, 1, 2, 5, 12)))
+        return SoakRequest(Generate(request_id, **fields), fate, after=chance.choice((0, 0, 1, 2, 5, 12)))
 
     def _prompt(self) -> dict[str, Any]:
         chance, kind = self._chance, self._chance.random()
@@ -114,7 +114,7 @@ class RequestMix:
             fields |= {"logit_bias": ((5, 3.0), (EOS_ID, -2.0))}
         return {"sampling": SamplingParams(**fields)}
 
-    def _bad(self, request_id: str) -> Planned:
+    def _bad(self, request_id: str) -> SoakRequest:
         """A request that must be refused before a rank sees it."""
         spec, ids = self._spec, self._ids(4)
         choices: list[tuple[dict[str, Any], ErrorCode]] = [
@@ -127,7 +127,7 @@ class RequestMix:
             ({"prompt": "x" * 12 * spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),  # read beside the loop
         ]
         fields, code = self._chance.choice(choices)
-        return Planned(Generate(request_id, **fields), Fate.REFUSED, code=code)
+        return SoakRequest(Generate(request_id, **fields), Fate.REFUSED, code=code)
 
     def _ids(self, count: int) -> tuple[int, ...]:
         return tuple(self._chance.choices(range(EOS_ID), k=count))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.bench.report import percentile
 from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
-from kog_dist.model.spec import Block, HeadType, ModelSpec
+from kog_dist.model.spec import HeadType, ModelSpec, Sublayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class TorchDecoder:
         self.final_norm = tensors(norm_name(spec, "model.norm"))
         self.layers = [self._layer(tensors, layer_prefix(i)) for i in range(spec.num_layers)]
         self.modes = [
-            spec.reduce_mode(i, block).value for i in range(spec.num_layers) for block in Block
+            spec.reduce_mode(i, block).value for i in range(spec.num_layers) for block in Sublayer
         ]  # by block of the stack
         device, dtype = self.embedding.device, self.embedding.dtype
         cos, sin = rope_table(spec, spec.max_context)

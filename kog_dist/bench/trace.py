@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.bench.report import percentile
-from kog_dist.model.spec import Block, ReduceMode
+from kog_dist.model.spec import ReduceMode, Sublayer
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import STAMP_KINDS
 
@@ -70,7 +70,7 @@ class Trace:
             return [("attended", self._index["qkv", layer, lane])]
         if phase == "down":
             return [("published", self._index["gate_up", layer, lane])]
-        block = Block.ATTENTION if phase == "gate_up" else Block.MLP
+        block = Sublayer.ATTENTION if phase == "gate_up" else Sublayer.MLP
         layer = layer if phase == "gate_up" else layer - 1
         if layer < 0:
             return []

@@ -38,7 +38,7 @@ def chat(
     """Talk to a running service. Ctrl-C ends an answer, Ctrl-D ends it all. Exit codes: 0, 2 usage, 3 no service, 4 failed."""
     from kog_dist.chat.conversation import Conversation, Settings
     from kog_dist.chat.screen import Screen
-    from kog_dist.chat.service import Service
+    from kog_dist.chat.service import ChatService
     from kog_dist.chat.session import ChatSession, piped_prompt
     from kog_dist.chat.wire import ServiceUrl
 
@@ -51,7 +51,7 @@ def chat(
         settings.change(name, "" if value is None else str(value))
     is_alone = prompt is not None or not (sys.stdin is not None and sys.stdin.isatty())
     asked = prompt if prompt is not None else piped_prompt() if is_alone else ""
-    service = Service(ServiceUrl.parse(url or _found_url(instance)), _key(api_key, api_key_file), silence_s=timeout)
+    service = ChatService(ServiceUrl.parse(url or _found_url(instance)), _key(api_key, api_key_file), silence_s=timeout)
     facts = service.facts(model)
     conversation = Conversation(facts.model, settings, system, completion or not facts.has_chat)
     session = ChatSession(service, facts, conversation, Screen())

@@ -41,7 +41,7 @@ class ServiceFacts:
     state: str | None = None
 
 
-class Service:
+class ChatService:
     """Where the service is, and the key for it."""
 
     def __init__(self, url: ServiceUrl, api_key: str = "", *, silence_s: float = 120.0) -> None:

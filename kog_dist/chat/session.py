@@ -12,7 +12,7 @@ from typing import Final
 
 from kog_dist.chat.conversation import Conversation
 from kog_dist.chat.screen import Meter, Screen, now, summary
-from kog_dist.chat.service import Service, ServiceFacts
+from kog_dist.chat.service import ChatService, ServiceFacts
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.rpc.output import OutputError, not_written, silence
 
@@ -22,7 +22,7 @@ _PROMPT: Final = "> "
 
 
 @dataclass
-class Answer:
+class ChatTurn:
     """What came of one question."""
 
     text: str
@@ -48,13 +48,13 @@ def url_of_instance(instance: str, http_name: str = "http.json") -> str | None:
 class ChatSession:
     """One service, one conversation, one screen."""
 
-    def __init__(self, service: Service, facts: ServiceFacts, conversation: Conversation, screen: Screen) -> None:
+    def __init__(self, service: ChatService, facts: ServiceFacts, conversation: Conversation, screen: Screen) -> None:
         self._service, self._facts, self._conversation, self._screen = service, facts, conversation, screen
 
-    def ask(self, prompt: str, *, shows_rate: bool = True) -> Answer:
+    def ask(self, prompt: str, *, shows_rate: bool = True) -> ChatTurn:
         """Send a question and show the answer as it comes. Ctrl-C ends the answer: its connection closes, the engine stops."""
         path, body = self._conversation.request(prompt, counts_tokens=self._facts.num_ranks is not None)
-        answer, screen = Answer("", Meter(now())), self._screen
+        answer, screen = ChatTurn("", Meter(now())), self._screen
         parts: list[str] = []
         try:
             with screen.answer(), closing(self._service.stream(path, body)) as pieces:

@@ -56,7 +56,7 @@ def version(major: int) -> int:
     return int(read())
 
 
-class Product:
+class GemmProblem:
     """`count` products y = x w^T, with what cuBLASLt knows of algorithms for them, the one that it expects most of first.
 
     x (M, K) and w (N, K) are binary16, y (M, N) binary16 or float32; sums are float32, each by one thread block to its end.

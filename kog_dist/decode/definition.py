@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 from kog_dist.decode.steps import NONE, Kind, Site, Value
-from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 
 Term = int
 
@@ -53,8 +53,8 @@ class Definition:
         known.update({Value(Kind.STREAM, 0, lane): h[lane] for lane in lanes})
         partials: dict[tuple[int, int], list[Term]] = {}
         for layer in range(spec.num_layers):
-            for block in Block:
-                if block is Block.ATTENTION:
+            for block in Sublayer:
+                if block is Sublayer.ATTENTION:
                     outputs = [self._attention(known, before, layer, lane, h[lane]) for lane in lanes]
                 else:
                     outputs = [self._mlp(known, layer, lane, h[lane]) for lane in lanes]
@@ -79,7 +79,7 @@ class Definition:
         return partial
 
     def _reduce(
-        self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, block: Block, h: list[Term]
+        self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, block: Sublayer, h: list[Term]
     ) -> list[Term]:
         """The streams after one block (LANEFORMER's three cases)."""
         spec, term = self.spec, self.term
@@ -96,7 +96,7 @@ class Definition:
         known.update({Value(Kind.STREAM, 2 * layer + block + 1, lane): after[lane] for lane in range(spec.num_lanes)})
         return after
 
-    def _total(self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, block: Block) -> Term:
+    def _total(self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, block: Sublayer) -> Term:
         total = self.tree(partials[block, layer])
         known[Value(Kind.TOTAL, layer, NONE, block)] = total
         return total

@@ -22,7 +22,7 @@ Run = Callable[[], None]
 Row = NDArray[np.float32]
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """What the interpreter needs of a communicator; `collectives.api.Communicator` has it."""
 
     rank: int
@@ -41,7 +41,7 @@ class Exchange(Protocol):
 class ExchangeCalls:
     """Makes the calls of the phases that publish or wait. On one rank nothing is exchanged and `comm` may be None."""
 
-    def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, comm: Exchange | None) -> None:
+    def __init__(self, find: Finder, weights: RankWeights, cursor: Cursor, comm: RankExchange | None) -> None:
         self.find, self.memory, self.weights = find, find.memory, weights
         self.plan, self.spec, self.cursor, self.comm = cursor.plan, cursor.plan.spec, cursor, comm
         self.tree = self.memory.empty(max(1, self.spec.num_lanes // 2), self.spec.hidden_size)

@@ -30,11 +30,11 @@ class Post(NamedTuple):
     content: tuple[Term, ...]
     peers: tuple[int, ...]
     clock: tuple[int, ...]
-    origin: tuple[RankState, int, Step]
+    origin: tuple[SimulatedRank, int, Step]
 
 
 @dataclass
-class RankState:
+class SimulatedRank:
     """One rank of the simulated engine."""
 
     part: RankPlan
@@ -56,7 +56,7 @@ class Flow:
         self._places: dict[Value, tuple[int, ...]] = {}
         self.posts: dict[tuple[str, int, int], Post] = {}  # by mailbox, epoch and writer
         self.reads: dict[tuple[str, int, int], dict[int, int]] = {}  # reader -> its clock at its last read
-        self.ranks = [RankState(part, _events(part), [0] * plan.world_size) for part in plan.ranks]
+        self.ranks = [SimulatedRank(part, _events(part), [0] * plan.world_size) for part in plan.ranks]
 
     def run(self) -> list[str]:
         """Run all tokens on all ranks; the findings."""
@@ -85,7 +85,7 @@ class Flow:
             self.findings.append(text)
 
     # ---- one rank ----
-    def _advance(self, state: RankState) -> bool:
+    def _advance(self, state: SimulatedRank) -> bool:
         """Run steps of one rank until it must wait; whether it got any further."""
         moved = False
         while not self.findings:
@@ -106,14 +106,14 @@ class Flow:
             moved = True
         return moved
 
-    def _where(self, state: RankState, token: int, step: Step) -> str:
+    def _where(self, state: SimulatedRank, token: int, step: Step) -> str:
         names = [f"layer {step.layer}" if step.layer != NONE else "", f"lane {step.lane}" if step.lane != NONE else ""]
         site = Site(step.site).name.lower() if step.site in tuple(Site) else ""
         detail = " ".join(name for name in (site, *names) if name)
         at = f", token {token}" if token else ""
         return f"rank {state.part.rank}{at}, {step.phase.name}{' of ' + detail if detail else ''}"
 
-    def _start(self, state: RankState, token: int, step: Step) -> None:
+    def _start(self, state: SimulatedRank, token: int, step: Step) -> None:
         rank = state.part.rank
         state.clock[rank] += 1
         if step.publishes is None:
@@ -132,7 +132,7 @@ class Flow:
         self._check_length(state, token, step, message)
         self.posts[key] = Post(content, message.peers, tuple(state.clock), (state, token, step))
 
-    def _check_length(self, state: RankState, token: int, step: Step, message: Message) -> None:
+    def _check_length(self, state: SimulatedRank, token: int, step: Step, message: Message) -> None:
         spec, lanes = self.spec, self.spec.num_lanes // self.plan.world_size
         length = {
             Phase.SUM: spec.hidden_size,
@@ -145,13 +145,13 @@ class Flow:
             where = self._where(state, token, step)
             self._find(f"{where}: publishes {length} values into mailbox {message.mailbox}, which holds {room}")
 
-    def _arrived(self, state: RankState, token: int, message: Message) -> bool:
+    def _arrived(self, state: SimulatedRank, token: int, message: Message) -> bool:
         epoch, rank = self.plan.epoch(message, token), state.part.rank
         return all(
             (post := self.posts.get((message.mailbox, epoch, peer))) is not None and rank in post.peers for peer in message.peers
         )
 
-    def _inputs(self, state: RankState, token: int, step: Step) -> tuple[Term, ...] | None:
+    def _inputs(self, state: SimulatedRank, token: int, step: Step) -> tuple[Term, ...] | None:
         """Terms of what a step reads; None (and a finding) if a place does not hold what the plan says."""
         if step.phase is Phase.SAMPLE and TOKENS[token - 1] is When.ALWAYS:
             return (self.definition.term("no candidates"),) * len(step.reads)
@@ -165,7 +165,7 @@ class Flow:
             terms.append(held[2])
         return tuple(terms)
 
-    def _finish(self, state: RankState, token: int, step: Step) -> None:
+    def _finish(self, state: SimulatedRank, token: int, step: Step) -> None:
         inputs = self._inputs(state, token, step)
         if inputs is None:
             return
@@ -181,7 +181,7 @@ class Flow:
             for value in step.writes:
                 self._write(state, token, step, value, self._result(token, step, rows))
 
-    def _receive(self, state: RankState, token: int, step: Step, inputs: tuple[Term, ...]) -> tuple[Term, ...]:
+    def _receive(self, state: SimulatedRank, token: int, step: Step, inputs: tuple[Term, ...]) -> tuple[Term, ...]:
         """What a step works on: its inputs; with a wait, every rank's content in the order of ranks, its own included."""
         message, rank = step.waits, state.part.rank
         if message is None:
@@ -229,7 +229,7 @@ class Flow:
             case _:
                 return term("choice", *inputs)
 
-    def _write(self, state: RankState, token: int, step: Step, value: Value, term: Term) -> None:
+    def _write(self, state: SimulatedRank, token: int, step: Step, value: Value, term: Term) -> None:
         if (token, value) in state.written:
             self._find(f"{self._where(state, token, step)}: writes {value_name(value)} a second time")
         state.written.add((token, value))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.decode.cursor import Choose, Cursor
-from kog_dist.decode.exchange_calls import Exchange, ExchangeCalls
+from kog_dist.decode.exchange_calls import ExchangeCalls, RankExchange
 from kog_dist.decode.groups import Finder, Group, group_steps
 from kog_dist.decode.lane_calls import LaneCalls
 from kog_dist.decode.memory import Memory
@@ -95,7 +95,7 @@ class Interpreter:
         plan: Plan,
         rank: int,
         weights: RankWeights,
-        comm: Exchange | None,
+        comm: RankExchange | None,
         *,
         dtype: DTypeLike = np.float32,
         kv_dtype: str = "float32",
@@ -122,7 +122,7 @@ class Interpreter:
         self._tags: list[int] = []  # by cell: identity of the value that it holds; 0 = none of this token
 
     @staticmethod
-    def _check_options(plan: Plan, rank: int, comm: Exchange | None, dtype: np.dtype[Any], kv_dtype: str) -> None:
+    def _check_options(plan: Plan, rank: int, comm: RankExchange | None, dtype: np.dtype[Any], kv_dtype: str) -> None:
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_dtype {kv_dtype!r} is not supported; use one of {', '.join(KV_DTYPES)}")
         if kv_dtype == "float64" and dtype != np.float64:

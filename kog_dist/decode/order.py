@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kog_dist.decode.steps import Phase
-from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +78,5 @@ def _is_free(spec: ModelSpec, first_layer: int) -> bool:
     return all(
         spec.reduce_mode(layer, block) is not ReduceMode.BLOCKING
         for layer in range(first_layer, spec.num_layers)
-        for block in Block
+        for block in Sublayer
     )

@@ -7,9 +7,9 @@ from dataclasses import replace
 from kog_dist.abi import WaitRecord
 from kog_dist.decode.schedule import is_summed
 from kog_dist.decode.steps import NONE, Phase
-from kog_dist.model.spec import Block, ModelSpec
+from kog_dist.model.spec import ModelSpec, Sublayer
 
-_SUMMED = {Block.ATTENTION: Phase.OUT, Block.MLP: Phase.DOWN}  # the product whose outputs are summed over lanes
+_SUMMED = {Sublayer.ATTENTION: Phase.OUT, Sublayer.MLP: Phase.DOWN}  # the product whose outputs are summed over lanes
 _OTHERS = {
     "final": Phase.HEAD_INPUT, "streams": Phase.HEAD_INPUT, "logits": Phase.GATHER, "candidates": Phase.SAMPLE,
     "choices": Phase.SAMPLE, "reports": Phase.SAMPLE,

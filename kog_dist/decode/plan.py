@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kog_dist.decode.schedule import Scheduler
-from kog_dist.decode.steps import Mailbox, Message, RankPlan, Value, place
+from kog_dist.decode.steps import Message, PlannedMailbox, RankPlan, Value, place
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
 
@@ -26,11 +26,11 @@ class Plan:
     spec: ModelSpec
     world_size: int
     num_ctas: int
-    mailboxes: tuple[Mailbox, ...]
+    mailboxes: tuple[PlannedMailbox, ...]
     ranks: tuple[RankPlan, ...]
 
     @cached_property
-    def mailbox_by_name(self) -> dict[str, Mailbox]:
+    def mailbox_by_name(self) -> dict[str, PlannedMailbox]:
         """The mailboxes by name."""
         return {mailbox.name: mailbox for mailbox in self.mailboxes}
 

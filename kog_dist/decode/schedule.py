@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from kog_dist.decode.order import plain_order, product_order
-from kog_dist.decode.steps import NONE, Kind, Mailbox, Message, Phase, RankPlan, RowSplit, Site, Step, Value, When
-from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, RankPlan, RowSplit, Site, Step, Value, When
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 
 CANDIDATE_VALUES = 2  # a candidate travels as (value, token id)
 STOP_VALUES = 1  # after a rank's candidates: whether it wants the request to end; rank 0's counts
@@ -26,7 +26,7 @@ class Scheduler:
         self.steps: list[Step] = []
         self.written: set[Value] = set()  # partials and totals, by the steps so far
         self.sequence: dict[tuple[int, int], int] = {}  # of the message of (site, layer)
-        for block in Block:
+        for block in Sublayer:
             summed = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, block)]
             self.sequence |= {(block, layer): sequence for sequence, layer in enumerate(summed)}
 
@@ -41,7 +41,7 @@ class Scheduler:
         self._add_sampling()
         return RankPlan(self.rank, self.lanes, tuple(self.steps), row_splits(self.spec, self.lanes, self.num_ctas))
 
-    def mailboxes(self) -> tuple[Mailbox, ...]:
+    def mailboxes(self) -> tuple[PlannedMailbox, ...]:
         """What the ranks exchange; nothing if there is only one."""
         if self.world_size == 1:
             return ()
@@ -50,13 +50,13 @@ class Scheduler:
         for site in (Site.ATTENTION, Site.MLP):
             count = sum(key[0] == site for key in self.sequence)
             if count:  # one slot per layer: a slot is rewritten one token later
-                boxes.append(Mailbox(site.name.lower(), count, spec.hidden_size, count))
+                boxes.append(PlannedMailbox(site.name.lower(), count, spec.hidden_size, count))
         if spec.head_type is not HeadType.VOCAB_PARALLEL:
             lanes_in_row = num_lanes if spec.head_type is HeadType.LANE else 1
-            boxes.append(Mailbox("final", 1, spec.hidden_size * lanes_in_row, 1))
-        boxes.append(Mailbox("logits", 1, spec.vocab_slice(0)[1] * num_lanes, 1))
+            boxes.append(PlannedMailbox("final", 1, spec.hidden_size * lanes_in_row, 1))
+        boxes.append(PlannedMailbox("logits", 1, spec.vocab_slice(0)[1] * num_lanes, 1))
         # The one exchange that every token has. Two slots: nothing else keeps a fast rank from its next token's write.
-        boxes.append(Mailbox("candidates", 2, CANDIDATE_VALUES * num_lanes + STOP_VALUES, 1))
+        boxes.append(PlannedMailbox("candidates", 2, CANDIDATE_VALUES * num_lanes + STOP_VALUES, 1))
         return tuple(boxes)
 
     def _per_lane(
@@ -90,7 +90,7 @@ class Scheduler:
         """What follows the outputs of `lanes`: the own lanes' sum if anybody needs it and it is whole now, and the streams' next
         revision: of `lanes`, or of all lanes where the sum is blocking.
         """
-        spec, block, past = self.spec, Block(site), layer - self.spec.delay
+        spec, block, past = self.spec, Sublayer(site), layer - self.spec.delay
         mode = spec.reduce_mode(layer, block)
         own = [partial(site, layer, lane) for lane in self.lanes]
         self.written |= {partial(site, layer, lane) for lane in lanes}
@@ -204,7 +204,7 @@ def balanced(units: int, num_ctas: int, first_extra: int) -> list[tuple[int, int
     return rows
 
 
-def is_summed(spec: ModelSpec, layer: int, block: Block) -> bool:
+def is_summed(spec: ModelSpec, layer: int, block: Sublayer) -> bool:
     """Whether anybody needs the sum over lanes of this block's outputs, now or `delay` layers later."""
     return spec.reduce_mode(layer, block) is ReduceMode.BLOCKING or spec.feeds_layer(layer, block) is not None
 

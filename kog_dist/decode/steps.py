@@ -101,7 +101,7 @@ def place(value: Value, delay: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Mailbox:
+class PlannedMailbox:
     """A mailbox of the plan. Its epochs grow by `per_token` with each token; the slot is the epoch modulo `num_slots`.
 
     `length` is the number of float32 values that each rank writes.

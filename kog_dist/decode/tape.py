@@ -18,7 +18,7 @@ from kog_dist.decode.steps import WEIGHT_PHASES, Phase
 from kog_dist.model.weights import RankWeights
 
 
-class Segment(NamedTuple):
+class TapeSegment(NamedTuple):
     """Rows `first_row` .. `first_row + num_rows` of a lane's matrix; see `RowSplit` for what a row is."""
 
     phase: Phase
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
     num_rows: int
 
 
-def tape(plan: Plan, rank: int, cta: int) -> Iterator[Segment]:
+def tape(plan: Plan, rank: int, cta: int) -> Iterator[TapeSegment]:
     """The segments of one compute CTA in the order in which the rank's steps use them; empty ones are left out."""
     part = plan.ranks[rank]
     rows = {(split.phase, split.lane): split.rows[cta] for split in part.splits}
@@ -36,10 +36,10 @@ def tape(plan: Plan, rank: int, cta: int) -> Iterator[Segment]:
         if step.phase in WEIGHT_PHASES:
             first, count = rows[step.phase, step.lane]
             if count:
-                yield Segment(step.phase, step.layer, step.lane, first, count)
+                yield TapeSegment(step.phase, step.layer, step.lane, first, count)
 
 
-def segment_weights(segment: Segment, weights: RankWeights) -> tuple[NDArray[Any], ...]:
+def segment_weights(segment: TapeSegment, weights: RankWeights) -> tuple[NDArray[Any], ...]:
     """Views (num_rows, K) of a segment's weights; for GATE_UP two of them: gate rows, then up rows of the same columns."""
     first, last = segment.first_row, segment.first_row + segment.num_rows
     if segment.phase is Phase.HEAD:

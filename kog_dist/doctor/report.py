@@ -47,7 +47,7 @@ def problem(text: str, **details: Any) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CheckResult:
     """The findings of one check."""
 
     area: str
@@ -55,12 +55,12 @@ class Answer:
     findings: Sequence[Finding]
 
 
-def exit_code(answers: Iterable[Answer]) -> int:
+def exit_code(answers: Iterable[CheckResult]) -> int:
     """0, or 1 when there is a problem."""
     return int(any(finding.level is Level.PROBLEM for answer in answers for finding in answer.findings))
 
 
-def as_text(answers: Sequence[Answer]) -> str:
+def as_text(answers: Sequence[CheckResult]) -> str:
     """Findings by area, and a line that sums them up."""
     lines: list[str] = []
     for area, members in groupby(filter(lambda answer: answer.findings, answers), key=lambda answer: answer.area):
@@ -69,7 +69,7 @@ def as_text(answers: Sequence[Answer]) -> str:
     return "\n".join([*lines, _summary(answers)])
 
 
-def as_json(answers: Sequence[Answer]) -> str:
+def as_json(answers: Sequence[CheckResult]) -> str:
     """One object: version, verdict, findings."""
     found = [
         {"area": answer.area, "check": answer.name, "level": finding.level.value, "text": finding.text, **_nested(finding)}
@@ -83,7 +83,7 @@ def _nested(finding: Finding) -> dict[str, Any]:
     return {"details": dict(finding.details)} if finding.details else {}
 
 
-def _summary(answers: Sequence[Answer]) -> str:
+def _summary(answers: Sequence[CheckResult]) -> str:
     levels = [finding.level for answer in answers for finding in answer.findings]
     counts = ", ".join(_counts(levels))
     if Level.PROBLEM in levels:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kog_dist.doctor.report import Answer, Finding, warning
+from kog_dist.doctor.report import CheckResult, Finding, warning
 
 LIMIT_S = 15.0  # for all checks together; commands that they start have 10 s
 
@@ -31,13 +31,13 @@ class Check:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             self._findings = (warning(f"{self.name} could not be checked ({reason}); please report this"),)
 
-    def answer(self, limit_s: float) -> Answer:
+    def answer(self, limit_s: float) -> CheckResult:
         """What was found; a warning if the check has not ended."""
         late = warning(f"{self.name} did not answer within {limit_s:g} s; what it asks hangs, and so may an engine that needs it")
-        return Answer(self.area, self.name, (late,) if self._findings is None else self._findings)
+        return CheckResult(self.area, self.name, (late,) if self._findings is None else self._findings)
 
 
-def run_checks(checks: Sequence[Check], limit_s: float = LIMIT_S) -> tuple[list[Answer], bool]:
+def run_checks(checks: Sequence[Check], limit_s: float = LIMIT_S) -> tuple[list[CheckResult], bool]:
     """Answers in the order of `checks`, and whether all have ended; threads of those that hang go on until the process ends."""
     threads = [threading.Thread(target=check.run, name=check.name, daemon=True) for check in checks]
     for thread in threads:

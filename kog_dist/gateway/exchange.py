@@ -15,7 +15,7 @@ from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.metrics import Metrics, RequestMeter
 from kog_dist.gateway.openai.errors import SERVER, ApiError, from_rpc
 from kog_dist.gateway.openai.reply import Planned
-from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, Prefill, Tokens
+from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, PrefillProgress, Tokens
 
 
 class Exchange:
@@ -74,9 +74,9 @@ class Exchange:
             return
         if isinstance(event, Error):
             self.fail(choice, from_rpc(event), event)
-        elif isinstance(event, Accepted | Alive | Prefill | Done):
+        elif isinstance(event, Accepted | Alive | PrefillProgress | Done):
             self._put(choice, self.reply.on_event(choice, event), is_growing=False)
-            if isinstance(event, Alive | Prefill) and time.monotonic() - self._written_s > self._limits.keepalive_s:
+            if isinstance(event, Alive | PrefillProgress) and time.monotonic() - self._written_s > self._limits.keepalive_s:
                 self._put(choice, self.reply.keepalive)
             if not isinstance(event, Alive):
                 self._decided(choice)

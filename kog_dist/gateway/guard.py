@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from kog_dist.gateway.bind import is_loopback
 from kog_dist.gateway.errors import MISTAKE, send_error
-from kog_dist.gateway.logs import Level, Log
+from kog_dist.gateway.logs import Log, LogLevel
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, ApiError
 
 Scope = MutableMapping[str, Any]
@@ -90,7 +90,7 @@ class Guard:
                 await self._app(scope, receive_on, send_on)
         except Exception as error:  # the last resort: a mistake of ours must not look like a lost connection
             self._log.problem(
-                "internal_error", f"{scope['method']} {scope['path']}: {type(error).__name__}: {error}", level=Level.ERROR,
+                "internal_error", f"{scope['method']} {scope['path']}: {type(error).__name__}: {error}", level=LogLevel.ERROR,
                 request_id=scope["kog.request_id"], where=_where(error),
             )  # fmt: skip
             if not started:

@@ -38,7 +38,7 @@ _SECRET = re.compile(r"(?i)(bearer\s+)\S+|\bsk-[A-Za-z0-9_-]{8,}")
 Value = str | int | float | bool | None
 
 
-class Level(enum.StrEnum):
+class LogLevel(enum.StrEnum):
     """How urgent a line is."""
 
     INFO = "info"
@@ -176,14 +176,14 @@ class Log:
     def request(self, line: RequestLine) -> None:
         """A request has ended."""
         values = {name: getattr(line, name) for name in _LINE_FIELDS if self.with_prompts or name not in _PRIVATE_FIELDS}
-        level = Level.ERROR if line.status >= 500 else Level.INFO
+        level = LogLevel.ERROR if line.status >= 500 else LogLevel.INFO
         self._write(level, "request", {name: value for name, value in values.items() if value is not None})
 
     def event(self, name: str, **values: Value) -> None:
         """Something happened in the life of the gateway or its engine."""
-        self._write(Level.INFO, name, values)
+        self._write(LogLevel.INFO, name, values)
 
-    def problem(self, kind: str, message: str, *, level: Level = Level.WARNING, **values: Value) -> None:
+    def problem(self, kind: str, message: str, *, level: LogLevel = LogLevel.WARNING, **values: Value) -> None:
         """Something went wrong. Of equal kinds at most five are written in ten seconds; the next line counts the others.
 
         `kind` is a word of the program, never made from what a client sent.
@@ -200,7 +200,7 @@ class Log:
             self.event("log_lines_dropped", count=self._writer.num_dropped)
         self._writer.close()
 
-    def _write(self, level: Level, event: str, values: dict[str, Value]) -> None:
+    def _write(self, level: LogLevel, event: str, values: dict[str, Value]) -> None:
         moment = datetime.fromtimestamp(self._wall_clock(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         shown = {
             name: self._shown(value, MAX_PROMPT_CHARS if name in _PRIVATE_FIELDS else MAX_VALUE_CHARS)

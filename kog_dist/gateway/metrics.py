@@ -161,7 +161,7 @@ class RequestMeter:
         metrics.num_cache_hits += end.num_cached_tokens
 
 
-class _Child(Protocol):
+class _Labelled(Protocol):
     """A counter or histogram with its labels filled in."""
 
     def observe(self, amount: float) -> None:
@@ -216,7 +216,7 @@ class Metrics:
         self.request_errors = {code: errors.labels(*values, str(code)) for code in ErrorCode}
         self._requests = self._counter("requests", "Requests handed to the engine, by endpoint.", "endpoint")
 
-    def _histogram(self, suffix: str, text: str, bounds: Sequence[float]) -> _Child:
+    def _histogram(self, suffix: str, text: str, bounds: Sequence[float]) -> _Labelled:
         made = Histogram(f"kog:{suffix}", text, LABELS, buckets=bounds, registry=self._registry)
         return made.labels(self.model_name, "0")
 

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
-from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 
 
 class LaneLinear(nn.Module):
@@ -268,19 +268,19 @@ class Laneformer(nn.Module):
             raise ConfigError(f"{stop} positions exceed the model's context of {self.spec.max_context}; give fewer tokens")
         cos, sin = self.cos[start:stop], self.sin[start:stop]
         stream: Tensor = self.model.tok_embeddings(token_ids)[None]
-        partials: dict[tuple[int, Block], Tensor] = {}
+        partials: dict[tuple[int, Sublayer], Tensor] = {}
         for layer_idx, layer in enumerate(self.model.layers):
             assert isinstance(layer, LaneLayer)
             partial = layer.attention(layer.attention_norm(stream), cos, sin, cache, self.window_mask)
-            stream = self._reduce(stream, partial, layer_idx, Block.ATTENTION, partials)
+            stream = self._reduce(stream, partial, layer_idx, Sublayer.ATTENTION, partials)
             partial = layer.feed_forward(layer.ffn_norm(stream))
-            stream = self._reduce(stream, partial, layer_idx, Block.MLP, partials)
+            stream = self._reduce(stream, partial, layer_idx, Sublayer.MLP, partials)
         if cache is not None:
             cache.num_tokens = stop
         return stream
 
     def _reduce(
-        self, stream: Tensor, partial: Tensor, layer_idx: int, block: Block, partials: dict[tuple[int, Block], Tensor]
+        self, stream: Tensor, partial: Tensor, layer_idx: int, block: Sublayer, partials: dict[tuple[int, Sublayer], Tensor]
     ) -> Tensor:
         """Add a block's partial sums to the streams; keeps them in `partials` for the layer that they feed."""
         spec = self.spec

@@ -17,7 +17,7 @@ from kog_dist.quoting import short
 MODEL_TYPES = ("laneformer_tp", "laneformer")
 
 
-class Block(enum.IntEnum):
+class Sublayer(enum.IntEnum):
     """The two modules of a layer, in the order in which they run. Each has its own partial sums and mailboxes."""
 
     ATTENTION = 0
@@ -191,9 +191,9 @@ class ModelSpec:
         return (self.num_parameters - embedding) * weight_bytes
 
     # ---- behaviour per layer ----
-    def reduce_mode(self, layer_idx: int, block: Block) -> ReduceMode:
+    def reduce_mode(self, layer_idx: int, block: Sublayer) -> ReduceMode:
         """How the output of `block` of layer `layer_idx` is added to the residual streams."""
-        comm = self.attention_comm if block is Block.ATTENTION else self.mlp_comm
+        comm = self.attention_comm if block is Sublayer.ATTENTION else self.mlp_comm
         if not comm:
             return ReduceMode.LOCAL
         if self.delay == 0:
@@ -202,7 +202,7 @@ class ModelSpec:
             return ReduceMode.DELAYED
         return ReduceMode.BLOCKING if self.early_comm else ReduceMode.LOCAL
 
-    def feeds_layer(self, layer_idx: int, block: Block) -> int | None:
+    def feeds_layer(self, layer_idx: int, block: Sublayer) -> int | None:
         """The later layer that consumes this layer's partials with DELAYED reduction, or None."""
         target = layer_idx + self.delay
         if self.delay == 0 or target >= self.num_layers:

@@ -39,7 +39,7 @@ from kog_dist.rpc.messages import (
     Event,
     Generate,
     Hello,
-    Prefill,
+    PrefillProgress,
     Request,
     Status,
     StatusReport,
@@ -279,10 +279,10 @@ class Router:
             link.reported(event)
             self._greet()
             self._look_again_s = 0.0
-        elif isinstance(event, Accepted | Prefill | Done | Error) and event.request_id is not None:
+        elif isinstance(event, Accepted | PrefillProgress | Done | Error) and event.request_id is not None:
             self._take_stream_event(link, event, now_s)
 
-    def _take_stream_event(self, link: ReplicaLink, event: Accepted | Prefill | Done | Error, now_s: float) -> None:
+    def _take_stream_event(self, link: ReplicaLink, event: Accepted | PrefillProgress | Done | Error, now_s: float) -> None:
         attempt_id = event.request_id
         assert attempt_id is not None
         if isinstance(event, Done | Error):
@@ -297,7 +297,7 @@ class Router:
             self._affinity.remember(request.all_keys(), link.name)
             self._turn_s += _NEW_SHARE * (event.total_s - self._turn_s)
             self._clients.finish(request, event)
-        elif isinstance(event, Prefill) or not request.is_accepted:
+        elif isinstance(event, PrefillProgress) or not request.is_accepted:
             request.is_accepted = True
             self._clients.pass_on(request, event)
 

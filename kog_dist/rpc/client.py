@@ -29,7 +29,7 @@ from kog_dist.rpc.messages import (
     Event,
     Generate,
     Hello,
-    Prefill,
+    PrefillProgress,
     Request,
     Status,
     StatusReport,
@@ -48,7 +48,7 @@ STATUS_TIMEOUT_S = 1.0  # of an engine that has not answered a greeting
 _READY_POLL_S = 0.02
 
 Answer = TypeVar("Answer", Welcome, StatusReport)
-StreamEvent: TypeAlias = Accepted | Alive | Prefill | Tokens | Done
+StreamEvent: TypeAlias = Accepted | Alive | PrefillProgress | Tokens | Done
 
 
 class DeadlineExceeded(RequestFailed):
@@ -112,7 +112,7 @@ class Client:
         regex: str | None = None, request_id: str | None = None, timeout_s: float | None = None,
         sampling: SamplingParams = GREEDY, **parameters: Any,
     ) -> Generator[StreamEvent, None, None]:  # fmt: skip
-        """Decode one prompt: yields `Accepted`, then `Alive`, `Prefill` and `Tokens` as they come, last `Done`.
+        """Decode one prompt: yields `Accepted`, then `Alive`, `PrefillProgress` and `Tokens` as they come, last `Done`.
 
         Nothing is sent before the first `next`. Leaving the iterator early, Ctrl-C included, cancels the request. Raises
         RequestError when it is refused, RequestFailed when it ends without its answer (`engine_lost` when the engine is gone),

@@ -15,7 +15,7 @@ from typing import Any
 
 from kog_dist.errors import ConfigError, KogError, LaunchError, RequestError, RequestFailed
 from kog_dist.rpc.client import CONNECT_TIMEOUT_S, Client, StreamEvent
-from kog_dist.rpc.messages import Accepted, Alive, Done, Prefill, Tokens
+from kog_dist.rpc.messages import Accepted, Alive, Done, PrefillProgress, Tokens
 from kog_dist.rpc.output import OutputError, check_stdout, progress_line, write_error, write_out
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
@@ -30,7 +30,7 @@ _SHOWN = {"\n", "\t"}  # of the control characters; a terminal obeys the others
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class EngineChoice:
     """Which engine to talk to."""
 
     instance: str | None = None
@@ -79,7 +79,7 @@ class _Answer:
             self.done = event
 
 
-def generate(target: Target, request: PromptRequest, *, timeout_s: float | None, wait_ready: bool) -> int:
+def generate(target: EngineChoice, request: PromptRequest, *, timeout_s: float | None, wait_ready: bool) -> int:
     """Decode one prompt and print it. Returns the exit code; Ctrl-C cancels the request and gives 130.
 
     Raises OutputError if standard output takes nothing.
@@ -127,7 +127,7 @@ def generate(target: Target, request: PromptRequest, *, timeout_s: float | None,
 
 
 def ask(
-    target: Target, verb: str, request_id: str | None = None, *, as_json: bool, timeout_s: float | None
+    target: EngineChoice, verb: str, request_id: str | None = None, *, as_json: bool, timeout_s: float | None
 ) -> int:  # fmt: skip
     """`status`, `cancel` or `drain`; prints the engine's report. Returns the exit code, or raises OutputError."""
     try:
@@ -156,7 +156,7 @@ def _check_timeout(timeout_s: float | None) -> None:
         raise ConfigError(f"--timeout must be a positive number of seconds, got {timeout_s}")
 
 
-def _connect(target: Target, timeout_s: float | None, *, wait_ready: bool = False, greet: bool = True) -> Client:
+def _connect(target: EngineChoice, timeout_s: float | None, *, wait_ready: bool = False, greet: bool = True) -> Client:
     limit_s = READY_TIMEOUT_S if wait_ready else CONNECT_TIMEOUT_S
     return Client(target.access(), connect_timeout_s=min(limit_s, timeout_s or limit_s), patient=wait_ready, greet=greet)
 
@@ -183,7 +183,7 @@ def _follow(
                 case Tokens():
                     progress("")
                     show(event)
-                case Prefill():
+                case PrefillProgress():
                     progress(f"reading the prompt: {event.position} of {event.num_prompt_tokens} tokens")
                 case Accepted() | Alive() if not answer.token_ids:
                     progress(f"waiting: {event.queue_position} before this one" if event.queue_position else "")

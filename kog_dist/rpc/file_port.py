@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kog_dist.errors import ProtocolError
-from kog_dist.rpc.zmtp import ROUTER, Message, Wire, framed, opening
+from kog_dist.rpc.zmtp import ROUTER, Wire, ZmtpMessage, framed, opening
 
 HANDSHAKE_S: Final = 2.0
 HELD_BYTES: Final = 32 << 20  # of messages that are not complete, of all clients together
@@ -86,7 +86,7 @@ class FilePort:
         self.fd = self._epoll.fileno()  # readable when there is something to receive
 
     # ---- from clients ----
-    def receive(self, max_messages: int) -> list[tuple[bytes, Message]]:
+    def receive(self, max_messages: int) -> list[tuple[bytes, ZmtpMessage]]:
         """Messages with the names of their senders, of each client one in its turn. At most 256 KiB are read."""
         ready = [fd for fd, _ in self._epoll.poll(0)]
         if not (ready or self._strangers or self._accept_at_s or self._held):
@@ -102,7 +102,7 @@ class FilePort:
             if (peer := self._peers.get(name)) is not None:
                 peer.is_drained = False
         paused: list[bytes] = []
-        received: list[tuple[bytes, Message]] = []
+        received: list[tuple[bytes, ZmtpMessage]] = []
         self._budget = _BYTES_PER_CALL
         while turns and len(received) < max_messages and self._budget > 0:
             name = turns.popleft()
@@ -136,7 +136,7 @@ class FilePort:
                 return
             self.forget(name)
 
-    def _next_of(self, name: bytes) -> Message | None:
+    def _next_of(self, name: bytes) -> ZmtpMessage | None:
         """The next message of a client; reads from its socket only when none is there."""
         peer = self._peers.get(name)
         if peer is None:

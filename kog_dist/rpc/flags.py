@@ -63,7 +63,7 @@ def generate(
             stop=tuple(stop or ()), ignore_eos=ignore_eos, logit_digests=logit_digests, stamps=stamps, deadline_s=deadline,
             reuse_kv=reuse_kv, conversation=conversation, json_schema=read_schema(json_schema), regex=regex, as_json=json,
         )  # fmt: skip
-    target = commands.Target(instance, endpoint, key_file)
+    target = commands.EngineChoice(instance, endpoint, key_file)
     raise typer.Exit(commands.generate(target, request, timeout_s=timeout, wait_ready=wait_ready))
 
 
@@ -74,7 +74,7 @@ def status(
     """Show the engine's state, its requests and counters."""
     from kog_dist.rpc import commands
 
-    target = commands.Target(instance, endpoint, key_file)
+    target = commands.EngineChoice(instance, endpoint, key_file)
     raise typer.Exit(commands.ask(target, "status", as_json=json, timeout_s=timeout))
 
 
@@ -86,7 +86,7 @@ def cancel(
     """End a request."""
     from kog_dist.rpc import commands
 
-    target = commands.Target(instance, endpoint, key_file)
+    target = commands.EngineChoice(instance, endpoint, key_file)
     raise typer.Exit(commands.ask(target, "cancel", request_id, as_json=json, timeout_s=timeout))
 
 
@@ -97,7 +97,7 @@ def drain(
     """Let the engine finish the running request and stop."""
     from kog_dist.rpc import commands
 
-    target = commands.Target(instance, endpoint, key_file)
+    target = commands.EngineChoice(instance, endpoint, key_file)
     raise typer.Exit(commands.ask(target, "drain", as_json=json, timeout_s=timeout))
 
 

@@ -39,7 +39,7 @@ from kog_dist.rpc.messages import (
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.tcp_port import TCP_NAME, TcpPort
 from kog_dist.rpc.transport import Access, socket_address
-from kog_dist.rpc.zmtp import Message
+from kog_dist.rpc.zmtp import ZmtpMessage
 
 OUTBOX_EVENTS = 1024
 OUTBOX_BYTES = 256 << 10
@@ -239,7 +239,7 @@ class RpcListener:
                 access_file.unlink()
 
 
-def _only_frame(message: Message) -> bytes:
+def _only_frame(message: ZmtpMessage) -> bytes:
     if message.num_frames != 1:
         found = f"{message.num_frames} frames of {message.num_bytes} bytes"
         raise BadMessage(f"a message must be one frame from a DEALER socket, got {found}")

@@ -9,7 +9,7 @@ from kog_dist.errors import LaunchError
 from kog_dist.port_holder import holder_of_port
 from kog_dist.rpc.file_port import HANDSHAKE_S, Gone
 from kog_dist.rpc.transport import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, PEER_HWM, Access
-from kog_dist.rpc.zmtp import Message
+from kog_dist.rpc.zmtp import ZmtpMessage
 
 _FRAME, _ADDRESS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `send_multipart` takes three times as long
 TCP_NAME = b"tcp-"  # begins every name given here: a client chooses its own zmq identity, which may be a name of another port
@@ -72,7 +72,7 @@ class TcpPort:
         """Whether `receive` has something to do."""
         return any(int(one.getsockopt(zmq.EVENTS)) & zmq.POLLIN for one in self.sockets)
 
-    def receive(self, max_messages: int) -> list[tuple[bytes, Message]]:
+    def receive(self, max_messages: int) -> list[tuple[bytes, ZmtpMessage]]:
         """Messages with the names of their senders. New connections are decided on, too."""
         self._answer_zap()
         received = []
@@ -84,14 +84,14 @@ class TcpPort:
             received.append((TCP_NAME + peer, self._message()))
         return received
 
-    def _message(self) -> Message:
+    def _message(self) -> ZmtpMessage:
         """The message whose sender was just read. Frames of a message arrive together."""
         num_frames, num_bytes, frame = 0, 0, b""
         while self._router.getsockopt(zmq.RCVMORE):
             part = self._router.recv(zmq.NOBLOCK)
             num_frames, num_bytes = num_frames + 1, num_bytes + len(part)
             frame = part if num_frames == 1 else b""
-        return Message(num_frames, num_bytes, frame)
+        return ZmtpMessage(num_frames, num_bytes, frame)
 
     def _answer_zap(self) -> None:
         """Decide on new connections (ZMQ RFC 27): CURVE with the one allowed client key, nothing else."""

@@ -22,7 +22,7 @@ _MAX_FRAMES: Final = 64  # of a message; more than one is refused anyway
 _COMMANDS_PER_CALL: Final = 64
 
 
-class Message(NamedTuple):
+class ZmtpMessage(NamedTuple):
     """What has come. `frame` is its content if it has one frame, else empty."""
 
     num_frames: int
@@ -85,14 +85,14 @@ class Wire:
         """Add what was received. Call `next` until it returns None, and is not paused, before feeding more."""
         self._held += data
 
-    def next_of(self, data: bytes) -> Message | None:
+    def next_of(self, data: bytes) -> ZmtpMessage | None:
         """`feed` and `next`, in one go where `data` is just one message."""
         if self.is_between and len(data) <= self._max_bytes and (frame := only_message(data)) is not None:
-            return Message(1, len(frame), frame)
+            return ZmtpMessage(1, len(frame), frame)
         self.feed(data)
         return self.next()
 
-    def next(self) -> Message | None:
+    def next(self) -> ZmtpMessage | None:
         """The next complete message; None if there is none yet, or `is_paused`.
 
         Raises ProtocolError for what is not ZMTP, too large, or not for this end.
@@ -118,7 +118,7 @@ class Wire:
                 if self._num_frames == _MAX_FRAMES:
                     raise ProtocolError(f"a message has more than {_MAX_FRAMES} frames")
                 continue
-            message = Message(self._num_frames, self._num_bytes, body if self._num_frames == 1 else b"")
+            message = ZmtpMessage(self._num_frames, self._num_bytes, body if self._num_frames == 1 else b"")
             self._num_frames = self._num_bytes = 0
             return message
         return None

@@ -26,9 +26,9 @@ from torch.nn import functional
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.laneformer import Laneformer, LaneLayer
-from kog_dist.model.spec import Block, ModelSpec
+from kog_dist.model.spec import ModelSpec, Sublayer
 
-Module = tuple[int, Block]
+Module = tuple[int, Sublayer]
 _NUM_SWEEPS = 4
 
 
@@ -71,7 +71,7 @@ def module_inputs(module: Laneformer, token_ids: Tensor) -> dict[Module, Tensor]
     handles = []
     for layer_idx, layer in enumerate(module.model.layers):
         assert isinstance(layer, LaneLayer)
-        for block, norm in ((Block.ATTENTION, layer.attention_norm), (Block.MLP, layer.ffn_norm)):
+        for block, norm in ((Sublayer.ATTENTION, layer.attention_norm), (Sublayer.MLP, layer.ffn_norm)):
 
             def keep(_module: object, _arguments: object, x: Tensor, key: Module = (layer_idx, block)) -> None:
                 inputs[key] = x[0].flatten(0, 1)
@@ -90,7 +90,7 @@ def regroup(spec: ModelSpec, tensors: Mapping[str, Tensor], inputs: Mapping[Modu
     """Reassign heads and FFN columns of a model of delay 0 for training with `delay`. Raises ConfigError for another model."""
     if spec.delay != 0 or not spec.shared_norm_scale:
         raise ConfigError("only a model of delay 0 with shared norm scales keeps its function when units change lanes")
-    modules = [(layer_idx, block) for layer_idx in range(spec.num_layers) for block in Block]
+    modules = [(layer_idx, block) for layer_idx in range(spec.num_layers) for block in Sublayer]
     units = {key: _units(spec, tensors, key, inputs[key]) for key in modules}
     pairs = [(writer, reader) for writer in modules for reader in modules if _is_late(writer, reader, delay)]
     before = _share(units, pairs, spec.num_lanes)
@@ -166,7 +166,7 @@ def _units(spec: ModelSpec, tensors: Mapping[str, Tensor], key: Module, x: Tenso
     def matrix(name: str) -> Tensor:
         return tensors[f"{prefix}{name}.weight"].double()
 
-    if block is Block.MLP:
+    if block is Sublayer.MLP:
         w1, w3 = (matrix(f"feed_forward.{name}").flatten(0, 1) for name in ("w1", "w3"))
         activation = (functional.silu(x @ w1.T) * (x @ w3.T)).square().mean(0).sqrt()
         reads = torch.stack((w1, w3), dim=1)
@@ -180,7 +180,7 @@ def _units(spec: ModelSpec, tensors: Mapping[str, Tensor], key: Module, x: Tenso
         reads = torch.cat((wq, wk, wv), dim=1)
         by_query = matrix("attention.wo").transpose(1, 2).reshape(kv_heads, -1, head_dim, d)  # (kv, queries of it, head_dim, D)
         writes = torch.einsum("hqvd,hvw->hdqw", by_query, root).flatten(2)
-    norm = "attention_norm" if block is Block.ATTENTION else "ffn_norm"
+    norm = "attention_norm" if block is Sublayer.ATTENTION else "ffn_norm"
     lanes = np.repeat(np.arange(spec.num_lanes), len(reads) // spec.num_lanes)
     return _Units(reads * matrix(norm), writes, lanes)
 
@@ -189,9 +189,9 @@ def _reordered(spec: ModelSpec, tensors: Mapping[str, Tensor], key: Module, orde
     """The module's tensors with its units in another order."""
     layer_idx, block = key
     chosen = torch.from_numpy(order)
-    stem = f"model.layers.{layer_idx}." + ("attention." if block is Block.ATTENTION else "feed_forward.")
+    stem = f"model.layers.{layer_idx}." + ("attention." if block is Sublayer.ATTENTION else "feed_forward.")
     moved = {}
-    for name, outward in (("wq", False), ("wk", False), ("wv", False), ("wo", True)) if block is Block.ATTENTION else (
+    for name, outward in (("wq", False), ("wk", False), ("wv", False), ("wo", True)) if block is Sublayer.ATTENTION else (
         ("w1", False), ("w3", False), ("w2", True),
     ):  # fmt: skip
         weight = tensors[f"{stem}{name}.weight"]

@@ -42,14 +42,14 @@ _COPYLEFT = re.compile(r"GNU (LESSER |AFFERO )?GENERAL PUBLIC|Mozilla Public|pro
 
 
 @dataclass(frozen=True)
-class Finding:
+class LicenceFinding:
     """licence: SPDX, or None if something is not permissive or nothing is known. evidence: where it stands, what it says."""
 
     licence: str | None
     evidence: str
 
 
-def permissive_licence(distribution: Distribution) -> Finding:
+def permissive_licence(distribution: Distribution) -> LicenceFinding:
     """The SPDX licence of an installed package if all of it is permissive by its own metadata.
 
     Looks at License-Expression, else the licence classifiers, else the License field, else the licence files; the first that
@@ -58,29 +58,29 @@ def permissive_licence(distribution: Distribution) -> Finding:
     metadata = distribution.metadata
     expression = _field(distribution, "License-Expression")
     if expression:
-        return Finding(evaluate(expression), f"License-Expression: {expression}")
+        return LicenceFinding(evaluate(expression), f"License-Expression: {expression}")
     named = [c.rsplit(" :: ", 1)[1] for c in metadata.get_all("Classifier") or () if c.startswith("License :: ")]
     named = [name for name in named if name not in ("OSI Approved", "DFSG approved")]
     if named:
         known = [_CLASSIFIERS.get(name) for name in named]
-        return Finding(_joined(known), f"classifiers: {', '.join(named)}")
+        return LicenceFinding(_joined(known), f"classifiers: {', '.join(named)}")
     stated = _field(distribution, "License")
     if 0 < len(stated) < 80:
-        return Finding(_short_form(stated), f"License: {stated}")
+        return LicenceFinding(_short_form(stated), f"License: {stated}")
     if stated:
-        return Finding(_recognise(stated), "text in License")
+        return LicenceFinding(_recognise(stated), "text in License")
     files = metadata.get_all("License-File") or []
     return _finding_of_texts({name: _read(distribution, name) for name in files})
 
 
-def licence_of_folder(folder: Path) -> Finding:
+def licence_of_folder(folder: Path) -> LicenceFinding:
     """The SPDX licence that the licence files at the top of a folder hold, if each of them is permissive."""
     files = [path for path in sorted(folder.glob("*")) if path.is_file() and _LICENCE_FILE.match(path.name)]
     return _finding_of_texts({path.name: path.read_text(encoding="utf-8", errors="replace") for path in files})
 
 
-def _finding_of_texts(texts: Mapping[str, str]) -> Finding:
-    return Finding(_joined([_recognise(text) for text in texts.values()]), f"licence files: {', '.join(texts) or 'none'}")
+def _finding_of_texts(texts: Mapping[str, str]) -> LicenceFinding:
+    return LicenceFinding(_joined([_recognise(text) for text in texts.values()]), f"licence files: {', '.join(texts) or 'none'}")
 
 
 def _joined(licences: Sequence[str | None]) -> str | None:

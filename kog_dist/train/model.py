@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from kog_dist.model.laneformer import KvCache, Laneformer, LaneLayer
-from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.train.repetition import loop_loss
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines (time, head_dim / 2)
@@ -116,15 +116,15 @@ class TrainingModel(Laneformer):
         return self._ladder(stream, angles) if self.residual is Residual.LADDER else self._lanes(stream, angles)
 
     def _lanes(self, stream: Tensor, angles: Angles) -> Tensor:
-        spec, partials = self.spec, dict[tuple[int, Block], Tensor]()
+        spec, partials = self.spec, dict[tuple[int, Sublayer], Tensor]()
         for layer_idx, layer in enumerate(self.model.layers):
-            modes = spec.reduce_mode(layer_idx, Block.ATTENTION), spec.reduce_mode(layer_idx, Block.MLP)
-            pasts = [partials.pop((layer_idx - spec.delay, block), None) for block in Block]
+            modes = spec.reduce_mode(layer_idx, Sublayer.ATTENTION), spec.reduce_mode(layer_idx, Sublayer.MLP)
+            pasts = [partials.pop((layer_idx - spec.delay, block), None) for block in Sublayer]
             if stream.shape[0] == 1 and modes != (ReduceMode.BLOCKING, ReduceMode.BLOCKING):
                 # copied, not expanded: a first delayed layer then has the graph of all others
                 stream = stream.repeat(spec.num_lanes, 1, 1, 1)
             stream, *own = self._lane_layer(layer, modes, stream, tuple(pasts), angles, self._mask(layer_idx))
-            for block, partial in zip(Block, own, strict=True):
+            for block, partial in zip(Sublayer, own, strict=True):
                 if spec.feeds_layer(layer_idx, block) is not None:
                     partials[layer_idx, block] = partial
         return stream

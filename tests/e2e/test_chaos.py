@@ -12,7 +12,7 @@ import pytest
 from kog_dist.bench.chaos import Chaos
 from kog_dist.bench.chaos_engine import right_answers, write_model
 from kog_dist.bench.chaos_table import KINDS, Cell, Layout, cells
-from kog_dist.bench.injection import Kind, Point, fault
+from kog_dist.bench.injection import FaultKind, Point, fault
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
@@ -61,7 +61,7 @@ def test_a_straggler_is_no_fault(session: EngineSession, tiny_model: Path) -> No
         whole = list(tokens_of(client, 200))
         answer = tokens_of(client, 200)
         begun = [next(answer) for _ in range(5)]
-        fault(session, "rank 1", Kind.DELAY)
+        fault(session, "rank 1", FaultKind.DELAY)
         assert begun + list(answer) == whole
         assert client.status().num_failed == 0
 
@@ -71,7 +71,7 @@ def test_a_full_disk_ends_nothing(session: EngineSession, tiny_model: Path) -> N
     with session.connect() as client:
         whole = list(tokens_of(client, 50))
         for role in ("launcher", "coordinator", "rank 0", "rank 1"):
-            fault(session, role, Kind.ENOSPC)
+            fault(session, role, FaultKind.ENOSPC)
         assert list(tokens_of(client, 50)) == whole
 
 
@@ -96,7 +96,7 @@ def test_another_generation_shares_no_memory_with_the_one_before(session: Engine
     until(lambda: "ready after" in session.output(stream="out"), READY_S, session.output)
     old, pid = inodes_of_memory(session, "rank 0 of r0"), session.processes()["rank 0 of r0"]
     assert old
-    fault(session, "rank 0 of r0", Kind.KILL)
+    fault(session, "rank 0 of r0", FaultKind.KILL)
     until(lambda: session.processes().get("rank 0 of r0", pid) != pid, READY_S, session.output)
     until(lambda: inodes_of_memory(session, "rank 0 of r0"), READY_S, session.output)
     assert not old & inodes_of_memory(session, "rank 0 of r0")

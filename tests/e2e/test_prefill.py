@@ -13,7 +13,7 @@ import pytest
 from kog_dist.bench.session import EngineSession, running, until
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client, StreamEvent
-from kog_dist.rpc.messages import Done, Prefill, Tokens
+from kog_dist.rpc.messages import Done, PrefillProgress, Tokens
 
 OBEYED_S = 0.25  # the promise
 LONG_PROMPT = [1 + idx % 300 for idx in range(8000)]  # several seconds of prefill
@@ -35,12 +35,12 @@ def answer(client: Client, prompt: list[int], *, reuse_kv: bool = True) -> tuple
     return [i for event in tokens for i in event.token_ids], [d for event in tokens for d in event.digests], done
 
 
-def follow_prefill(events: Iterator[StreamEvent], num_events: int) -> list[Prefill]:
-    seen: list[Prefill] = []
+def follow_prefill(events: Iterator[StreamEvent], num_events: int) -> list[PrefillProgress]:
+    seen: list[PrefillProgress] = []
     while len(seen) < num_events:
         event = next(events)
         assert not isinstance(event, Tokens | Done), "the prompt is long enough"
-        if isinstance(event, Prefill):
+        if isinstance(event, PrefillProgress):
             seen.append(event)
     return seen
 

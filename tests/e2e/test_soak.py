@@ -12,7 +12,7 @@ import pytest
 from kog_dist.bench.soak import soak
 from kog_dist.bench.soak_client import Record
 from kog_dist.bench.soak_replay import compare, compare_rounded
-from kog_dist.bench.soak_requests import Fate, Planned, RequestMix
+from kog_dist.bench.soak_requests import Fate, RequestMix, SoakRequest
 from kog_dist.bench.tiny_model import write_tiny_model
 from kog_dist.rpc.messages import Accepted, Alive, Done, Error, ErrorCode, FinishReason, Generate, Tokens
 
@@ -31,7 +31,7 @@ def test_mixed_requests_leave_no_wrong_stream_and_nothing_behind() -> None:
 
 
 def record(fate: Fate = Fate.COMPLETE, end: Done | Error | None = DONE, ids: tuple[int, ...] = (5, 6, 7)) -> Record:
-    found = Record(Planned(Generate("r", prompt_ids=(1,)), fate))
+    found = Record(SoakRequest(Generate("r", prompt_ids=(1,)), fate))
     found.take(Accepted("r", 0, 1, 3))
     found.take(Tokens("r", 0, ids, "text", (), logprobs=(-0.5,) * len(ids)))
     if end is not None:
@@ -59,7 +59,7 @@ class Scripted:
     def __init__(self, second_best: dict[int, float]) -> None:
         self.second_best = second_best  # log-probabilities beside the best one's -1
 
-    def ask(self, requests: Sequence[Planned]) -> list[Record]:
+    def ask(self, requests: Sequence[SoakRequest]) -> list[Record]:
         (planned,) = requests
         message = planned.message
         assert message.prompt_ids is not None
@@ -76,7 +76,7 @@ def test_behind_rounded_positions_only_a_tie_may_differ() -> None:
         replayer: Any = Scripted(second_best)
         message = Generate("r", prompt_ids=(1,), max_tokens=4)
         found = record(end=replace(DONE, num_generated_tokens=4), ids=ids)
-        found.planned = Planned(message, Fate.COMPLETE)
+        found.planned = SoakRequest(message, Fate.COMPLETE)
         (replay,) = replayer.ask([found.planned])
         return compare_rounded(found, replay, replayer)
 
@@ -108,7 +108,7 @@ def test_behind_rounded_positions_only_a_tie_may_differ() -> None:
 def test_events_that_must_not_be_are_found(
     fate: Fate, events: list[Accepted | Alive | Tokens | Done | Error], words: str
 ) -> None:
-    found = Record(Planned(Generate("r", prompt_ids=(1,)), fate, code=ErrorCode.INVALID_REQUEST))
+    found = Record(SoakRequest(Generate("r", prompt_ids=(1,)), fate, code=ErrorCode.INVALID_REQUEST))
     for event in events:
         found.take(event)
     assert any(words in finding for finding in found.findings), found.findings

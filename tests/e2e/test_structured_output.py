@@ -25,7 +25,7 @@ from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, Tokens
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler, Kind
+from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind, GrammarCompiler
 
 PROMPT = "config = "
 ROW = {"type": "array", "maxItems": 2, "items": {"type": "boolean"}}
@@ -99,7 +99,7 @@ def test_tokens_are_those_of_one_rank_with_the_same_masks(engine: tuple[EngineSe
     spec = checkpoint.spec
     plan = make_plan(spec, 1)
     interpreter = Interpreter(plan, 0, checkpoint.rank_weights(plan.ranks[0].lanes), None, kv_dtype="bfloat16")
-    matcher = GrammarCompiler(tokenizer, spec.vocab_size).compile(Constraint(Kind.REGEX, regex))
+    matcher = GrammarCompiler(tokenizer, spec.vocab_size).compile(Constraint(ConstraintKind.REGEX, regex))
     prompt = tokenizer.encode(PROMPT)
     shaper = Sampler(spec.vocab_size, prompt, replace(sampling, presence_penalty=0.5), tokenizer.eos_ids)
     for position, token_id in enumerate(prompt[:-1]):

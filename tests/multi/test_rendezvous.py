@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.launch.ray_rendezvous import Meeting, RayRendezvous
+from kog_dist.launch.ray_rendezvous import RayMeeting, RayRendezvous
 from kog_dist.memfd import Segment
 from kog_dist.topology import LocalRendezvous
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
@@ -48,7 +48,7 @@ def test_mpi_ranks(flavour: str) -> None:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_ray_ranks(body: Body) -> None:
-    loop, meeting = asyncio.new_event_loop(), Meeting(NUM_RANKS)
+    loop, meeting = asyncio.new_event_loop(), RayMeeting(NUM_RANKS)
     host = threading.Thread(target=loop.run_forever)
     host.start()
 
@@ -72,7 +72,7 @@ def test_ray_ranks(body: Body) -> None:
 
 def test_ray_ranks_whose_host_stops() -> None:
     async def gather_and_stop() -> tuple[list[bytes | None] | None, list[bytes | None] | None]:
-        meeting = Meeting(2)
+        meeting = RayMeeting(2)
         waiting = asyncio.create_task(meeting.gather(1, 0, b"early", 60.0))
         await asyncio.sleep(0)
         meeting.stop()

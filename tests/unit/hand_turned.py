@@ -17,7 +17,7 @@ from kog_dist.rpc.listener import Delivery, RpcListener
 from kog_dist.rpc.messages import Event, Generate, Request
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.model_folder import ModelFolder
 
 CONTEXT = 24
 ALPHABET = 2  # token ids 1 and 2 are the letters a and b; 0 ends an answer
@@ -226,7 +226,7 @@ class HandTurned:
         self.wire = Wire()
         self.ranks = Ranks(self.control, NUM_KV_CACHES)
         self.now_ns = 10**12
-        model = ServedModel("letters", Path("letters"), spec, cast(Tokenizer, Letters()), (0,))
+        model = ModelFolder("letters", Path("letters"), spec, cast(Tokenizer, Letters()), (0,))
         args = CoordinatorArgs(
             "unit",
             "unit",

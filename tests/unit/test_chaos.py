@@ -8,32 +8,32 @@ from typing import cast
 import pytest
 
 from kog_dist.bench.chaos_cell import CellRun
-from kog_dist.bench.chaos_clients import Asking, Log, Question
+from kog_dist.bench.chaos_clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos_engine import ChaosEngine
 from kog_dist.bench.chaos_table import KINDS, ROLES, Cell, Harm, Layout, cells
-from kog_dist.bench.injection import Kind, Point
+from kog_dist.bench.injection import FaultKind, Point
 
 QUESTION = Question("a", 4)
 ANSWER = ([1, 2, 3, 4], "wxyz")
-CELL = Cell(Layout.SINGLE, "rank 0", Kind.KILL, Point.DECODE)
+CELL = Cell(Layout.SINGLE, "rank 0", FaultKind.KILL, Point.DECODE)
 
 
 class Client:
     """A client whose log is written beforehand."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: ClientLog) -> None:
         self.log = log
 
 
-def findings(log: Log) -> list[str]:
+def findings(log: ClientLog) -> list[str]:
     run = CellRun(cast(ChaosEngine, None), CELL, {QUESTION: ANSWER}, random.Random(1))
     run._clients = [cast(Asking, Client(log))]
     run._check_answers()
     return run.played.violations
 
 
-def log_of(text: str, token_ids: list[int], *ends: str, is_http: bool = False) -> Log:
-    log = Log(QUESTION, is_http)
+def log_of(text: str, token_ids: list[int], *ends: str, is_http: bool = False) -> ClientLog:
+    log = ClientLog(QUESTION, is_http)
     log.piece(text, tuple(token_ids))
     for how in ends:
         log.end(how)
@@ -50,7 +50,7 @@ def test_every_role_kind_and_point_is_in_the_table() -> None:
 
 def test_a_pause_below_the_stall_limit_is_no_fault() -> None:
     for cell in cells():
-        if cell.kind is Kind.PAUSE:
+        if cell.kind is FaultKind.PAUSE:
             assert cell.promise.harm is Harm.NONE
             assert cell.promise.codes == ({0} if cell.point is Point.DRAIN else set())
 
@@ -64,7 +64,7 @@ def test_a_pause_below_the_stall_limit_is_no_fault() -> None:
         log_of("w", [], "broken off", is_http=True),
     ],
 )
-def test_prefixes_with_one_end_are_right(log: Log) -> None:
+def test_prefixes_with_one_end_are_right(log: ClientLog) -> None:
     assert findings(log) == []
 
 
@@ -79,7 +79,7 @@ def test_prefixes_with_one_end_are_right(log: Log) -> None:
         (log_of("wx", [1, 2], "silence"), "a client heard nothing until it gave up"),
     ],
 )
-def test_what_is_wrong_is_found(log: Log, sentence: str) -> None:
+def test_what_is_wrong_is_found(log: ClientLog, sentence: str) -> None:
     assert any(found.startswith(sentence) for found in findings(log))
 
 

@@ -23,7 +23,7 @@ from kog_dist.model.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, 
 from kog_dist.model.manifest import MANIFEST_NAME
 from kog_dist.model.safetensors_file import SafetensorsFile
 from kog_dist.model.template_sandbox import make_environment
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.model_folder import ModelFolder
 from tests.fuzz.json_mutation import mutate_json
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -60,7 +60,7 @@ def start(folder: Path) -> None:
         checkpoint = open_checkpoint(folder)
         checkpoint.rank_weights(checkpoint.spec.lanes_of_rank(rank, RANKS))
         check_plan(make_plan(checkpoint.spec, RANKS))
-    ServedModel.from_folder(folder, "model")
+    ModelFolder.from_folder(folder, "model")
     read_model(folder)
 
 
@@ -191,9 +191,9 @@ def test_an_end_of_sequence_beyond_the_vocabulary_is_refused(folder: Path, name:
     for without_tokenizer in (False, True):
         if without_tokenizer:
             (folder / "tokenizer.json").unlink()
-        assert f"eos_token_id {TINY.vocab_size}" in refuses(lambda: ServedModel.from_folder(folder, "model"))
+        assert f"eos_token_id {TINY.vocab_size}" in refuses(lambda: ModelFolder.from_folder(folder, "model"))
     edited(folder / name, eos_token_id=[2, TINY.vocab_size - 1])
-    assert ServedModel.from_folder(folder, "model").eos_ids == (2, TINY.vocab_size - 1)
+    assert ModelFolder.from_folder(folder, "model").eos_ids == (2, TINY.vocab_size - 1)
 
 
 @pytest.mark.parametrize(

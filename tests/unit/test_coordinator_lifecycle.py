@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kog_dist.control import AbortCause
-from kog_dist.rpc.messages import Accepted, Alive, Cancel, Done, Drain, Error, Event, FinishReason, Generate, Prefill, Tokens
+from kog_dist.rpc.messages import (
+    Accepted,
+    Alive,
+    Cancel,
+    Done,
+    Drain,
+    Error,
+    Event,
+    FinishReason,
+    Generate,
+    PrefillProgress,
+    Tokens,
+)
 from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
 
 OUTBOX = 12
@@ -126,7 +138,9 @@ class Lifecycle(RuleBasedStateMachine):
     @invariant()
     def every_stream_is_an_exact_prefix_with_at_most_one_end(self) -> None:
         for request_id, (_, message) in self.sent.items():
-            events = [e for e in self._events_of(request_id) if not isinstance(e, Alive | Prefill) and not _is_cancel_refusal(e)]
+            events = [
+                e for e in self._events_of(request_id) if not isinstance(e, Alive | PrefillProgress) and not _is_cancel_refusal(e)
+            ]
             if not events:
                 continue
             ends = [event for event in events if isinstance(event, Done | Error)]

@@ -20,7 +20,7 @@ from kog_dist.rpc.messages import (
     ErrorCode,
     Event,
     FinishReason,
-    Prefill,
+    PrefillProgress,
     Status,
     StatusReport,
     Tokens,
@@ -318,7 +318,7 @@ def test_prefill_is_visible_at_most_every_100_ms(engine: HandTurned) -> None:
         engine.ranks.prefill(position)
         engine.pass_ms(30)
         engine.coordinator.turn()
-    told = [(event.position, event.num_prompt_tokens) for event in engine.events("a1") if isinstance(event, Prefill)]
+    told = [(event.position, event.num_prompt_tokens) for event in engine.events("a1") if isinstance(event, PrefillProgress)]
     assert told == [(4, 16), (8, 16)]
     assert (status(engine).running_position, status(engine).running_prompt_tokens) == (10, 16)
     engine.decode(1)

@@ -38,7 +38,7 @@ from kog_dist.doctor import (
     ray_state,
     software,
 )
-from kog_dist.doctor.report import Answer, Finding, Level, as_json, as_text, exit_code, ok, problem, warning
+from kog_dist.doctor.report import CheckResult, Finding, Level, as_json, as_text, exit_code, ok, problem, warning
 from kog_dist.doctor.runner import Check, run_checks
 from kog_dist.instance import LEASE_FILE, Instance, is_stale
 from tests.unit.fake_nvml import FakeGpu, FakeNvml, node
@@ -59,9 +59,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml], None]:
 # --- report and runner ----------------------------------------------------------------------------------------------------------
 
 ANSWERS = [
-    Answer("First", "a", [ok("fine", number=1)]),
-    Answer("First", "b", []),
-    Answer("Second", "c", [warning("slow; do this"), problem("broken; do that")]),
+    CheckResult("First", "a", [ok("fine", number=1)]),
+    CheckResult("First", "b", []),
+    CheckResult("Second", "c", [warning("slow; do this"), problem("broken; do that")]),
 ]
 
 

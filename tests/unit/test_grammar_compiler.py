@@ -15,7 +15,7 @@ import pytest
 
 from kog_dist.decode.masks import num_words
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.workers.grammar.compiler import MAX_REASON_CHARS, Constraint, ConstraintError, GrammarCompiler, Kind
+from kog_dist.workers.grammar.compiler import MAX_REASON_CHARS, Constraint, ConstraintError, ConstraintKind, GrammarCompiler
 
 DEMO = Path(str(resources.files("kog_dist"))) / "models" / "demo"
 VOCAB_SIZE = 4096 + 13  # of a model whose vocabulary is longer than its tokenizer's
@@ -58,7 +58,7 @@ def random_answer(constraint: Constraint, seed: int, max_tokens: int = 400) -> s
 )
 def test_answers_match_their_regular_expression(regex: str) -> None:
     for seed in range(8):
-        answer = random_answer(Constraint(Kind.REGEX, regex), seed)
+        answer = random_answer(Constraint(ConstraintKind.REGEX, regex), seed)
         assert answer is not None
         assert re.fullmatch(regex, answer), answer
 
@@ -98,7 +98,7 @@ def is_tree(value: Any) -> bool:
     ],
 )  # fmt: skip
 def test_answers_satisfy_their_schema(schema: dict[str, Any], holds: Any) -> None:
-    answers = [random_answer(Constraint(Kind.JSON_SCHEMA, json.dumps(schema)), seed) for seed in range(8)]
+    answers = [random_answer(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)), seed) for seed in range(8)]
     whole = [answer for answer in answers if answer is not None]
     assert len(whole) >= 6
     for answer in whole:
@@ -108,21 +108,25 @@ def test_answers_satisfy_their_schema(schema: dict[str, Any], holds: Any) -> Non
 @pytest.mark.parametrize(
     ("kind", "text", "finding"),
     [
-        (Kind.JSON_SCHEMA, "not json", "json_schema is not JSON"), (Kind.JSON_SCHEMA, "[1]", "must be a JSON object"),
-        (Kind.JSON_SCHEMA, '{"type": "strin"}', "json_schema cannot be used: Invalid type: strin"),
-        (Kind.JSON_SCHEMA, '{"properties": 5}', "json_schema cannot be used"),
-        (Kind.JSON_SCHEMA, '{"$ref": "http://example.com/x.json"}', "does not fetch resources"),
-        (Kind.JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}', "json_schema cannot be used: Unsatisfiable"),
-        (Kind.JSON_SCHEMA, '{"type": "object", "unevaluatedProperties": false}', "Unimplemented keys"),
-        (Kind.JSON_SCHEMA, '{"type": "string", "pattern": "(a"}', "unclosed group"),
-        (Kind.JSON_SCHEMA, '{"$ref": "#"}', "no text satisfies it; a .ref that leads only to itself"),
-        (Kind.JSON_SCHEMA, '{"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#"}]}}}', "leads only to itself"),
-        (Kind.REGEX, r"[^\s\S]", "no text satisfies it$"),
-        (Kind.REGEX, "(a", "regex cannot be used"), (Kind.REGEX, "a(?=b)", "look-around"),
-        (Kind.REGEX, "(a)\\1", "backreferences"),
+        (ConstraintKind.JSON_SCHEMA, "not json", "json_schema is not JSON"),
+        (ConstraintKind.JSON_SCHEMA, "[1]", "must be a JSON object"),
+        (ConstraintKind.JSON_SCHEMA, '{"type": "strin"}', "json_schema cannot be used: Invalid type: strin"),
+        (ConstraintKind.JSON_SCHEMA, '{"properties": 5}', "json_schema cannot be used"),
+        (ConstraintKind.JSON_SCHEMA, '{"$ref": "http://example.com/x.json"}', "does not fetch resources"),
+        (
+            ConstraintKind.JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}',
+            "json_schema cannot be used: Unsatisfiable",
+        ),
+        (ConstraintKind.JSON_SCHEMA, '{"type": "object", "unevaluatedProperties": false}', "Unimplemented keys"),
+        (ConstraintKind.JSON_SCHEMA, '{"type": "string", "pattern": "(a"}', "unclosed group"),
+        (ConstraintKind.JSON_SCHEMA, '{"$ref": "#"}', "no text satisfies it; a .ref that leads only to itself"),
+        (ConstraintKind.JSON_SCHEMA, '{"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#"}]}}}', "leads only to itself"),
+        (ConstraintKind.REGEX, r"[^\s\S]", "no text satisfies it$"),
+        (ConstraintKind.REGEX, "(a", "regex cannot be used"), (ConstraintKind.REGEX, "a(?=b)", "look-around"),
+        (ConstraintKind.REGEX, "(a)\\1", "backreferences"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_by_name(kind: Kind, text: str, finding: str) -> None:
+def test_what_cannot_be_used_is_refused_by_name(kind: ConstraintKind, text: str, finding: str) -> None:
     with pytest.raises(ConstraintError, match=finding) as caught:
         compiler().compile(Constraint(kind, text))
     assert str(caught.value).startswith(kind.value)
@@ -130,17 +134,17 @@ def test_what_cannot_be_used_is_refused_by_name(kind: Kind, text: str, finding: 
 
 
 HOSTILE = {
-    "brackets": (Kind.JSON_SCHEMA, "[" * 60_000),
-    "nesting": (Kind.JSON_SCHEMA, '{"items":' * 900 + "{}" + "}" * 900),
-    "all_of": (Kind.JSON_SCHEMA, '{"allOf":[' * 90 + "{}" + "]}" * 90),
-    "self_reference": (Kind.JSON_SCHEMA, '{"$ref":"#/$defs/a","$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"}]}}}'),
-    "product": (Kind.JSON_SCHEMA, json.dumps({
+    "brackets": (ConstraintKind.JSON_SCHEMA, "[" * 60_000),
+    "nesting": (ConstraintKind.JSON_SCHEMA, '{"items":' * 900 + "{}" + "}" * 900),
+    "all_of": (ConstraintKind.JSON_SCHEMA, '{"allOf":[' * 90 + "{}" + "]}" * 90),
+    "self_reference": (ConstraintKind.JSON_SCHEMA, '{"$ref":"#/$defs/a","$defs":{"a":{"anyOf":[{"$ref":"#/$defs/a"}]}}}'),
+    "product": (ConstraintKind.JSON_SCHEMA, json.dumps({
         "allOf": [{"anyOf": [{"properties": {f"p{i}_{j}": {"type": "string"}}} for j in range(4)]} for i in range(10)]
     })),
-    "repeated": (Kind.REGEX, "(a{1,1000}){1,1000}"),
-    "ambiguous": (Kind.REGEX, "(a|b|c|d|e)*" * 50 + "f{1,500}"),
-    "dots": (Kind.REGEX, ".*" * 500 + "x"),
-    "long": (Kind.REGEX, "\\w{5000}"),
+    "repeated": (ConstraintKind.REGEX, "(a{1,1000}){1,1000}"),
+    "ambiguous": (ConstraintKind.REGEX, "(a|b|c|d|e)*" * 50 + "f{1,500}"),
+    "dots": (ConstraintKind.REGEX, ".*" * 500 + "x"),
+    "long": (ConstraintKind.REGEX, "\\w{5000}"),
 }  # fmt: skip
 
 
@@ -166,7 +170,7 @@ def test_hostile_grammars_are_soon_done_with(name: str) -> None:
 
 
 def test_a_matcher_that_is_lost_allows_nothing() -> None:
-    matcher = compiler().compile(Constraint(Kind.REGEX, "abc"))
+    matcher = compiler().compile(Constraint(ConstraintKind.REGEX, "abc"))
     matcher.accept(EOS_ID)
     assert matcher.error
     assert not matcher.mask().any()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.bench.injection import Kind, fault_of_process, short_read
+from kog_dist.bench.injection import FaultKind, fault_of_process, short_read
 from kog_dist.bench.session import until
 from kog_dist.errors import LaunchError
 
@@ -33,13 +33,13 @@ def state(child: subprocess.Popen[bytes]) -> str:
     return str(psutil.Process(child.pid).status())
 
 
-def do(child: subprocess.Popen[bytes], kind: Kind) -> float:
+def do(child: subprocess.Popen[bytes], kind: FaultKind) -> float:
     injected = fault_of_process(child.pid, kind, random.Random(1))
     return injected.end_s - injected.begin_s
 
 
-@pytest.mark.parametrize(("kind", "signum"), [(Kind.KILL, signal.SIGKILL), (Kind.TERM, signal.SIGTERM)])
-def test_a_process_is_ended(child: subprocess.Popen[bytes], kind: Kind, signum: signal.Signals) -> None:
+@pytest.mark.parametrize(("kind", "signum"), [(FaultKind.KILL, signal.SIGKILL), (FaultKind.TERM, signal.SIGTERM)])
+def test_a_process_is_ended(child: subprocess.Popen[bytes], kind: FaultKind, signum: signal.Signals) -> None:
     do(child, kind)
     assert child.wait(LIMIT_S) == -signum
     with pytest.raises(LaunchError, match="ended before its fault"):
@@ -47,14 +47,14 @@ def test_a_process_is_ended(child: subprocess.Popen[bytes], kind: Kind, signum: 
 
 
 def test_a_process_is_stopped_and_continued(child: subprocess.Popen[bytes]) -> None:
-    do(child, Kind.STOP)
+    do(child, FaultKind.STOP)
     until(lambda: state(child) == "stopped", LIMIT_S, lambda: state(child))
-    do(child, Kind.CONT)
+    do(child, FaultKind.CONT)
     until(lambda: state(child) == "sleeping", LIMIT_S, lambda: state(child))
 
 
-@pytest.mark.parametrize(("kind", "at_least_s"), [(Kind.PAUSE, 0.1), (Kind.DELAY, 1.0)])
-def test_a_process_that_was_held_up_goes_on(child: subprocess.Popen[bytes], kind: Kind, at_least_s: float) -> None:
+@pytest.mark.parametrize(("kind", "at_least_s"), [(FaultKind.PAUSE, 0.1), (FaultKind.DELAY, 1.0)])
+def test_a_process_that_was_held_up_goes_on(child: subprocess.Popen[bytes], kind: FaultKind, at_least_s: float) -> None:
     assert do(child, kind) >= at_least_s
     until(lambda: state(child) == "sleeping", LIMIT_S, lambda: state(child))
 
@@ -72,7 +72,7 @@ def test_files_of_a_process_grow_no_more(tmp_path: Path) -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         assert child.stdout.readline() == b"begun\n"
-        do(child, Kind.ENOSPC)
+        do(child, FaultKind.ENOSPC)
         child.stdin.write(b"\n")
         child.stdin.flush()
         assert child.stdout.readline() == b"OSError\n"

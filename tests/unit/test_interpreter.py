@@ -17,7 +17,7 @@ from kog_dist.decode.steps import Phase
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.rope import rope_table
-from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode, RopeScaling
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, RopeScaling, Sublayer
 from kog_dist.model.weights import RankWeights
 from kog_dist.sampling_params import SamplingParams
 
@@ -55,11 +55,11 @@ def twin_logits(spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], tokens
         return np.asarray(x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + spec.norm_eps) * weight)
 
     h = [w["model.tok_embeddings.weight"][tokens] for _ in lanes]
-    outputs: dict[tuple[int, Block], list[Array]] = {}
+    outputs: dict[tuple[int, Sublayer], list[Array]] = {}
     for layer in range(spec.num_layers):
         stem = f"model.layers.{layer}"
-        for block in Block:
-            if block is Block.ATTENTION:
+        for block in Sublayer:
+            if block is Sublayer.ATTENTION:
                 p = [
                     twin_attention(spec, w, layer, lane, norm(f"{stem}.attention_norm", lane, h[lane]), kv_round)
                     for lane in lanes

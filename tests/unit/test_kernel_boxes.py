@@ -15,7 +15,7 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.cuda.build import build
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.steps import Phase, Site
-from kog_dist.model.spec import Block, ModelSpec
+from kog_dist.model.spec import ModelSpec, Sublayer
 
 SPEC = ModelSpec(
     hidden_size=3072, num_layers=15, num_heads=128, num_kv_heads=64, intermediate_size=12288, vocab_size=32000, max_context=512,
@@ -61,7 +61,7 @@ def test_sums_have_the_slots_and_epochs_of_the_plan(world_size: int) -> None:
     boxes, plan = KernelBoxes(SPEC, world_size, 128, 4), make_plan(SPEC, world_size)
     by_name = {spec.name: spec for spec in boxes.specs()}
     for site in (Site.ATTENTION, Site.MLP):
-        planned, summed = plan.mailbox_by_name[site.name.lower()], boxes.summed_layers(Block(site))
+        planned, summed = plan.mailbox_by_name[site.name.lower()], boxes.summed_layers(Sublayer(site))
         assert (by_name[planned.name].num_slots, by_name[planned.name].length) == (planned.num_slots, planned.length)
         assert planned.per_token == len(summed)
         steps = [step for step in plan.ranks[0].steps if step.phase is Phase.SUM and step.site == site]
@@ -82,10 +82,10 @@ def test_every_lane_and_copy_has_a_place() -> None:
 
 def test_layers_that_nobody_sums_have_no_slot() -> None:
     boxes = KernelBoxes(SPEC, 4, 128, 4)
-    assert 14 not in boxes.summed_layers(Block.MLP), "its sum would arrive behind the last layer"
+    assert 14 not in boxes.summed_layers(Sublayer.MLP), "its sum would arrive behind the last layer"
     mask = re.search(r"summed_mask\(u32 kind\) \{ return kind == 0 \? (0x[0-9a-f]+)ull", boxes.header(place(boxes.specs(), 4)))
     assert mask is not None
-    assert int(mask[1], 16) == sum(1 << layer for layer in boxes.summed_layers(Block.ATTENTION))
+    assert int(mask[1], 16) == sum(1 << layer for layer in boxes.summed_layers(Sublayer.ATTENTION))
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -10,13 +10,13 @@ import pytest
 
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
-from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 SMALL = ModelSpec(
     hidden_size=16, num_layers=7, num_heads=8, num_kv_heads=8, intermediate_size=16, vocab_size=24, num_lanes=8, delay=2
 )  # fmt: skip
-BLOCKS = {Phase.OUT: Block.ATTENTION, Phase.DOWN: Block.MLP}
+BLOCKS = {Phase.OUT: Sublayer.ATTENTION, Phase.DOWN: Sublayer.MLP}
 CHAIN = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
 VARIANTS = [
     replace(SMALL, num_layers=num_layers, delay=delay, early_comm=early, attention_comm=attention, mlp_comm=mlp)
@@ -42,7 +42,7 @@ def test_the_finaliser_finds_the_partials_that_it_adds(lanes: range) -> None:
     """A row's owner keeps the partials of `delay` + 1 layers (`history` in finalize.cuh). When the last lane's is there, all are:
     then the sum goes to the peers. A blocking one is added then, too, and no lane may go on before it."""
     for spec in VARIANTS:
-        history: dict[tuple[Block, int, int], int] = {}  # block, layer modulo delay + 1, lane -> layer
+        history: dict[tuple[Sublayer, int, int], int] = {}  # block, layer modulo delay + 1, lane -> layer
         streams = dict.fromkeys(lanes, 0)  # blocks that have been added
         for product in product_order(spec, lanes):
             layer, lane = product.layer, product.lane

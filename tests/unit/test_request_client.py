@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kog_dist.bench.request_client import Answer, RequestClient
+from kog_dist.bench.request_client import RequestClient, TimedAnswer
 from kog_dist.bench.request_measures import KINDS, Measures, Workload
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import Done, FinishReason
@@ -15,11 +15,11 @@ from tests.unit.prefill.models import SMALL
 
 
 def test_speed_is_that_of_the_tokens_behind_the_first() -> None:
-    assert Answer("a", 0.0, arrivals=[(1.0, 1), (1.25, 4), (1.5, 5)]).tokens_per_s == 8
+    assert TimedAnswer("a", 0.0, arrivals=[(1.0, 1), (1.25, 4), (1.5, 5)]).tokens_per_s == 8
 
 
 def test_tokens_that_a_busy_machine_hands_over_at_once_have_no_speed() -> None:
-    assert Answer("a", 0.0, arrivals=[(1.0, 24)]).tokens_per_s is None
+    assert TimedAnswer("a", 0.0, arrivals=[(1.0, 24)]).tokens_per_s is None
 
 
 class PlayedClient:
@@ -28,10 +28,10 @@ class PlayedClient:
     def __init__(self, ms_of: dict[str, float]) -> None:
         self.ms_of, self.asked = ms_of, list[str]()
 
-    def ask(self, prompt_ids: Sequence[int], *, max_tokens: int, **options: Any) -> Answer:
+    def ask(self, prompt_ids: Sequence[int], *, max_tokens: int, **options: Any) -> TimedAnswer:
         kind = next(name for name, wanted in KINDS.items() if wanted == options)
         self.asked.append(kind)
-        answer = Answer("a", 0.0, arrivals=[(0.0, 1), (1.0, max_tokens)])
+        answer = TimedAnswer("a", 0.0, arrivals=[(0.0, 1), (1.0, max_tokens)])
         rate = 1e3 / self.ms_of[kind]
         answer.end = Done("a", FinishReason.LENGTH, len(prompt_ids), max_tokens, 0.0, 1.0, tokens_per_s=rate)
         return answer

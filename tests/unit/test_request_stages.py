@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from kog_dist.bench.request_client import Answer
+from kog_dist.bench.request_client import TimedAnswer
 from kog_dist.bench.request_stages import STEPS, show_steps, steps_ms
 from kog_dist.rpc.messages import Done, FinishReason
 from kog_dist.stages import STAGES
 
 
-def answer(*, slower_s: float = 0.0, with_prefill: bool = True) -> Answer:
+def answer(*, slower_s: float = 0.0, with_prefill: bool = True) -> TimedAnswer:
     """Sent at 10 s, received 1 ms later, a millisecond per stage."""
     stages = [0.001 * (place + 1) + slower_s for place in range(len(STAGES))]
     told = tuple(None if name == "uploaded" and not with_prefill else value for name, value in zip(STAGES, stages, strict=True))
     done = Done("id", FinishReason.LENGTH, 3, 8, 0.0, 0.1, received_s=10.001, stages_s=told)
-    return Answer("id", 10.0, arrivals=[(10.001 + stages[-1] + 0.002, 1)], end=done)
+    return TimedAnswer("id", 10.0, arrivals=[(10.001 + stages[-1] + 0.002, 1)], end=done)
 
 
 def test_steps_add_up_to_the_time_to_the_first_token() -> None:
@@ -48,5 +48,5 @@ def test_the_table_has_a_column_for_each_prompt(capsys: pytest.CaptureFixture[st
 
 def test_an_engine_that_tells_no_stages_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     done = Done("id", FinishReason.LENGTH, 3, 8, 0.0, 0.1)
-    show_steps("1 GPU", [{"prompt": 128, "steps_ms": steps_ms([Answer("id", 0.0, end=done)])}], "steps_ms")
+    show_steps("1 GPU", [{"prompt": 128, "steps_ms": steps_ms([TimedAnswer("id", 0.0, end=done)])}], "steps_ms")
     assert capsys.readouterr().out == ""

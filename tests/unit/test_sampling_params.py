@@ -17,14 +17,14 @@ from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.rpc.messages.codec import decode_request, encode
 from kog_dist.rpc.prompt_request import PromptRequest, sampling_of
 from kog_dist.sampling_params import DEFAULTS, SamplingParams
-from kog_dist.workers import served_model
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers import model_folder
+from kog_dist.workers.model_folder import ModelFolder
 from kog_dist.workers.streams import RequestStream
 
 SPEC = ModelSpec(
     hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=16, vocab_size=50, max_context=40, num_lanes=4
 )
-MODEL = ServedModel("tiny", Path("tiny"), SPEC, None, (0,))
+MODEL = ModelFolder("tiny", Path("tiny"), SPEC, None, (0,))
 FLAGS = {
     "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25,
     "logit_bias": ["7=-2.5", "9=1"], "min_tokens": 4, "logprobs": 2, "temperature": None, "seed": None,
@@ -65,10 +65,10 @@ def test_what_the_model_cannot_do_is_refused_by_name(changes: dict[str, Any], co
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("count", [1, served_model._FEW_IDS, served_model._FEW_IDS + 1])
+@pytest.mark.parametrize("count", [1, model_folder._FEW_IDS, model_folder._FEW_IDS + 1])
 @pytest.mark.parametrize(("last", "is_id"), [(49, True), (50, False), (-1, False), (2**32, False)])
 def test_an_id_that_the_model_does_not_have_is_refused_by_its_place(count: int, last: int, is_id: bool) -> None:
-    model = ServedModel("tiny", Path("tiny"), replace(SPEC, max_context=400), None, (0,))
+    model = ModelFolder("tiny", Path("tiny"), replace(SPEC, max_context=400), None, (0,))
     asked = Generate("a", prompt_ids=(*[1] * (count - 1), last))
     if is_id:
         assert model.admit(asked).prompt[-1] == last

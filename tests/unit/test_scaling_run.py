@@ -12,7 +12,7 @@ from kog_dist.bench import endurance, scaling_run
 from kog_dist.bench.rank_kernel import first_difference
 from kog_dist.errors import KogError
 
-PLAN = scaling_run.Plan("2b", (64, 512), tokens=200, repeats=3, long_run=True, yardstick=True)
+PLAN = scaling_run.ScalingPlan("2b", (64, 512), tokens=200, repeats=3, long_run=True, yardstick=True)
 
 
 def rank_of(count: int, us: float, *, bits: str = "b", tokens: tuple[int, ...] = (5, 6, 7), differ: int = 0) -> dict[str, Any]:

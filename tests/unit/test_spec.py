@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.limits import MAX_LAYERS
-from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode, RopeScaling, laneformer_2b
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, RopeScaling, Sublayer, laneformer_2b
 
 FIRST_REVISION: dict[str, Any] = {
     "architectures": ["LaneformerForCausalLM"],
@@ -216,29 +216,29 @@ def test_a_layer_cannot_be_windowed_and_unclamped() -> None:
         ModelSpec.from_config(base | {"swa_layers": [1, 2], "unclamped_layers": [2]})
 
 
-def modes(spec: ModelSpec, block: Block) -> str:
+def modes(spec: ModelSpec, block: Sublayer) -> str:
     return "".join(spec.reduce_mode(i, block).value[0] for i in range(spec.num_layers))  # d(elayed), b(locking), l(ocal)
 
 
 def test_reduce_modes() -> None:
-    assert modes(SMALL, Block.ATTENTION) == "bbdddd"
-    assert modes(small(use_early_comm=False), Block.MLP) == "lldddd"
-    assert modes(small(broadcast_delay=0), Block.MLP) == "bbbbbb"
-    assert modes(small(broadcast_delay=0, use_early_comm=False), Block.MLP) == "bbbbbb"
-    assert modes(small(broadcast_delay=9), Block.MLP) == "bbbbbb"
+    assert modes(SMALL, Sublayer.ATTENTION) == "bbdddd"
+    assert modes(small(use_early_comm=False), Sublayer.MLP) == "lldddd"
+    assert modes(small(broadcast_delay=0), Sublayer.MLP) == "bbbbbb"
+    assert modes(small(broadcast_delay=0, use_early_comm=False), Sublayer.MLP) == "bbbbbb"
+    assert modes(small(broadcast_delay=9), Sublayer.MLP) == "bbbbbb"
     no_attention = small(use_attention_comm=False)
-    assert (modes(no_attention, Block.ATTENTION), modes(no_attention, Block.MLP)) == ("llllll", "bbdddd")
-    assert modes(small(use_mlp_comm=False), Block.MLP) == "llllll"
+    assert (modes(no_attention, Sublayer.ATTENTION), modes(no_attention, Sublayer.MLP)) == ("llllll", "bbdddd")
+    assert modes(small(use_mlp_comm=False), Sublayer.MLP) == "llllll"
 
 
 def test_feeds_layer() -> None:
-    assert [SMALL.feeds_layer(i, Block.MLP) for i in range(6)] == [2, 3, 4, 5, None, None]
-    assert [small(use_early_comm=False).feeds_layer(i, Block.MLP) for i in range(3)] == [2, 3, 4]
-    assert [small(broadcast_delay=0).feeds_layer(i, Block.MLP) for i in range(6)] == [None] * 6
-    assert [small(use_mlp_comm=False).feeds_layer(i, Block.MLP) for i in range(6)] == [None] * 6
+    assert [SMALL.feeds_layer(i, Sublayer.MLP) for i in range(6)] == [2, 3, 4, 5, None, None]
+    assert [small(use_early_comm=False).feeds_layer(i, Sublayer.MLP) for i in range(3)] == [2, 3, 4]
+    assert [small(broadcast_delay=0).feeds_layer(i, Sublayer.MLP) for i in range(6)] == [None] * 6
+    assert [small(use_mlp_comm=False).feeds_layer(i, Sublayer.MLP) for i in range(6)] == [None] * 6
     for layer_idx in range(6):  # every delayed layer has exactly one producer
-        producers = [i for i in range(6) if SMALL.feeds_layer(i, Block.MLP) == layer_idx]
-        assert len(producers) == (SMALL.reduce_mode(layer_idx, Block.MLP) is ReduceMode.DELAYED)
+        producers = [i for i in range(6) if SMALL.feeds_layer(i, Sublayer.MLP) == layer_idx]
+        assert len(producers) == (SMALL.reduce_mode(layer_idx, Sublayer.MLP) is ReduceMode.DELAYED)
 
 
 @settings(deadline=None, derandomize=True)

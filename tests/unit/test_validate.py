@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.steps import Mailbox, Message, Phase, RankPlan, Step
+from kog_dist.decode.steps import Message, Phase, PlannedMailbox, RankPlan, Step
 from kog_dist.decode.validate import check, validate
 from kog_dist.errors import PlanError
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
@@ -221,5 +221,5 @@ def test_without_the_hand_off_of_prompt_tokens_slots_are_not_safe() -> None:
 
 
 def test_mailbox_of_an_unknown_name() -> None:
-    plan = replace(PLAN, mailboxes=(*PLAN.mailboxes[1:], Mailbox("spare", 1, 1, 1)))
+    plan = replace(PLAN, mailboxes=(*PLAN.mailboxes[1:], PlannedMailbox("spare", 1, 1, 1)))
     assert any("uses mailbox 'attention', which is not declared" in finding for finding in validate(plan))

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kog_dist.decode.plan import Plan, make_plan
-from kog_dist.decode.steps import NONE, Kind, Mailbox, Message, Phase, RankPlan, RowSplit, Site, Step, Value, When
+from kog_dist.decode.steps import NONE, Kind, Message, Phase, PlannedMailbox, RankPlan, RowSplit, Site, Step, Value, When
 from kog_dist.decode.validate import validate
-from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 
 PRIME = (1 << 61) - 1
 SQRT_LANES = 12345  # stands for sqrt(L)
@@ -41,10 +41,10 @@ def expected_tokens(spec: ModelSpec) -> list[tuple[int, int]]:
         h = [mix(Phase.EMBED, token) for _ in lanes]
         made: dict[tuple[int, int], list[int]] = {}
         for layer in range(spec.num_layers):
-            for block in Block:
+            for block in Sublayer:
                 p = []
                 for lane in lanes:
-                    if block is Block.ATTENTION:
+                    if block is Sublayer.ATTENTION:
                         query = mix(Phase.QKV, layer, lane, h[lane])
                         caches[layer, lane] = mix(caches.get((layer, lane), 0), query)
                         mixed = mix(Phase.ATTEND, layer, lane, query, caches[layer, lane])
@@ -407,7 +407,7 @@ def wrong_epoch_awaited(plan: Plan, rng: random.Random) -> Plan | None:
 def wrong_mailbox(plan: Plan, rng: random.Random) -> Plan | None:
     if not plan.mailboxes:
         return None
-    name, waits = rng.choice([*plan.mailboxes, Mailbox("nowhere", 1, 1, 1)]).name, rng.random() < 0.5
+    name, waits = rng.choice([*plan.mailboxes, PlannedMailbox("nowhere", 1, 1, 1)]).name, rng.random() < 0.5
     return change_message(plan, rng, lambda _part, m: m._replace(mailbox=name), waits=waits)
 
 
@@ -429,7 +429,7 @@ def wrong_peer(plan: Plan, rng: random.Random) -> Plan | None:
     return change_message(plan, rng, change, waits=waits)
 
 
-def change_mailbox(plan: Plan, rng: random.Random, change: Callable[[Mailbox], Mailbox]) -> Plan | None:
+def change_mailbox(plan: Plan, rng: random.Random, change: Callable[[PlannedMailbox], PlannedMailbox]) -> Plan | None:
     if not plan.mailboxes:
         return None
     at = rng.randrange(len(plan.mailboxes))

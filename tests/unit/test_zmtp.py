@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from kog_dist.errors import ProtocolError
 from kog_dist.rpc import file_port
 from kog_dist.rpc.file_port import FilePort, Gone
-from kog_dist.rpc.zmtp import DEALER, ROUTER, Message, Wire, framed, only_message, opening
+from kog_dist.rpc.zmtp import DEALER, ROUTER, Wire, ZmtpMessage, framed, only_message, opening
 
 LIMIT = 1 << 16
 WAIT_S = 5.0
 
 
-def messages_of(wire: Wire, data: bytes, cuts: list[int]) -> list[Message]:
+def messages_of(wire: Wire, data: bytes, cuts: list[int]) -> list[ZmtpMessage]:
     found = []
     places = [0, *sorted({cut % (len(data) + 1) for cut in cuts}), len(data)]
     for begin, end in itertools.pairwise(places):
@@ -35,7 +35,7 @@ def messages_of(wire: Wire, data: bytes, cuts: list[int]) -> list[Message]:
 @given(bodies=st.lists(st.binary(max_size=700), max_size=5), cuts=st.lists(st.integers(0, 5000), max_size=8))
 def test_messages_survive_any_cut(bodies: list[bytes], cuts: list[int]) -> None:
     found = messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + b"".join(map(framed, bodies)), cuts)
-    assert found == [Message(1, len(body), body) for body in bodies]
+    assert found == [ZmtpMessage(1, len(body), body) for body in bodies]
 
 
 @given(body=st.binary(max_size=600), rest=st.binary(max_size=3))
@@ -56,7 +56,7 @@ def test_what_comes_at_once_is_the_same_message(bodies: list[bytes], cuts: list[
         while message is not None:
             found.append(message)
             message = wire.next()
-    assert found == [Message(1, len(body), body) for body in bodies]
+    assert found == [ZmtpMessage(1, len(body), body) for body in bodies]
 
 
 def test_what_comes_at_once_has_the_same_limit() -> None:
@@ -69,12 +69,12 @@ def test_what_comes_at_once_has_the_same_limit() -> None:
 
 def test_frames_of_a_message_are_counted_and_not_kept() -> None:
     parts = b"".join(b"\x01%c%b" % (len(part), part) for part in (b"ab", b"", b"c")) + framed(b"de")
-    assert messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + parts, [80, 90]) == [Message(4, 5, b"")]
+    assert messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + parts, [80, 90]) == [ZmtpMessage(4, 5, b"")]
 
 
 def test_a_message_has_a_bounded_number_of_frames() -> None:
     more = b"\x01\x00"
-    assert messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + 63 * more + framed(b""), []) == [Message(64, 0, b"")]
+    assert messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + 63 * more + framed(b""), []) == [ZmtpMessage(64, 0, b"")]
     with pytest.raises(ProtocolError, match="more than 64 frames"):
         messages_of(Wire(ROUTER, LIMIT), opening(DEALER) + 64 * more, [])
 
@@ -83,7 +83,7 @@ def test_the_limit_counts_all_frames_of_a_message() -> None:
     half, rest = b"\x03" + (LIMIT // 2).to_bytes(8, "big") + bytes(LIMIT // 2), framed(bytes(LIMIT // 2))
     wire = Wire(ROUTER, LIMIT)
     assert messages_of(wire, opening(DEALER) + half + rest + framed(bytes(LIMIT)), []) == [
-        Message(2, LIMIT, b""), Message(1, LIMIT, bytes(LIMIT)),
+        ZmtpMessage(2, LIMIT, b""), ZmtpMessage(1, LIMIT, bytes(LIMIT)),
     ]  # fmt: skip
     with pytest.raises(ProtocolError, match="at most 32768 are taken"):
         messages_of(wire, half + framed(bytes(LIMIT // 2 + 1))[:20], [])
@@ -149,9 +149,9 @@ def connect(path: Path, first: bytes = opening(DEALER)) -> socket.socket:
     return client
 
 
-def received(port: FilePort, count: int, max_messages: int = 16) -> list[tuple[bytes, Message]]:
+def received(port: FilePort, count: int, max_messages: int = 16) -> list[tuple[bytes, ZmtpMessage]]:
     """Turns the port until so many messages have come."""
-    found: list[tuple[bytes, Message]] = []
+    found: list[tuple[bytes, ZmtpMessage]] = []
     deadline_s = time.monotonic() + WAIT_S
     while len(found) < count:
         assert time.monotonic() < deadline_s, "the messages did not come"

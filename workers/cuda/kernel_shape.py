@@ -12,7 +12,7 @@ from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
-from kog_dist.model.spec import Block, HeadType, ModelSpec, ReduceMode
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
@@ -369,7 +369,7 @@ class KernelShape:
         numbers["kLogSumWords"] = self.log_sum_words
         numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
         masks = {"kWindowMask": spec.window_layers}
-        for block, name in ((Block.ATTENTION, "kAttention"), (Block.MLP, "kMlp")):
+        for block, name in ((Sublayer.ATTENTION, "kAttention"), (Sublayer.MLP, "kMlp")):
             for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED):
                 layers = [i for i in range(spec.num_layers) if spec.reduce_mode(i, block) is mode]
                 masks[f"{name}{mode.value.capitalize()}"] = tuple(layers)

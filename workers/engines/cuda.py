@@ -35,7 +35,7 @@ from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, tr
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
 from kog_dist.workers.engines.heartbeat import Heartbeat
-from kog_dist.workers.engines.launches import Kernel, Launches, Token
+from kog_dist.workers.engines.launches import DecodeKernel, Launches, Token
 from kog_dist.workers.engines.prompt_run import PromptRun
 from kog_dist.workers.notes import note
 
@@ -60,7 +60,7 @@ class CudaEngine:
     def __init__(self, args: WorkerArgs, control: ControlPage) -> None:
         self._args, self._control, self._rank = args, control, args.info.rank
         self._peers: CudaPeers | None = None  # None: one rank
-        self._kernel: Kernel | None = None
+        self._kernel: DecodeKernel | None = None
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._has_overflown = False  # prefill, in any request so far
         self._max_context = 0
@@ -92,7 +92,7 @@ class CudaEngine:
             self._max_context = spec.max_context
             self._try_kernel(self._kernel)
 
-    def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> Kernel:
+    def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
         spec, peers = shape.spec, self._peers
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
@@ -121,7 +121,7 @@ class CudaEngine:
         self._control.set_state(self._rank, RankState.LOADING)
         return found
 
-    def _try_kernel(self, kernel: Kernel) -> None:
+    def _try_kernel(self, kernel: DecodeKernel) -> None:
         """A token on trial: maps everything, and shows that the kernel runs and that its peers answer. Collective."""
         kernel.begin((0,), 1, SamplingParams())  # for which cupy may have to compile
         if self._peers is not None:
@@ -364,7 +364,7 @@ class CudaEngine:
             self._loaded.rouse()
 
     @property
-    def _loaded(self) -> Kernel:
+    def _loaded(self) -> DecodeKernel:
         assert self._kernel is not None, "startup comes first"
         return self._kernel
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.head_start import LastStreams
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
-    from kog_dist.workers.engines.launches import Kernel
+    from kog_dist.workers.engines.launches import DecodeKernel
     from kog_dist.workers.prefill.matrices import Matrices
     from kog_dist.workers.prefill.peer_exchange import PeerExchange
 
@@ -67,7 +67,7 @@ class Start:
     sums: Callable[[float], PeerExchange] | None  # the exchange of prefill whose waits are bounded by so many seconds
     first_cause: Callable[[str], str] = str  # of all ranks, which call it together: one that is not empty; `str` for one rank
 
-    def load(self) -> tuple[Kernel, Prefiller | None]:
+    def load(self) -> tuple[DecodeKernel, Prefiller | None]:
         """The kernel, and prefill if it is wanted and can be had. Raises CheckpointError, CompileError or LaunchError.
 
         Collective. With `auto` all ranks have prefill, or none: where one fails before the peers' memory is mapped, or when it
@@ -79,7 +79,7 @@ class Start:
             return self._without_prefill(partial(self.link, 0)), None
         watch = Watch()
         loaded: tuple[Any, Matrices] | None = None
-        kernel: Kernel | None = None
+        kernel: DecodeKernel | None = None
         heap: CudaHeap | None = None
         cause = self._agreed(obstacle(self.shape))
         watch.ended("torch")
@@ -101,7 +101,7 @@ class Start:
         note(f"prompts go token by token, since prefill cannot start: {cause}")
         return kernel or self._without_prefill(lambda: heap or self.link(0)), None
 
-    def _without_prefill(self, link: Callable[[], CudaHeap | None]) -> Kernel:
+    def _without_prefill(self, link: Callable[[], CudaHeap | None]) -> DecodeKernel:
         """The kernel alone."""
         from kog_dist.workers.cuda.load import load_weights
 
@@ -154,7 +154,7 @@ class Start:
             _refuse_without_memory(error)
             raise
 
-    def _make_kernel(self, weights: Any, heap: CudaHeap | None) -> tuple[Kernel | None, str]:
+    def _make_kernel(self, weights: Any, heap: CudaHeap | None) -> tuple[DecodeKernel | None, str]:
         """The kernel beside prefill's weights, if all ranks have room for theirs."""
         made: list[Monokernel] = []
 

@@ -29,7 +29,7 @@ class Token(Protocol):
         """Not NONE: the last entry."""
 
 
-class Kernel(Protocol):
+class DecodeKernel(Protocol):
     """What this engine needs of `monokernel.Monokernel`."""
 
     stream: Any
@@ -92,7 +92,7 @@ class Launches:
     With `one_by_one` every answer token is a launch of its own, queued when the one before was taken: its logits can be read.
     """
 
-    def __init__(self, kernel: Kernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool) -> None:
+    def __init__(self, kernel: DecodeKernel, num_prompt_steps: int, max_tokens: int, *, one_by_one: bool) -> None:
         self._kernel = kernel
         self._num_prompt_steps, self._num_steps_ended = num_prompt_steps, 0
         self._queued: deque[tuple[Any, int]] = deque()  # event and steps of each launch under way

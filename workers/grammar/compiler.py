@@ -22,7 +22,7 @@ _LIMITS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Kind(enum.StrEnum):
+class ConstraintKind(enum.StrEnum):
     """Which language a constraint is written in."""
 
     JSON_SCHEMA = "json_schema"
@@ -32,15 +32,15 @@ class Kind(enum.StrEnum):
 class Constraint(NamedTuple):
     """What an answer must be, as the client wrote it."""
 
-    kind: Kind
+    kind: ConstraintKind
     text: str
 
 
 def constraint_of(message: Generate) -> Constraint | None:
     """The constraint of a request, if it has one."""
     if message.json_schema is not None:
-        return Constraint(Kind.JSON_SCHEMA, message.json_schema)
-    return None if message.regex is None else Constraint(Kind.REGEX, message.regex)
+        return Constraint(ConstraintKind.JSON_SCHEMA, message.json_schema)
+    return None if message.regex is None else Constraint(ConstraintKind.REGEX, message.regex)
 
 
 class ConstraintError(Exception):
@@ -64,7 +64,7 @@ class GrammarCompiler:
         """A matcher at the beginning of the answer. Raises ConstraintError."""
         kind, text = constraint
         matcher_class = self._library.LLMatcher
-        grammar = self._grammar_of_schema(text) if kind is Kind.JSON_SCHEMA else matcher_class.grammar_from_regex(text)
+        grammar = self._grammar_of_schema(text) if kind is ConstraintKind.JSON_SCHEMA else matcher_class.grammar_from_regex(text)
         library_matcher = matcher_class(
             self._tokenizer, grammar, log_level=0, limits=self._library.LLParserLimits(**_LIMITS)
         )  # fmt: skip
@@ -130,11 +130,11 @@ class _Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _reason(kind: Kind, complaint: str) -> str:
+def _reason(kind: ConstraintKind, complaint: str) -> str:
     """What the library says, or what that means where no text satisfies the constraint."""
     if complaint and not complaint.startswith(_NO_TEXT):
         return _shortened(complaint)
-    if kind is Kind.JSON_SCHEMA:
+    if kind is ConstraintKind.JSON_SCHEMA:
         return 'no text satisfies it; a $ref that leads only to itself is a reason, as in {"$ref": "#"}'
     return "no text satisfies it"
 

@@ -27,7 +27,7 @@ from kog_dist.json_arguments import JsonArguments
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.pace import Pace
 from kog_dist.wait import Deadline, sleep_precisely
-from kog_dist.workers.grammar.compiler import Constraint, ConstraintError, GrammarCompiler, Kind
+from kog_dist.workers.grammar.compiler import Constraint, ConstraintError, ConstraintKind, GrammarCompiler
 
 MAX_PACKET_BYTES = 1 << 17  # a schema of the longest kind, and the rest of its message
 _MEMORY_BYTES = 2 << 30  # private memory of this process; beyond it allocations fail
@@ -89,7 +89,7 @@ def serve(channel: socket.socket, control: ControlPage, compiler: GrammarCompile
     """Do what the coordinator asks for, one thing after the other, until it closes its end."""
     while packet := channel.recv(MAX_PACKET_BYTES):
         message = msgpack.unpackb(packet)
-        constraint = Constraint(Kind(message["kind"]), message["text"])
+        constraint = Constraint(ConstraintKind(message["kind"]), message["text"])
         if "check" in message:
             channel.send(msgpack.packb({"checked": message["check"], "error": why_not(compiler, constraint)}))
         else:

@@ -23,7 +23,7 @@ _MAX_CHUNKS = 16  # as items of their own: memory for what each of them gives
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """How the rows of a block are cut into items; a function of its size and of the window, never of its position."""
 
     num_groups: int  # of an item
@@ -34,7 +34,7 @@ class Plan:
     num_ctas: int
 
 
-def plan(shape: AttentionShape, size: int, window: int | None, max_positions: int, num_sms: int) -> Plan:
+def plan(shape: AttentionShape, size: int, window: int | None, max_positions: int, num_sms: int) -> AttentionPlan:
     """The items of `size` rows, of which none stands at `max_positions` or behind.
 
     Where multiprocessors would be left over, chunks become items of their own, and items have one group, which is faster alone.
@@ -47,7 +47,7 @@ def plan(shape: AttentionShape, size: int, window: int | None, max_positions: in
     num_groups = 1 if size <= positions or heads * -(-size // positions) * (num_chunks or 1) <= num_sms else 2
     num_tiles = -(-size // (num_groups * positions))
     num_items = num_tiles * heads * (num_chunks or 1)
-    return Plan(num_groups, num_tiles, is_chunked, num_chunks, num_items, min(num_items, num_sms))
+    return AttentionPlan(num_groups, num_tiles, is_chunked, num_chunks, num_items, min(num_items, num_sms))
 
 
 def build(shape: AttentionShape) -> compiler.Cubin:

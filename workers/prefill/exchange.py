@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kog_dist.collectives.api import MailboxSpec
-from kog_dist.decode.exchange_calls import Exchange
-from kog_dist.model.spec import Block, ModelSpec
+from kog_dist.decode.exchange_calls import RankExchange
+from kog_dist.model.spec import ModelSpec, Sublayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,10 +33,10 @@ class SumExchange(Protocol):
     def begin_last(self) -> None:
         """Until the next block begins, sums are of the prompt's last token alone, one row; one of each kind at most."""
 
-    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
         """Send this rank's `own_sum` (size, D) float32 of a layer; it stays unchanged for `delay` more layers."""
 
-    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         """The sum (size, D) over all ranks of what they published, as a binary tree of neighbours. May be called twice."""
 
     def share_overflow(self, overflow: Tensor) -> None:
@@ -60,10 +60,10 @@ class OneRank:
     def begin_last(self) -> None:
         """See `SumExchange`."""
 
-    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
         """Nothing to send."""
 
-    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         """The own sum."""
         return own_sum
 
@@ -93,12 +93,12 @@ class CommunicatorExchange:
 
     is_alone = False
 
-    def __init__(self, spec: ModelSpec, max_size: int, communicator: Exchange) -> None:
+    def __init__(self, spec: ModelSpec, max_size: int, communicator: RankExchange) -> None:
         self._box, self._comm = mailbox(spec, max_size), communicator
         self._kept_layers = spec.delay + 1
         self._epoch = 0
-        self._sent: dict[tuple[Block, int], tuple[int, int]] = {}  # layer and epoch of what was published last, by place
-        self._totals: dict[tuple[Block, int], tuple[int, Tensor]] = {}
+        self._sent: dict[tuple[Sublayer, int], tuple[int, int]] = {}  # layer and epoch of what was published last, by place
+        self._totals: dict[tuple[Sublayer, int], tuple[int, Tensor]] = {}
 
     def begin_block(self) -> None:
         """See `SumExchange`."""
@@ -106,14 +106,14 @@ class CommunicatorExchange:
     def begin_last(self) -> None:
         """See `SumExchange`."""
 
-    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
         """See `SumExchange`."""
         self._epoch += 1
         self._sent[block, layer % self._kept_layers] = (layer, self._epoch)
         self._totals.pop((block, layer % self._kept_layers), None)
         self._comm.publish(MAILBOX, self._epoch % self._box.num_slots, self._epoch, self._padded(own_sum))
 
-    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         """See `SumExchange`."""
         import torch
 

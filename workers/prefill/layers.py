@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.workers.prefill.buffers import Rows
 from kog_dist.workers.prefill.exchange import SumExchange
 from kog_dist.workers.prefill.matrices import LayerMatrices
@@ -47,7 +47,7 @@ class Layers:
         do, spec, exchange = self.operations, self.spec, self.exchange
         layer = spec.num_layers - 1
         past_layer = layer - spec.delay
-        delayed = [block for block in Block if spec.reduce_mode(layer, block) is ReduceMode.DELAYED]
+        delayed = [block for block in Sublayer if spec.reduce_mode(layer, block) is ReduceMode.DELAYED]
         pasts = [(self._partial(rows, block, past_layer), self._partial(last, block, past_layer)) for block in delayed]
         do.take_last(rows, last, pasts)
         if rows.size >= LATE_SIZE:
@@ -62,11 +62,11 @@ class Layers:
 
     def _attend_and_feed(self, rows: Rows, layer: int) -> None:
         do, matrices = self.operations, self.matrices[layer]
-        self._project(rows, Block.ATTENTION, layer, do.attend(rows, layer), matrices.wo)
+        self._project(rows, Sublayer.ATTENTION, layer, do.attend(rows, layer), matrices.wo)
         do.gate(self._behind(rows, 2 * layer + 1), matrices.w13)
-        self._project(rows, Block.MLP, layer, rows.activation, matrices.w2)
+        self._project(rows, Sublayer.MLP, layer, rows.activation, matrices.w2)
 
-    def _project(self, rows: Rows, block: Block, layer: int, x: Tensor, matrix: Tensor) -> None:
+    def _project(self, rows: Rows, block: Sublayer, layer: int, x: Tensor, matrix: Tensor) -> None:
         """A block's partial sums, x (L, size, K) times its matrix, added to the streams as docs/plan.md says of RESIDUAL."""
         do, spec, exchange = self.operations, self.spec, self.exchange
         partial, own_sum = self._partial(rows, block, layer), self._own_sum(rows, block, layer)
@@ -100,17 +100,17 @@ class Layers:
         is_shared = num_residuals < self._num_shared and len(rows.stream) > 1 and not rows.is_exact
         return rows.shared if is_shared else rows
 
-    def _scales(self, block: Block, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    def _scales(self, block: Sublayer, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """By what a residual multiplies the streams that it reads, and those that it writes: `wqkv` wants them scaled."""
-        if block is Block.ATTENTION:
+        if block is Sublayer.ATTENTION:
             return self.matrices[layer].unscale, None
         return None, self.matrices[layer + 1].scale if layer + 1 < len(self.matrices) else None
 
-    def _partial(self, rows: Rows, block: Block, layer: int) -> Tensor:
+    def _partial(self, rows: Rows, block: Sublayer, layer: int) -> Tensor:
         """Where the partial sums of a layer are."""
         return rows.partials[block][layer % (self.spec.delay + 1)]
 
-    def _own_sum(self, rows: Rows, block: Block, layer: int) -> Tensor:
+    def _own_sum(self, rows: Rows, block: Sublayer, layer: int) -> Tensor:
         return rows.own_sums[block][layer % (self.spec.delay + 1)]
 
 
@@ -120,6 +120,6 @@ def num_shared_streams(spec: ModelSpec) -> int:
     """
     if not spec.shared_norm_scale:
         return 0
-    residuals = [(layer, block) for layer in range(spec.num_layers - 1) for block in (Block.ATTENTION, Block.MLP)]
+    residuals = [(layer, block) for layer in range(spec.num_layers - 1) for block in (Sublayer.ATTENTION, Sublayer.MLP)]
     blocking = [spec.reduce_mode(layer, block) is ReduceMode.BLOCKING for layer, block in residuals]
     return min(len(residuals), [*blocking, False].index(False) + 1)

@@ -20,7 +20,7 @@ from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.cuda.driver import Kernel
 from kog_dist.errors import DeviceError
-from kog_dist.model.spec import Block, ModelSpec, ReduceMode
+from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.prefill_abi import CHUNK_ROWS, SUM_PARAMS, SUM_THREADS, sums_header
 from kog_dist.workers.prefill.staging import staged
@@ -73,7 +73,7 @@ def mailboxes(spec: ModelSpec, max_size: int, num_ranks: int) -> list[MailboxSpe
     return [*boxes, MailboxSpec(ENDS, 2, 1)]
 
 
-def summed_layers(spec: ModelSpec, block: Block) -> list[int]:
+def summed_layers(spec: ModelSpec, block: Sublayer) -> list[int]:
     """Layers whose sums a block publishes: those that are added at once, or feed a layer before the last one."""
     layers = range(spec.num_layers - 1)
     feeds = {layer: spec.feeds_layer(layer, block) for layer in layers}
@@ -94,7 +94,7 @@ class _Sums:
         self._flag_word = _value_words(spec, _share(max_size, parts.world_size) * CHUNK_ROWS)
         self._total_flags = _value_words(spec, max_size)
 
-    def place(self, params: Any, block: Block, total: int) -> None:
+    def place(self, params: Any, block: Sublayer, total: int) -> None:
         """Fill in where a sum's parts lie, and its total, the `total`-th of its kind."""
         slot = block * self.num_slots + total
         params["num_blocks_ptr"] = self.num_blocks_ptr
@@ -105,7 +105,7 @@ class _Sums:
         params["total_flag_word"] = self._totals.row(slot, 0) + self._total_flags
         params["total_slot"], params["total_mailbox"] = slot, self._totals.index
 
-    def total(self, heap: Tensor, block: Block, total: int, size: int) -> Tensor:
+    def total(self, heap: Tensor, block: Sublayer, total: int, size: int) -> Tensor:
         """That total in the own heap, which is `heap` as float32 values."""
         first = 2 * self._totals.row(block * self.num_slots + total, 0)
         return heap[first : first + size * self._width].view(size, self._width)
@@ -142,13 +142,15 @@ class PeerExchange:
         self._seen, self._one = (staged(count, torch.uint8, is_cuda=is_cuda) for count in (_STATE_BYTES, 4))
         self._one.fill_(1)
         self._stop_stream = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
-        self._layers = {block: summed_layers(spec, block) for block in Block}
+        self._layers = {block: summed_layers(spec, block) for block in Sublayer}
         start = self._state.data_ptr()
         parts, totals, last_parts, last_totals, self._ends = boxes
         self._of_blocks = _Sums(spec, max_size, parts, totals, start + _NUM_BLOCKS)
         self._of_last = _Sums(spec, 1, last_parts, last_totals, start + _NUM_LASTS)
         self._num_ranks = parts.world_size
-        self._arrived: dict[tuple[Block, int], tuple[int, Callable[[], None], Tensor]] = {}  # layer, how to wait, total; by place
+        self._arrived: dict[
+            tuple[Sublayer, int], tuple[int, Callable[[], None], Tensor]
+        ] = {}  # layer, how to wait, total; by place
         self._params = np.zeros((), SUM_PARAMS.dtype)
         self._params["stopped_ptr"], self._params["record_ptr"] = start + _STOPPED, start + _RECORD
         self._params["limit_ns"], self._params["width"] = round(limit_s * 1e9), spec.hidden_size
@@ -161,7 +163,7 @@ class PeerExchange:
         """See `SumExchange`."""
         self._begin(is_last=True)
 
-    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
         """See `SumExchange`. Adds up and awaits, too, as soon as the peers' parts are there."""
         params, sums, size = self._params.copy(), self._sums, len(own_sum)
         place = layer % sums.num_slots
@@ -178,7 +180,7 @@ class PeerExchange:
             self._launch("await_totals", 1, WAIT_THREADS, whole)
         self._arrived[block, place] = (layer, self._queues.collected(), sums.total(self._heap, block, place, size))
 
-    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         """See `SumExchange`."""
         found_layer, wait, total = self._arrived[block, layer % self._sums.num_slots]
         assert found_layer == layer, f"the sum of layer {layer} was not published; its place holds layer {found_layer}"

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kog_dist.cuda import cublas_lt
-from kog_dist.cuda.cublas_lt import Operand, Product
+from kog_dist.cuda.cublas_lt import GemmProblem, Operand
 from kog_dist.cuda.driver import launch_graph
 from kog_dist.errors import LaunchError
 from kog_dist.workers.prefill.algorithm_cache import AlgorithmCache
@@ -43,7 +43,7 @@ class Products:
         import torch
 
         self._cache = cache
-        self._plans: dict[tuple[object, ...], tuple[Product, int] | None] = {}  # None: torch multiplies
+        self._plans: dict[tuple[object, ...], tuple[GemmProblem, int] | None] = {}  # None: torch multiplies
         self._trial: Trial | None = None
         self.num_tried = 0  # shapes whose algorithms were timed
         self._workspace: Tensor | None = None
@@ -80,24 +80,24 @@ class Products:
         if self._cache is not None:
             self._cache.save()
 
-    def _run(self, product: Product, algorithm: int, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    def _run(self, product: GemmProblem, algorithm: int, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         import torch
 
         assert self._workspace is not None
         stream = torch.cuda.current_stream().cuda_stream
         product.run(algorithm, x.data_ptr(), matrix.data_ptr(), out.data_ptr(), self._workspace.data_ptr(), stream)
 
-    def _runs(self, product: Product, algorithm: int, x: Tensor, matrix: Tensor, out: Tensor) -> bool:
+    def _runs(self, product: GemmProblem, algorithm: int, x: Tensor, matrix: Tensor, out: Tensor) -> bool:
         try:
             self._run(product, algorithm, x, matrix, out)
         except LaunchError:
             return False
         return True
 
-    def _plan(self, x: Tensor, matrix: Tensor, out: Tensor, alignment: int, name: str) -> tuple[Product, int] | None:
+    def _plan(self, x: Tensor, matrix: Tensor, out: Tensor, alignment: int, name: str) -> tuple[GemmProblem, int] | None:
         """The product, and the fastest of its algorithms; None if cuBLASLt can run none. Overwrites `out`."""
         try:
-            product = Product(self._major, _operand(x), _operand(matrix), _operand(out), count=len(x), alignment=alignment)
+            product = GemmProblem(self._major, _operand(x), _operand(matrix), _operand(out), count=len(x), alignment=alignment)
         except LaunchError:
             return None
         kept = None if self._cache is None else self._cache.get(name)
@@ -112,7 +112,7 @@ class Products:
             self._cache.put(name, chosen)
         return product, algorithm
 
-    def _try_all(self, product: Product, x: Tensor, matrix: Tensor, out: Tensor) -> int | None:
+    def _try_all(self, product: GemmProblem, x: Tensor, matrix: Tensor, out: Tensor) -> int | None:
         """The fastest of the algorithms that give the bits of the first that runs; None if there is none."""
         import torch
 

@@ -50,7 +50,7 @@ def scaling(
 
         check_destination(trace)
         counts, samplings = counts_of(gpus, "--gpus"), samplings_of(sampling)
-        plan = scaling_run.Plan(
+        plan = scaling_run.ScalingPlan(
             spec, counts_of(contexts, "--contexts"), tokens, repeats, samplings,
             long_run=long_run, yardstick=yardstick, builds=builds_of(builds), trace=trace,
         )  # fmt: skip

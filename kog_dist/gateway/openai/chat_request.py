@@ -51,7 +51,7 @@ class ToolCall(RequestModel):
     index: Any = ignored("of a streamed call")
 
 
-class Message(RequestModel):
+class ChatMessage(RequestModel):
     """One message. An assistant's has content or tool_calls, a tool's has tool_call_id."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -66,7 +66,7 @@ class Message(RequestModel):
     function_call: None = None
 
 
-class Function(RequestModel):
+class FunctionDefinition(RequestModel):
     """What the model may call."""
 
     name: FormatName
@@ -79,7 +79,7 @@ class Tool(RequestModel):
     """A function; other kinds of tools are refused."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
 class FunctionName(RequestModel):
@@ -146,7 +146,7 @@ class ChatRequest(SamplingFields):
 
     refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED_EVERYWHERE, **_CHAT_ONLY}
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = Field(default=None, description="Default: what fits the context.")
     max_completion_tokens: Tokens | None = Field(default=None, description="The same; with both, the smaller one counts.")

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kog_dist.errors import CheckpointError, RequestError
-from kog_dist.gateway.openai.chat_request import Message
+from kog_dist.gateway.openai.chat_request import ChatMessage
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.planning import encode_prompt
 from kog_dist.gateway.openai.served import ServedModel
 
 
 def prompt_ids(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages"
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages"
 ) -> tuple[int, ...]:
     """Token ids of the conversation, up to where the answer begins. Raises ApiError 400 naming the message that is wrong."""
     plain = [_plain_message(message, f"{param}[{idx}]") for idx, message in enumerate(messages)]
@@ -29,7 +29,7 @@ def prompt_ids(
     return encode_prompt(text, served, param, add_special_tokens=False)
 
 
-def beginning_of(messages: Sequence[Message]) -> list[str]:
+def beginning_of(messages: Sequence[ChatMessage]) -> list[str]:
     """The messages up to the first one of a user: what a conversation keeps while it grows."""
     beginning = []
     for message in messages:
@@ -54,12 +54,12 @@ def joined_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return text
 
 
-def _text_of(message: Message) -> str:
+def _text_of(message: ChatMessage) -> str:
     content = message.content
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
-def _plain_message(message: Message, where: str) -> dict[str, Any]:
+def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
     """The message as chat templates expect it: text content, `system` for `developer`, arguments as an object."""
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,

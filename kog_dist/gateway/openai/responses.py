@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kog_dist.gateway.openai.body import parse
-from kog_dist.gateway.openai.chat_request import CalledFunction, Message, ToolCall
+from kog_dist.gateway.openai.chat_request import CalledFunction, ChatMessage, ToolCall
 from kog_dist.gateway.openai.errors import invalid
 from kog_dist.gateway.openai.logprobs import TokenNames, to_json
 from kog_dist.gateway.openai.planning import (
@@ -98,11 +98,11 @@ def _tool_use(request: ResponsesRequest, served: ServedModel, *, has_format: boo
 
 
 # ---- items to messages ----
-def _messages(request: ResponsesRequest) -> list[Message]:
+def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     """The input as messages of a chat: calls join the answer that they belong to."""
-    messages = [Message(role="system", content=request.instructions)] if request.instructions else []
+    messages = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
-        return [*messages, Message(role="user", content=request.input)]
+        return [*messages, ChatMessage(role="user", content=request.input)]
     for idx, item in enumerate(request.input):
         where = f"input[{idx}]"
         if item.type == "message":
@@ -113,17 +113,19 @@ def _messages(request: ResponsesRequest) -> list[Message]:
                 last = messages.pop()
                 messages.append(last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), call]}))
             else:
-                messages.append(Message(role="assistant", tool_calls=[call]))
+                messages.append(ChatMessage(role="assistant", tool_calls=[call]))
         elif item.type == "function_call_output":
             output = _needed(item.output, f"{where}.output")
-            messages.append(Message(role="tool", content=_text(output), tool_call_id=_needed(item.call_id, f"{where}.call_id")))
+            messages.append(
+                ChatMessage(role="tool", content=_text(output), tool_call_id=_needed(item.call_id, f"{where}.call_id"))
+            )
     if not messages:
         raise invalid("input", "input has no message")
     return messages
 
 
-def _message(item: InputItem, where: str) -> Message:
-    return Message(role=_needed(item.role, f"{where}.role"), content=_text(_needed(item.content, f"{where}.content")))
+def _message(item: InputItem, where: str) -> ChatMessage:
+    return ChatMessage(role=_needed(item.role, f"{where}.role"), content=_text(_needed(item.content, f"{where}.content")))
 
 
 def _call(item: InputItem, where: str) -> ToolCall:

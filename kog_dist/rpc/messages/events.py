@@ -51,7 +51,7 @@ class Alive(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill(Checked):
+class PrefillProgress(Checked):
     """The ranks read the prompt: `position` of its tokens are in the KV cache. At most one in 100 ms; none for short prompts."""
 
     request_id: str = checked(ID)
@@ -136,8 +136,8 @@ class Error(Checked):
     retry_after_s: float | None = checked(optional(SECONDS), default=None)
 
 
-Event: TypeAlias = Welcome | Accepted | Alive | Prefill | Tokens | Done | Error | StatusReport
+Event: TypeAlias = Welcome | Accepted | Alive | PrefillProgress | Tokens | Done | Error | StatusReport
 EVENTS = tagged({
-    "welcome": Welcome, "accepted": Accepted, "alive": Alive, "prefill": Prefill, "tokens": Tokens, "done": Done, "error": Error,
-    "status_report": StatusReport,
+    "welcome": Welcome, "accepted": Accepted, "alive": Alive, "prefill": PrefillProgress, "tokens": Tokens, "done": Done,
+    "error": Error, "status_report": StatusReport,
 })  # fmt: skip

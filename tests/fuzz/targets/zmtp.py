@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kog_dist.errors import ProtocolError
-from kog_dist.rpc.zmtp import DEALER, ROUTER, Message, Wire
+from kog_dist.rpc.zmtp import DEALER, ROUTER, Wire, ZmtpMessage
 from tests.fuzz.refusals import refused
 
 _MAX_BYTES = 1 << 16
@@ -18,8 +18,8 @@ def one_input(data: bytes) -> None:
         assert _heard(socket_type, data[1:], 1 + data[0]) == _heard(socket_type, data[1:], len(data))
 
 
-def _heard(socket_type: bytes, data: bytes, piece_bytes: int) -> list[Message]:
-    wire, heard = Wire(socket_type, _MAX_BYTES), list[Message]()
+def _heard(socket_type: bytes, data: bytes, piece_bytes: int) -> list[ZmtpMessage]:
+    wire, heard = Wire(socket_type, _MAX_BYTES), list[ZmtpMessage]()
     with refused(ProtocolError):
         for begin in range(0, len(data), piece_bytes):
             wire.feed(data[begin : begin + piece_bytes])

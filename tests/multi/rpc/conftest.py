@@ -26,7 +26,7 @@ from kog_dist.rpc.transport import Access
 from kog_dist.wait import Deadline, WaitResult
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.model_folder import ModelFolder
 
 EOS_ID = 256
 VOCAB_SIZE = 257
@@ -90,7 +90,7 @@ class FakeEngine:
             )
         else:
             listener = RpcListener(self.folder, tcp_port=tcp_port)
-            self.coordinator = Coordinator(self.args, self.control, ServedModel.from_folder(self.model, "tiny"), listener)
+            self.coordinator = Coordinator(self.args, self.control, ModelFolder.from_folder(self.model, "tiny"), listener)
             self._start(self._serve)
         self._start(self._decode)
 

@@ -17,12 +17,12 @@ from kog_dist.decode.ring import Finish
 from kog_dist.errors import RequestError
 from kog_dist.wait import Deadline
 from kog_dist.workers.grammar import service as service_module
-from kog_dist.workers.grammar.compiler import Constraint, Kind
+from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind
 from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, MAX_ASKERS, SILENT_S, GrammarService, Verdict
 
 from .conftest import EOS_ID, PATIENCE_S, VOCAB_SIZE, write_model
 
-GOOD, BAD = Constraint(Kind.REGEX, "[ab]{3}"), Constraint(Kind.REGEX, "(a")
+GOOD, BAD = Constraint(ConstraintKind.REGEX, "[ab]{3}"), Constraint(ConstraintKind.REGEX, "(a")
 
 
 class Clock:
@@ -84,7 +84,7 @@ def test_grammars_are_checked_and_followed(service: GrammarService[str], control
     """Verdicts in the order of asking; then a mask for each token, from the processes' own reading of the ring."""
     service.ask("one", GOOD)
     service.ask("two", BAD)
-    service.ask("three", Constraint(Kind.JSON_SCHEMA, '{"type": "boolean"}'))
+    service.ask("three", Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "boolean"}'))
     assert service.askers == ["one", "two", "three"]
     found = verdicts(service, 3)
     assert [verdict.asker for verdict in found] == ["one", "two", "three"]

@@ -31,7 +31,7 @@ from kog_dist.rpc.messages import (
     Tokens,
 )
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.served_model import ServedModel
+from kog_dist.workers.model_folder import ModelFolder
 
 SETTINGS = FakeEngineSettings("t", rate=1000.0)
 TEXT = "def add(a, b):\n    return a + b\n"
@@ -67,7 +67,7 @@ class FakeListener:
 class Bench:
     """An engine whose clock is moved by hand."""
 
-    def __init__(self, served: ServedModel, settings: FakeEngineSettings) -> None:
+    def __init__(self, served: ModelFolder, settings: FakeEngineSettings) -> None:
         assert served.tokenizer is not None
         self.now_ns = 0
         self.listener = FakeListener()
@@ -89,12 +89,12 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def served() -> ServedModel:
-    return ServedModel.from_folder(Path(str(resources.files("kog_dist"))) / "models" / "demo", "demo")
+def served() -> ModelFolder:
+    return ModelFolder.from_folder(Path(str(resources.files("kog_dist"))) / "models" / "demo", "demo")
 
 
 @pytest.fixture
-def bench(served: ServedModel) -> Bench:
+def bench(served: ModelFolder) -> Bench:
     return Bench(served, SETTINGS)
 
 
@@ -113,7 +113,7 @@ def test_tokens_come_on_an_absolute_schedule_and_late_ones_together(bench: Bench
     assert len(generated(bench.at(400_000))) == 1  # 4.0 ms: the delay is not carried on
 
 
-def test_answer_is_the_text_and_ends_with_it(bench: Bench, served: ServedModel) -> None:
+def test_answer_is_the_text_and_ends_with_it(bench: Bench, served: ModelFolder) -> None:
     events = bench.ask(Generate("r", prompt="x", max_tokens=256))
     while not isinstance(events[-1], Done):
         events += bench.at(1_000_000)
@@ -138,14 +138,14 @@ def test_longer_answers_repeat_the_text_and_stop_strings_hold(bench: Bench) -> N
     assert "".join(event.text for event in stopped if isinstance(event, Tokens)) == TEXT.partition("return")[0]
 
 
-def test_first_token_comes_after_the_prefill(served: ServedModel) -> None:
+def test_first_token_comes_after_the_prefill(served: ModelFolder) -> None:
     bench = Bench(served, replace(SETTINGS, prefill_s=0.005))
     assert generated(bench.ask(Generate("r", prompt="x", max_tokens=2))) == []
     assert len(generated(bench.at(5_000_000))) == 1
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2])
-def test_requests_wait_their_turn(served: ServedModel, at_a_time: int) -> None:
+def test_requests_wait_their_turn(served: ModelFolder, at_a_time: int) -> None:
     bench = Bench(served, replace(SETTINGS, max_running=at_a_time))
     bench.ask(Generate("r", prompt="x", max_tokens=3, ignore_eos=True))
     accepted, *rest = bench.ask(Generate("s", prompt="x", max_tokens=3, ignore_eos=True), b"b")
@@ -179,7 +179,7 @@ def test_a_client_that_goes_frees_the_engine(bench: Bench) -> None:
     assert (bench.engine.counters.num_cancelled, bench.engine.counters.num_dropped_clients) == (1, 1)
 
 
-def test_deadline_and_silence(served: ServedModel) -> None:
+def test_deadline_and_silence(served: ModelFolder) -> None:
     bench = Bench(served, replace(SETTINGS, prefill_s=60.0))
     bench.ask(Generate("r", prompt="x", max_tokens=100, deadline_s=1.0))
     assert isinstance(bench.at(250_000_000)[0], Alive)

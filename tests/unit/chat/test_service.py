@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kog_dist.chat.service import Service
+from kog_dist.chat.service import ChatService
 from kog_dist.chat.wire import ServiceUrl
 from kog_dist.errors import LaunchError, RequestError, RequestFailed
 from tests.unit.openai_stub import OpenAiStub, Scripted, chat, event, openai_stub
@@ -15,8 +15,8 @@ from tests.unit.openai_stub import OpenAiStub, Scripted, chat, event, openai_stu
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
 
 
-def service_of(stub: OpenAiStub, **options: float) -> Service:
-    return Service(ServiceUrl.parse(stub.url), "key", **options)
+def service_of(stub: OpenAiStub, **options: float) -> ChatService:
+    return ChatService(ServiceUrl.parse(stub.url), "key", **options)
 
 
 def test_an_answer_comes_in_pieces() -> None:
@@ -78,7 +78,7 @@ def test_facts_of_a_foreign_service() -> None:
 
 def test_nobody_there_and_somebody_else_there() -> None:
     with pytest.raises(LaunchError, match=r"no service answers at http://127\.0\.0\.1:9: .*kog-launch"):
-        Service(ServiceUrl.parse("http://127.0.0.1:9")).facts(None)
+        ChatService(ServiceUrl.parse("http://127.0.0.1:9")).facts(None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def greet() -> None:
@@ -90,5 +90,5 @@ def test_nobody_there_and_somebody_else_there() -> None:
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(RequestFailed, match="not an HTTP"):
-            Service(ServiceUrl.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")).facts(None)
+            ChatService(ServiceUrl.parse(f"http://127.0.0.1:{listener.getsockname()[1]}")).facts(None)
         thread.join(10)

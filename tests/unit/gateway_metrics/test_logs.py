@@ -14,9 +14,9 @@ from kog_dist.gateway.logs import (
     MAX_VALUE_CHARS,
     REPEATS_PER_WINDOW,
     WINDOW_S,
-    Level,
     LineWriter,
     Log,
+    LogLevel,
     RepeatBound,
     RequestLine,
     address_class,
@@ -109,7 +109,7 @@ def test_equal_problems_are_counted_not_repeated() -> None:
     stream = io.StringIO()
     log = Log(stream, log_format="json", clock=lambda: now[0])
     for _ in range(100):
-        log.problem("engine_lost", "gone", level=Level.ERROR)
+        log.problem("engine_lost", "gone", level=LogLevel.ERROR)
     log.problem("slow_reader", "another kind is not held back")
     now[0] = WINDOW_S
     log.problem("engine_lost", "still gone")

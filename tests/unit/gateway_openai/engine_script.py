@@ -10,7 +10,7 @@ from typing import Any
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.model.template_sandbox import RaisedByTemplate, make_environment
-from kog_dist.rpc.messages import Accepted, Done, FinishReason, Generate, Prefill, Tokens
+from kog_dist.rpc.messages import Accepted, Done, FinishReason, Generate, PrefillProgress, Tokens
 
 TAGGED_TEMPLATE = """\
 {%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
@@ -55,7 +55,7 @@ def events_of(
     assert message.max_tokens is not None
     events: list[Any] = [
         Accepted(message.request_id, 0, num_prompt, message.max_tokens),
-        Prefill(message.request_id, 1, num_prompt),
+        PrefillProgress(message.request_id, 1, num_prompt),
     ]
     num_top = message.sampling.logprobs or 0
     for idx, piece in enumerate(pieces):

@@ -17,7 +17,7 @@ from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.messages import Generate
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.grammar.compiler import Constraint, GrammarCompiler, Kind
+from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind, GrammarCompiler
 from tests.unit.gateway_openai.engine_script import TAGGED_TEMPLATE
 
 NODE = {
@@ -170,7 +170,7 @@ def accepts(compiler: GrammarCompiler, schema: str | None, served: ServedModel, 
     """Whether `text` is a complete answer."""
     assert schema is not None
     assert served.tokenizer is not None
-    matcher = compiler.compile(Constraint(Kind.JSON_SCHEMA, schema))
+    matcher = compiler.compile(Constraint(ConstraintKind.JSON_SCHEMA, schema))
     for token_id in [*served.tokenizer.encode(text, add_special_tokens=False), served.tokenizer.eos_ids[0]]:
         if not int(matcher.mask()[token_id // 32]) >> token_id % 32 & 1:
             return False

@@ -12,7 +12,7 @@ import torch
 from kog_dist.cuda import build as compiler
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.layout import EMBEDDING
-from kog_dist.model.spec import Block, ModelSpec, ReduceMode, laneformer_2b
+from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import peer_exchange
 from kog_dist.workers.prefill.buffers import Buffers
@@ -50,7 +50,7 @@ def test_kernels_are_the_twin(
     if overrides:
         monkeypatch.setattr("kog_dist.workers.prefill.layers.LATE_SIZE", 1)
     kv_dtype, spec = "bfloat16", ModelSpec(**{**TINY, **overrides})
-    assert overrides or {spec.reduce_mode(layer, block) for layer in range(4) for block in Block} == set(ReduceMode)
+    assert overrides or {spec.reduce_mode(layer, block) for layer in range(4) for block in Sublayer} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
     rank = Rank(
         open_checkpoint(tmp_path),

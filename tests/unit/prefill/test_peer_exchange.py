@@ -22,7 +22,7 @@ from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
-from kog_dist.model.spec import Block, ModelSpec
+from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.workers.prefill import peer_exchange
 from kog_dist.workers.prefill.exchange import OneRank, Rehearsal
 from kog_dist.workers.prefill.peer_exchange import PeerExchange, mailboxes, summed_layers
@@ -185,17 +185,17 @@ class Recorder(OneRank):
     is_alone = False
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Block, int]] = []
+        self.calls: list[tuple[str, Sublayer, int]] = []
         self.is_last = False
 
     def begin_last(self) -> None:
         self.is_last = True  # its sums have slots of their own
 
-    def publish(self, block: Block, layer: int, own_sum: Tensor) -> None:
+    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
         if not self.is_last:
             self.calls.append(("publish", block, layer))
 
-    def total(self, block: Block, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         if not self.is_last:
             self.calls.append(("total", block, layer))
         return own_sum
@@ -208,25 +208,27 @@ def test_no_slot_is_written_before_it_was_read(tmp_path: Path, variant: str) -> 
     recorder, spec = Recorder(), checkpoint.spec
     rank = Rank(checkpoint, exchange=recorder, sizes=(8,))
     rank.run(token_ids(spec, 24))
-    layers = {block: summed_layers(spec, block) for block in Block}
+    layers = {block: summed_layers(spec, block) for block in Sublayer}
     published = [(block, layer) for what, block, layer in recorder.calls if what == "publish"]
-    assert published == 3 * sorted(((block, layer) for block in Block for layer in layers[block]), key=lambda place: place[::-1])
+    assert published == 3 * sorted(
+        ((block, layer) for block in Sublayer for layer in layers[block]), key=lambda place: place[::-1]
+    )
     assert lost(recorder.calls, spec.delay + 1) == (0, 0)
     if variant == "no early communication":
         assert min(lost(recorder.calls, spec.delay - 1)) > 0, "the test would see it"
 
 
-Sum = tuple[Block, int]  # of a kind of blocks, and its epoch
+Sum = tuple[Sublayer, int]  # of a kind of blocks, and its epoch
 
 
 class Ahead:
     """One rank's two queues: the layers' calls, and what adds up and awaits."""
 
-    def __init__(self, calls: list[tuple[str, Block, int]]) -> None:
+    def __init__(self, calls: list[tuple[str, Sublayer, int]]) -> None:
         self.main, self.collecting = deque[tuple[str, Sum]](), deque[tuple[str, Sum]]()
         self.sent, self.added, self.arrived = set[Sum](), set[Sum](), set[Sum]()
         self.reads, self.place = Counter[Sum](), dict[Sum, int]()  # of a total that are still to come; its layer
-        num_published, latest = dict.fromkeys(Block, 0), dict[tuple[Block, int], Sum]()
+        num_published, latest = dict.fromkeys(Sublayer, 0), dict[tuple[Sublayer, int], Sum]()
         for what, block, layer in calls:
             if what == "publish":
                 num_published[block] += 1
@@ -237,7 +239,7 @@ class Ahead:
             self.main.append((what, latest[block, layer]))
 
 
-def lost(calls: list[tuple[str, Block, int]], num_slots: int) -> tuple[int, int]:
+def lost(calls: list[tuple[str, Sublayer, int]], num_slots: int) -> tuple[int, int]:
     """Parts of the fast rank, and totals, that are overwritten before the slow one has read them."""
     ranks = [Ahead(calls), Ahead(calls)]
     lost_parts, lost_totals = set[Sum](), set[Sum]()
@@ -280,6 +282,6 @@ def lost(calls: list[tuple[str, Block, int]], num_slots: int) -> tuple[int, int]
 def test_a_rehearsal_needs_nobody() -> None:
     own, rehearsal = torch.ones(2, 4), Rehearsal()
     rehearsal.begin_block()
-    rehearsal.publish(Block.MLP, 0, own)
-    assert rehearsal.total(Block.MLP, 0, own) is own
+    rehearsal.publish(Sublayer.MLP, 0, own)
+    assert rehearsal.total(Sublayer.MLP, 0, own) is own
     assert not rehearsal.is_alone

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.control import ControlPage
-from kog_dist.decode.exchange_calls import Exchange
+from kog_dist.decode.exchange_calls import RankExchange
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
@@ -248,13 +248,13 @@ def test_values_out_of_range_store_nothing(make: Make) -> None:
     assert rank.run(ids, 20) == PROMPT, "the next request is unharmed"
 
 
-def check_ranks(checkpoint: Checkpoint, world_size: int, run: Callable[[int, Callable[[Exchange], Rank]], Rank]) -> None:
+def check_ranks(checkpoint: Checkpoint, world_size: int, run: Callable[[int, Callable[[RankExchange], Rank]], Rank]) -> None:
     """`run` makes a communicator of a rank and calls what it is given; the ranks' keys and values are those of one rank."""
     spec, ids = checkpoint.spec, token_ids(checkpoint.spec, 75)
     alone = Rank(checkpoint)
     alone.run(ids)
 
-    def prefilled(index: int, comm: Exchange) -> Rank:
+    def prefilled(index: int, comm: RankExchange) -> Rank:
         lanes = spec.lanes_of_rank(index, world_size)
         rank = Rank(checkpoint, lanes=lanes, exchange=CommunicatorExchange(spec, 16, comm))
         rank.run(ids[:40])
@@ -282,7 +282,7 @@ def test_ranks_with_the_communicator_of_cpu_ranks(make: Make) -> None:
     checkpoint = make({})
     page, meeting = ControlPage.create(2, 16), LocalRendezvous.create(2)
 
-    def run(index: int, prefilled: Callable[[Exchange], Rank]) -> Rank:
+    def run(index: int, prefilled: Callable[[RankExchange], Rank]) -> Rank:
         rendezvous = LocalRendezvous.from_fd(os.dup(meeting.fd), index, aborted=page.aborted)
         comm = CpuCommunicator.create(
             [mailbox(checkpoint.spec, 16)], rendezvous=rendezvous, control=page, deadline=Deadline.after(30), timeout_s=30.0

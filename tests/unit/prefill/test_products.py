@@ -336,10 +336,10 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas_lt, "_handle", lambda major: ctypes.c_void_p())
 
 
-def _made(monkeypatch: pytest.MonkeyPatch, library: _Library) -> cublas_lt.Product:
+def _made(monkeypatch: pytest.MonkeyPatch, library: _Library) -> cublas_lt.GemmProblem:
     monkeypatch.setattr(cublas_lt, "library", lambda major: library)
     x, w, y = (cublas_lt.Operand(*sizes) for sizes in ((3, 8, 16, 48, 2), (5, 8, 8, 40, 2), (3, 5, 5, 15, 0)))
-    return cublas_lt.Product(13, x, w, y, count=2, alignment=16)
+    return cublas_lt.GemmProblem(13, x, w, y, count=2, alignment=16)
 
 
 @pytest.mark.usefixtures("handle")

@@ -9,7 +9,7 @@ import pytest
 from kog_dist.errors import LaunchError
 from kog_dist.launch.outcome import Outcome
 from kog_dist.launch.replica_places import Replica
-from kog_dist.launch.replica_set import STOP_S, Phase, ReplicaSet
+from kog_dist.launch.replica_set import STOP_S, ReplicaPhase, ReplicaSet
 from kog_dist.launch.restarts import MAX_RESTARTS, WINDOW_S
 from kog_dist.router.orders import FleetReport, ReplicaReport
 from kog_dist.rpc.transport import Access
@@ -75,7 +75,7 @@ class World:
         for _ in range(times):
             self.set.look(self.report())
 
-    def phases(self) -> dict[str, tuple[Phase, int]]:
+    def phases(self) -> dict[str, tuple[ReplicaPhase, int]]:
         return {slot.name: (slot.phase, slot.generation) for slot in self.set.slots.values()}
 
     def of(self, name: str) -> FakeReplica:
@@ -89,7 +89,7 @@ def world() -> World:
     made.set.grow(2)
     made.look()
     made.set.is_announced = True
-    assert made.phases() == {"r0": (Phase.SERVING, 1), "r1": (Phase.SERVING, 1)}
+    assert made.phases() == {"r0": (ReplicaPhase.SERVING, 1), "r1": (ReplicaPhase.SERVING, 1)}
     assert made.said == []
     return made
 
@@ -105,12 +105,12 @@ def generations(replicas: Iterable[FakeReplica]) -> list[tuple[str, int]]:
 def test_dead_replica_is_started_again_as_a_new_generation(world: World) -> None:
     world.of("r1").die()
     world.look()
-    assert world.phases()["r1"] == (Phase.STARTING, 2)
+    assert world.phases()["r1"] == (ReplicaPhase.STARTING, 2)
     assert world.started[1].is_closed
     assert world.said == ["replica r1: rank 0 was killed; starting generation 2"]
     world.now_s = 2.0
     world.look()
-    assert world.phases() == {"r0": (Phase.SERVING, 1), "r1": (Phase.SERVING, 2)}
+    assert world.phases() == {"r0": (ReplicaPhase.SERVING, 1), "r1": (ReplicaPhase.SERVING, 2)}
     assert world.said[1:] == ["replica r1 is ready, generation 2, after 2.0 s"]
 
 
@@ -118,7 +118,7 @@ def test_replica_that_dies_too_often_stays_down(world: World) -> None:
     for _ in range(MAX_RESTARTS + 1):
         world.of("r1").die()
         world.look(2)
-    assert world.phases()["r1"] == (Phase.DOWN, MAX_RESTARTS + 1)
+    assert world.phases()["r1"] == (ReplicaPhase.DOWN, MAX_RESTARTS + 1)
     assert world.said[-1] == "replica r1: rank 0 was killed; it stays down after 3 restarts in 10 min"
     assert [order.name for order in world.set.orders()] == ["r0"]
     assert not world.set.is_lost()
@@ -133,14 +133,14 @@ def test_restarts_long_ago_do_not_count(world: World) -> None:
         world.now_s += WINDOW_S / MAX_RESTARTS + 1
         world.of("r1").die()
         world.look(2)
-    assert world.phases()["r1"] == (Phase.SERVING, 3 * MAX_RESTARTS + 1)
+    assert world.phases()["r1"] == (ReplicaPhase.SERVING, 3 * MAX_RESTARTS + 1)
 
 
 def test_start_that_fails_counts_as_a_death(world: World) -> None:
     world.cannot_start = True
     world.of("r1").die()
     world.look()
-    assert world.phases()["r1"][0] is Phase.DOWN
+    assert world.phases()["r1"][0] is ReplicaPhase.DOWN
     assert world.said[-1] == "replica r1: no memory; it stays down after 3 restarts in 10 min"
 
 
@@ -169,14 +169,14 @@ def test_rolling_restart_takes_one_replica_at_a_time(world: World) -> None:
     world.loading = {"r0"}
     world.of("r0").die("", exit_code=0)
     world.look(3)
-    assert world.phases() == {"r0": (Phase.STARTING, 2), "r1": (Phase.SERVING, 1)}
+    assert world.phases() == {"r0": (ReplicaPhase.STARTING, 2), "r1": (ReplicaPhase.SERVING, 1)}
     assert retiring(world) == [], "r1 serves until r0 does again"
     world.loading = set()
     world.look(3)
     assert retiring(world) == ["r1"]
     world.of("r1").die("", exit_code=0)
     world.look(3)
-    assert world.phases() == {"r0": (Phase.SERVING, 2), "r1": (Phase.SERVING, 2)}
+    assert world.phases() == {"r0": (ReplicaPhase.SERVING, 2), "r1": (ReplicaPhase.SERVING, 2)}
     assert world.set.is_settled
     assert generations(world.started) == [("r0", 1), ("r1", 1), ("r0", 2), ("r1", 2)]
 
@@ -188,7 +188,7 @@ def test_replica_that_does_not_stop_is_killed(world: World) -> None:
     world.now_s += STOP_S + 0.1
     world.look()
     assert world.started[0].is_closed
-    assert world.phases()["r0"] == (Phase.STARTING, 2)
+    assert world.phases()["r0"] == (ReplicaPhase.STARTING, 2)
 
 
 def test_roll_ends_when_a_new_generation_does_not_come_up(world: World) -> None:
@@ -200,8 +200,8 @@ def test_roll_ends_when_a_new_generation_does_not_come_up(world: World) -> None:
         world.look()
         world.of("r0").die("bad configuration", exit_code=3)
     world.look(5)
-    assert world.phases()["r0"][0] is Phase.DOWN
-    assert world.phases()["r1"] == (Phase.SERVING, 1), "what serves is left alone"
+    assert world.phases()["r0"][0] is ReplicaPhase.DOWN
+    assert world.phases()["r1"] == (ReplicaPhase.SERVING, 1), "what serves is left alone"
     assert world.set.is_settled
 
 
@@ -214,9 +214,9 @@ def test_shrinking_lets_the_newest_finish(world: World) -> None:
     world.look()
     world.of("r1").die("", exit_code=0)
     world.look()
-    assert world.phases() == {"r0": (Phase.SERVING, 1)}
+    assert world.phases() == {"r0": (ReplicaPhase.SERVING, 1)}
     world.set.grow()
-    assert world.phases()["r1"] == (Phase.STARTING, 1)
+    assert world.phases()["r1"] == (ReplicaPhase.STARTING, 1)
 
 
 def test_replica_that_dies_while_it_retires_for_good_is_gone(world: World) -> None:
@@ -225,7 +225,7 @@ def test_replica_that_dies_while_it_retires_for_good_is_gone(world: World) -> No
     world.look()
     world.of("r1").die()
     world.look()
-    assert world.phases() == {"r0": (Phase.SERVING, 1)}
+    assert world.phases() == {"r0": (ReplicaPhase.SERVING, 1)}
 
 
 def test_replica_that_dies_while_it_retires_for_a_restart_is_started_again(world: World) -> None:
@@ -234,7 +234,7 @@ def test_replica_that_dies_while_it_retires_for_a_restart_is_started_again(world
     world.look()
     world.of("r0").die()
     world.look()
-    assert world.phases()["r0"] == (Phase.STARTING, 2)
+    assert world.phases()["r0"] == (ReplicaPhase.STARTING, 2)
 
 
 def test_everything_stops(world: World) -> None:

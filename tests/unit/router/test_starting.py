@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kog_dist.rpc.client import Client, DeadlineExceeded
-from kog_dist.rpc.commands import Target, ask
+from kog_dist.rpc.commands import EngineChoice, ask
 from kog_dist.rpc.messages import EngineState
 from kog_dist.rpc.transport import Access
 
@@ -41,7 +41,7 @@ def test_a_client_hears_that_they_are_starting_since_when_and_how_to_wait(starti
 
 
 def test_status_and_drain_need_no_greeting(starting: World, capsys: pytest.CaptureFixture[str]) -> None:
-    target = Target(endpoint=starting.address)
+    target = EngineChoice(endpoint=starting.address)
     assert ask(target, "status", as_json=True, timeout_s=None) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["state"], report["replica_names"]) == (EngineState.LOADING, ["r0"])

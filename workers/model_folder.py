@@ -23,7 +23,7 @@ MAX_BYTES_PER_TOKEN = 64  # a text with more bytes per token of context than thi
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelFolder:
     """Shape and tokenizer of a model folder. Without a tokenizer only token ids are taken."""
 
     name: str  # what users call it
@@ -33,7 +33,7 @@ class ServedModel:
     eos_ids: tuple[int, ...]
 
     @classmethod
-    def from_folder(cls, folder: Path, name: str) -> ServedModel:
+    def from_folder(cls, folder: Path, name: str) -> ModelFolder:
         """Read config.json and the tokenizer. Raises CheckpointError naming the file."""
         spec = ModelSpec.from_folder(folder)
         tokenizer = Tokenizer.from_folder(folder)
