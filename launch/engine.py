@@ -179,7 +179,8 @@ class EngineProcesses:
                 child.read_output()
             while sent < 2 and deadlines[sent].expired():
                 for child in self.children:
-                    child.send((signal.SIGTERM, signal.SIGKILL)[sent])
+                    if sent or child.role != "coordinator":  # which has the abort word, and tells clients before it ends
+                        child.send((signal.SIGTERM, signal.SIGKILL)[sent])
                 sent += 1
             self._wait_for_exits()
         for child in self.children:

@@ -21,7 +21,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _REGEX = ("[a-z]{2,9}", "[0-9]+-[0-9]{1,3}", "(yes|no|perhaps)")
 _SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": false}'
 
-_PLAIN = {"max_tokens", "temperature", "seed", "deadline_s", "ignore_eos", "stop", "prompt_ids"}  # changes nothing about logits
+_PLAIN = {"max_tokens", "sampling", "deadline_s", "ignore_eos", "stop", "prompt_ids"}  # changes nothing about logits
 
 
 class Fate(enum.Enum):
@@ -83,7 +83,8 @@ class RequestMix:
             fields["logit_digests"] = True
         fields |= self._prompt()
         if not self.kept_is_exact:
-            fields["reuse_kv"] = fields["temperature"] == 0 and "prompt_ids" in fields and set(fields) <= _PLAIN
+            is_greedy = fields["sampling"].given().keys() <= {"seed"}
+            fields["reuse_kv"] = is_greedy and "prompt_ids" in fields and set(fields) <= _PLAIN
         return SoakRequest(Generate(request_id, **fields), fate, after=chance.choice((0, 0, 1, 2, 5, 12)))
 
     def _prompt(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class RequestMix:
         spec, ids = self._spec, self._ids(4)
         choices: list[tuple[dict[str, Any], ErrorCode]] = [
             ({"prompt_ids": ()}, ErrorCode.INVALID_REQUEST),
-            ({"prompt_ids": ids, "max_tokens": 4, "min_tokens": 5}, ErrorCode.INVALID_REQUEST),
+            ({"prompt_ids": ids, "max_tokens": 4, "sampling": SamplingParams(min_tokens=5)}, ErrorCode.INVALID_REQUEST),
             ({"prompt_ids": ids, "regex": "(unclosed"}, ErrorCode.INVALID_CONSTRAINT),
             ({"prompt_ids": (*ids, spec.vocab_size)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE),
             ({"prompt_ids": ids, "max_tokens": spec.max_context}, ErrorCode.CONTEXT_LENGTH_EXCEEDED),

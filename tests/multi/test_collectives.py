@@ -65,8 +65,8 @@ def test_a_missing_epoch_is_named() -> None:
     assert (record["rank"], record["peer"], record["label"], record["mailbox"], record["slot"]) == (0, 2, "sum", 1, 1)
     assert (record["epoch_wanted"], record["epoch_seen"], record["num_missing"]) == (5, 3, 8)
     assert record["elapsed_ns"] >= 50_000_000
-    assert "rank 0 waited" in first["message"]
-    assert "for epoch 5 from rank 2 and saw epoch 3" in first["message"]
+    assert "rank 0: mailbox 'sum' slot 1 waited" in first["message"]
+    assert "words of rank 2 (epoch 5 wanted, 3 seen)" in first["message"]
     assert "requested_by_rank" in second["message"], "the other waiting rank leaves through the abort word"
     assert [result["refused"] for result in (first, second, last)] == [METHODS] * 3
 

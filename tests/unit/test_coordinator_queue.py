@@ -197,7 +197,7 @@ class Grammars:
 
     def __init__(self) -> None:
         self.askers: list[Any] = []
-        self.num_runners_lost = 0
+        self.num_runners_lost, self.loss = 0, "ended"
         self.loses_runner = self.answers = False
 
     def ask(self, asker: Any, constraint: Any) -> None:
@@ -210,6 +210,9 @@ class Grammars:
 
     def reserve_epochs(self, count: int) -> int:
         return 1
+
+    def wants(self, epoch: int | None) -> None:
+        """It has every mask."""
 
     def run(self, seq: int, mask_epoch: int, constraint: Any) -> None:
         """The next runner does it."""

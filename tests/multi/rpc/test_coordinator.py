@@ -56,8 +56,8 @@ def test_a_request_from_prompt_to_done(start_engine: StartEngine) -> None:
     assert done.ttft_s == stamps_s[0]
     assert done.total_s >= stamps_s[-1] >= done.queue_s
     assert done.tokens_per_s == pytest.approx(10 / (stamps_s[-1] - stamps_s[0]))
-    request = engine.requests[0]
-    assert (bytes(list(request.prompt)), request.temperature, request.seed, request.stop_ids) == (b"hi", 0.5, 7, (EOS_ID,))
+    request, sampling = engine.requests[0], engine.requests[0].sampling
+    assert (bytes(list(request.prompt)), sampling.temperature, sampling.seed, request.stop_ids) == (b"hi", 0.5, 7, (EOS_ID,))
     assert (report.state, report.num_completed, report.num_tokens, report.running) == (EngineState.READY, 1, 11, None)
 
 

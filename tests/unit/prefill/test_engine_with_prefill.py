@@ -13,6 +13,7 @@ from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.stages import RankStage
 from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
@@ -85,12 +86,12 @@ Parts = tuple[CudaEngine, ScriptedKernel, ScriptedPrefill]
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_the_kernel_begins_with_the_head_of_the_last_token(control: ControlPage, parts: Parts, logprobs: int | None) -> None:
     engine, kernel, prefill = parts
-    assert engine.run(1, request(num_prompt=100, max_tokens=5, logprobs=logprobs)) is Finish.LENGTH
+    assert engine.run(1, request(num_prompt=100, max_tokens=5, sampling=SamplingParams(logprobs=logprobs))) is Finish.LENGTH
     assert prefill.calls == [(100, 0)]
     assert kernel.begun[0] == (100, 99)
     assert kernel.streams == prefill.streams
     assert [entry.token_id for entry in answer(control)] == [199, 200, 201, 202, 203]
-    engine.run(2, request(num_prompt=150, max_tokens=5, kv=KvUse(num_cached=104), logprobs=logprobs))
+    engine.run(2, request(num_prompt=150, max_tokens=5, kv=KvUse(num_cached=104), sampling=SamplingParams(logprobs=logprobs)))
     assert prefill.calls[1] == (150, 104)
     assert prefill.forgotten == [100, 150], "the kernel's own tokens come behind the prompt"
     assert control.progress(2) == 154
