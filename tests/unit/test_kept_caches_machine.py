@@ -1,0 +1,104 @@
+"""The books of the KV caches against caches that keep everything, place by place: many requests one after the other.
+
+The twin holds, at each place of each cache, which token of which position stands there: a layer that keeps all positions, and a
+windowed one in a ring. Whatever the books allow must be there; and what they leave unused must not be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kog_dist.control import KvLayout
+from kog_dist.workers.kept_caches import KeptCaches
+
+Place = tuple[int, int] | None  # position and token
+
+
+@dataclass
+class TwinCache:
+    """One cache of a rank. `tokens`: the sequence it was said to hold at the end of its last request."""
+
+    ring: list[Place]
+    whole: dict[int, int] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+
+    def copied(self) -> TwinCache:
+        return TwinCache(list(self.ring), dict(self.whole), list(self.tokens))
+
+    def write(self, position: int, token: int) -> None:
+        self.whole[position] = token
+        self.ring[position % len(self.ring)] = position, token
+
+    def can_go_on(self, prompt: list[int], num_cached: int, window: int) -> bool:
+        """Whether position `num_cached` would read nothing but the prompt's tokens."""
+        if any(self.whole.get(position) != prompt[position] for position in range(num_cached)):
+            return False
+        seen = range(max(0, num_cached - window + 1), num_cached)
+        return all(self.ring[p % len(self.ring)] == (p, prompt[p]) for p in seen)
+
+
+class KeptCachesMachine(RuleBasedStateMachine):
+    @initialize(num_caches=st.integers(1, 3), window=st.integers(2, 5), slack=st.integers(0, 5))
+    def begin(self, num_caches: int, window: int, slack: int) -> None:
+        self.window = window
+        self.books = KeptCaches(KvLayout(num_caches, window + slack), window)
+        self.caches = [TwinCache([None] * (window + slack)) for _ in range(num_caches)]
+        self.next_token = 100  # every token is another one, so that a wrong one is never right by chance
+
+    def fresh(self, count: int) -> list[int]:
+        self.next_token += count
+        return list(range(self.next_token - count, self.next_token))
+
+    @rule(which=st.integers(0, 2), share=st.floats(0, 1), num_new=st.integers(1, 12), num_answer=st.integers(1, 12),
+          num_unwanted=st.integers(0, 6))  # fmt: skip
+    def request_goes_on_behind_a_kept_sequence(
+        self, which: int, share: float, num_new: int, num_answer: int, num_unwanted: int
+    ) -> None:
+        """`num_unwanted`: tokens that were decoded behind a stop string, written and not kept."""
+        kept = self.caches[which % len(self.caches)].tokens
+        self.run(kept[: round(share * len(kept))] + self.fresh(num_new), num_answer, num_unwanted, reuse=True)
+
+    @rule(which=st.integers(0, 2), num_less=st.integers(0, 4), num_answer=st.integers(1, 4))
+    def request_steps_back(self, which: int, num_less: int, num_answer: int) -> None:
+        kept = self.caches[which % len(self.caches)].tokens
+        self.run(kept[: max(1, len(kept) - num_less)] or self.fresh(1), num_answer, 0, reuse=True)
+
+    @rule(num_new=st.integers(1, 30))
+    def request_that_declines(self, num_new: int) -> None:
+        self.run(self.fresh(num_new), 2, 0, reuse=False)
+
+    @rule()
+    def ranks_clear_their_caches(self) -> None:
+        self.books.forget()
+        for cache in self.caches:
+            cache.ring[:] = [None] * len(cache.ring)
+            cache.whole.clear()
+            cache.tokens.clear()
+
+    def run(self, prompt: list[int], num_answer: int, num_unwanted: int, *, reuse: bool) -> None:
+        use = self.books.take(prompt, reuse=reuse)
+        usable = [
+            max((n for n in range(len(prompt)) if n <= len(cache.tokens) and cache.can_go_on(prompt, n, self.window)), default=0)
+            for cache in self.caches
+        ]
+        assert use.num_cached == (max(usable) if reuse else 0), "not what is there"
+        source = self.caches[use.source]
+        assert source.can_go_on(prompt, use.num_cached, self.window)
+        if use.cache != use.source:
+            self.caches[use.cache] = source.copied()
+        cache = self.caches[use.cache]
+        sequence = prompt + self.fresh(num_answer + num_unwanted)
+        for position in range(use.num_cached, len(sequence) - 1):
+            assert cache.can_go_on(sequence, position, self.window), f"position {position} reads what is not there"
+            cache.write(position, sequence[position])
+        num_kept = len(sequence) - 1 - num_unwanted
+        cache.tokens = sequence[:num_kept]
+        self.books.give_back(sequence, num_kept, len(sequence) - 1)
+
+
+TestKeptCaches = KeptCachesMachine.TestCase
+TestKeptCaches.settings = settings(max_examples=150, stateful_step_count=12, deadline=None)
