@@ -108,6 +108,13 @@ def test_log_probabilities_are_whole_or_the_entry_is_not_there(segment: Segment,
     del words
 
 
+@pytest.mark.parametrize("num_top", [0, 1, 19, 20])
+def test_as_many_alternatives_as_a_request_may_ask_for_come_with_their_token(ring: TokenRing, num_top: int) -> None:
+    found = TokenLogprobs(-0.25, tuple(range(num_top)), tuple(-0.5 * place for place in range(num_top)))
+    ring.put(3, 1, 7, 1, None, Finish.NONE, found)
+    assert ring.get(3, 1) == TokenEntry(3, 1, 7, 1, None, Finish.NONE, found)
+
+
 def test_fresh_memory_holds_nothing(ring: TokenRing) -> None:
     assert all(ring.get(seq, index) is None for seq in (1, 2, 2**32 - 1) for index in range(NUM_ENTRIES))
 
