@@ -157,3 +157,16 @@ def test_every_thread_block_finds_the_same_best_candidate(folder: Path) -> None:
     for rank in range(num_ranks):
         for cta in range(num_ctas):
             assert np.array_equal(found[rank, :, cta], expected), (rank, cta)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["words", "candidates", "quads"])
+def test_a_wait_that_ended_well_is_no_reason_to_stop_later(folder: Path, mode: int) -> None:
+    """Its note is taken back: a watchdog that found it in a pause between requests would abort a healthy engine."""
+    program = built(folder, "notes", "ranks.cuh", ranks_header(2))
+    for seed in range(3):
+        assert run(program, seed, mode).split() == ["1", "1", "1"]
+
+
+def test_a_wait_that_did_not_end_well_says_so(folder: Path) -> None:
+    noted, ended_well, _ = run(built(folder, "notes", "ranks.cuh", ranks_header(2)), 1, 3).split()
+    assert (noted, ended_well) == ("1", "0")

@@ -200,6 +200,21 @@ def test_equal_logits_are_ordered_by_id(programs: Any) -> None:
     answer.check(logits, HOT, request)
 
 
+@pytest.mark.parametrize(
+    ("name", "tied"), [("1 rank", (75, 41, 40, 72, 104)), ("1 rank", (600, 300, 211)), ("2 ranks", (95, 3, 60))]
+)
+def test_the_best_of_equal_logits_is_the_lowest_id_wherever_they_are(programs: Any, name: str, tied: tuple[int, ...]) -> None:
+    """In rows of one thread (32 apart), of one thread block, of several, of several ranks. Greedy: no noise tells them apart."""
+    logits = random_logits(name, 1.0)
+    logits[0] = 2.0
+    for step in range(1, TOKENS):
+        logits[step, list(tied[: 1 + step])] = 50.0
+    request = ShapedRequest(Shaping(logit_bias=((1, -5.0),)), logprobs=20)
+    answer = Answer(programs(name), name, logits, Sampling(), request)
+    assert answer.token_ids == [0, *(min(tied[: 1 + step]) for step in range(1, TOKENS))]
+    answer.check(logits, Sampling(), request)
+
+
 def test_masks_and_end_ids(programs: Any) -> None:
     """The third token's mask leaves end ids only, which then may be chosen though it is too early."""
     name, stop_ids = "2 ranks", (5, 60, 61, 95)
