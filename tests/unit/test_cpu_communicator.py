@@ -120,6 +120,30 @@ def test_what_was_not_there_at_the_first_look_is_counted(pair: Pair, monkeypatch
     assert first.waits.num_epochs == 1, "that one has its record"
 
 
+def test_an_open_heap_keeps_a_descriptor_for_each_mapping_only() -> None:
+    """That of `mmap` itself; a second one for each peer would bring many ranks to their limit."""
+    meeting = LocalRendezvous.create(3)
+
+    def create(rank: int) -> SymmetricHeap:
+        rendezvous = LocalRendezvous.from_fd(os.dup(meeting.fd), rank, aborted=lambda: False)
+        heap = SymmetricHeap.create(4096, rendezvous, Deadline.after(30), generation=1, fingerprint=bytes(32))
+        rendezvous.close()
+        return heap
+
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(3) as pool:
+        heaps = list(pool.map(create, range(3)))
+    assert len(os.listdir("/proc/self/fd")) <= before + 3 * 3
+    heaps[0].peer_view(2, 4088, 1)[0] = 7
+    assert heaps[2].own_words()[511] == 7, "the last word of the heap"
+    with pytest.raises(IndexError, match="1 words at byte 4096 are not inside the heap of 4096 bytes"):
+        heaps[0].peer_view(2, 4096, 1)
+    for heap in heaps:
+        heap.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    meeting.close()
+
+
 def test_a_barrier_is_not_an_epoch(pair: Pair) -> None:
     with pytest.raises(DeviceError, match="a barrier"):
         pair[0].barrier()

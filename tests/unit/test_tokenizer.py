@@ -124,6 +124,16 @@ def test_a_character_appears_when_its_last_byte_does() -> None:
     assert decoder.flush() == ""
 
 
+@pytest.mark.parametrize("num_before", [1, 2, 3])
+def test_a_character_that_begins_in_the_prompt_is_finished(num_before: int) -> None:
+    """Four bytes in four tokens, of which so many are the prompt's last: a stream has to look at all of them."""
+    tokenizer, raw = tokenizer_like("byte-fallback"), "🎉".encode()
+    ids = [3 + byte for byte in b"long before" + raw]
+    stream = tokenizer.stream(after=ids[: num_before - 4])
+    assert [stream.push(token_id) for token_id in ids[num_before - 4 :]] == [""] * (3 - num_before) + ["🎉"]
+    assert stream.flush() == ""
+
+
 def test_only_the_space_that_the_tokenizer_put_there_is_taken_off() -> None:
     tokenizer = tokenizer_like("byte-fallback")
     for text in ("x", " x", "  x", "def x", "", " ", "  "):
