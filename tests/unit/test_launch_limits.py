@@ -1,0 +1,188 @@
+"""Exact limits and life cycle of the launcher: room on a GPU, ranks while this process slept, and the first Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kog_dist.collectives.cuda_abi import MAX_RANKS
+from kog_dist.config import LaunchConfig
+from kog_dist.errors import KogError
+from kog_dist.hardware.gpus import Gpu, inventory_from
+from kog_dist.launch import gpu_choice
+from kog_dist.launch.gpu_choice import BESIDES_BYTES, KERNEL_COMPUTE, PREFILLED_GPUS, GpuChoice, choose_gpus, gpu_rank_bytes
+from kog_dist.launch.outcome import EXIT_TIMEOUT, Outcome
+from kog_dist.launch.replica_scaling import Scaler
+from kog_dist.launch.replicas import FleetLauncher
+from kog_dist.launch.target import model_folder
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
+from kog_dist.wait import Deadline
+from tests.unit.fake_nvml import FakeGpu, node
+
+
+# ---- GPUs ----
+@pytest.fixture(scope="module")
+def demo() -> Checkpoint:
+    return open_checkpoint(model_folder(LaunchConfig())[0], verify=False)
+
+
+@pytest.fixture(autouse=True)
+def with_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_choice, "find_spec", lambda name: name)
+
+
+def choose(demo: Checkpoint, free_bytes: int, num_gpus: int = 1, **settings: Any) -> GpuChoice:
+    def apply(_index: int, gpu: FakeGpu) -> None:
+        gpu.free = free_bytes
+
+    found = choose_gpus(LaunchConfig(**settings), demo, {}, inventory_from(node(num_gpus, apply)))
+    assert found is not None
+    return found
+
+
+def test_a_gpu_with_just_the_room_is_taken(demo: Checkpoint) -> None:
+    needed = sum(gpu_rank_bytes(demo, 0, 1, "bfloat16").values()) + BESIDES_BYTES
+    for free_bytes, num_obstacles in ((needed, 0), (needed - 1, 1)):
+        found = choose(demo, free_bytes, gpus="1", prefill="off")
+        assert (len(found.gpus), len(found.obstacles)) == (1, num_obstacles)
+    with_prefill = sum(gpu_rank_bytes(demo, 0, 1, "bfloat16", prefill=True).values()) + BESIDES_BYTES
+    for free_bytes, prefill in ((with_prefill, "auto"), (with_prefill - 1, "off")):
+        found = choose(demo, free_bytes, gpus="1")
+        assert (found.prefill, found.obstacles) == (prefill, ())
+
+
+def test_prefill_is_used_by_as_many_gpus_as_have_run_it(demo: Checkpoint) -> None:
+    assert PREFILLED_GPUS == 4
+    for num_gpus, prefill in ((PREFILLED_GPUS, "auto"), (2 * PREFILLED_GPUS, "off")):
+        assert choose(demo, 2**36, 8, gpus=str(num_gpus)).prefill == prefill
+    assert choose(demo, 2**36, 8, gpus="8", prefill="on").prefill == "on", "who asks for it gets it"
+
+
+def test_as_many_gpus_as_the_kernel_knows_are_taken(demo: Checkpoint) -> None:
+    inventory = inventory_from(node(8))
+    need = gpu_choice._needs(LaunchConfig(prefill="off"), demo, 1, "bfloat16")[0]
+
+    def obstacles(count: int) -> list[KogError]:
+        return list(gpu_choice._obstacles(inventory, inventory.gpus[:1], count, need))
+
+    assert obstacles(MAX_RANKS) == []
+    assert f"at most {MAX_RANKS} GPUs, not on {MAX_RANKS + 1}" in str(obstacles(MAX_RANKS + 1)[0])
+
+
+def test_only_the_compute_capability_of_the_kernel_fits(demo: Checkpoint) -> None:
+    (gpu,) = inventory_from(node(1)).gpus
+    need = gpu_choice._needs(LaunchConfig(prefill="off"), demo, 1, "bfloat16")[0]
+    major, minor = KERNEL_COMPUTE
+    for compute, fits in (
+        (KERNEL_COMPUTE, True),
+        ((major, minor + 1), False),
+        ((major + 1, minor), False),
+        ((major - 1, 9), False),
+    ):
+        other: Gpu = replace(gpu, compute=compute)
+        assert (gpu_choice._unfit(other, need) == "") is fits, compute
+
+
+# ---- a fleet that is asked to stop ----
+class Fleet:
+    """A launcher of replicas, without them."""
+
+    def __init__(self, *, is_announced: bool) -> None:
+        self.said: list[str] = []
+        self.signals: Any = SimpleNamespace(count=0, last=None)
+        self.report: Any = SimpleNamespace(is_draining=False)
+        launcher: Any = FleetLauncher.__new__(FleetLauncher)
+        launcher._signals, launcher._is_announced, launcher._drain_deadline, launcher._http = (
+            self.signals,
+            is_announced,
+            None,
+            None,
+        )
+        launcher._router, launcher._settings = SimpleNamespace(report=self.report), LaunchConfig(shutdown_timeout=7.0)
+        launcher._events = SimpleNamespace(say=self.said.append)
+        self.launcher = launcher
+
+    def answer(self, num_signals: int, last: signal.Signals | None = signal.SIGINT) -> Outcome | None:
+        self.signals.count, self.signals.last = num_signals, last if num_signals else None
+        outcome: Outcome | None = self.launcher._answer_signals()
+        return outcome
+
+
+def test_the_first_ctrl_c_drains_and_the_second_ends() -> None:
+    fleet = Fleet(is_announced=True)
+    assert (fleet.answer(0), fleet.launcher._drain_deadline) == (None, None)
+    assert fleet.answer(1) is None
+    assert fleet.said == ["SIGINT: draining, at most 7 s"]
+    assert 7.0 < fleet.launcher._drain_deadline.remaining_s() <= 8.0
+    assert fleet.answer(1) is None, "the same one, seen again"
+    outcome = fleet.answer(2)
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.signal) == (130, "SIGINT")
+    assert fleet.said == ["SIGINT: draining, at most 7 s"], "said once"
+
+
+def test_a_fleet_that_does_not_serve_yet_ends_at_the_first_signal() -> None:
+    outcome = Fleet(is_announced=False).answer(1, signal.SIGTERM)
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.signal) == (143, "SIGTERM")
+    both_at_once = Fleet(is_announced=True).answer(2)
+    assert both_at_once is not None
+    assert both_at_once.exit_code == 130
+
+
+def test_a_client_may_ask_for_the_drain_and_ctrl_c_does_not_cut_it_short() -> None:
+    fleet = Fleet(is_announced=True)
+    fleet.report.is_draining = True
+    assert fleet.answer(0) is None
+    assert fleet.said == ["a client asked: draining, at most 7 s"]
+    assert fleet.answer(1) is None
+    fleet.launcher._drain_deadline = Deadline(0.0)
+    outcome = fleet.answer(1)
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.reason) == (EXIT_TIMEOUT, "drain_timeout")
+
+
+# ---- how many replicas there are ----
+def changes(num_replicas: int, *, num_waiting: int, num_running: int, settled: bool = True, until_s: float = 200.0) -> set[int]:
+    """What a fleet of 1 to 3 replicas, which keeps one that is not needed for 60 s, decides while nothing changes."""
+    scaler = Scaler(1, 3, 60.0, 0.0)
+    return {
+        scaler.decide(
+            0.25 * quarter, num_replicas=num_replicas, num_waiting=num_waiting, num_running=num_running, is_settled=settled
+        )
+        for quarter in range(round(4 * until_s) + 1)
+    }
+
+
+def test_the_number_of_replicas_stays_within_its_limits() -> None:
+    assert changes(2, num_waiting=5, num_running=2) == {0, 1}
+    assert changes(3, num_waiting=5, num_running=3) == {0}
+    assert changes(2, num_waiting=5, num_running=2, until_s=0.75) == {0}, "not at once"
+    assert changes(2, num_waiting=5, num_running=2, until_s=1.0) == {0, 1}
+    assert changes(2, num_waiting=5, num_running=2, settled=False) == {0}
+    assert changes(2, num_waiting=0, num_running=1) == {0, -1}
+    assert changes(2, num_waiting=0, num_running=2) == {0}
+    assert changes(1, num_waiting=0, num_running=0) == {0}
+    assert changes(2, num_waiting=0, num_running=0, until_s=59.75) == {0}
+    assert changes(2, num_waiting=0, num_running=0, until_s=60.0) == {0, -1}
+    assert changes(0, num_waiting=0, num_running=0, until_s=0.0) == {1}, "fewer than there must be"
+
+
+def test_a_supervisor_that_slept_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ages of heartbeats grow while the machine is suspended, or this process stopped."""
+    from kog_dist.launch.supervisor import TICK_S
+    from tests.unit.test_exiting_rank import Run
+
+    run = Run()
+    run.control.beat_age_s = lambda rank: 1000.0
+    run.supervisor._last_tick_s = time.monotonic() - 100 * TICK_S
+    assert run.decide() is None
+    assert run.aborts == []
+    outcome = run.decide()
+    assert outcome is not None
+    assert outcome.reason == "rank_stalled", "the next look comes in time, and counts"
