@@ -48,6 +48,20 @@ def test_a_small_part_is_copied_so_that_the_other_conversation_can_go_on(caches:
     assert run(caches, (*A[:10], 1, 2, 3, 7, 8, 5)) == KvUse(1, 1, 15), "and so is the second"
 
 
+@pytest.mark.parametrize(("num_common", "use"), [(21, KvUse(0, 0, 21)), (20, KvUse(1, 0, 20))])
+def test_half_a_sequence_is_cut_and_less_is_copied(caches: KeptCaches, num_common: int, use: KvUse) -> None:
+    run(caches, A)  # 42 positions
+    assert run(caches, (*A[:num_common], 1)) == use
+
+
+def test_a_sequence_that_was_copied_has_been_used(caches: KeptCaches) -> None:
+    run(caches, A)
+    run(caches, (1, *A))
+    assert run(caches, (*A[:10], 2)) == KvUse(2, 0, 10)
+    assert run(caches, (3,)) == KvUse(1, 1, 0), "not the one that was just copied from"
+    assert run(caches, (*A, 7, 8, 5)) == KvUse(0, 0, 42)
+
+
 def test_the_least_recently_used_makes_room(caches: KeptCaches) -> None:
     prompts = [(first, *A) for first in range(4)]
     assert [run(caches, prompt).cache for prompt in prompts[:3]] == [0, 1, 2]

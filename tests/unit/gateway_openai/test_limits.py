@@ -54,6 +54,7 @@ def test_a_body_nests_as_deep_as_it_may(opening: str, closing: str) -> None:
     def nested(depth: int) -> bytes:
         return (opening * depth + "1" + closing * depth).encode()
 
+    assert MAX_NESTING == 64, "which docs/http.md says"
     read_body(nested(MAX_NESTING))
     with pytest.raises(ApiError, match=f"nests deeper than {MAX_NESTING} levels"):
         read_body(nested(MAX_NESTING + 1))
@@ -183,6 +184,7 @@ def test_pages_of_others_are_refused_unless_they_are_named() -> None:
         ((), "http://localhost:9000", 403, False), (("http://a.org",), "http://a.org", 200, True),
         (("http://a.org",), "http://a.org.evil", 403, False), (("*",), "http://b.org", 200, True),
         ((), "ftp://localhost:8000", 403, False), ((), "null", 403, False),
+        ((), "http://localhost:8000.evil.org", 403, False), ((), "http://localhost:8000@evil.org", 403, False),
     ):  # fmt: skip
         found, headers = asked(made(cors_origins=origins), origin=origin)
         assert (found, "access-control-allow-origin" in headers) == (status, is_named), (origins, origin)
