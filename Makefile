@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo test lint types check cluster service fuzz chaos bench clean
+.PHONY: demo test lint types check cluster service fuzz chaos mutants bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -52,6 +52,9 @@ fuzz: $(VENV)/.installed-dev  ## hours of hostile bytes: SECONDS for each target
 chaos: RANKS = 2
 chaos: $(VENV)/.installed  ## a fault every few seconds for SECONDS, see docs/testing.md
 	$(BIN)/kog-bench chaos --seconds $(SECONDS) --ranks $(RANKS) --output chaos.json
+
+mutants: $(VENV)/.installed-dev  ## whether the tests notice what is wrong: minutes, and not part of `make test`
+	$(BIN)/python -m tests.mutants.run
 
 bench: $(VENV)/.installed  ## speed of the demo model on this machine's CPU ranks
 	$(BIN)/kog-bench decode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Threads that spin for each other take the cores from everything else: 64 tokens of the oracle took 44 s instead of 2 s on two
 # busy cores. Read when NumPy and torch are imported; children inherit it.
@@ -13,7 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Every run has the same examples, and how long they take is a matter of the machine.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("suite")
+# For mutants (tests/mutants/) a failure is enough: nobody reads its smallest example, which takes minutes to find.
+settings.register_profile("mutants", settings.get_profile("suite"), phases=(Phase.explicit, Phase.generate))
+settings.load_profile(os.environ.get("KOG_HYPOTHESIS_PROFILE", "suite"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
