@@ -16,7 +16,7 @@ from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.collectives.heap import HeapHandle, SymmetricHeap
 from kog_dist.control import ControlPage, EpochWaits
-from kog_dist.errors import AbortedError, ConfigError, DeviceError, PeerLost
+from kog_dist.errors import AbortedError, ConfigError, DeviceError, LaunchError, PeerLost
 from kog_dist.memfd import Segment
 from kog_dist.topology import LocalRendezvous
 from kog_dist.wait import Deadline, WaitResult
@@ -142,6 +142,15 @@ def test_an_open_heap_keeps_a_descriptor_for_each_mapping_only() -> None:
         heap.close()
     assert len(os.listdir("/proc/self/fd")) == before
     meeting.close()
+
+
+def test_memory_that_could_shrink_is_not_mapped() -> None:
+    """Whoever had pages taken away would die of SIGBUS."""
+    fd = os.memfd_create("shrinks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(LaunchError, match="is not shared memory of this engine: 4096 bytes, seals 0"):
+        Segment.from_fd(fd)
+    os.close(fd)
 
 
 def test_a_barrier_is_not_an_epoch(pair: Pair) -> None:

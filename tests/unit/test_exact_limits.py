@@ -41,6 +41,10 @@ SPEC = ModelSpec(
         ({"sliding_window": 1, "window_layers": (0, 1)}, {"sliding_window": 1, "window_layers": (1, 0)}),
         ({"sliding_window": 1, "window_layers": (0,)}, {"sliding_window": 1, "window_layers": (0, 0)}),
         ({"num_lanes": 4}, {"num_lanes": 3}),
+        (
+            {"num_lanes": 2, "num_heads": 6, "num_kv_heads": 6, "intermediate_size": 12, "hidden_size": 24},
+            {"num_lanes": 6, "num_heads": 6, "num_kv_heads": 6, "intermediate_size": 12, "hidden_size": 24},
+        ),
         ({"norm_eps": 1e-30}, {"norm_eps": 0.0}),
         ({"norm_eps": 1e-30}, {"norm_eps": float("nan")}),
         ({"rope_theta": 1e-30}, {"rope_theta": 0.0}),
@@ -143,11 +147,12 @@ def test_a_cache_goes_on_behind_what_it_holds_and_no_further(tmp_path: Path) -> 
             model.use_cache(cache, source, num_positions)
     model.step(7, 4, Sampling())  # the one that is used is still the one before
     assert model.num_positions == 5
-    with pytest.raises(PlanError, match="position 7 cannot follow: the KV cache holds 5 positions"):
-        model.step(7, 7, Sampling())
-    model.use_cache(0, 0, 2)
     model.step(7, 1, Sampling())
     assert model.num_positions == 2, "a step back drops what came later"
+    for position in range(2, 5):
+        model.step(7, position, Sampling())
+    with pytest.raises(PlanError, match="position 7 cannot follow: the KV cache holds 5 positions"):
+        model.step(7, 7, Sampling())
 
 
 # ---- requests to a model ----

@@ -39,6 +39,20 @@ def only(*ids: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return mask
 
 
+@pytest.mark.parametrize("epoch", [1, 2, 2**32 - 2, 2**32 - 1, 2**32, 2 * (2**32 - 1)])
+def test_memory_that_nobody_has_written_holds_no_mask(epoch: int) -> None:
+    """Whatever the epoch's tag is."""
+    segment = Segment.create("masks", mask_bytes(VOCAB_SIZE))
+    slots = MaskSlots(segment, 0, VOCAB_SIZE)
+    assert slots.get(epoch) is None
+    slots.put(epoch, only(7))
+    found = slots.get(epoch)
+    assert found is not None
+    assert found.tolist() == only(7).tolist()
+    slots.close()
+    segment.close()
+
+
 @pytest.fixture
 def page() -> Iterator[ControlPage]:
     page = ControlPage.create(1, 16, vocab_size=VOCAB_SIZE)

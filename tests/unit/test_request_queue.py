@@ -53,6 +53,20 @@ def test_connections_take_turns_and_each_has_its_order() -> None:
     assert ran == order
 
 
+def test_a_connection_whose_last_request_was_taken_out_has_no_turn() -> None:
+    queue = queue_of("b1")
+    only = add(queue, "a1")
+    queue.add(gone := cast(RequestStream, Stream("c1")))
+    assert queue.remove(gone)
+    assert not queue.remove(gone)
+    queue.pop()
+    queue.turn_over(1.0)
+    assert queue.remove(only)
+    assert (len(queue), names(queue)) == (0, [])
+    add(queue, "b2")
+    assert str(queue.pop()) == "b2"
+
+
 def test_who_comes_while_another_runs_is_next() -> None:
     queue = queue_of("a1", "a2", "a3")
     queue.pop()

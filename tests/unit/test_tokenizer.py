@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kog_dist.errors import CheckpointError, RequestError
-from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
+from kog_dist.model.tokenizer import MAX_EOS_IDS, Tokenizer, read_eos_ids, text_unavailable
 
 TEXT = "def naïve(x):\n    return x + 1  # größer €uro 日本語 🎉👩‍👩‍👧\n" * 3
 SPECIAL = ["<|begin|>", "<|end|>", "<|größer|>"]
@@ -144,6 +144,21 @@ def test_only_the_space_that_the_tokenizer_put_there_is_taken_off() -> None:
     assert decoder.push(int(more[0] or 0)) == " x"
 
 
+@pytest.mark.parametrize("num_spaces", [3, 4, 5, 9])
+def test_leading_spaces_end_with_the_prompt_s_first_text(num_spaces: int) -> None:
+    """Where more spaces are taken off than the last tokens of a prompt show: those of an answer stay."""
+    library = tokenizers.Tokenizer.from_str(byte_fallback_library().to_str())
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 4, 0)])
+    tokenizer = Tokenizer(library.to_str())
+    x, space = tokenizer.id_of("x"), tokenizer.id_of("▁")
+    assert x is not None
+    assert space is not None
+    for after in ([x] + [space] * num_spaces, [space] * num_spaces):
+        stream = tokenizer.stream(after=after)
+        tail = "".join(map(stream.push, [space, space, x])) + stream.flush()
+        assert tokenizer.decode([*after, space, space, x]) == tokenizer.decode([*after]) + tail
+
+
 def test_special_tokens_have_no_text_and_other_added_tokens_do() -> None:
     tokenizer = tokenizer_like("byte-level")
     assert tokenizer.id_of("<|end|>") == 1
@@ -225,6 +240,8 @@ def test_eos_ids_need_no_tokenizer(tmp_path: Path) -> None:
     assert read_eos_ids(tmp_path) == ()
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert read_eos_ids(tmp_path) == (7,)
+    (tmp_path / "config.json").write_text(f'{{"eos_token_id": {list(range(MAX_EOS_IDS))}}}')
+    assert len(read_eos_ids(tmp_path)) == MAX_EOS_IDS, "as many as a request block has room for"
     assert Tokenizer.from_folder(tmp_path) is None
 
 
