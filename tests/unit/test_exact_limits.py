@@ -12,15 +12,17 @@ import pytest
 
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import LARGEST_VOCAB, Plan, make_plan
-from kog_dist.decode.sampling import Sampling, Shaping
-from kog_dist.decode.sampling.shaping import fixed_top_p, lowest_distance, select
+from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance, select
 from kog_dist.decode.steps import Phase, RankPlan, RowSplit
 from kog_dist.decode.validate import validate
 from kog_dist.errors import ConfigError, PlanError, RequestError
+from kog_dist.model import limits
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
-from kog_dist.model.spec import MAX_LAYERS, HeadType, ModelSpec, RopeScaling
+from kog_dist.model.limits import MAX_LAYERS
+from kog_dist.model.spec import HeadType, ModelSpec, RopeScaling
 from kog_dist.rpc.messages import ErrorCode, Generate
-from kog_dist.workers.served_model import MAX_BYTES_PER_TOKEN, ServedModel
+from kog_dist.sampling_params import GREEDY, SamplingParams
+from kog_dist.workers.model_folder import MAX_BYTES_PER_TOKEN, ModelFolder
 
 SPEC = ModelSpec(
     hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=16, vocab_size=50, max_context=40, num_lanes=2
@@ -81,7 +83,8 @@ def test_slices_of_the_vocabulary_share_the_rest() -> None:
 
 
 # ---- plans ----
-def test_token_ids_of_a_plan_are_exact_as_float32() -> None:
+def test_token_ids_of_a_plan_are_exact_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_VOCAB_SIZE", LARGEST_VOCAB + 1)  # a model folder has a smaller one
     assert int(np.float32(LARGEST_VOCAB - 1)) == LARGEST_VOCAB - 1
     assert int(np.float32(LARGEST_VOCAB)) == int(np.float32(LARGEST_VOCAB + 1)), "the next one is not"
     make_plan(replace(SPEC, vocab_size=LARGEST_VOCAB), 1, num_ctas=1)
@@ -132,12 +135,12 @@ def test_a_cache_goes_on_behind_what_it_holds_and_no_further(tmp_path: Path) -> 
     weights = open_checkpoint(folder).rank_weights(range(2))
     model = Interpreter(make_plan(SPEC, 1, 2), 0, weights, None, num_kv_caches=2)
     for position in range(5):
-        model.step(7, position, Sampling())
+        model.step(7, position, GREEDY)
     assert model.num_positions == 5
     model.use_cache(1, 0, 5)
     assert model.num_positions == 5
     model.use_cache(1, 0, 3)
-    model.step(9, 3, Sampling())
+    model.step(9, 3, GREEDY)
     assert model.num_positions == 4, "a cache that was cut holds what was written behind the cut"
     for cache, source, num_positions, finding in (
         (0, 0, 6, "holds 5 positions, asked for 6"), (0, 1, 5, "holds 4 positions, asked for 5"), (0, 0, -1, "asked for -1"),
@@ -145,18 +148,18 @@ def test_a_cache_goes_on_behind_what_it_holds_and_no_further(tmp_path: Path) -> 
     ):  # fmt: skip
         with pytest.raises(PlanError, match=finding):
             model.use_cache(cache, source, num_positions)
-    model.step(7, 4, Sampling())  # the one that is used is still the one before
+    model.step(7, 4, GREEDY)  # the one that is used is still the one before
     assert model.num_positions == 5
-    model.step(7, 1, Sampling())
+    model.step(7, 1, GREEDY)
     assert model.num_positions == 2, "a step back drops what came later"
     for position in range(2, 5):
-        model.step(7, position, Sampling())
+        model.step(7, position, GREEDY)
     with pytest.raises(PlanError, match="position 7 cannot follow: the KV cache holds 5 positions"):
-        model.step(7, 7, Sampling())
+        model.step(7, 7, GREEDY)
 
 
 # ---- requests to a model ----
-MODEL = ServedModel("tiny", Path("tiny"), SPEC, None, (0,))
+MODEL = ModelFolder("tiny", Path("tiny"), SPEC, None, (0,))
 
 
 def code_of(message: Generate) -> ErrorCode | None:
@@ -176,10 +179,10 @@ def code_of(message: Generate) -> ErrorCode | None:
         ({"prompt_ids": (1,)}, {"prompt_ids": ()}, ErrorCode.INVALID_REQUEST),
         ({"prompt_ids": (0, 49)}, {"prompt_ids": (0, 50)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE),
         ({"prompt_ids": (0, 49)}, {"prompt_ids": (0, -1)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE),
-        ({"prompt_ids": (1,), "logit_bias_ids": (49,), "logit_biases": (1.0,)},
-         {"prompt_ids": (1,), "logit_bias_ids": (50,), "logit_biases": (1.0,)}, ErrorCode.TOKEN_ID_OUT_OF_RANGE),
-        ({"prompt_ids": (1,), "max_tokens": 5, "min_tokens": 5}, {"prompt_ids": (1,), "max_tokens": 5, "min_tokens": 6},
-         ErrorCode.INVALID_REQUEST),
+        ({"prompt_ids": (1,), "sampling": SamplingParams(logit_bias=((49, 1.0),))},
+         {"prompt_ids": (1,), "sampling": SamplingParams(logit_bias=((50, 1.0),))}, ErrorCode.TOKEN_ID_OUT_OF_RANGE),
+        ({"prompt_ids": (1,), "max_tokens": 5, "sampling": SamplingParams(min_tokens=5)},
+         {"prompt_ids": (1,), "max_tokens": 5, "sampling": SamplingParams(min_tokens=6)}, ErrorCode.INVALID_REQUEST),
     ],
 )  # fmt: skip
 def test_a_request_may_have_what_the_model_has_and_no_more(good: dict[str, Any], bad: dict[str, Any], code: ErrorCode) -> None:
@@ -222,18 +225,18 @@ def test_a_text_that_could_not_fit_is_not_read() -> None:
 def test_min_p_keeps_a_token_at_the_very_limit() -> None:
     limit = lowest_distance(0.25)
     x = np.array([0.0, limit, np.nextafter(limit, np.float32(-np.inf))], np.float32)
-    assert select(x, Shaping(min_p=0.25)).tolist() == [0, 1]
-    assert select(x, Shaping(min_p=1.0)).tolist() == [0], "the best one always stays"
+    assert select(x, SamplingParams(min_p=0.25)).tolist() == [0, 1]
+    assert select(x, SamplingParams(min_p=1.0)).tolist() == [0], "the best one always stays"
 
 
 def test_top_p_stops_before_the_token_at_which_enough_mass_has_come() -> None:
     equal = np.zeros(4, np.float32)
     for top_p, num_kept in ((0.25, 1), (0.2500001, 2), (0.5, 2), (0.75, 3), (0.7500001, 4), (1e-6, 1)):
-        assert len(select(equal, Shaping(top_p=top_p))) == num_kept, top_p
+        assert len(select(equal, SamplingParams(top_p=top_p))) == num_kept, top_p
     assert fixed_top_p(0.5) == 1 << 63
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])])
 def test_top_k_breaks_ties_by_id(top_k: int, kept: list[int]) -> None:
     x = np.array([3.0, 1.0, 2.0, 1.0], np.float32)
-    assert sorted(select(x, Shaping(top_k=top_k)).tolist()) == kept
+    assert sorted(select(x, SamplingParams(top_k=top_k)).tolist()) == kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from kog_dist.errors import KogError
 from kog_dist.hardware.gpus import Gpu, inventory_from
 from kog_dist.launch import gpu_choice
 from kog_dist.launch.gpu_choice import BESIDES_BYTES, KERNEL_COMPUTE, PREFILLED_GPUS, GpuChoice, choose_gpus, gpu_rank_bytes
+from kog_dist.launch.liveness import HELD_UP_S, Vigil
 from kog_dist.launch.outcome import EXIT_TIMEOUT, Outcome
 from kog_dist.launch.replica_scaling import Scaler
 from kog_dist.launch.replicas import FleetLauncher
@@ -23,6 +23,7 @@ from kog_dist.launch.target import model_folder
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.wait import Deadline
 from tests.unit.fake_nvml import FakeGpu, node
+from tests.unit.test_exiting_rank import Run
 
 
 # ---- GPUs ----
@@ -173,14 +174,12 @@ def test_the_number_of_replicas_stays_within_its_limits() -> None:
     assert changes(0, num_waiting=0, num_running=0, until_s=0.0) == {1}, "fewer than there must be"
 
 
-def test_a_supervisor_that_slept_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_slept_blames_nobody() -> None:
     """Ages of heartbeats grow while the machine is suspended, or this process stopped."""
-    from kog_dist.launch.supervisor import TICK_S
-    from tests.unit.test_exiting_rank import Run
-
-    run = Run()
+    run, now_s = Run(), 100.0
+    run.supervisor._vigils = [Vigil(rank, 1.0, lambda: now_s) for rank in run.ranks]
     run.control.beat_age_s = lambda rank: 1000.0
-    run.supervisor._last_tick_s = time.monotonic() - 100 * TICK_S
+    now_s += HELD_UP_S + 0.01
     assert run.decide() is None
     assert run.aborts == []
     outcome = run.decide()

@@ -12,7 +12,7 @@ import pytest
 
 from kog_dist.errors import LaunchError
 from kog_dist.rpc import listener as listener_module
-from kog_dist.rpc.fields import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MAX_LOGIT_BIAS, SHAPING_LIMITS, identifier, text
+from kog_dist.rpc.fields import identifier, text
 from kog_dist.rpc.listener import Delivery, RpcListener, error_event
 from kog_dist.rpc.messages import (
     MAGIC,
@@ -34,10 +34,10 @@ from kog_dist.rpc.messages.limits import (
     MAX_REGEX_BYTES,
     MAX_SCHEMA_BYTES,
     MAX_SECONDS,
-    MAX_SEED,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
 )
+from kog_dist.sampling_params import DEFAULTS, LIMITS, MAX_LOGIT_BIAS, SamplingParams
 
 HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
 
@@ -101,9 +101,6 @@ def test_parts_of_a_message_have_limits() -> None:
     [
         ("request_id", ["a", "a" * 64], ["", "a" * 65, "a b", "a\n"]),
         ("max_tokens", [1, 2**31 - 1, None], [0, 2**31, True, 1.0]),
-        ("seed", [0, MAX_SEED], [-1, MAX_SEED + 1]),
-        ("temperature", [0, -0.0, LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE],
-         [math.nextafter(LOWEST_TEMPERATURE, 0), math.nextafter(HIGHEST_TEMPERATURE, 200), math.nan, 5e-324]),
         ("deadline_s", [LEAST_DEADLINE_S, MAX_SECONDS, None],
          [math.nextafter(LEAST_DEADLINE_S, 0), math.nextafter(MAX_SECONDS, math.inf), 0, math.nan]),
         ("stop", [("x" * MAX_STOP_BYTES,) * MAX_STOP_STRINGS],
@@ -122,30 +119,76 @@ def test_a_field_takes_its_limits_and_nothing_beyond(name: str, good: list[Any],
             generate(**{name: value})
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPING_LIMITS if name != "logit_bias"])
-def test_what_shapes_a_choice_takes_its_limits_and_nothing_beyond(name: str) -> None:
-    low, high = SHAPING_LIMITS[name]
+SAMPLING_LIMITS: dict[str, tuple[float, float]] = {  # as docs/sampling.md has them
+    "temperature": (0.001, 100.0), "seed": (0, 2**63 - 1), "top_k": (0, 2**31 - 1), "top_p": (1e-6, 1.0), "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
+    "logit_bias": (-100.0, 100.0), "min_tokens": (0, 2**31 - 1), "logprobs": (0, 20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLING_LIMITS if name != "logit_bias"])
+def test_a_sampling_parameter_takes_its_limits_and_nothing_beyond(name: str) -> None:
+    """Where it is made, and on its way: a client of another make does not check what it sends."""
+    low, high = SAMPLING_LIMITS[name]
     step = (lambda value, to: value + int(math.copysign(1, to))) if isinstance(low, int) else math.nextafter
-    for value in (low, high):
-        generate(**{name: value})
-    for value in (step(low, -math.inf), step(high, math.inf)):
-        with pytest.raises(BadMessage, match=f"{name} must be between {low} and {high}"):
-            generate(**{name: value})
+    ends: list[Any] = [low, high]
+    for value in ends:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+        assert getattr(generate(sampling={name: value}).sampling, name) == value
+    beyond: list[Any] = [step(low, -math.inf), step(high, math.inf), math.nan]
+    for value in beyond:
+        with pytest.raises(ValueError, match=f"^{name} must be "):
+            SamplingParams(**{name: value})
+        with pytest.raises(BadMessage, match=f"generate: {name} must be ") as caught:
+            generate(sampling={name: value})
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_the_limits_of_sampling_are_the_documented_ones() -> None:
+    assert dict(LIMITS) == SAMPLING_LIMITS
+    assert DEFAULTS.keys() == LIMITS.keys()
+    for value in (0, 0.0, -0.0):
+        kept = SamplingParams(temperature=value).temperature
+        assert (kept, math.copysign(1, kept)) == (0.0, 1.0), "greedy, besides the limits"
+    with pytest.raises(ValueError, match=r"temperature must be 0 or between 0\.001 and 100"):
+        SamplingParams(temperature=5e-324)  # its inverse is no number
+    with pytest.raises(ValueError, match="seed must be between 0 and 2\\*\\*63 - 1, got 9223372036854775808"):
+        SamplingParams(seed=2**63)
+
+
+@pytest.mark.parametrize("name", SAMPLING_LIMITS)
+def test_a_sampling_parameter_has_its_type(name: str) -> None:
+    wrong: list[Any] = [True, "1", b"1", [1], *[None] * (name != "logprobs")]
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"^{name} must be "):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["seed", "top_k", "min_tokens", "logprobs"])
+def test_a_count_is_no_fraction(name: str) -> None:
+    whole: Any = 1.0
+    with pytest.raises(ValueError, match=rf"^{name} must be an integer, got float 1\.0"):
+        SamplingParams(**{name: whole})
 
 
 def test_biases_have_a_limit_each_and_together() -> None:
     def biased(count: int, bias: float = 1.0) -> Generate:
-        return generate(logit_bias_ids=tuple(range(count)), logit_biases=(bias,) * count)
+        return generate(sampling={"logit_bias": [value for token_id in range(count) for value in (token_id, bias)]})
 
-    assert len(biased(MAX_LOGIT_BIAS).logit_bias) == MAX_LOGIT_BIAS
-    assert biased(1, -100.0).logit_bias == ((0, -100.0),)
+    assert len(biased(MAX_LOGIT_BIAS).sampling.logit_bias) == MAX_LOGIT_BIAS == 1024
+    assert biased(1, -100.0).sampling.logit_bias == ((0, -100.0),)
+    assert SamplingParams(logit_bias={7: 1}).logit_bias == ((7, 1.0),)  # type: ignore[arg-type]
     for wrong in ((MAX_LOGIT_BIAS + 1, 1.0), (1, math.nextafter(100.0, 200.0)), (1, math.nan)):
         with pytest.raises(BadMessage):
             biased(*wrong)
     with pytest.raises(BadMessage, match="names an id twice"):
-        generate(logit_bias_ids=(7, 7), logit_biases=(1.0, 1.0))
-    with pytest.raises(BadMessage, match="2 logit_bias_ids and 1 logit_biases"):
-        generate(logit_bias_ids=(7, 8), logit_biases=(1.0,))
+        generate(sampling={"logit_bias": [7, 1.0, 7, 1.0]})
+    for wrong_pair in ((True, 1.0), (1.0, 1.0), (1, True), (1, "1")):
+        with pytest.raises(BadMessage, match="logit_bias must be pairs of an id and a number"):
+            generate(sampling={"logit_bias": list(wrong_pair)})
+    for flat in ([7, 1.0, 8], "", ((7, 1.0),), [7]):
+        with pytest.raises(BadMessage, match="must have logit_bias as an array of ids and biases in turn"):
+            generate(sampling={"logit_bias": flat})
 
 
 def test_a_prompt_of_ids_takes_as_many_as_an_array_may_have() -> None:

@@ -21,7 +21,7 @@ from kog_dist.decode.masks import MaskWords, num_words
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import NO_CANDIDATE, Sampler, token_logprobs
 from kog_dist.model.spec import HeadType, ModelSpec
-from kog_dist.sampling_params import SamplingParams
+from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
@@ -209,10 +209,10 @@ def test_the_best_of_equal_logits_is_the_lowest_id_wherever_they_are(programs: A
     logits[0] = 2.0
     for step in range(1, TOKENS):
         logits[step, list(tied[: 1 + step])] = 50.0
-    request = ShapedRequest(Shaping(logit_bias=((1, -5.0),)), logprobs=20)
-    answer = Answer(programs(name), name, logits, Sampling(), request)
+    request = ShapedRequest(SamplingParams(logit_bias=((1, -5.0),), logprobs=20))
+    answer = Answer(programs(name), name, logits, GREEDY, request)
     assert answer.token_ids == [0, *(min(tied[: 1 + step]) for step in range(1, TOKENS))]
-    answer.check(logits, Sampling(), request)
+    answer.check(logits, GREEDY, request)
 
 
 def test_masks_and_end_ids(programs: Any) -> None:

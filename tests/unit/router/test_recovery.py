@@ -75,7 +75,7 @@ def test_what_waits_counts_what_it_takes() -> None:
     book.arrive(RoutedRequest.arrived(b"p", Generate("a", "x" * 7), Affinity(), 1.0))
     book.arrive(RoutedRequest.arrived(b"q", Generate("b", prompt_ids=(1, 2, 3)), Affinity(), 1.0))
     assert book.waiting_bytes() == 7 + 3 * BYTES_PER_ID
-    assert [request.request_id for request in book.of_peer(b"q")] == ["b"]
+    assert [request.request_id for request in book.of_client(b"q")] == ["b"]
 
 
 def test_a_request_is_tried_as_often_as_it_may(world: World) -> None:
