@@ -85,12 +85,43 @@ def test_half_sent_messages_of_500_clients_have_one_bound(port: FilePort, tmp_pa
         connection.close()
 
 
+def test_the_bound_itself_may_be_held_and_who_was_silent_longest_makes_room(
+    port: FilePort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 3 * len(HALF) + 50
+    monkeypatch.setattr(file_port, "HELD_BYTES", most)
+    first, second, third, small = (connect(tmp_path) for _ in range(4))
+    try:
+        assert all(send(port, connection, HALF) for connection in (first, second, third))
+        assert send(port, small, HALF[:49])
+        assert send(port, first, b"x"), "all that may be held"
+        assert not any(map(is_closed, (first, second, third, small)))
+        send(port, small, b"x")  # one byte more
+        assert is_closed(second), "the first one has sent since"
+        assert not any(map(is_closed, (first, third, small)))
+        third.close()
+        assert send(port, first, b"x" * 998)
+        assert send(port, first, b"x"), "its message is complete: nothing of it is held"
+        later = [connect(tmp_path) for _ in range(2)]
+        assert all(send(port, connection, HALF) for connection in later)
+        assert send(port, later[0], b"x" * 99), "what was closed or completed counts no more"
+        assert not any(map(is_closed, (first, small, *later)))
+        for connection in later:
+            connection.close()
+    finally:
+        for connection in (first, second, third, small):
+            connection.close()
+
+
 def test_who_sends_no_more_of_a_message_is_given_up(port: FilePort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with connect(tmp_path) as silent, connect(tmp_path) as idle:
         assert send(port, idle, b"")
         assert send(port, silent, HALF)
-        later_s = file_port.time.monotonic() + HALF_SENT_S + 1  # type: ignore[attr-defined]
+        later_s = file_port.time.monotonic() + HALF_SENT_S - 1  # type: ignore[attr-defined]
         monkeypatch.setattr(file_port.time, "monotonic", lambda: later_s)  # type: ignore[attr-defined]
+        port.receive(64)
+        assert not is_closed(silent)
+        later_s += 2
         port.receive(64)
         assert is_closed(silent)
         assert not is_closed(idle), "a client that has begun nothing may be silent"

@@ -63,6 +63,32 @@ def test_every_size_has_a_bound_that_is_named(tmp_path: Path, changes: dict[str,
         ModelSpec.from_folder(written(tmp_path, **changes))
 
 
+LANES = dict.fromkeys(("num_lanes", "num_attention_heads", "num_key_value_heads", "intermediate_size"), 128)
+HEADS = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4096)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (LANES | {"hidden_size": 256}, dict.fromkeys(LANES, 256) | {"hidden_size": 512}),
+        ({"num_hidden_layers": 2048}, {"num_hidden_layers": 2049}),
+        ({"num_hidden_layers": 4096, "num_lanes": 4}, {"num_hidden_layers": 4097, "num_lanes": 1}),
+        (HEADS | {"hidden_size": 8192}, dict.fromkeys(HEADS, 8192) | {"hidden_size": 16_384}),
+        ({"hidden_size": 65_536}, {"hidden_size": 65_552}),
+        ({"intermediate_size": 1_048_576}, {"intermediate_size": 1_048_584}),
+        ({"vocab_size": 1_048_576}, {"vocab_size": 1_048_577}),
+        ({"max_position_embeddings": 1_048_576}, {"max_position_embeddings": 1_048_577}),
+        ({"broadcast_delay": 4096}, {"broadcast_delay": 4097}),
+        ({"sliding_window": 2**31, "swa_layers": [0]}, {"sliding_window": 2**31 + 1, "swa_layers": [0]}),
+    ],
+)
+def test_every_size_is_taken_up_to_its_bound(good: dict[str, Any], bad: dict[str, Any]) -> None:
+    """As numbers: who changes a bound in kog_dist/model/limits.py changes it here."""
+    ModelSpec.from_config(CONFIG | good)
+    with pytest.raises(ConfigError, match="must be at most"):
+        ModelSpec.from_config(CONFIG | bad)
+
+
 def test_the_bounds_themselves_are_taken() -> None:
     spec = ModelSpec.from_config(CONFIG | {"max_position_embeddings": limits.MAX_CONTEXT, "vocab_size": limits.MAX_VOCAB_SIZE})
     assert (spec.max_context, spec.vocab_size) == (limits.MAX_CONTEXT, limits.MAX_VOCAB_SIZE)
@@ -117,6 +143,16 @@ def test_an_index_of_too_many_files_is_refused(tmp_path: Path) -> None:
     (written(tmp_path) / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(CheckpointError, match="names 1025 files, at most 1024 are accepted"):
         open_checkpoint(tmp_path)
+
+
+def test_an_index_of_as_many_files_and_tensors_as_there_may_be_is_read(tmp_path: Path) -> None:
+    for num_tensors, num_files, finding in (
+        (1024, 1024, "0.safetensors"), (65_536, 1, "0.safetensors"), (65_537, 1, "at most 65536 are accepted")
+    ):  # fmt: skip
+        places = {f"t{i}": f"{i % num_files}.safetensors" for i in range(num_tensors)}
+        (written(tmp_path) / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(CheckpointError, match=finding):  # a file that is not there comes after the bounds
+            open_checkpoint(tmp_path)
 
 
 def test_a_config_of_many_bytes_is_refused(tmp_path: Path) -> None:

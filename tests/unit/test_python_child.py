@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import resource
 import site
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,3 +33,40 @@ def test_children_see_the_users_packages_only_where_their_parent_needs_them(
     monkeypatch.setattr(site, "ENABLE_USER_SITE", is_enabled)
     monkeypatch.setattr(site, "getusersitepackages", lambda: folder)
     assert python_child.command("module", "{}") == [sys.executable, *options, "-m", "module", "{}"]
+
+
+def test_a_child_imports_nothing_from_where_it_is_started(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(9)")
+    command = python_child.interpreter("-c", "import json; print(json.dumps(1))")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+_HARDENED = """
+import json, resource
+from pathlib import Path
+from kog_dist import python_child
+python_child._UNIFIED_MEMORY = Path({unified_memory!r})
+python_child.shutil.which = lambda name: {program!r}
+python_child.harden()
+[line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("NoNewPrivs")]
+print(json.dumps([resource.getrlimit(resource.RLIMIT_CORE), line.split()[1]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("unified_memory", "program", "is_kept_from_more"),
+    [("/", "/bin/nvidia-modprobe", True), ("/nowhere", None, True), ("/nowhere", "/bin/nvidia-modprobe", False)],
+)
+def test_a_hardened_process_leaves_no_core_and_gets_no_more_rights(
+    unified_memory: str, program: str | None, is_kept_from_more: bool
+) -> None:
+    """But for the first program that uses CUDA on a machine, which needs a setuid program."""
+    script = _HARDENED.format(unified_memory=unified_memory, program=program)
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    done = subprocess.run(python_child.interpreter("-c", script), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    core, no_new = json.loads(done.stdout)
+    assert core == [0, 0]
+    assert (no_new == "1") is is_kept_from_more
+    assert resource.getrlimit(resource.RLIMIT_CORE) == before

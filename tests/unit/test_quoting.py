@@ -12,7 +12,7 @@ from kog_dist.errors import CheckpointError, CompileError, KogError
 from kog_dist.launch import flags
 from kog_dist.launch.events import EventLog, LogFile
 from kog_dist.model.spec import ModelSpec
-from kog_dist.quoting import MAX_MESSAGE_CHARS, printable, short
+from kog_dist.quoting import MAX_MESSAGE_CHARS, escaped, escaped_bytes, printable, short
 
 HOSTILE = "\x1b]0;owned\x07\r\x9b2J\u202e\ud800"
 
@@ -24,6 +24,35 @@ def acts(text: str) -> bool:
 def test_an_error_shows_nothing_that_acts_and_keeps_other_letters() -> None:
     shown = str(KogError(f"Größe 東京 {HOSTILE}"))
     assert shown == "Größe 東京 \\x1b]0;owned\\x07\\r\\x9b2J\\u202e\\ud800"
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(0x00, 0x09), (0x0B, 0x1F), (0x7F, 0x9F), (0x61C, 0x61C), (0x200E, 0x200F), (0x2028, 0x202E), (0x2066, 0x2069),
+     (0xD800, 0xDFFF)],
+)  # fmt: skip
+def test_everything_that_acts_is_escaped_and_its_neighbours_are_not(first: int, last: int) -> None:
+    for code in {first, last, (first + last) // 2}:
+        assert escaped(chr(code)) == ascii(chr(code))[1:-1]
+    for code in {first - 1, last + 1} - {-1, 0x0A}:
+        assert escaped(chr(code)) == chr(code)
+    assert escaped("a\nb") == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "shown"),
+    [(b"\x00\x08\x0b\x1f\x7f", b"\\x00\\x08\\x0b\\x1f\\x7f"), (b"\xc2\x80\xc2\x9f", b"\\xc2\\x80\\xc2\\x9f"),
+     (b"\t\n ~\xc2\xa0\xc3\x80", b"\t\n ~\xc2\xa0\xc3\x80")],
+)  # fmt: skip
+def test_bytes_that_act_are_escaped_and_their_neighbours_are_not(chunk: bytes, shown: bytes) -> None:
+    assert escaped_bytes(chunk) == shown
+
+
+@pytest.mark.parametrize("most", [10, 80])
+def test_short_cuts_what_is_longer_and_nothing_else(most: int) -> None:
+    fits = "x" * (most - 2)  # and two quotes
+    assert short(fits, most) == repr(fits)
+    assert short(fits + "x", most) == "'" + "x" * (most - 5) + "..."
 
 
 def test_a_line_feed_cannot_begin_a_line_of_the_log() -> None:
