@@ -194,6 +194,7 @@ class Grammars:
     """Stands in for GrammarService: each request is accepted, and meanwhile a runner may be lost."""
 
     fds: tuple[int, ...] = ()
+    loss = "ended"
 
     def __init__(self) -> None:
         self.askers: list[Any] = []
@@ -207,6 +208,9 @@ class Grammars:
         self.num_runners_lost += self.loses_runner
         decided, self.askers = (self.askers, []) if self.answers else ([], self.askers)
         return [(asker, None) for asker in decided]
+
+    def wants(self, epoch: int | None) -> None:
+        """No mask is waited for here."""
 
     def reserve_epochs(self, count: int) -> int:
         return 1
