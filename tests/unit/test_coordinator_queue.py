@@ -215,9 +215,6 @@ class Grammars:
     def reserve_epochs(self, count: int) -> int:
         return 1
 
-    def wants(self, epoch: int | None) -> None:
-        """It has every mask."""
-
     def run(self, seq: int, mask_epoch: int, constraint: Any) -> None:
         """The next runner does it."""
 
