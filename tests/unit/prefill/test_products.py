@@ -82,7 +82,7 @@ class PlayedTrial:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Products]:
     """Products on a CPU, which keep choices in one folder."""
-    monkeypatch.setattr(products, "Product", PlayedProduct)
+    monkeypatch.setattr(products, "GemmProblem", PlayedProduct)
     monkeypatch.setattr(products, "Trial", PlayedTrial)
     monkeypatch.setattr(Products, "_run", lambda _, product, *rest: product.play(*rest))
     monkeypatch.setattr(cublas_lt, "library", lambda major: (_ for _ in ()).throw(OSError))
