@@ -190,7 +190,7 @@ def test_wait_that_runs_out_of_time_says_what_it_waited_for(session: EngineSessi
         os.kill(session.processes()["rank 2"], signal.SIGSTOP)
         with pytest.raises(RequestFailed) as caught:
             token_ids(events, 8000)
-        assert "from rank 2" in str(caught.value)
+        assert "of rank 2" in str(caught.value)
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
     assert re.search(
