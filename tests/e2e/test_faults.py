@@ -194,7 +194,7 @@ def test_wait_that_runs_out_of_time_says_what_it_waited_for(session: EngineSessi
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
     assert re.search(
-        r"rank [013] waited 0\.\d+ s in mailbox '\w+' slot \d+ for epoch \d+ from rank 2 and saw epoch", session.output()
+        r"rank [013]: the sum of \w+ of layer \d+ waited 0\.\d+ s for \d+ words? of rank 2 \(epoch \d+ wanted", session.output()
     )
 
 

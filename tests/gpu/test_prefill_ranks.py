@@ -47,7 +47,7 @@ def test_ranks_fill_the_cache_of_one(variant: str, world_size: int) -> None:
 @pytest.mark.gpu(2)
 def test_a_peer_that_does_not_come_is_named() -> None:
     found = results(2, "lonely", aborts_after_s=100.0)[0]
-    assert "from rank 1" in found["error"]
+    assert "of rank 1" in found["error"]
     assert 0.3 <= found["took_s"] < 1.0
 
 
