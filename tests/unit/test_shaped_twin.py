@@ -215,6 +215,47 @@ def test_the_best_of_equal_logits_is_the_lowest_id_wherever_they_are(programs: A
     answer.check(logits, GREEDY, request)
 
 
+def test_the_best_token_of_a_thread_block_is_not_taken_for_its_first(programs: Any) -> None:
+    """What a thread block offers is its best token, with noise; filters begin with the largest logit."""
+    name = "2 ranks"
+    logits = np.full((TOKENS, 96), -50.0, np.float32)
+    logits[:, :8] = 10 + np.arange(8) / 16  # all in one thread block; noise is larger than their differences
+    unfiltered = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+    assert set(unfiltered.token_ids) != {7}, "noise chooses others"
+    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(top_k=1)))
+    assert answer.token_ids == [7] * TOKENS
+
+
+def test_of_equal_logits_of_several_ranks_filters_begin_with_the_lowest_id(programs: Any) -> None:
+    """One thread hears of the same thread block of both ranks."""
+    name = "2 ranks"
+    logits = np.full((TOKENS, 96), -50.0, np.float32)
+    logits[:, [3, 51]] = 10.0
+    unfiltered = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+    assert 51 in unfiltered.token_ids, "noise chooses the other"
+    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(top_k=1)))
+    assert answer.token_ids == [3] * TOKENS
+
+
+def test_filters_begin_with_the_largest_logit_of_all_rows_of_a_thread(programs: Any) -> None:
+    """Behind it, the thread that has it looks at smaller ones."""
+    name = "1 rank"
+    logits = np.full((TOKENS, 604), -50.0, np.float32)
+    logits[:, 33:60] = 9.0
+    logits[:, 3] = 10.0
+    unfiltered = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+    assert set(unfiltered.token_ids) != {3}, "noise chooses others"
+    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(min_p=0.9)))
+    assert answer.token_ids == [3] * TOKENS
+
+
+def test_a_mask_that_does_not_come_is_not_replaced_by_an_earlier_one(programs: Any) -> None:
+    """The slot of the third mask still has the first one."""
+    name, masks = "2 ranks", (mask_of(96, (3, 4)),) * TOKENS
+    answer = Answer(programs(name), name, random_logits(name), HOT, ShapedRequest(), masks=masks, most_masks=2, wait_limit_us=500)
+    assert (len(answer.token_ids), answer.finish) == (2, Finish.NO_MASK)
+
+
 def test_masks_and_end_ids(programs: Any) -> None:
     """The third token's mask leaves end ids only, which then may be chosen though it is too early."""
     name, stop_ids = "2 ranks", (5, 60, 61, 95)
@@ -262,3 +303,12 @@ def test_what_is_not_finite_is_a_fault(programs: Any) -> None:
     answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
     assert (len(answer.token_ids), answer.finish) == (2, Finish.NUMERICAL_FAULT)
     answer.check(logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+
+
+@pytest.mark.parametrize("token_id", [3, 80])
+def test_a_logit_that_is_finite_and_not_at_its_temperature_is_a_fault(programs: Any, token_id: int) -> None:
+    name, logits = "2 ranks", random_logits("2 ranks")
+    cold = SamplingParams(0.001, 5)
+    logits[1, token_id] = 3e38
+    answer = Answer(programs(name), name, logits, cold, ShapedRequest(SamplingParams(logprobs=1)))
+    assert (len(answer.token_ids), answer.finish) == (1, Finish.NUMERICAL_FAULT)

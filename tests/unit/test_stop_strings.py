@@ -32,6 +32,8 @@ def reference(stops: tuple[str, ...], text: str) -> tuple[str, bool]:
         (("\n\n",), ["x\n", "y\n", "\n"], ("x\ny", True)),
         (("abc", "b"), ["ab"], ("a", True)),
         (("aab",), ["a", "a", "a", "b"], ("a", True)),
+        (("cd", "b"), ["abcd"], ("a", True)),
+        (("bc", "abc"), ["xabc"], ("x", True)),
         (("def",), ["x de"], ("x de", False)),
         ((), ["x", "y"], ("xy", False)),
         (("é😀",), ["caf", "é", "😀!"], ("caf", True)),
