@@ -15,7 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # For mutants (tests/mutants/) a failure is enough: nobody reads its smallest example, which takes minutes to find.
 settings.register_profile("mutants", settings.get_profile("suite"), phases=(Phase.explicit, Phase.generate))
-settings.load_profile(os.environ.get("KOG_HYPOTHESIS_PROFILE", "suite"))
+settings.load_profile(os.environ.get("TESTS_HYPOTHESIS_PROFILE", "suite"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -94,7 +94,7 @@ class Tree:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         # Before the installed package, which is the checkout's, comes this one; what tests start gets it, too.
         environ = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": ""}
-        environ["KOG_HYPOTHESIS_PROFILE"] = "mutants"
+        environ["TESTS_HYPOTHESIS_PROFILE"] = "mutants"  # KOG_ would be a setting, and refused
         process = subprocess.Popen(
             command, cwd=self._folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
