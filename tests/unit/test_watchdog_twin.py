@@ -23,11 +23,14 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_thread_block_that_misses_no_words_waits_an_eighth_longer(tmp_path: Path) -> None:
     build_twin("watchdog", twin_sources({"abi.cuh": abi_header()}), tmp_path)
     done = subprocess.run(["./watchdog", "8000"], cwd=tmp_path, capture_output=True, text=True, timeout=10, check=True)
-    of_one, of_none, of_ended, of_peers = ([int(number) for number in line.split()] for line in done.stdout.splitlines())
+    of_one, of_none, of_ended, of_peers, of_ranks = (
+        [int(number) for number in line.split()] for line in done.stdout.splitlines()
+    )
     assert of_one == [8005, 1, 1, 1], "a word is missing: at the limit"
     assert of_none == [9005, 1, 1, 0], "it is not for ever"
     assert of_ended == [0, 9], "the note is of a later wait: its words are not looked at"
     assert of_peers == [1, 9], "a row of two words, of which the second is late"
+    assert of_ranks == [2, 3, 8], "the first rank that is late, all late words of others, and what stands in the first of them"
 
 
 LIMIT_US = 100

@@ -31,4 +31,11 @@ int main(int, char** argv) {
         write_peer_record(note, number, 0, 1, &record);
         printf("%u %llu\n", record.num_missing, record.epoch_wanted);
     }
+    // Rank 0 waits for ranks 1, whose words are there, 2, whose second one is late, and 3.
+    const u64 rows[] = {0, 0, make_value_word(1, 9), make_value_word(1, 9), make_value_word(1, 9), make_value_word(1, 8), 0, 0};
+    KogWaitRecord record{};
+    PeerNote note{};
+    begin_note(note, 5, {kCollectOp, 0, 0}, 9, rows, 2, 4, 0, 2);
+    write_peer_record(note, 5, 0, 1, &record);
+    printf("%u %u %llu\n", record.peer, record.num_missing, record.epoch_seen);
 }
