@@ -108,8 +108,11 @@ class Tree:
     def verdict(self, mutant: Mutant, limit_s: float) -> str:
         """What the tests make of a mutant."""
         with self.mutated(mutant):
-            code, _ = self.test(mutant.tests, limit_s)
-        return LATE if code is None else {0: SURVIVED, _TESTS_FAILED: KILLED, _NO_COLLECTION: KILLED}.get(code, BROKEN)
+            code, printed = self.test(mutant.tests, limit_s)
+        verdict = LATE if code is None else {0: SURVIVED, _TESTS_FAILED: KILLED, _NO_COLLECTION: KILLED}.get(code, BROKEN)
+        if verdict == BROKEN:
+            print(f"{mutant.name}: pytest ended with {code}\n{printed[-2000:]}", file=sys.stderr, flush=True)
+        return verdict
 
 
 def try_all(
