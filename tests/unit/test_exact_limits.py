@@ -33,6 +33,10 @@ SPEC = ModelSpec(
     ("good", "bad"),
     [
         ({"num_layers": 1}, {"num_layers": 0}),
+        ({"num_kv_heads": 2}, {"num_kv_heads": 0}),
+        ({"num_heads": 8}, {"num_heads": 0}),
+        ({"intermediate_size": 2}, {"intermediate_size": 0}),
+        ({"num_lanes": 1}, {"num_lanes": 0}),
         ({"num_layers": MAX_LAYERS}, {"num_layers": MAX_LAYERS + 1}),
         ({"vocab_size": 1}, {"vocab_size": 0}),
         ({"max_context": 1}, {"max_context": 0}),

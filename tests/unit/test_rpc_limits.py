@@ -144,6 +144,27 @@ def test_a_sampling_parameter_takes_its_limits_and_nothing_beyond(name: str) -> 
         assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
+@pytest.mark.parametrize(
+    ("params", "has_processors", "needs_all_logits"),
+    [
+        (SamplingParams(), False, False),
+        (SamplingParams(0.5, 7), False, False),
+        (SamplingParams(0.5, top_k=1), True, True),
+        (SamplingParams(0.5, top_p=0.9), True, True),
+        (SamplingParams(0.5, min_p=0.1), True, True),
+        (SamplingParams(top_k=1, top_p=0.9, min_p=0.1), False, False),  # greedy
+        (SamplingParams(repetition_penalty=1.1), True, True),
+        (SamplingParams(presence_penalty=-0.1), True, True),
+        (SamplingParams(frequency_penalty=0.1), True, True),
+        (SamplingParams(logit_bias=((1, 1.0),)), True, True),
+        (SamplingParams(min_tokens=1), True, True),
+        (SamplingParams(logprobs=0), False, True),
+    ],
+)
+def test_each_parameter_alone_is_enough(params: SamplingParams, has_processors: bool, needs_all_logits: bool) -> None:
+    assert (params.has_processors, params.needs_all_logits) == (has_processors, needs_all_logits)
+
+
 def test_the_limits_of_sampling_are_the_documented_ones() -> None:
     assert dict(LIMITS) == SAMPLING_LIMITS
     assert DEFAULTS.keys() == LIMITS.keys()
@@ -232,6 +253,28 @@ def test_an_instance_folder_is_its_owner_s_alone(tmp_path: Path, mode: int) -> N
             assert list(folder.iterdir()) == []
     finally:
         folder.chmod(0o700)
+
+
+def test_outboxes_have_one_bound_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    listener = RpcListener(tmp_path)
+    delivery = Delivery.FULL
+    monkeypatch.setattr(listener, "_try_send", lambda peer, frame: delivery)
+    monkeypatch.setattr(listener_module, "OUTBOXES_BYTES", 100)
+    try:
+        for peer, count in ((b"a", 50), (b"b", 49), (b"c", 1)):
+            assert listener.send_frame(peer, b"x" * count) is Delivery.TAKEN
+        assert listener.flush() == [], "as much as may wait"
+        assert listener.send_frame(b"c", b"x") is Delivery.TAKEN
+        assert listener.flush() == [b"a"], "for whom most waits"
+        delivery = Delivery.TAKEN
+        assert listener.flush() == []
+        assert not listener.has_backlog
+        delivery = Delivery.FULL
+        assert listener.send_frame(b"c", b"x" * 100) is Delivery.TAKEN, "what was delivered does not wait"
+        assert listener.flush() == []
+    finally:
+        listener.close()
 
 
 def test_an_outbox_has_a_limit_of_events_and_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

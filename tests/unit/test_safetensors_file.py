@@ -99,6 +99,12 @@ def test_hostile_headers_are_refused_with_the_cause(tmp_path: Path, header: byte
     assert len(message) < 800
 
 
+def test_a_tensor_has_eight_dimensions_at_most(tmp_path: Path) -> None:
+    path, shape = tmp_path / "model.safetensors", [1] * 7 + [2]
+    path.write_bytes(raw_file(json.dumps({"a": entry(shape=shape)}).encode(), 4))
+    assert SafetensorsFile.open(path).tensors["a"].shape == tuple(shape)
+
+
 @pytest.mark.parametrize("length", [0, 1, 2**24 + 1, 2**63, 2**64 - 1])
 def test_absurd_header_lengths_are_refused_before_anything_is_allocated(tmp_path: Path, length: int) -> None:
     path = tmp_path / "model.safetensors"

@@ -40,6 +40,13 @@ def test_what_readers_would_disagree_on_or_suffer_from_is_refused(raw: bytes, ca
         parse_json(raw, 100_000)
 
 
+@pytest.mark.parametrize(("raw", "num_items"), [(b"[1,2]", 2), (b'{"a":{"b":1}}', 4), (b"3", 0)])
+def test_as_many_items_as_there_may_be_are_read(raw: bytes, num_items: int) -> None:
+    parse_json(raw, num_items)
+    with pytest.raises(ValueError, match=f"more than {num_items - 1} items"):
+        parse_json(raw, num_items - 1)
+
+
 def test_an_object_is_an_object() -> None:
     with pytest.raises(ValueError, match="holds a list, expected an object"):
         parse_object(b"[]", 10)

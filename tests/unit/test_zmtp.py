@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,6 +274,24 @@ def test_a_stranger_that_has_spoken_is_heard_first(port: FilePort, tmp_path: Pat
         client.sendall(framed(b"hello"))
         assert [message.frame for _, message in port.receive(16) + port.receive(16)] == [b"hello"]
         assert not is_closed(client)
+
+
+def test_a_stranger_whose_turn_has_not_come_is_heard_first(
+    port: FilePort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(tmp_path / "rpc.sock") as busy:
+        port.receive(16)
+        monkeypatch.setattr(file_port, "HANDSHAKE_S", 0.0)
+        with connect(tmp_path / "rpc.sock") as client:
+            busy.sendall(framed(b"a") + framed(b"b") + framed(b"c"))
+            client.sendall(framed(b"hello"))
+            frames = [message.frame for _ in range(4) for _, message in port.receive(1)]
+            assert sorted(frames) == [b"a", b"b", b"c", b"hello"]
+            assert not is_closed(client)
+
+
+def test_the_socket_file_is_its_owner_s_alone(port: FilePort, tmp_path: Path) -> None:
+    assert stat.S_IMODE((tmp_path / "rpc.sock").stat().st_mode) == 0o600
 
 
 def test_strangers_are_closed_in_time(port: FilePort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

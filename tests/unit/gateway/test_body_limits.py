@@ -136,6 +136,27 @@ def test_those_who_wait_are_bounded_and_leave_nothing_behind() -> None:
     asyncio.run(scenario())
 
 
+def test_a_client_has_its_own_bound_where_there_is_room_for_others() -> None:
+    async def scenario() -> None:
+        turns = Turns(most=3, most_of_one=1, wait_s=WAIT_S)
+
+        async def ask(client: str) -> str:
+            async with turns.of(client):
+                return client
+
+        async with turns.of("a"):
+            waiting = [asyncio.create_task(ask(client)) for client in "ab"]
+            await asyncio.sleep(0)
+            with pytest.raises(NoTurn):
+                await ask("a")
+            waiting.append(asyncio.create_task(ask("c")))
+            await asyncio.sleep(0)
+            assert len(turns) == 3
+        assert await asyncio.gather(*waiting) == ["a", "b", "c"]
+
+    asyncio.run(scenario())
+
+
 def test_nobody_waits_for_longer_than_the_limit() -> None:
     async def scenario() -> None:
         turns = Turns(most=2, most_of_one=1, wait_s=0.01)
