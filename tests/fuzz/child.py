@@ -29,6 +29,9 @@ from tests.fuzz.bounds import (
     CasePage,
 )
 
+_STATUS_FD = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+_LIBRARY_TIMEOUT_S = 3600  # the runner watches the time; 0 would not mean none, but end the process after a second
+
 
 class Cases:
     """Runs the inputs of a target, and keeps what went wrong."""
@@ -87,7 +90,9 @@ def _origin(error: BaseException) -> str:
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    """Most memory that this program has had. Not ru_maxrss: that begins with the peak of whoever started the process."""
+    status = os.pread(_STATUS_FD, 4096, 0)
+    return int(status[status.index(b"VmHWM:") + 6 :].split(None, 1)[0]) << 10
 
 
 def _limit_memory() -> None:
@@ -108,7 +113,10 @@ def main(module: str, folder: Path, seconds: float, seed: int, grown: Path) -> N
         cases.checked(path.read_bytes())
     if seconds <= 0:
         cases.end()
-    options = [f"-seed={seed}", f"-max_len={MAX_INPUT_BYTES}", "-rss_limit_mb=0", "-timeout=0", "-print_final_stats=0"]
+    options = [
+        f"-seed={seed}", f"-max_len={MAX_INPUT_BYTES}", "-rss_limit_mb=0", f"-timeout={_LIBRARY_TIMEOUT_S}",
+        f"-artifact_prefix={folder}/", "-print_final_stats=0",
+    ]  # fmt: skip
     hooks: dict[str, Any] = {"custom_mutator": target.mutate} if hasattr(target, "mutate") else {}
     atheris.Setup([module, *options, str(grown), str(corpus)], cases.one, **hooks)
     atheris.Fuzz()
