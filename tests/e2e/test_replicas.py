@@ -68,7 +68,7 @@ def check_kill_in_a_replica(
     """Its stream ends with one error, the other one's goes on, and the replica comes back."""
     with Client(access) as client:
         both_ready(session, client)
-        streams = [Stream((1, 2, 3), 2000), Stream((4, 5, 6), 2000)]
+        streams = [Stream((1, 2, 3), 8000), Stream((4, 5, 6), 8000)]  # longer than any `told_s`
         crowd = Crowd(access, streams)
         for stream in streams:
             assert stream.has_begun.wait(ENDED_S)
