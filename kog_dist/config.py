@@ -5,83 +5,89 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from kog_dist import env
 from kog_dist.errors import ConfigError
 
-DEVICES = ("auto", "cpu", "cuda")
-LAUNCHERS = ("auto", "local", "mpi", "ray")
-KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
-PREFILL = ("auto", "on", "off")
-LOG_FORMATS = ("text", "json")
-MIN_KEY_LENGTH = 8
+MIN_KEY_LENGTH, MAX_KEY_LENGTH = 8, 1024
+API_KEY_FORM = f"{MIN_KEY_LENGTH} to {MAX_KEY_LENGTH} visible ASCII characters without blanks"
 MAX_REPLICAS = 256
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
 MAX_FILE_BYTES, MAX_NESTED, MAX_DOTS = 2**16, 64, 256  # of a file of settings; dots in a line
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+_PORT = (0, 65535)
+_SECONDS = (0.0, MAX_TIMEOUT_S)  # settings that are numbers with a fraction are all seconds, and more than 0
+
+
+def _setting(
+    default: Any, help_text: str, limits: tuple[float, float] | None = None, *, zero: str | None = None,
+    choices: tuple[str, ...] = (), is_positional: bool = False, is_secret: bool = False,
+) -> Any:  # fmt: skip
+    """A field. `{choices}` in its help stands for them; `zero` is what 0 means, which is then allowed besides the limits."""
+    listed = " or ".join(filter(None, (", ".join(choices[:-1]), *choices[-1:])))
+    metadata = {
+        "help": help_text.format(choices=listed) + (f" 0: {zero}." if zero else ""), "limits": limits, "zero": zero,
+        "choices": choices, "is_positional": is_positional, "is_secret": is_secret,
+    }  # fmt: skip
+    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """What `kog-launch` starts. Every field is a flag, a `KOG_` variable and a key of a config file under the same name."""
+    """What `kog-launch` starts. Every field is a flag, a `KOG_` variable and a key of a config file under the same name.
 
-    model: str | None = None  # folder of a checkpoint; None = the bundled demo model
-    ranks: int = 0  # 0 = chosen from the machine and the model's lanes
-    gpus: str | None = None  # N, all, or a list of indices and UUIDs such as 0,2,3; asks for the CUDA device
-    pin: bool = True  # keep the process of a GPU's rank on the CPUs near that GPU
-    device: str = "auto"
-    launcher: str = "auto"
-    ray_address: str | None = None  # host:port of a Ray cluster; None = RAY_ADDRESS, without that a private one on this machine
-    replicas: int = 1  # engines of this kind, behind one endpoint; 0 = only those of remote_replicas
-    min_replicas: int | None = None  # with max_replicas: as many as the waiting requests need
-    max_replicas: int | None = None
-    scale_down_after: float = 60.0  # s in which one replica fewer would have been enough
-    remote_replicas: str | None = None  # access files of engines that others started: a.json,b.json
-    kv_dtype: str = "auto"  # float32 on CPU ranks, the 16-bit type of the weights on GPUs
-    kv_caches: int = 0  # requests whose keys and values are kept for those that extend them; 0 = 4 on CPU ranks, 1 on GPUs
-    prefill: str = "auto"  # whether GPUs take prompts in blocks of many tokens; auto: up to four GPUs do if they can
-    queue_limit: int = 64  # requests that may wait while another runs
-    client_queue_limit: int = 16  # of them those of one connection
-    verify: bool = True  # compare the checkpoint with its hash manifest, if it has one
-    instance: str | None = None  # None = "default" when serving, a name of its own for one prompt
-    rpc_port: int | None = None  # TCP besides the socket file in the instance folder; None = no TCP, 0 = any free port
-    rpc_host: str = "127.0.0.1"  # address that the TCP port is opened on; always encrypted, and only for the one client key
-    http: bool = True  # serve HTTP besides RPC
-    host: str = "127.0.0.1"  # address that HTTP listens on; one that other machines reach needs a key
-    port: int = 8000  # 0 = any free one
-    http_socket: str | None = None  # instead of both: a socket file in a folder that this user alone can enter
-    api_key: str | None = field(default=None, repr=False)  # what HTTP clients must send; better in a file or KOG_API_KEY
-    api_key_file: str | None = None
-    cors_origin: str | None = None  # web pages that may use the service: https://a.example,https://b.example, or *
-    startup_timeout: float = 300.0  # s, until every rank is ready
-    step_timeout: float = 30.0  # s, longest wait of a rank for its peers
-    shutdown_timeout: float = 10.0  # s, for the running request after a stop was asked for
-    stall_timeout: float = 1.0  # s without a heartbeat after which a ready rank counts as hung
-    log_dir: str | None = None
-    log_format: str = "text"  # of the gateway's log
-    log_prompts: bool = False  # write prompts and answers into it, too
+    This is the one definition of a setting: `--help`, `--print-config`, docs/settings.md and the checks follow from it.
+    """
+
+    model: str | None = _setting(None, "Folder of a checkpoint; none: the bundled demo model.", is_positional=True)
+    ranks: int = _setting(0, "Rank processes; must divide the lanes.", (1, 1024), zero="chosen for this machine")
+    gpus: str | None = _setting(None, "GPUs to use: N, all, or a list of indices or UUIDs such as 0,2,3.")
+    pin: bool = _setting(True, "Keep a GPU's rank on the CPUs near it.")
+    device: str = _setting("auto", "{choices}.", choices=("auto", "cpu", "cuda"))
+    launcher: str = _setting("auto", "{choices}.", choices=("auto", "local", "mpi", "ray"))
+    ray_address: str | None = _setting(None, "HOST:PORT of a Ray cluster. Default: RAY_ADDRESS, or its own.")
+    replicas: int = _setting(1, "Engines behind one endpoint.", (1, MAX_REPLICAS), zero="only those of --remote-replicas")
+    min_replicas: int | None = _setting(None, "With --max-replicas: as many as waiting requests need.")
+    max_replicas: int | None = _setting(None, "Most engines of this launcher.")
+    scale_down_after: float = _setting(60.0, "Seconds with one replica too many until it stops.", _SECONDS)
+    remote_replicas: str | None = _setting(None, "Access files of engines on other hosts: a.json,b.json.")
+    kv_dtype: str = _setting(
+        "auto", "Type of the KV cache: {choices}.", choices=("auto", "float32", "float16", "bfloat16")
+    )  # auto: float32 on CPU ranks, the 16-bit type of the weights on GPUs
+    kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="4 on CPU ranks, 1 on GPUs")
+    prefill: str = _setting(
+        "auto", "Prompts in chunks of tokens: auto (on 1, 2 or 4 GPUs), on or off.", choices=("auto", "on", "off")
+    )
+    queue_limit: int = _setting(64, "Requests that may wait.", (1, 4096))
+    client_queue_limit: int = _setting(16, "Of them those of one connection.", (1, 4096))
+    verify: bool = _setting(True, "Check values and hashes while loading.")
+    instance: str | None = _setting(None, "Name under which clients find the engine. Default: default.")  # its own for --prompt
+    rpc_port: int | None = _setting(None, "TCP port besides the socket file; 0: a free one.", _PORT)
+    rpc_host: str = _setting("127.0.0.1", "Address of the TCP port.")  # always encrypted, and only for the one client key
+    http: bool = _setting(True, "Serve HTTP besides RPC.")
+    host: str = _setting("127.0.0.1", "Address of HTTP; those that other machines reach need a key.")
+    port: int = _setting(8000, "Port of HTTP; 0: a free one.", _PORT)
+    http_socket: str | None = _setting(None, "Instead: a socket file that you alone can reach.")
+    api_key: str | None = _setting(None, "What HTTP clients must send; KOG_API_KEY hides it better.", is_secret=True)
+    api_key_file: str | None = _setting(None, "A file with the key, readable by you alone.")
+    cors_origin: str | None = _setting(None, "Web pages that may use HTTP: https://a.example,... or *.")
+    startup_timeout: float = _setting(300.0, "Seconds until every rank must be ready.", _SECONDS)
+    step_timeout: float = _setting(30.0, "Seconds a rank may wait for its peers.", _SECONDS)
+    shutdown_timeout: float = _setting(10.0, "Seconds for the running request after a stop.", _SECONDS)
+    stall_timeout: float = _setting(1.0, "Seconds without a heartbeat until a rank counts as hung.", (MIN_STALL_S, MAX_TIMEOUT_S))
+    log_dir: str | None = _setting(None, "Folder for one log per process and exit.json.")
+    log_format: str = _setting("text", "Of the HTTP gateway's log: {choices}.", choices=("text", "json"))
+    log_prompts: bool = _setting(False, "Log prompts and answers, too.")
 
     def __post_init__(self) -> None:
-        _one_of("device", self.device, DEVICES)
-        _one_of("launcher", self.launcher, LAUNCHERS)
-        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
-        _one_of("prefill", self.prefill, PREFILL)
-        _one_of("log_format", self.log_format, LOG_FORMATS)
-        if self.ranks < 0 or self.ranks > 1024:
-            raise ConfigError(f"ranks must be between 1 and 1024 (0 = automatic), got {self.ranks}")
+        for item in fields(self):
+            _check_field(item, getattr(self, item.name))
         self._check_replicas()
-        for name, least, most in (("kv_caches", 0, 1024), ("queue_limit", 1, 4096), ("client_queue_limit", 1, 4096)):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"{name} must be between {least} and {most}, got {getattr(self, name)}")
-        for name in ("rpc_port", "port"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 65535:
-                raise ConfigError(f"{name} must be between 0 and 65535, got {value}")
         self._check_http()
         if self.instance is not None and not _INSTANCE_NAME.fullmatch(self.instance):
             raise ConfigError(
@@ -92,12 +98,6 @@ class LaunchConfig:
             raise ConfigError(f"model must be the folder of a checkpoint, got {self.model!r}; leave it out for the demo model")
         if self.log_dir is not None and not self.log_dir.strip():
             raise ConfigError(f"log_dir must be a folder, got {self.log_dir!r}")
-        for name in ("startup_timeout", "step_timeout", "shutdown_timeout", "stall_timeout", "scale_down_after"):
-            value = getattr(self, name)
-            if not 0 < value <= MAX_TIMEOUT_S:
-                raise ConfigError(f"{name} must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds, got {value}")
-        if self.stall_timeout < MIN_STALL_S:
-            raise ConfigError(f"stall_timeout must be at least {MIN_STALL_S} seconds, got {self.stall_timeout}")
         if self.gpus is not None and self.device == "cpu":
             raise ConfigError(f"gpus {self.gpus} contradicts device cpu; give one of them")
 
@@ -105,15 +105,13 @@ class LaunchConfig:
         """What is wrong whatever machine it is; addresses and files are looked at when the port is bound."""
         if not self.host.strip():
             raise ConfigError(f"host must be an address of this machine, got {self.host!r}")
-        if self.http_socket is not None and (not self.http_socket.strip() or (self.host, self.port) != ("127.0.0.1", 8000)):
+        is_elsewhere = (self.host, self.port) != (DEFAULTS["host"], DEFAULTS["port"])
+        if self.http_socket is not None and (not self.http_socket.strip() or is_elsewhere):
             raise ConfigError(f"http_socket must be a path and takes the place of host and port, got {self.http_socket!r}")
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("api_key and api_key_file exclude each other")
-        if self.api_key is not None and not (
-            MIN_KEY_LENGTH <= len(self.api_key) <= 1024 and all("!" <= letter <= "~" for letter in self.api_key)
-        ):
-            length = f"{MIN_KEY_LENGTH} to 1024"
-            raise ConfigError(f"api_key must be {length} visible ASCII characters without blanks, it has {len(self.api_key)}")
+        if self.api_key is not None and not is_api_key(self.api_key):
+            raise ConfigError(f"api_key must be {API_KEY_FORM}, it has {len(self.api_key)}")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"cors_origin {origin!r} must be like https://example.org, without a path, or *")
@@ -124,9 +122,8 @@ class LaunchConfig:
         return tuple(filter(None, map(str.strip, (self.cors_origin or "").split(","))))
 
     def _check_replicas(self) -> None:
-        least = 0 if self.remote_replicas is not None else 1
-        if not least <= self.replicas <= MAX_REPLICAS:
-            raise ConfigError(f"replicas must be between {least} and {MAX_REPLICAS}, got {self.replicas}")
+        if self.replicas == 0 and self.remote_replicas is None:
+            raise ConfigError(f"replicas must be between 1 and {MAX_REPLICAS}, got 0")
         if self.remote_replicas is not None and not self.remote_replicas.strip(", "):
             raise ConfigError(f"remote_replicas must be access files of engines (a.json,b.json), got {self.remote_replicas!r}")
         if (self.min_replicas is None) != (self.max_replicas is None):
@@ -143,7 +140,10 @@ class LaunchConfig:
 
 
 SETTINGS = tuple(item.name for item in fields(LaunchConfig))
-_SECRETS = ("api_key",)
+DEFAULTS: Mapping[str, Any] = {item.name: item.default for item in fields(LaunchConfig)}
+CHOICES: Mapping[str, tuple[str, ...]] = {item.name: item.metadata["choices"] for item in fields(LaunchConfig)}
+_SECRETS = tuple(item.name for item in fields(LaunchConfig) if item.metadata["is_secret"])
+_POSITIONAL = tuple(item.name for item in fields(LaunchConfig) if item.metadata["is_positional"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +207,14 @@ def _check_extent(raw: bytes) -> None:
         raise ValueError(f"a line has more than {MAX_DOTS} dots; settings are not nested")
 
 
+def is_api_key(text: str) -> bool:
+    """Whether a client can send it as `Authorization: Bearer TEXT`, and it is not too short to keep anybody out."""
+    return MIN_KEY_LENGTH <= len(text) <= MAX_KEY_LENGTH and all("!" <= letter <= "~" for letter in text)
+
+
 def flag_name(setting: str) -> str:
     """The command line's word for a setting."""
-    return "MODEL" if setting == "model" else "--" + setting.replace("_", "-")
+    return setting.upper() if setting in _POSITIONAL else "--" + setting.replace("_", "-")
 
 
 def did_you_mean(word: str, known: tuple[str, ...]) -> str:
@@ -254,9 +259,21 @@ def _article(kind: type) -> str:
     return {int: "an integer", float: "a number", str: "text", bool: "true or false"}[kind]
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} {value!r} is not available; use {' or '.join(allowed)}")
+def _check_field(item: Field[Any], value: Any) -> None:
+    """Raises ConfigError, a sentence that begins with the setting's name, for what its choices and limits do not allow."""
+    choices, limits, zero = (item.metadata[name] for name in ("choices", "limits", "zero"))
+    if choices and value not in choices:
+        raise ConfigError(f"{item.name} {value!r} is not available; use {' or '.join(choices)}")
+    if limits is None or value is None or (zero is not None and value == 0):
+        return
+    low, high = limits
+    if isinstance(item.default, float):
+        if not 0 < value <= high:  # true for NaN
+            raise ConfigError(f"{item.name} must be more than 0 and at most {high:g} seconds, got {value}")
+        if value < low:
+            raise ConfigError(f"{item.name} must be at least {low:g} seconds, got {value}")
+    elif not low <= value <= high:
+        raise ConfigError(f"{item.name} must be between {low} and {high}{f' (0: {zero})' if zero else ''}, got {value}")
 
 
 def _public(name: str, value: Any) -> Any:

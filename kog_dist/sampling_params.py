@@ -17,8 +17,8 @@ MAX_SEED: Final = 2**63 - 1
 _MOST_TOKENS: Final = 2**31 - 1
 
 
-def _param(default: Any, low: float, high: float, help_text: str) -> Any:
-    return field(default=default, metadata={"limits": (low, high), "help": help_text})
+def _param(default: Any, low: float, high: float, help_text: str, metavar: str | None = None) -> Any:
+    return field(default=default, metadata={"limits": (low, high), "help": help_text, "metavar": metavar})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SamplingParams:
     presence_penalty: float = _param(0.0, -2.0, 2.0, "Lower logits of tokens in the answer by this.")
     frequency_penalty: float = _param(0.0, -2.0, 2.0, "Lower them by this for each time.")
     logit_bias: tuple[tuple[int, float], ...] = _param(
-        (), -100.0, 100.0, "Add BIAS to the logit of a token; may be given several times."
+        (), -100.0, 100.0, "Add BIAS to the logit of a token; may be given several times.", "ID=BIAS"
     )
     min_tokens: int = _param(0, 0, _MOST_TOKENS, "Tokens before the answer may end by itself.")
     logprobs: int | None = _param(

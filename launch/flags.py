@@ -1,4 +1,7 @@
-"""The flags of `kog-launch`. Heavy imports stand inside the functions that need them: `--help` answers in under 0.3 s."""
+"""The flags of `kog-launch`: those of `LaunchConfig` and of one prompt.
+
+Heavy imports stand inside the functions that need them: `--help` answers in under 0.3 s.
+"""
 
 from __future__ import annotations
 
@@ -18,58 +21,23 @@ from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.quoting import escaped
 from kog_dist.rank_env import read_rank_variables
+from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, with_flags
 from kog_dist.rpc.output import write_out
 from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
-from kog_dist.rpc.sampling_flags import JSON_SCHEMA, REGEX, with_sampling_flags
+from kog_dist.sampling_params import SamplingParams
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-_ENGINE, _REQUEST, _INSTEAD = "Engine", "One prompt instead of serving", "Instead of starting"
 Supervise = Callable[[config.LaunchConfig, PromptRequest | None], int]  # returns the exit code
 _MODULES = {"local": "supervisor", "mpi": "mpi", "ray": "ray_launch", "replicas": "replicas"}  # each has a `supervise`
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
 
 _muted = ExitStack()  # what keeps a process silent that mpirun started and that is not rank 0
 
 
 @app.command(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@with_sampling_flags
+@with_flags(settings=FlagsOf(config.LaunchConfig, shows_defaults=True), sampling=FlagsOf(SamplingParams))
 def launch(
-    model: Model = None,
-    ranks: Annotated[int | None, typer.Option(help="Rank processes; must divide the lanes. 0: chosen for this machine.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPUs to use: N, all, or a list of indices or UUIDs such as 0,2,3.")] = None,
-    pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Keep a GPU's rank on the CPUs near it.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    launcher: Annotated[str | None, typer.Option(help="auto, local, mpi or ray.")] = None,
-    ray_address: Annotated[str | None, typer.Option(help="HOST:PORT of a Ray cluster. Default: RAY_ADDRESS, or its own.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines behind one endpoint.")] = None,
-    min_replicas: Annotated[int | None, typer.Option(help="With --max-replicas: as many as waiting requests need.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(help="Most engines of this launcher.")] = None,
-    scale_down_after: Annotated[float | None, typer.Option(help="Seconds with one replica too many until it stops.")] = None,
-    remote_replicas: Annotated[str | None, typer.Option(help="Access files of engines on other hosts: a.json,b.json.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Type of the KV cache: auto, float32, float16 or bfloat16.")] = None,
-    kv_caches: Annotated[int | None, typer.Option(help="Requests whose KV is kept. Default: 4 on CPU ranks, 1 on GPUs.")] = None,
-    prefill: Annotated[str | None, typer.Option(help="Prompts in blocks of tokens: auto (on 1, 2 or 4 GPUs), on or off.")] = None,
-    queue_limit: Annotated[int | None, typer.Option(help="Requests that may wait. Default: 64.")] = None,
-    client_queue_limit: Annotated[int | None, typer.Option(help="Of them those of one connection. Default: 16.")] = None,
-    verify: Annotated[bool | None, typer.Option("--verify/--no-verify", help="Check values and hashes while loading.")] = None,
-    instance: Annotated[str | None, typer.Option(help="Name under which clients find the engine. Default: default.")] = None,
-    rpc_port: Annotated[int | None, typer.Option(help="TCP port besides the socket file; 0: a free one.")] = None,
-    rpc_host: Annotated[str | None, typer.Option(help="Address of the TCP port. Default: 127.0.0.1.")] = None,
-    http: Annotated[bool | None, typer.Option("--http/--no-http", help="Serve HTTP besides RPC. Default: yes.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address of HTTP. Default: 127.0.0.1; others need a key.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of HTTP; 0: a free one. Default: 8000.")] = None,
-    http_socket: Annotated[str | None, typer.Option(help="Instead: a socket file that you alone can reach.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="What HTTP clients must send; KOG_API_KEY hides it better.")] = None,
-    api_key_file: Annotated[str | None, typer.Option(help="A file with the key, readable by you alone.")] = None,
-    cors_origin: Annotated[str | None, typer.Option(help="Web pages that may use HTTP: https://a.example,...")] = None,
-    startup_timeout: Annotated[float | None, typer.Option(help="Seconds until every rank must be ready.")] = None,
-    step_timeout: Annotated[float | None, typer.Option(help="Seconds a rank may wait for its peers.")] = None,
-    shutdown_timeout: Annotated[float | None, typer.Option(help="Seconds for the running request after a stop.")] = None,
-    stall_timeout: Annotated[float | None, typer.Option(help="Seconds without a heartbeat until a rank counts as hung.")] = None,
-    log_dir: Annotated[str | None, typer.Option(help="Folder for one log per process and exit.json.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="Of the HTTP gateway's log: text or json.")] = None,
-    log_prompts: Annotated[bool | None, typer.Option("--log-prompts/--no-log-prompts", help="Also prompts and answers.")] = None,
+    settings: Any = None,
     config_file: Annotated[Path | None, typer.Option("--config", help="TOML file of settings (keys = these flags).")] = None,
     prompt: Annotated[str | None, typer.Option(help="Generate once to stdout, then exit.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="The same with token ids: 1,2,3.")] = None,
@@ -91,8 +59,7 @@ def launch(
     Settings come from flags, then KOG_<SETTING> variables, then the --config file. Exit codes: 0 fine, 2 usage, 3 cannot start,
     4 a rank died, 5 timeout.
     """
-    flags = {name: value for name, value in locals().items() if name in config.SETTINGS}
-    resolved = config.resolve(flags, os.environ, config_file)
+    resolved = config.resolve(settings, os.environ, config_file)
     request = None
     if prompt is not None or prompt_ids is not None:
         request = PromptRequest(

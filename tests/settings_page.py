@@ -13,7 +13,7 @@ import typer
 from kog_dist import env
 from kog_dist.bench.cli import app as bench
 from kog_dist.chat.cli import app as chat
-from kog_dist.config import SETTINGS, LaunchConfig
+from kog_dist.config import LaunchConfig
 from kog_dist.gateway.cli import app as gateway
 from kog_dist.launch.flags import app as launch
 from kog_dist.rpc.flags import app as client
@@ -72,7 +72,7 @@ def _options(parameters: Iterable[Any]) -> Iterator[list[str]]:
 
 
 def _params(command: Any) -> list[Any]:
-    return [parameter for parameter in command.params if parameter.name != "help"]
+    return [parameter for parameter in command.params if parameter.name != "help" and not getattr(parameter, "hidden", False)]
 
 
 def _meaning(parameter: Any) -> str:
@@ -84,15 +84,15 @@ _OPTIONS = ["flag", "default", "meaning"]
 
 def _launch() -> Iterator[str]:
     parameters = {parameter.name: parameter for parameter in _params(typer.main.get_command(launch))}
-    defaults = {field.name: field.default for field in dataclasses.fields(LaunchConfig)}
+    settings = {item.name: item for item in dataclasses.fields(LaunchConfig)}
     yield from ["## kog-launch", ""]
     rows = (
-        [_names(parameters[name]), f"`{env.variable(name)}`", f"`{name}`", _shown(defaults[name]), _meaning(parameters[name])]
-        for name in SETTINGS
+        [_names(parameters[name]), f"`{env.variable(name)}`", f"`{name}`", _shown(item.default), item.metadata["help"]]
+        for name, item in settings.items()
     )
     yield from _table(["flag", "variable", "TOML key", "default", "meaning"], rows)
     yield from ["These have no variable and no key:", ""]
-    yield from _table(_OPTIONS, _options(one for name, one in parameters.items() if name not in SETTINGS))
+    yield from _table(_OPTIONS, _options(one for name, one in parameters.items() if name not in settings))
 
 
 def _client() -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kog_dist.config import PREFILL
+from kog_dist.config import CHOICES
 from kog_dist.errors import ConfigError
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.json_arguments import JsonArguments
@@ -30,5 +30,6 @@ class WorkerArgs(JsonArguments):
     prefill: str = "off"  # whether a GPU takes prompts in blocks of many tokens: on, off, or auto: if it can
 
     def __post_init__(self) -> None:
-        if self.prefill not in PREFILL:
-            raise ConfigError(f"the worker's argument prefill must be one of {', '.join(PREFILL)}, got {self.prefill!r}")
+        choices = CHOICES["prefill"]
+        if self.prefill not in choices:
+            raise ConfigError(f"the worker's argument prefill must be one of {', '.join(choices)}, got {self.prefill!r}")

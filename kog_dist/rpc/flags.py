@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Instance, KeyFile, with_flags
 from kog_dist.rpc.output import checked_stdout, write_error
 from kog_dist.rpc.prompt_request import PromptRequest, parse_ids, read_schema, sampling_of
-from kog_dist.rpc.sampling_flags import JSON_SCHEMA, REGEX, with_sampling_flags
+from kog_dist.sampling_params import SamplingParams
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
@@ -19,15 +19,13 @@ app = typer.Typer(
     "Exit codes: 0 fine, 2 usage or refused, 3 no engine or no output, 4 the request failed, 5 timeout.",
 )  # fmt: skip
 
-Instance = Annotated[str | None, typer.Option(help="Name of the engine, as given to kog-launch. Default: default.")]
 Endpoint = Annotated[str | None, typer.Option(help="Address instead of a name: ipc://PATH, or tcp://HOST:PORT with --key-file.")]
-KeyFile = Annotated[Path | None, typer.Option(help="The engine's rpc-access.json, for its TCP port.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds after which to give up.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 @app.command()
-@with_sampling_flags
+@with_flags(sampling=FlagsOf(SamplingParams))
 def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="The same as token ids: 1,2,3.")] = None,
