@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.rpc.field_flags import Instance
 from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -21,7 +22,7 @@ KEY_VARIABLES = ("KOG_API_KEY", "OPENAI_API_KEY")
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Ask this alone. Without it: standard input, if that is a pipe.")] = None,
     url: Annotated[str | None, typer.Option(help=f"The service. Default: that of --instance, else {DEFAULT_URL}.")] = None,
-    instance: Annotated[str | None, typer.Option(help="Name of an engine of this user. Default: default.")] = None,
+    instance: Instance = None,
     model: Annotated[str | None, typer.Option(help="Name to send. Default: what the service has.")] = None,
     system: Annotated[str, typer.Option(help="Instructions for the model.")] = "",
     completion: Annotated[

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
+from kog_dist.config import API_KEY_FORM, MAX_KEY_LENGTH, is_api_key
 from kog_dist.errors import ConfigError
 from kog_dist.json_arguments import JsonArguments
 from kog_dist.rpc.transport import Access
 
-MAX_KEY_BYTES: Final = 1024
 HTTP_FILE: Final = "http.json"  # in the instance folder, once the gateway answers; see Service.announce
 
 
@@ -53,7 +53,7 @@ def read_key_file(path: Path) -> str:
     try:
         with path.open("rb") as stream:
             mode = os.fstat(stream.fileno()).st_mode
-            text = stream.read(MAX_KEY_BYTES + 1).decode("ascii").strip()
+            text = stream.read(MAX_KEY_LENGTH + 1).decode("ascii").strip()
     except OSError as error:
         raise ConfigError(f"the API key file {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -65,10 +65,8 @@ def read_key_file(path: Path) -> str:
 
 def check_key(key: str, where: str) -> str:
     """The key, if a client can send it as `Authorization: Bearer KEY`. Raises ConfigError that says why not, and not the key."""
-    if not 8 <= len(key) <= MAX_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
-        raise ConfigError(
-            f"{where} must be 8 to {MAX_KEY_BYTES} visible ASCII characters without blanks, got {len(key)} characters"
-        )
+    if not is_api_key(key):
+        raise ConfigError(f"{where} must be {API_KEY_FORM}, got {len(key)} characters")
     return key
 
 
@@ -85,4 +83,4 @@ def read_key(key_fd: int) -> str | None:
     if key_fd < 0:
         return None
     with os.fdopen(key_fd, "rb") as stream:
-        return stream.read(MAX_KEY_BYTES + 1).decode("ascii")
+        return stream.read(MAX_KEY_LENGTH + 1).decode("ascii")

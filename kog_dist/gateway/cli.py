@@ -5,32 +5,30 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from kog_dist.config import LaunchConfig, resolve
+from kog_dist.env import variable
 from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.python_child import harden
+from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, with_flags
 from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-KEY_VARIABLE = "KOG_API_KEY"
+# Flags that mean the same for `kog-launch`; there they are settings of a file and of the environment, too.
+SHARED = ("host", "port", "http_socket", "api_key", "api_key_file", "shutdown_timeout", "log_format", "log_prompts")
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@with_flags(http=FlagsOf(LaunchConfig, only=SHARED, shows_defaults=True))
 def gateway(
-    instance: Annotated[str | None, typer.Option(help="Name of an engine of this user. Default: default.")] = None,
-    key_file: Annotated[Path | None, typer.Option(help="Instead: rpc-access.json of an engine with a TCP port.")] = None,
+    instance: Instance = None,
+    key_file: KeyFile = None,
     model: Annotated[Path | None, typer.Option(help="Folder of its model, for tokenizer and chat template.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Others than this machine's need a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
-    http_socket: Annotated[str | None, typer.Option(help="Instead: a socket file that you alone can reach.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="What clients must send. Better: --api-key-file or KOG_API_KEY.")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with the key, readable by you alone.")] = None,
+    http: Any = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="Web pages that may use it; may be given several times.")] = None,
-    shutdown_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for running answers after a stop.")] = 10.0,
-    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what users write and are answered, too.")] = False,
 ) -> None:
     """Serve HTTP for a running engine. Exit codes: 0 fine, 2 usage, 3 cannot start."""
     from kog_dist.gateway import bind
@@ -40,50 +38,37 @@ def gateway(
 
     if instance is not None and key_file is not None:
         raise ConfigError("--instance and --key-file exclude each other")
-    key = choose_key(api_key, api_key_file, os.environ.get(KEY_VARIABLE))
-    if http_socket is not None:
-        http = bind.listen_on_socket(http_socket)
+    settings = resolve({**http, "cors_origin": ",".join(cors_origin) if cors_origin else None}, {}, None).config
+    key = _choose_key(settings, os.environ.get(variable("api_key")))
+    if settings.http_socket is not None:
+        listening = bind.listen_on_socket(settings.http_socket)
     else:
-        bind.check_exposure(host, key)
-        http = bind.listen(host, port)
+        bind.check_exposure(settings.host, key)
+        listening = bind.listen(settings.host, settings.port)
     args = GatewayArgs(
-        listen_fd=http.listener.detach(), host=http.host, key_fd=-1 if key is None else write_key(key),
+        listen_fd=listening.listener.detach(), host=listening.host, key_fd=-1 if key is None else write_key(key),
         instance_folder=str(instances_root() / _name(instance)) if key_file is None else None,
         key_file=None if key_file is None else str(key_file), model=None if model is None else str(_folder(model)),
-        cors_origins=check_origins(cors_origin or ()), drain_s=shutdown_timeout, log_format=log_format, log_prompts=log_prompts,
+        cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, log_format=settings.log_format,
+        log_prompts=settings.log_prompts,
     )  # fmt: skip
     try:
         args.access()  # a key file that is none is said now
         raise typer.Exit(run_gateway(args))
     finally:
-        if http.file is not None:
-            http.file.remove()
+        if listening.file is not None:
+            listening.file.remove()
 
 
-def choose_key(given: str | None, file: Path | None, variable: str | None) -> str | None:
+def _choose_key(settings: LaunchConfig, from_environment: str | None) -> str | None:
     """The API key: flag, then file, then environment. Raises ConfigError."""
     from kog_dist.gateway.args import check_key, read_key_file
 
-    if given is not None and file is not None:
-        raise ConfigError("--api-key and --api-key-file exclude each other")
-    if file is not None:
-        return read_key_file(file)
-    if given is not None:
-        return check_key(given, "--api-key")
-    return check_key(variable, KEY_VARIABLE) if variable else None
-
-
-def check_origins(origins: tuple[str, ...] | list[str]) -> tuple[str, ...]:
-    """Origins as browsers send them. Raises ConfigError for what can never match."""
-    from urllib.parse import urlsplit
-
-    for origin in origins:
-        parts = urlsplit(origin)
-        if origin != "*" and (
-            parts.scheme not in ("http", "https") or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"
-        ):
-            raise ConfigError(f"--cors-origin {origin!r} must be like https://example.org, without a path, or *")
-    return tuple(origins)
+    if settings.api_key_file is not None:
+        return read_key_file(Path(settings.api_key_file))
+    if settings.api_key is not None:
+        return settings.api_key
+    return check_key(from_environment, variable("api_key")) if from_environment else None
 
 
 def _name(instance: str | None) -> str:

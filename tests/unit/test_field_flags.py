@@ -11,6 +11,8 @@ import typer
 
 from kog_dist.config import SETTINGS, LaunchConfig, resolve
 from kog_dist.errors import ConfigError
+from kog_dist.gateway.cli import SHARED
+from kog_dist.gateway.cli import app as gateway
 from kog_dist.launch.flags import app as launch
 from kog_dist.rpc.field_flags import FlagsOf, with_flags
 
@@ -78,6 +80,14 @@ def test_every_setting_is_a_flag_in_the_order_of_the_fields() -> None:
         assert shown.count("Default:") <= 1
         assert all(choice in shown for choice in item.metadata["choices"])
         assert made[name].default is None, "a flag that is not given leaves the setting to environment and file"
+
+
+def test_the_gateway_shares_the_flags_of_the_same_meaning() -> None:
+    own, launcher = parameters(gateway), parameters(launch)
+    assert set(SHARED) <= set(SETTINGS)
+    assert [(own[name].opts, own[name].help) for name in SHARED] == [
+        (launcher[name].opts, launcher[name].help) for name in SHARED
+    ]
 
 
 def test_every_number_has_limits() -> None:
