@@ -1,4 +1,4 @@
-"""Latency of the CPU collectives on this machine: `python -m kog_dist.collectives.bench [STEPS]`.
+"""Latency of the CPU collectives on this machine: `python -m kog_dist.bench.collectives_cpu [STEPS]`.
 
 The last line is one JSON object. `all_reduce` and `barrier` are per call with all ranks running, medians on rank 0; `publish` and
 `collect_ready` are what a call costs when nothing has to be waited for.
@@ -53,7 +53,7 @@ def main(steps: int) -> None:
     before = machine()
     figures = {}
     for world_size in WORLD_SIZES:
-        outcomes = run_ranks(world_size, "kog_dist.collectives.bench:measure", {"steps": steps})
+        outcomes = run_ranks(world_size, "kog_dist.bench.collectives_cpu:measure", {"steps": steps})
         failures = [outcome.error for outcome in outcomes if outcome.status != 0]
         if failures:
             sys.exit(failures[0])
@@ -62,7 +62,7 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m kog_dist.collectives.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kog_dist.bench.collectives_cpu", description=__doc__)
     parser.add_argument("steps", metavar="STEPS", nargs="?", type=int, default=1000, help="calls of each kind, at least 4")
     given = parser.parse_args()
     if given.steps < 4:
