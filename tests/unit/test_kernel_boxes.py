@@ -10,12 +10,12 @@ import pytest
 
 from kog_dist.collectives.cuda_abi import abi_header
 from kog_dist.collectives.cuda_kernels import device_sources
-from kog_dist.collectives.kernel_boxes import KernelBoxes
 from kog_dist.collectives.mailbox import place
 from kog_dist.cuda.build import build
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.steps import Phase, Site
 from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
 
 SPEC = ModelSpec(
     hidden_size=3072, num_layers=15, num_heads=128, num_kv_heads=64, intermediate_size=12288, vocab_size=32000, max_context=512,

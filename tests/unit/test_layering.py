@@ -121,6 +121,14 @@ def test_children_are_started_in_one_place() -> None:
     assert not wrong, "start Python with python_child.command"
 
 
+def test_kccl_knows_no_model() -> None:
+    """KCCL moves words between ranks: it gets mailboxes, and what they mean is said above it."""
+    known = {"abi", "control", "cuda", "errors", "instance", "memfd", "python_child", "topology", "wait", "collectives"}
+    for path in sorted((ROOT / "collectives").rglob("*.py")):
+        ours = {name for name in imports(parsed(path)) if name.startswith("kog_dist.")}
+        assert {name.split(".")[1] for name in ours} <= known, f"{path.name} imports {ours}"
+
+
 def test_router_knows_no_model_and_no_engine() -> None:
     allowed = ("kog_dist.router", "kog_dist.rpc", "kog_dist.errors", "kog_dist.json_arguments", "kog_dist.process_page")
     for path in sorted((ROOT / "kog_dist" / "router").glob("*.py")):

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from kog_dist.collectives.kernel_boxes import KernelBoxes
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.order import Product, product_order
 from kog_dist.decode.steps import Phase
@@ -16,6 +15,7 @@ from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
+from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
 
 MAX_CTAS = 128
 SHARED_BYTES = 232448

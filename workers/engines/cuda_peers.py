@@ -1,6 +1,6 @@
 """What a GPU rank does together with its peers: agree, map their memory, and carry what the host needs of all ranks.
 
-Sums, streams and candidates travel inside the monokernel (collectives/kernel_boxes.py). Here are the meetings of the start, and
+Sums, streams and candidates travel inside the monokernel (workers/cuda/kernel_boxes.py). Here are the meetings of the start, and
 what hosts exchange between launches: slices of the logits on their way to rank 0, and rank 0's choice on its way back.
 """
 
