@@ -20,13 +20,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kog_dist.errors import ConfigError, LaunchError, remedy_of
 from kog_dist.wait import Deadline
-
-if TYPE_CHECKING:
-    from kog_dist.socket_file import SocketFile
 
 LEASE_FILE = "lease"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero
@@ -98,6 +95,13 @@ def private_folder(folder: Path, remedy: str = "set XDG_RUNTIME_DIR") -> Path:
     return folder
 
 
+class Removable(Protocol):
+    """What can be deleted, such as a `SocketFile`."""
+
+    def remove(self) -> None:
+        """Delete it; nothing is raised."""
+
+
 class Instance:
     """A name that this engine owns, and its folder. Close it, or remove it, exactly once per process that holds it."""
 
@@ -105,7 +109,7 @@ class Instance:
         self.name = folder.name
         self.folder = folder
         self.lease_fd = lease_fd
-        self.socket_file: SocketFile | None = None  # one elsewhere, which goes with the folder
+        self.socket_file: Removable | None = None  # one elsewhere, which goes with the folder
 
     @classmethod
     def acquire(cls, name: str, root: Path | None = None) -> Instance:

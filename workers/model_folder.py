@@ -11,6 +11,7 @@ import numpy as np
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.model.published_config import spec_of_folder
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
 from kog_dist.rpc.messages import ErrorCode, Generate
@@ -35,7 +36,7 @@ class ModelFolder:
     @classmethod
     def from_folder(cls, folder: Path, name: str) -> ModelFolder:
         """Read config.json and the tokenizer. Raises CheckpointError naming the file."""
-        spec = ModelSpec.from_folder(folder)
+        spec = spec_of_folder(folder)
         tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is not None:
             tokenizer.check_fits(spec.vocab_size)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kog_dist.bench import shaped as shaped_requests
 from kog_dist.bench.gpu import free_memory, gpu_name
+from kog_dist.bench.kernel_times import token_times_us
 from kog_dist.bench.report import drawn, finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.control import ControlPage
@@ -20,7 +18,6 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.shaped import ShapedRequest
 
 if TYPE_CHECKING:
     from kog_dist.bench.trace import Trace
@@ -152,35 +149,6 @@ def _hosted(spec: ModelSpec, lanes: int) -> range:
     if lanes > spec.num_lanes:
         raise ConfigError(f"--lanes {lanes}: the model has {spec.num_lanes}")
     return range(lanes)
-
-
-def token_times_us(
-    kernel: Monokernel,
-    context: int,
-    tokens: int,
-    sampling: SamplingParams | None = None,
-    shaped: ShapedRequest | None = None,
-    *,
-    during: Any = None,
-) -> list[float]:
-    """Time of each of `tokens` - 1 steps of one launch that begins with `context` - 1 positions in the KV cache.
-
-    `during`: a context manager that is entered while the kernel runs.
-    """
-    import cupy
-
-    max_context = kernel.shape.spec.max_context
-    steps = min(tokens, max_context - context - 1)
-    if steps < 2:
-        raise ConfigError(f"a context of {context} leaves no room for tokens; the model's context is {max_context}")
-    stamps = cupy.zeros(steps, cupy.uint64)
-    prompt = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, context).tolist()
-    kernel.begin(prompt, max_context, sampling or SamplingParams(), first_position=context - 1, shaped=shaped)
-    with during or nullcontext():
-        kernel.launch(steps, stamps)
-        kernel.finish()
-    times: list[float] = (np.diff(stamps.get().astype(np.int64)) / 1000).tolist()
-    return times
 
 
 def kv_bytes_read(shape: KernelShape, context: int) -> int:

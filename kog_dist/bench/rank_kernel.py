@@ -96,7 +96,7 @@ def medians_in_turn(
     """
     import cupy
 
-    from kog_dist.bench.latency import token_times_us
+    from kog_dist.bench.kernel_times import token_times_us
     from kog_dist.cuda.driver import Kernel
     from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES
     from kog_dist.workers.cuda.monokernel import KERNEL_NAME

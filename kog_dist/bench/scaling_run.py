@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.bench.gpu import gpu_name, require_gpus
-from kog_dist.bench.latency import TRACED_STEP, draw_trace, token_times_us, traced_token
+from kog_dist.bench.kernel_times import token_times_us
+from kog_dist.bench.latency import TRACED_STEP, draw_trace, traced_token
 from kog_dist.bench.rank_kernel import (
     attempted,
     cubin_for,

@@ -18,15 +18,15 @@ from typing import Any, Final
 from kog_dist.bench.report import commit, machine
 from kog_dist.bench.serve_answers import RequestRecord, answer_of
 from kog_dist.bench.serve_client import LoadClient, SentRequest
-from kog_dist.bench.serve_figures import DETAILS, METRICS, figures_of
+from kog_dist.bench.serve_figures import DETAILS, METRICS, figures_of, notes_of
 from kog_dist.bench.serve_prompts import Prompt
+from kog_dist.bench.serve_report import report_html
 from kog_dist.chat.wire import ServiceUrl, error_text
 from kog_dist.errors import ConfigError, LaunchError, RequestFailed
 from kog_dist.rpc.output import progress_line
 
 PATHS: Final = {"openai": "/completions", "openai-chat": "/chat/completions"}
 _PREFLIGHT_S = 10.0
-_BUSY_SHARE = 0.8  # of a core: above it the client may be what is measured
 _SHOW_EVERY_S = 0.2
 
 
@@ -78,8 +78,6 @@ def run(settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | No
     if output is not None:
         output.write_text(json.dumps(result) + "\n", encoding="utf-8")
     if html is not None:
-        from kog_dist.bench.serve_report import report_html
-
         html.write_text(report_html(result), encoding="utf-8")
     print(_table(result), flush=True)
     print(json.dumps({name: value for name, value in result.items() if name not in DETAILS}), flush=True)
@@ -215,21 +213,3 @@ def _table(result: dict[str, Any]) -> str:
     for error in sorted(set(errors), key=errors.count, reverse=True)[:5]:
         lines.append(f"error: {errors.count(error)} x {error}")
     return "\n".join(lines)
-
-
-def notes_of(result: dict[str, Any]) -> list[str]:
-    """What a reader of the figures must know."""
-    notes = []
-    per_chunk = result["tokens_per_chunk"]
-    if "chunks" in result["output_tokens_from"]:
-        notes.append("note: the server did not count its tokens (no usage); chunks are counted instead, which may be fewer")
-    elif per_chunk and per_chunk > 1.02:
-        notes.append(f"note: a chunk brought {per_chunk:.2f} tokens on average; itl is the gap between chunks, tpot is per token")
-    if result["cached_input_tokens"]:
-        notes.append(f"note: {result['cached_input_tokens']} input tokens came from the server's cache and were not prefilled")
-    share = result["client_cpu_share"]
-    spent = f"{result['client_us_per_chunk'] or 0:.0f} us for each chunk, {share * 100:.0f}% of a core in all"
-    notes.append(f"note: this client spent {spent}")
-    if share > _BUSY_SHARE:
-        notes.append("note: this client was busy nearly all the time; the server may be faster than what it could see")
-    return notes

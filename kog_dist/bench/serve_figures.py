@@ -23,6 +23,7 @@ METRICS: Final = {
     "itl": "gap between chunks",
     "e2el": "end to end",
 }
+_BUSY_SHARE = 0.8  # of a core: above it the client may be what is measured
 PERCENTILES: Final = (90, 99)
 DETAILS: Final = (  # one entry for each request
     "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts", "errors",
@@ -119,3 +120,21 @@ def _peaks(good: Sequence[RequestRecord], begin_ns: int) -> tuple[float, int]:
         running += change
         most = max(most, running)
     return max(tokens.values(), default=0.0), most
+
+
+def notes_of(result: dict[str, Any]) -> list[str]:
+    """What a reader of the figures must know."""
+    notes = []
+    per_chunk = result["tokens_per_chunk"]
+    if "chunks" in result["output_tokens_from"]:
+        notes.append("note: the server did not count its tokens (no usage); chunks are counted instead, which may be fewer")
+    elif per_chunk and per_chunk > 1.02:
+        notes.append(f"note: a chunk brought {per_chunk:.2f} tokens on average; itl is the gap between chunks, tpot is per token")
+    if result["cached_input_tokens"]:
+        notes.append(f"note: {result['cached_input_tokens']} input tokens came from the server's cache and were not prefilled")
+    share = result["client_cpu_share"]
+    spent = f"{result['client_us_per_chunk'] or 0:.0f} us for each chunk, {share * 100:.0f}% of a core in all"
+    notes.append(f"note: this client spent {spent}")
+    if share > _BUSY_SHARE:
+        notes.append("note: this client was busy nearly all the time; the server may be faster than what it could see")
+    return notes

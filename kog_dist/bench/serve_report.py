@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kog_dist.bench.serve_figures import DETAILS, METRICS
+from kog_dist.bench.serve_figures import DETAILS, METRICS, notes_of
 from kog_dist.bench.svg_plots import curve, histogram, timeline
 
 _STYLE = """
@@ -30,8 +30,6 @@ _COLUMNS = ("mean", "median", "p90", "p99", "std")
 
 def report_html(result: Mapping[str, Any]) -> str:
     """The whole page. `result` is what `kog-bench serve --output` writes."""
-    from kog_dist.bench.serve import notes_of
-
     title = f"{result['model_id']} at {result['configuration']['url']}"
     failed = f', <span class="bad">{result["failed"]} failed</span>' if result["failed"] else ""
     summary = (

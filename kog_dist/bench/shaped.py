@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kog_dist.bench.kernel_times import token_times_us
 from kog_dist.bench.report import percentile
 from kog_dist.control import ControlPage
 from kog_dist.decode.masks import MaskSlots, num_words
@@ -59,8 +60,6 @@ class MaskWriter:
 
 def times_us(kernel: Monokernel, page: ControlPage, names: Sequence[str], context: int, tokens: int) -> dict[str, list[float]]:
     """By name of a sampling: the times of the steps of one launch. The kernel reads the masks of `page`, which has none yet."""
-    from kog_dist.bench.latency import token_times_us
-
     times: dict[str, list[float]] = {}
     for place, name in enumerate(names):
         sampling, shaped = SAMPLINGS[name]

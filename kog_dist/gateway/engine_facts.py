@@ -8,6 +8,7 @@ from pathlib import Path
 from kog_dist.errors import KogError
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu
+from kog_dist.model.published_config import spec_of_folder
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import StatusReport
 
@@ -20,7 +21,7 @@ def read_spec(folder: str | None) -> ModelSpec | None:
     if folder is None:
         return None
     try:
-        return ModelSpec.from_folder(Path(folder))
+        return spec_of_folder(Path(folder))
     except KogError:
         return None  # a folder with a tokenizer alone serves a gateway as well
 

@@ -35,8 +35,13 @@ _SPEC_KEYS = frozenset(
 )
 
 
+def spec_of_folder(folder: Path) -> ModelSpec:
+    """The spec of a model folder. Raises CheckpointError if `config.json` is missing, no JSON, or not a model we run."""
+    return read_config_file(folder)[0]
+
+
 def read_config_file(folder: Path) -> tuple[ModelSpec, str | None]:
-    """See ModelSpec.from_folder; also the dtype of the tensors that config.json announces, None if it does not."""
+    """See `spec_of_folder`; also the dtype of the tensors that config.json announces, None if it does not."""
     path = folder / "config.json"
     parsed = read_json(folder, path.name, None)
     if parsed is None:
@@ -70,7 +75,7 @@ def _number(config: Mapping[str, Any], key: str, default: Any, kind: type) -> An
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
-    """See ModelSpec.from_config."""
+    """The spec in a parsed `config.json`. Raises ConfigError naming the key that is unknown, missing or contradictory."""
     if config.get("model_type") not in MODEL_TYPES:
         raise ConfigError(f"model_type {short(config.get('model_type'))} is not supported; supported: {', '.join(MODEL_TYPES)}")
     unknown = sorted(set(config) - _SPEC_KEYS - _IGNORED_KEYS - set(_FIXED_VALUES))

@@ -1,13 +1,11 @@
-"""The shape of a model, read from a published `config.json` (both field revisions of the Laneformer family)."""
+"""The shape of a model. `published_config.py` reads it from a `config.json`."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError
@@ -233,22 +231,8 @@ class ModelSpec:
         return hashlib.sha256(json.dumps(self.to_config(), sort_keys=True).encode()).hexdigest()
 
     # ---- config.json ----
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """Read a parsed `config.json`. Raises ConfigError naming the key that is unknown, missing or contradictory."""
-        from kog_dist.model.published_config import read_config
-
-        return read_config(config)
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> ModelSpec:
-        """Read `config.json` of a model folder. Raises CheckpointError if it is missing, no JSON, or not a model we run."""
-        from kog_dist.model.published_config import read_config_file
-
-        return read_config_file(folder)[0]
-
     def to_config(self) -> dict[str, Any]:
-        """The `config.json` of this spec in the later field revision; `from_config` of it gives an equal spec."""
+        """The `config.json` of this spec in the later field revision; `read_config` of it gives an equal spec."""
         config: dict[str, Any] = {
             "architectures": ["LaneformerForCausalLM"],
             "model_type": MODEL_TYPES[0],

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name
-from kog_dist.model.spec import HeadType
-
-if TYPE_CHECKING:
-    from kog_dist.model.checkpoint import Checkpoint
+from kog_dist.model.layout import EMBEDDING, TensorLayout, head_name, layer_prefix, norm_name
+from kog_dist.model.spec import HeadType, ModelSpec
 
 Array = NDArray[Any]  # float32 or float64, C-contiguous; starts at a multiple of 64 bytes unless it is called a view
 
@@ -126,11 +123,33 @@ class WeightArena:
         return array
 
 
+class TensorSource(Protocol):
+    """What a `RankReader` asks of a checkpoint; see `Checkpoint`."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model that the tensors belong to."""
+
+    @property
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        """Every tensor by name."""
+
+    @property
+    def verify(self) -> bool:
+        """Whether values are checked as they are read."""
+
+    def read_part(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
+        """Fill `out` with the rows of one part of a tensor."""
+
+    def read_parts(self, name: str, whole: Array, part_indices: Iterable[int], verified: Iterable[int]) -> None:
+        """Fill the rows of `whole` that belong to the given parts."""
+
+
 @dataclass(frozen=True)
 class RankReader:
     """Reads what one rank keeps out of a checkpoint; see `Checkpoint.rank_weights`."""
 
-    checkpoint: Checkpoint
+    checkpoint: TensorSource
     lanes: tuple[int, ...]
     vocab_lanes: tuple[int, ...]
     dtype: np.dtype[Any]

@@ -15,7 +15,7 @@ from typing import Any
 
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.laneformer import Laneformer
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model.published_config import read_config
 from kog_dist.train.cleaning import margin
 from kog_dist.train.generate import Continuation, continue_texts
 from kog_dist.train.held_out import HeldOutFunction
@@ -125,6 +125,6 @@ def load_module(model: Path | None, state: Path | None) -> Laneformer:
     progress = load_progress(state)
     if progress is None:
         raise CheckpointError(f"{state} has no progress.json; run `python -m kog_dist.train run` first")
-    module = Laneformer(ModelSpec.from_config(progress["spec"]), seed=None)
+    module = Laneformer(read_config(progress["spec"]), seed=None)
     module.load_state_dict(load_tensors(state, "weights"))
     return module

@@ -10,6 +10,7 @@ from typing import Any
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import write_checkpoint, write_manifest
+from kog_dist.model.published_config import read_config
 from kog_dist.model.spec import ModelSpec
 from kog_dist.train.cleaning import END_OF_TEXT
 from kog_dist.train.state import load_progress, load_tensors
@@ -26,7 +27,7 @@ def export(state: Path, tokenizer_file: Path, sources_file: Path, out: Path, *, 
     progress = load_progress(state)
     if progress is None:
         raise CheckpointError(f"{state} has no progress.json; run `python -m kog_dist.train run` first")
-    spec = ModelSpec.from_config(progress["spec"])
+    spec = read_config(progress["spec"])
     tensors = {name: tensor.numpy() for name, tensor in load_tensors(state, "weights").items()}
     write_checkpoint(out, spec, tensors, dtype="bfloat16", max_shard_bytes=_MAX_SHARD_BYTES, manifest=False)
     shutil.copyfile(tokenizer_file, out / "tokenizer.json")

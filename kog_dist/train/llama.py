@@ -13,6 +13,7 @@ from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.checkpoint import narrow_finite, write_stored_checkpoint
 from kog_dist.model.layout import EMBEDDING, tensor_layouts
 from kog_dist.model.manifest import read_json, read_small_file
+from kog_dist.model.published_config import read_config
 from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile
 from kog_dist.model.spec import ModelSpec
 
@@ -45,7 +46,7 @@ def llama_spec(config: Mapping[str, Any], num_lanes: int) -> ModelSpec:
     if "quantization_config" in config:
         raise ConfigError("the checkpoint is quantised; convert one with float weights")
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}  # of transformers' LlamaConfig
-    return ModelSpec.from_config({**defaults, **own, "model_type": "laneformer", "num_lanes": num_lanes, "broadcast_delay": 0})
+    return read_config({**defaults, **own, "model_type": "laneformer", "num_lanes": num_lanes, "broadcast_delay": 0})
 
 
 def convert_llama(

@@ -16,7 +16,7 @@ from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.launch import flags, inspection
 from kog_dist.model import limits
 from kog_dist.model.checkpoint import INDEX_NAME, open_checkpoint
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model.published_config import read_config, spec_of_folder
 
 BIG = 2**28
 CONFIG: dict[str, Any] = {
@@ -60,7 +60,7 @@ def written(folder: Path, **changes: Any) -> Path:
 )  # fmt: skip
 def test_every_size_has_a_bound_that_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
-        ModelSpec.from_folder(written(tmp_path, **changes))
+        spec_of_folder(written(tmp_path, **changes))
 
 
 LANES = dict.fromkeys(("num_lanes", "num_attention_heads", "num_key_value_heads", "intermediate_size"), 128)
@@ -84,18 +84,18 @@ HEADS = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4096)
 )
 def test_every_size_is_taken_up_to_its_bound(good: dict[str, Any], bad: dict[str, Any]) -> None:
     """As numbers: who changes a bound in kog_dist/model/limits.py changes it here."""
-    ModelSpec.from_config(CONFIG | good)
+    read_config(CONFIG | good)
     with pytest.raises(ConfigError, match="must be at most"):
-        ModelSpec.from_config(CONFIG | bad)
+        read_config(CONFIG | bad)
 
 
 def test_the_bounds_themselves_are_taken() -> None:
-    spec = ModelSpec.from_config(CONFIG | {"max_position_embeddings": limits.MAX_CONTEXT, "vocab_size": limits.MAX_VOCAB_SIZE})
+    spec = read_config(CONFIG | {"max_position_embeddings": limits.MAX_CONTEXT, "vocab_size": limits.MAX_VOCAB_SIZE})
     assert (spec.max_context, spec.vocab_size) == (limits.MAX_CONTEXT, limits.MAX_VOCAB_SIZE)
     lanes = limits.MAX_LANES
     layers = limits.MAX_LANES_OF_LAYERS // lanes
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_lanes"), lanes)
-    assert ModelSpec.from_config(CONFIG | sizes | {"hidden_size": 2 * lanes, "num_hidden_layers": layers}).num_lanes == lanes
+    assert read_config(CONFIG | sizes | {"hidden_size": 2 * lanes, "num_hidden_layers": layers}).num_lanes == lanes
 
 
 @pytest.mark.parametrize("flag", ["--check", "--dry-run"])
@@ -158,7 +158,7 @@ def test_an_index_of_as_many_files_and_tensors_as_there_may_be_is_read(tmp_path:
 def test_a_config_of_many_bytes_is_refused(tmp_path: Path) -> None:
     written(tmp_path, architectures=["x" * limits.FILES["config.json"].num_bytes])
     with pytest.raises(CheckpointError, match="is larger than 1048576 bytes"):
-        ModelSpec.from_folder(tmp_path)
+        spec_of_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kog_dist.bench.tiny_model import write_tiny_model
 from kog_dist.errors import CheckpointError, CompileError, KogError
 from kog_dist.launch import flags
 from kog_dist.launch.events import EventLog, LogFile
-from kog_dist.model.spec import ModelSpec
+from kog_dist.model.published_config import spec_of_folder
 from kog_dist.quoting import MAX_MESSAGE_CHARS, escaped, escaped_bytes, printable, short
 
 HOSTILE = "\x1b]0;owned\x07\r\x9b2J\u202e\ud800"
@@ -120,5 +120,5 @@ def test_control_characters_of_a_model_folder_do_not_reach_the_message(tmp_path:
     for text in (value, key, '{"\\u009b": 1, "\\u009b": 2}'):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError) as caught:
-            ModelSpec.from_folder(tmp_path)
+            spec_of_folder(tmp_path)
         assert not acts(str(caught.value))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.limits import MAX_LAYERS
+from kog_dist.model.published_config import read_config, spec_of_folder
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, RopeScaling, Sublayer, laneformer_2b
 
 FIRST_REVISION: dict[str, Any] = {
@@ -61,7 +62,7 @@ SMALL = ModelSpec(
 
 
 def small(**changes: Any) -> ModelSpec:
-    return ModelSpec.from_config(SMALL.to_config() | changes)
+    return read_config(SMALL.to_config() | changes)
 
 
 def config(**changes: object) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def config(**changes: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("published", [FIRST_REVISION, SECOND_REVISION])
 def test_both_revisions_describe_the_2b_model(published: dict[str, Any]) -> None:
-    assert ModelSpec.from_config(published) == laneformer_2b()
+    assert read_config(published) == laneformer_2b()
 
 
 def test_2b_counts() -> None:
@@ -95,7 +96,7 @@ def test_num_parameters_is_what_the_tensors_hold(head: HeadType, shared: bool, k
 def test_defaults_of_missing_fields() -> None:
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
             "max_position_embeddings")  # fmt: skip
-    spec = ModelSpec.from_config({key: FIRST_REVISION[key] for key in keys})
+    spec = read_config({key: FIRST_REVISION[key] for key in keys})
     assert (spec.num_kv_heads, spec.rope_theta, spec.norm_eps, spec.num_lanes, spec.delay) == (32, 1e4, 1e-5, 1, 1)
     assert (spec.attention_comm, spec.mlp_comm, spec.early_comm, spec.shared_norm_scale) == (True, True, True, True)
     assert (spec.head_type, spec.pre_norm_lane_agg, spec.tied_embeddings) == (HeadType.REPLICATE, False, False)
@@ -105,7 +106,7 @@ def test_defaults_of_missing_fields() -> None:
 @pytest.mark.parametrize("key", ["num_key_value_heads", "norm_eps", "broadcast_delay", "head_dim", "use_early_comm"])
 def test_null_means_the_default(key: str) -> None:
     without = {name: value for name, value in FIRST_REVISION.items() if name != key}
-    assert ModelSpec.from_config(config(**{key: None})) == ModelSpec.from_config(without)
+    assert read_config(config(**{key: None})) == read_config(without)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_null_means_the_default(key: str) -> None:
 @pytest.mark.parametrize("value", [None, "12", 1.5, True, [], 0, -1, 2**60])
 def test_sizes_are_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^(config key )?{key}|is not a multiple of {key}"):
-        ModelSpec.from_config(config(**{key: value}, sliding_window_n_layers=0))
+        read_config(config(**{key: value}, sliding_window_n_layers=0))
 
 
 @pytest.mark.parametrize(
@@ -172,19 +173,19 @@ def test_sizes_are_refused_by_name(key: str, value: object) -> None:
 )
 def test_unsupported_and_contradictory_fields_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelSpec.from_config(config(**changes))
+        read_config(config(**changes))
     assert named in str(caught.value)
 
 
 def test_rope_settings_of_both_names() -> None:
     expected = RopeScaling(8.0, 1.0, 4.0, 8192)
     without_theta = {key: value for key, value in FIRST_REVISION.items() if key != "rope_theta"}
-    assert ModelSpec.from_config(config(rope_scaling=LLAMA3_SCALING)).rope_scaling == expected
+    assert read_config(config(rope_scaling=LLAMA3_SCALING)).rope_scaling == expected
     old_key = {("type" if key == "rope_type" else key): value for key, value in LLAMA3_SCALING.items()}
-    assert ModelSpec.from_config(config(rope_scaling=old_key)).rope_scaling == expected
-    both = ModelSpec.from_config(without_theta | {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}})
+    assert read_config(config(rope_scaling=old_key)).rope_scaling == expected
+    both = read_config(without_theta | {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}})
     assert (both.rope_theta, both.rope_scaling) == (5e5, expected)
-    plain = ModelSpec.from_config(without_theta | {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}})
+    plain = read_config(without_theta | {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}})
     assert (plain.rope_theta, plain.rope_scaling) == (2e4, None)
 
 
@@ -205,7 +206,7 @@ def test_rope_settings_of_both_names() -> None:
 )
 def test_windowed_layers(fields: dict[str, Any], windowed: list[int]) -> None:
     base = {key: value for key, value in FIRST_REVISION.items() if key not in ("sliding_window_n_layers", "unclamped_layers")}
-    spec = ModelSpec.from_config(base | fields)
+    spec = read_config(base | fields)
     assert [i for i in range(15) if spec.window(i) is not None] == windowed
     assert {spec.window(i) for i in windowed} <= {512}
 
@@ -213,7 +214,7 @@ def test_windowed_layers(fields: dict[str, Any], windowed: list[int]) -> None:
 def test_a_layer_cannot_be_windowed_and_unclamped() -> None:
     base = {key: value for key, value in FIRST_REVISION.items() if key != "sliding_window_n_layers"}
     with pytest.raises(ConfigError, match=r"layers \[2\] stand in both swa_layers and unclamped_layers"):
-        ModelSpec.from_config(base | {"swa_layers": [1, 2], "unclamped_layers": [2]})
+        read_config(base | {"swa_layers": [1, 2], "unclamped_layers": [2]})
 
 
 def modes(spec: ModelSpec, block: Sublayer) -> str:
@@ -281,7 +282,7 @@ def test_config_round_trip(
         sliding_window=None if window_layers is None else 7, window_layers=tuple(sorted(window_layers or ())),
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 512) if scaled else None,
     )  # fmt: skip
-    again = ModelSpec.from_config(json.loads(json.dumps(spec.to_config())))
+    again = read_config(json.loads(json.dumps(spec.to_config())))
     assert again == spec
     assert again.digest() == spec.digest()
 
@@ -305,19 +306,19 @@ def test_digest_tells_specs_apart() -> None:
 def test_bad_config_files_are_checkpoint_errors_that_name_the_file(tmp_path: Path, text: str, cause: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError) as caught:
-        ModelSpec.from_folder(tmp_path)
+        spec_of_folder(tmp_path)
     assert "config.json" in str(caught.value)
     assert cause in str(caught.value)
 
 
 def test_a_folder_without_config_says_what_a_model_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json; MODEL must be a folder"):
-        ModelSpec.from_folder(tmp_path)
+        spec_of_folder(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
-        ModelSpec.from_folder(tmp_path)
+        spec_of_folder(tmp_path)
 
 
 def test_a_folder_reads_as_its_spec(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FIRST_REVISION))
-    assert ModelSpec.from_folder(tmp_path) == laneformer_2b()
+    assert spec_of_folder(tmp_path) == laneformer_2b()
