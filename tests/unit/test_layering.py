@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # From top to bottom; a file may import from its own layer and from those below it.
@@ -80,6 +83,46 @@ def test_nothing_imports_what_stands_on_top() -> None:
         names = [name for name in imports(parsed(path)) if name.split(".")[0] == "kog_dist" and name.split(".")[1:2] != []]
         wrong += [f"{relative} imports {name}" for name in names if name.split(".")[1] in TOP]
     assert not wrong, f"product code imports none of {', '.join(TOP)}"
+
+
+def module_name(path: Path) -> str:
+    """`kog_dist.launch.cli` for launch/cli.py."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts if parts[0] == "kog_dist" else ("kog_dist", *parts))
+    return name.removesuffix(".__init__")
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Every module with those that it imports, also inside of functions and for types alone."""
+    trees = {module_name(path): parsed(path) for path in source_files()}
+    graph: dict[str, set[str]] = {name: set() for name in trees}
+    for own, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                full = {f"{node.module}.{alias.name}" for alias in node.names}
+                names = {name if name in trees else node.module or "" for name in full}
+            else:
+                continue
+            graph[own] |= {name for name in names if name in trees}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(import_graph()).prepare()
+    except CycleError as error:
+        pytest.fail(f"{' -> '.join(error.args[1])}: move what both need below both")
+
+
+def test_sampling_reaches_the_engine_without_the_protocol() -> None:
+    """What decodes knows SamplingParams; how they travel is RPC's."""
+    below = ("kog_dist/abi.py", "kog_dist/decode/", "collectives/", "workers/cuda/")
+    paths = [path for path in source_files() if str(path.relative_to(ROOT)).startswith(below)]
+    assert len(paths) > 20
+    wrong = [str(path) for path in paths if "kog_dist.rpc.fields" in set(imports(parsed(path)))]
+    assert not wrong
 
 
 def test_heavy_packages_are_imported_where_they_are_used() -> None:
