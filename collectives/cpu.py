@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.abi import WaitOp, WaitRecord
 from kog_dist.collectives import words
 from kog_dist.collectives.api import MailboxSpec, Vector
 from kog_dist.collectives.fault import Fault
 from kog_dist.collectives.heap import SymmetricHeap
 from kog_dist.collectives.mailbox import BARRIER, Mailbox, fingerprint, place
 from kog_dist.collectives.reference import tree_sum
-from kog_dist.control import ControlPage, EpochWaits
 from kog_dist.errors import DeviceError
-from kog_dist.topology import Rendezvous
-from kog_dist.wait import Deadline, WaitResult, wait
+from kog_dist.runtime.abi import WaitOp, WaitRecord
+from kog_dist.runtime.control import ControlPage, EpochWaits
+from kog_dist.runtime.topology import Rendezvous
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
 
 class _Box:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.abi import WaitRecord
 from kog_dist.collectives import words
 from kog_dist.collectives.api import MailboxSpec, Vector
 from kog_dist.collectives.cuda_abi import EXCHANGE_PARAMS, KCCL_HOST, WAITS
@@ -24,12 +23,13 @@ from kog_dist.collectives.cuda_kernels import EXCHANGE_THREADS, exchange_cubin
 from kog_dist.collectives.device_memory import CupyMemory
 from kog_dist.collectives.fault import Fault
 from kog_dist.collectives.mailbox import BARRIER, Mailbox, fingerprint, place
-from kog_dist.control import ControlPage
 from kog_dist.cuda.driver import Kernel
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import DeviceError, LaunchError
-from kog_dist.topology import Rendezvous
-from kog_dist.wait import Deadline, WaitResult, wait
+from kog_dist.runtime.abi import WaitRecord
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.topology import Rendezvous
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
 _PUBLISH_ONLY, _GATHER, _SUM, _BARRIER_WAIT = range(4)  # `Collects` in exchange.cu
 _OK, _STOPPED = 1, 2  # `ExchangeStatus`

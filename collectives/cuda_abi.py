@@ -5,7 +5,7 @@ Plain data, passed to kernels by value. Structs that a kernel takes together lie
 
 from __future__ import annotations
 
-from kog_dist.abi import LINE_BYTES, WAIT_RECORD, Field, Struct
+from kog_dist.runtime.abi import LINE_BYTES, WAIT_RECORD, Field, Struct
 
 MAX_RANKS = 8
 

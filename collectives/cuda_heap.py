@@ -20,14 +20,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.abi import LINE_BYTES
 from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS
 from kog_dist.collectives.device_memory import DeviceMemory, Place
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.errors import ConfigError, KogError, LaunchError
-from kog_dist.memfd import round_up
-from kog_dist.topology import Rendezvous
-from kog_dist.wait import Deadline
+from kog_dist.runtime.abi import LINE_BYTES
+from kog_dist.runtime.memfd import round_up
+from kog_dist.runtime.topology import Rendezvous
+from kog_dist.runtime.wait import Deadline
 
 IPC_HANDLE_BYTES: Final = 64
 _MAGIC: Final = b"KOGCUDA1"

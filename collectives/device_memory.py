@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import LaunchError
-from kog_dist.instance import process_start_time
+from kog_dist.runtime.instance import process_start_time
 
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from kog_dist.control import ControlPage
 from kog_dist.errors import AbortedError
+from kog_dist.runtime.control import ControlPage
 
 
 class Fault:

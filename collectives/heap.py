@@ -16,9 +16,9 @@ import numpy as np
 
 from kog_dist.collectives.words import WORD_BYTES, Words
 from kog_dist.errors import ConfigError, LaunchError, PeerLost
-from kog_dist.memfd import Segment, round_up
-from kog_dist.topology import Rendezvous
-from kog_dist.wait import Deadline
+from kog_dist.runtime.memfd import Segment, round_up
+from kog_dist.runtime.topology import Rendezvous
+from kog_dist.runtime.wait import Deadline
 
 _MAGIC: Final = b"KOGHEAP1"
 _LAYOUT: Final = struct.Struct("<8sIIQQQQ32s")

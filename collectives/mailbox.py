@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.abi import LINE_BYTES
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.errors import PlanError
+from kog_dist.runtime.abi import LINE_BYTES
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES
 

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kog_dist import python_child
 from kog_dist.collectives.api import Communicator, MailboxSpec
-from kog_dist.control import AbortCause, ControlPage
 from kog_dist.errors import LaunchError
-from kog_dist.topology import LocalRendezvous, RankInfo, Rendezvous
-from kog_dist.wait import Deadline
+from kog_dist.runtime import python_child
+from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.topology import LocalRendezvous, RankInfo, Rendezvous
+from kog_dist.runtime.wait import Deadline
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator

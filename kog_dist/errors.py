@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from kog_dist.quoting import MAX_MESSAGE_CHARS, printable
 
 if TYPE_CHECKING:
-    from kog_dist.abi import WaitRecord
+    from kog_dist.runtime.abi import WaitRecord
 
 
 def remedy_of(error: BaseException, otherwise: str = "") -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError
-from kog_dist.rank_env import read_rank_variables
+from kog_dist.runtime.rank_env import read_rank_variables
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kog_dist.control import COORDINATOR, AbortCause
 from kog_dist.launch.engine import EngineProcesses
 from kog_dist.launch.outcome import (
     EXIT_CANNOT_START,
@@ -16,6 +15,7 @@ from kog_dist.launch.outcome import (
     signal_name,
 )
 from kog_dist.launch.process import EngineProcess
+from kog_dist.runtime.control import COORDINATOR, AbortCause
 
 
 class Deaths:

@@ -13,8 +13,6 @@ from typing import Protocol
 
 from kog_dist import env
 from kog_dist.config import LaunchConfig
-from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, RankState
-from kog_dist.instance import sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.gpu_leases import GpuLeases
 from kog_dist.launch.http import EngineOfGateway
@@ -27,9 +25,11 @@ from kog_dist.launch.reaper import Reaper, acquire_watched
 from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
-from kog_dist.socket_file import SocketFile
-from kog_dist.topology import LocalRendezvous, RankInfo
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, RankState
+from kog_dist.runtime.instance import sweep_stale
+from kog_dist.runtime.socket_file import SocketFile
+from kog_dist.runtime.topology import LocalRendezvous, RankInfo
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 

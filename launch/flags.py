@@ -20,10 +20,10 @@ from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.quoting import escaped
-from kog_dist.rank_env import read_rank_variables
 from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, with_flags
 from kog_dist.rpc.output import write_out
 from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
+from kog_dist.runtime.rank_env import read_rank_variables
 from kog_dist.sampling_params import SamplingParams
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

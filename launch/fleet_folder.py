@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
-from kog_dist.instance import process_start_time, sweep_stale
 from kog_dist.launch.instance_watch import InstanceWatch
 from kog_dist.launch.reaper import Reaper, acquire_watched
-from kog_dist.socket_file import SocketFile
+from kog_dist.runtime.instance import process_start_time, sweep_stale
+from kog_dist.runtime.socket_file import SocketFile
 
 
 class FleetFolder:

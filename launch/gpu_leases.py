@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kog_dist.errors import LaunchError
 from kog_dist.hardware.gpus import Gpu
-from kog_dist.instance import LeaseHolder, holder_in, instances_root, write_holder
-from kog_dist.wait import Deadline
+from kog_dist.runtime.instance import LeaseHolder, holder_in, instances_root, write_holder
+from kog_dist.runtime.wait import Deadline
 
 _HANDOVER_S = 2.0  # a dead holder's descriptors may live for a moment; others look at a lease by locking it for an instant
 

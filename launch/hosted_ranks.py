@@ -38,7 +38,7 @@ from kog_dist.errors import KogError, LaunchError, RendezvousTimeout
 from kog_dist.launch.events import LogFile
 from kog_dist.launch.local import WORKER_MODULE, popen
 from kog_dist.launch.process import EngineProcess
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 
 _MAX_BYTES = 1 << 16

@@ -20,9 +20,9 @@ from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
-from kog_dist.process_page import ProcessPage
-from kog_dist.socket_file import SocketFile
-from kog_dist.wait import Deadline
+from kog_dist.runtime.process_page import ProcessPage
+from kog_dist.runtime.socket_file import SocketFile
+from kog_dist.runtime.wait import Deadline
 
 ROLE: Final = "gateway"
 MODULE: Final = "kog_dist.gateway.process"

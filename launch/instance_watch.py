@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kog_dist.instance import Instance
 from kog_dist.rpc.paths import SOCKET_NAME
+from kog_dist.runtime.instance import Instance
 
 LOOK_EVERY_S: Final = 0.5
 _REMEDY: Final = (

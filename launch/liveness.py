@@ -18,7 +18,7 @@ from typing import Final
 
 from kog_dist.launch.local import Child
 from kog_dist.launch.process import EngineProcess
-from kog_dist.process_page import ProcessPage
+from kog_dist.runtime.process_page import ProcessPage
 
 LOOP_STALL_FACTOR: Final = 5  # times --stall-timeout: a loop may be busy with messages on a loaded machine
 HELD_UP_S: Final = 0.4  # without a look, or half of the limit: this process itself was held up

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kog_dist import env, python_child
+from kog_dist import env
 from kog_dist.errors import LaunchError, remedy_of
 from kog_dist.launch.events import LogFile
 from kog_dist.launch.process import EngineProcess
 from kog_dist.rpc.prompt_request import PromptRequest
+from kog_dist.runtime import python_child
 from kog_dist.workers.arguments import WorkerArgs
 
 WORKER_MODULE: Final = "kog_dist.workers.worker"

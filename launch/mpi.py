@@ -28,10 +28,10 @@ from kog_dist.launch.mpi_starter import starter_lifelines
 from kog_dist.launch.mpi_watchdog import Watchdog, remove_shared_memory
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.supervisor import supervise as supervise_engine
-from kog_dist.mpi_rendezvous import MpiRendezvous
-from kog_dist.rank_env import RankVariables, read_rank_variables
 from kog_dist.rpc.prompt_request import PromptRequest
-from kog_dist.wait import Deadline
+from kog_dist.runtime.mpi_rendezvous import MpiRendezvous
+from kog_dist.runtime.rank_env import RankVariables, read_rank_variables
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 
 if TYPE_CHECKING:

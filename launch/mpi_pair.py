@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kog_dist.errors import LaunchError
-from kog_dist.rank_env import RankVariables
+from kog_dist.runtime.rank_env import RankVariables
 
 OPEN_MPI = "Open MPI"
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from kog_dist.errors import ConfigError
-from kog_dist.rank_env import RankVariables, read_rank_variables
+from kog_dist.runtime.rank_env import RankVariables, read_rank_variables
 
 
 def starter_lifelines(found: RankVariables) -> dict[int, str]:

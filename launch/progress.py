@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from kog_dist.control import RankState
 from kog_dist.launch.events import say
+from kog_dist.runtime.control import RankState
 
 DOING: Final = {
     RankState.STARTING: "starting its interpreter",

@@ -23,8 +23,8 @@ from kog_dist.launch.hosted_ranks import host_rank, knock
 from kog_dist.launch.ray_devices import assigned_gpu
 from kog_dist.launch.ray_host import HostArgs
 from kog_dist.launch.ray_rendezvous import RayMeeting, RayRendezvous
-from kog_dist.python_child import harden
-from kog_dist.wait import Deadline
+from kog_dist.runtime.python_child import harden
+from kog_dist.runtime.wait import Deadline
 
 _MARGIN_S = 10.0  # for Ray to carry an answer that is due
 

@@ -26,7 +26,7 @@ from kog_dist.launch.ray_cluster import RayCluster, run_bounded, shortfall
 from kog_dist.launch.ray_host import HostArgs
 from kog_dist.launch.target import Target, plan_target
 from kog_dist.rpc.transport import Access
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 
 RELEASE_S = 2.0
 REPORT_S = 3.0  # for the host process to say what happened to a rank whose actor is gone

@@ -19,8 +19,6 @@ from typing import Any, ClassVar
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError, LaunchError
-from kog_dist.instance import instances_root
-from kog_dist.json_arguments import JsonArguments
 from kog_dist.launch.engine import EngineProcesses
 from kog_dist.launch.events import EventLog, make_log_folder
 from kog_dist.launch.hosted_ranks import Door
@@ -31,6 +29,8 @@ from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.supervisor import Supervisor
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.paths import ACCESS_NAME
+from kog_dist.runtime.instance import instances_root
+from kog_dist.runtime.process_arguments import JsonArguments
 from kog_dist.workers.arguments import WorkerArgs
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
-from kog_dist.files import write_at_once
-from kog_dist.instance import sweep_stale
 from kog_dist.launch import local
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
@@ -30,8 +28,10 @@ from kog_dist.launch.target import Target
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.transport import Access
-from kog_dist.socket_file import SocketFile
-from kog_dist.wait import Deadline
+from kog_dist.runtime.files import write_at_once
+from kog_dist.runtime.instance import sweep_stale
+from kog_dist.runtime.socket_file import SocketFile
+from kog_dist.runtime.wait import Deadline
 
 STOP_MARGIN_S = 5.0  # for an engine that was told to stop to say that it has
 _POLL_S = 0.1

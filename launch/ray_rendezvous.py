@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kog_dist.errors import AbortedError, ConfigError, RendezvousTimeout
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 
 _ASK_S = 0.25  # a question may be repeated; `aborted` is looked at in between
 # Round, rank, payload and seconds of one `RayMeeting.gather`; blocks for the answer.

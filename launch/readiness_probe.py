@@ -9,7 +9,7 @@ from typing import Final
 from kog_dist.errors import KogError
 from kog_dist.rpc.file_end import EndLost, FileEnd
 from kog_dist.rpc.messages import BadMessage, EngineState, Status, StatusReport, decode_event, encode
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 
 ANSWER_S: Final = 0.01  # to wait for an answer that is likely; a coordinator that still loads is asked again at the next call
 

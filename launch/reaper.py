@@ -13,9 +13,9 @@ import select
 import signal
 import time
 
-from kog_dist.instance import Instance
-from kog_dist.parent_death import continue_without_parent
-from kog_dist.socket_file import SocketFile
+from kog_dist.runtime.instance import Instance
+from kog_dist.runtime.parent_death import continue_without_parent
+from kog_dist.runtime.socket_file import SocketFile
 
 CLIENT_GRACE_S = 1.0
 

@@ -13,11 +13,11 @@ from kog_dist import env
 from kog_dist.config import LaunchConfig, flag_name
 from kog_dist.errors import ConfigError
 from kog_dist.hardware.selection import GpuRequest
-from kog_dist.instance import instances_root
 from kog_dist.launch import local
 from kog_dist.launch.liveness import Silence, Vigil
 from kog_dist.launch.outcome import EXIT_OK, Outcome, signal_name
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime.instance import instances_root
 
 _OF_THE_FLEET = {  # settings that concern all replicas together
     "replicas", "min_replicas", "max_replicas", "scale_down_after", "remote_replicas", "rpc_port", "rpc_host", "launcher",

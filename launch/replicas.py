@@ -37,7 +37,7 @@ from kog_dist.launch.router_process import RouterProcess
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import model_folder
 from kog_dist.rpc.prompt_request import PromptRequest
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 
 TICK_S = 0.05
 STARTUP_MARGIN_S = 2.0  # a replica knows best why it is not ready, and says so after its own limit

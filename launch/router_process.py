@@ -17,9 +17,9 @@ from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_OK, EXIT_RANK_DIED, EXIT_TIMEOUT, Outcome, signal_name
 from kog_dist.launch.restarts import RestartBudget
-from kog_dist.process_page import ProcessPage
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.orders import FleetOrder, FleetReport, ReplicaOrder, latest_packet, socket_pair
+from kog_dist.runtime.process_page import ProcessPage
 
 
 class RouterProcess:

@@ -9,7 +9,6 @@ import signal
 import time
 
 from kog_dist.config import LaunchConfig
-from kog_dist.control import COORDINATOR, AbortCause, RankState
 from kog_dist.errors import KogError
 from kog_dist.launch.deaths import Deaths
 from kog_dist.launch.engine import EngineProcesses, RankSource
@@ -28,7 +27,8 @@ from kog_dist.launch.progress import DOING, StartupProgress, waiting_for
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.prompt_request import PromptRequest
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import COORDINATOR, AbortCause, RankState
+from kog_dist.runtime.wait import Deadline
 
 TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests to abort are looked at every tick
 DRAIN_MARGIN_S = 1.0  # the coordinator ends a request that takes too long; this is for a coordinator that does not

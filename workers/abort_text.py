@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kog_dist.abi import WaitRecord
-from kog_dist.control import COORDINATOR, NO_RANK, AbortCause
 from kog_dist.rpc.messages import ErrorCode
+from kog_dist.runtime.abi import WaitRecord
+from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause
 
 _AGAIN = "repeat the request when the engine runs again"
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 from kog_dist.config import CHOICES
 from kog_dist.errors import ConfigError
 from kog_dist.hardware.placement import ANYWHERE, Placement
-from kog_dist.json_arguments import JsonArguments
-from kog_dist.topology import RankInfo
+from kog_dist.runtime.process_arguments import JsonArguments
+from kog_dist.runtime.topology import RankInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ import signal
 import sys
 from pathlib import Path
 
-from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.errors import LaunchError
-from kog_dist.instance import Instance
-from kog_dist.parent_death import continue_without_parent
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.process_main import serve_argument
-from kog_dist.wait import sleep_precisely
+from kog_dist.runtime.control import COORDINATOR, ControlPage
+from kog_dist.runtime.instance import Instance
+from kog_dist.runtime.parent_death import continue_without_parent
+from kog_dist.runtime.wait import sleep_precisely
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
 from kog_dist.workers.model_folder import ModelFolder

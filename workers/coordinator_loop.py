@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from kog_dist.control import COORDINATOR, ControlPage
 from kog_dist.decode.ring import Finish
 from kog_dist.rpc.client_events import NOT_STARTED, Farewell
 from kog_dist.rpc.counters import Counters
@@ -29,6 +28,7 @@ from kog_dist.rpc.messages import (
     Status,
     StatusReport,
 )
+from kog_dist.runtime.control import COORDINATOR, ControlPage
 from kog_dist.workers.admission import Admission
 from kog_dist.workers.client_events import StreamEvents
 from kog_dist.workers.coordinator_args import CoordinatorArgs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from kog_dist.control import ControlPage, RankState
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import ControlPage, RankState
+from kog_dist.runtime.wait import Deadline
 
 SILENT_S = 1.0  # without a heartbeat, while the launcher is stopped and cannot judge it by the limit it was given
 LAUNCHER_GRACE_S = 5.0  # for the launcher to act: a rank that failed may take seconds to give its memory back and exit

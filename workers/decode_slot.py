@@ -7,11 +7,11 @@ import time
 from array import array
 from collections.abc import Callable
 
-from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
-from kog_dist.stages import RankStage
-from kog_dist.wait import Deadline, wait
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.wait import Deadline, wait
 from kog_dist.workers.kept_caches import KeptCaches
 
 # How long the first token is looked for without sleeping, from a stage on of which rank 0 tells: a core that sleeps takes 0.1 to

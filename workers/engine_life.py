@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import select
 
-from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.rpc.client_events import Farewell
 from kog_dist.rpc.messages import EngineState, ErrorCode
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import AbortCause, ControlPage, RankState
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.abort_text import describe_abort
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_watch import RankWatch

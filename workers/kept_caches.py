@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kog_dist.control import KvLayout
 from kog_dist.decode.request import KvUse
+from kog_dist.runtime.control import KvLayout
 
 
 @dataclass(slots=True)

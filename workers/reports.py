@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 
-from kog_dist.control import ControlPage
 from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
+from kog_dist.runtime.control import ControlPage
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.decode_slot import DecodeSlot
 from kog_dist.workers.model_folder import ModelFolder

@@ -11,7 +11,7 @@ seconds, None where there was no such moment.
 | `total_s` | reception | end of the request |
 | `itl_p50_s` `itl_p99_s` | a token | the next one: median and 99th percentile (nearest rank) of these gaps |
 | `tokens_per_s` | first token | last token: tokens after the first, divided by that time |
-| `stages_s` | reception | each of `kog_dist.stages.STAGES`; empty without a token |
+| `stages_s` | reception | each of `kog_dist.runtime.stages.STAGES`; empty without a token |
 
 `received_s` is the moment of the reception itself, on that clock.
 
@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kog_dist.stages import RANK_STAGES, STAGES
+from kog_dist.runtime.stages import RANK_STAGES, STAGES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from contextlib import ExitStack
 from enum import IntEnum
 from functools import partial
 
-from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, KogError
-from kog_dist.stages import RankStage
-from kog_dist.wait import WaitResult, sleep_precisely
+from kog_dist.runtime.control import AbortCause, ControlPage, RankState
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.wait import WaitResult, sleep_precisely
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.base import Engine
 

@@ -18,7 +18,7 @@ from kog_dist.bench.gpu import require_gpus
 from kog_dist.bench.report import finishing, machine
 from kog_dist.collectives.ranks import run_ranks
 from kog_dist.errors import LaunchError
-from kog_dist.rank_env import read_rank_variables
+from kog_dist.runtime.rank_env import read_rank_variables
 
 _KCCL = "kog_dist.bench.collectives_kccl"
 _TORCH = "kog_dist.bench.collectives_torch:measure"

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.control import ControlPage
-from kog_dist.mpi_rendezvous import MpiRendezvous
-from kog_dist.topology import RankInfo
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.mpi_rendezvous import MpiRendezvous
+from kog_dist.runtime.topology import RankInfo
+from kog_dist.runtime.wait import Deadline
 
 
 def in_mpi(body: Callable[[RankContext], Any], arguments: dict[str, Any], local_rank: int, deadline_s: float) -> Any:

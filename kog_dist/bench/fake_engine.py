@@ -36,7 +36,7 @@ from kog_dist.rpc.messages import (
     Welcome,
     build_hash,
 )
-from kog_dist.wait import sleep_precisely
+from kog_dist.runtime.wait import sleep_precisely
 from kog_dist.workers.client_events import StreamEvents
 from kog_dist.workers.model_folder import ModelFolder
 from kog_dist.workers.streams import RequestStream

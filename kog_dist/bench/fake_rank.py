@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kog_dist.control import ControlPage, RankState
 from kog_dist.decode.ring import Finish
-from kog_dist.stages import RankStage
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import ControlPage, RankState
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.wait import Deadline
 
 _TOKEN_ID = 7
 _LAUNCHED_MS = 0.4  # from the prompt's copy on: what queueing takes a host, while the GPU works

@@ -16,10 +16,10 @@ from kog_dist.bench.report import finish, machine
 from kog_dist.bench.request_client import RequestClient
 from kog_dist.bench.request_measures import FIRST_OF, Measures, Workload
 from kog_dist.bench.request_stages import show_first_tokens
-from kog_dist.control import ControlPage, RankState
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime.control import ControlPage, RankState
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 
 _DRAIN_S = 5.0

@@ -12,9 +12,9 @@ from kog_dist.bench.gpu import free_memory, gpu_name
 from kog_dist.bench.kernel_times import token_times_us
 from kog_dist.bench.report import drawn, finishing, machine, percentile
 from kog_dist.bench.shapes import SEED, named_spec
-from kog_dist.control import ControlPage
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.control import ControlPage
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel

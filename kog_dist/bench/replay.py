@@ -10,8 +10,8 @@ from pathlib import Path
 from kog_dist.bench.fake_engine import FakeEngine, FakeEngineSettings, with_context
 from kog_dist.bench.replay_script import ReplayScript, script_text
 from kog_dist.errors import RequestError
-from kog_dist.instance import Instance
 from kog_dist.rpc.listener import RpcListener
+from kog_dist.runtime.instance import Instance
 from kog_dist.workers.model_folder import ModelFolder
 
 

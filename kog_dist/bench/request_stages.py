@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kog_dist.bench.request_client import TimedAnswer
-from kog_dist.stages import STAGES
+from kog_dist.runtime.stages import STAGES
 
 STEPS = ("received", *STAGES, "in the client")
 

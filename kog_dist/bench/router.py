@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kog_dist import python_child
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.orders import FleetOrder, ReplicaOrder, socket_pair
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime import python_child
 
 _READY_S = 20.0
 

@@ -35,7 +35,7 @@ from kog_dist.bench.shaped import times_us
 from kog_dist.bench.shapes import SEED, named_spec
 from kog_dist.bench.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.control import ControlPage
+from kog_dist.runtime.control import ControlPage
 from kog_dist.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

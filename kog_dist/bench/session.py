@@ -18,15 +18,15 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from kog_dist import python_child
 from kog_dist.bench.processes import marked_processes
 from kog_dist.env import PREFIX
 from kog_dist.errors import KogError, LaunchError
-from kog_dist.instance import process_start_time
-from kog_dist.rank_env import read_rank_variables
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime import python_child
+from kog_dist.runtime.instance import process_start_time
+from kog_dist.runtime.rank_env import read_rank_variables
 
 INSTANCE = "engine"
 _MARK = "ENGINE_SESSION"

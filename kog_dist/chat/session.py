@@ -34,7 +34,7 @@ class ChatTurn:
 
 def url_of_instance(instance: str, http_name: str = "http.json") -> str | None:
     """Where the HTTP service of an engine of this user is, if it runs and has one."""
-    from kog_dist.instance import instances_root, is_stale
+    from kog_dist.runtime.instance import instances_root, is_stale
 
     if not instance or "/" in instance or instance.startswith("."):
         return None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CompileError, LaunchError
-from kog_dist.files import write_at_once
+from kog_dist.runtime.files import write_at_once
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
 _TIMEOUT_S = 300.0

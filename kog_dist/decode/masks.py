@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kog_dist.memfd import Segment, round_up
+from kog_dist.runtime.memfd import Segment, round_up
 
 MaskWords = NDArray[np.uint32]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kog_dist.abi import WaitRecord
 from kog_dist.decode.schedule import is_summed
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.runtime.abi import WaitRecord
 
 _SUMMED = {Sublayer.ATTENTION: Phase.OUT, Sublayer.MLP: Phase.DOWN}  # the product whose outputs are summed over lanes
 _OTHERS = {

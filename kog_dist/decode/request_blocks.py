@@ -1,6 +1,7 @@
-"""The blocks of the control page in which the coordinator hands requests to ranks. Layout: REQUEST_BLOCK of kog_dist/abi.py.
+"""The blocks of the control page in which the coordinator hands requests to ranks.
 
-Behind the struct of a block lie the prompt and the LogitBias array. A block carries a checksum over all of them.
+Their layout is REQUEST_BLOCK of kog_dist/runtime/abi.py. Behind the struct of a block lie the prompt and the LogitBias array. A
+block carries a checksum over all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from kog_dist.abi import LOGIT_BIAS, MAX_STOP_IDS, PLAIN_PARAMS, REQUEST_BLOCK
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.errors import ProtocolError, RequestError
-from kog_dist.memfd import Segment, round_up
+from kog_dist.runtime.abi import LOGIT_BIAS, MAX_STOP_IDS, PLAIN_PARAMS, REQUEST_BLOCK
+from kog_dist.runtime.memfd import Segment, round_up
 from kog_dist.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 NUM_BLOCKS: Final = 2

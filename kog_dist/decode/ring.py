@@ -18,11 +18,11 @@ from typing import Final
 
 import numpy as np
 
-from kog_dist.abi import LOGPROB_ENTRY, RING_HEADER, TOKEN_ENTRY
 from kog_dist.decode.sampling import TokenLogprobs
-from kog_dist.memfd import Segment, round_up
+from kog_dist.runtime.abi import LOGPROB_ENTRY, RING_HEADER, TOKEN_ENTRY
+from kog_dist.runtime.memfd import Segment, round_up
+from kog_dist.runtime.wait import Deadline, FutexWord
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
-from kog_dist.wait import Deadline, FutexWord
 
 NO_TOKEN: Final = -1  # token_id of an entry that ends the answer without a token
 DIGEST_BYTES: Final = 32

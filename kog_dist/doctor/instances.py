@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kog_dist.doctor.report import Finding, ok, problem, warning
 from kog_dist.errors import LaunchError
-from kog_dist.instance import MAX_SOCKET_PATH_BYTES, instances_root, is_stale, read_holder
+from kog_dist.runtime.instance import MAX_SOCKET_PATH_BYTES, instances_root, is_stale, read_holder
 
 _LEAST_BYTES = 2**20
 _NAME_BYTES = 52  # a name of 40 characters and the socket's

@@ -18,7 +18,7 @@ _SHM_BYTES = 128 * _MIB
 
 def available() -> Iterator[Finding]:
     """What can be had without swapping, and what the container allows."""
-    from kog_dist.memfd import available_bytes
+    from kog_dist.runtime.memfd import available_bytes
 
     free = available_bytes()
     allowed = min((int(text) for text in limit("memory.max") if text != "max"), default=None)
@@ -41,7 +41,7 @@ def _held() -> int:
 
 def unnamed_shared() -> Iterator[Finding]:
     """memfd: what ranks of one machine share."""
-    from kog_dist.memfd import Segment
+    from kog_dist.runtime.memfd import Segment
 
     try:
         Segment.create("kog-doctor", _TRIAL_BYTES).close()

@@ -9,8 +9,8 @@ from typing import ClassVar, Final
 
 from kog_dist.config import API_KEY_FORM, MAX_KEY_LENGTH, is_api_key
 from kog_dist.errors import ConfigError
-from kog_dist.json_arguments import JsonArguments
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime.process_arguments import JsonArguments
 
 HTTP_FILE: Final = "http.json"  # in the instance folder, once the gateway answers; see Service.announce
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.socket_file import SocketFile, listen_on_file
+from kog_dist.runtime.socket_file import SocketFile, listen_on_file
 
 BACKLOG = 1024  # connections that wait while the gateway starts, or is started again
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
@@ -105,7 +105,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 def _why_not(host: str, port: int, error: OSError) -> str:
     by = ""
     if error.errno == errno.EADDRINUSE:
-        from kog_dist.port_holder import holder_of_port
+        from kog_dist.runtime.port_holder import holder_of_port
 
         holder = holder_of_port(port)
         by = f"; it is in use by {holder}" if holder else "; another process listens there"

@@ -12,9 +12,9 @@ import typer
 from kog_dist.config import LaunchConfig, resolve
 from kog_dist.env import variable
 from kog_dist.errors import ConfigError, KogError, LaunchError
-from kog_dist.python_child import harden
 from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, with_flags
 from kog_dist.rpc.output import checked_stdout
+from kog_dist.runtime.python_child import harden
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 # Flags that mean the same for `kog-launch`; there they are settings of a file and of the environment, too.
@@ -34,7 +34,7 @@ def gateway(
     from kog_dist.gateway import bind
     from kog_dist.gateway.args import GatewayArgs, write_key
     from kog_dist.gateway.process import run_gateway
-    from kog_dist.instance import instances_root
+    from kog_dist.runtime.instance import instances_root
 
     if instance is not None and key_file is not None:
         raise ConfigError("--instance and --key-file exclude each other")

@@ -15,7 +15,7 @@ from kog_dist.rpc.messages import EngineState, StatusReport
 
 UNREACHABLE = "unreachable"  # the state of an engine that does not answer
 STATES = (*EngineState, UNREACHABLE)
-RANK_STATES = ("starting", "loading", "linking", "ready", "running", "stopped", "failed")  # of kog_dist.control.RankState
+RANK_STATES = ("starting", "loading", "linking", "ready", "running", "stopped", "failed")  # of kog_dist.runtime.control.RankState
 LABELS = ("model_name", "engine")
 
 

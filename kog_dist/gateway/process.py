@@ -16,8 +16,8 @@ from dataclasses import replace
 from kog_dist.gateway.args import GatewayArgs, read_key
 from kog_dist.gateway.bind import url_of
 from kog_dist.gateway.limits import LIMITS
-from kog_dist.process_page import ProcessPage
 from kog_dist.rpc.process_main import serve_argument
+from kog_dist.runtime.process_page import ProcessPage
 
 MAX_CHECKS = 2  # requests that are checked at the same time: each waits for the interpreter's lock, and the streams with it
 SWITCH_S = 0.0005  # a thread that checks a request gives way to the streams after so long

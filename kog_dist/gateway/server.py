@@ -16,7 +16,7 @@ from kog_dist.gateway.guard import Guard
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.protocol import bounded
 from kog_dist.gateway.service import Service
-from kog_dist.process_page import BEAT_S, ProcessPage
+from kog_dist.runtime.process_page import BEAT_S, ProcessPage
 
 CLOSE_S = 1.0  # for connections to close once every answer has been written
 FIRST_WORD_S = 0.3

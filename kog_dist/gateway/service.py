@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kog_dist.files import write_at_once
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs
 from kog_dist.gateway.body_reader import BodyReader
 from kog_dist.gateway.documents import handler_of
@@ -24,6 +23,7 @@ from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.readiness import Readiness
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.rpc.messages import StatusReport, Welcome
+from kog_dist.runtime.files import write_at_once
 
 if TYPE_CHECKING:
     from kog_dist.gateway.exchange import Exchange

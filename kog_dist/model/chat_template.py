@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kog_dist import python_child
 from kog_dist.errors import CheckpointError, KogError, RequestError
 from kog_dist.model.manifest import Manifest, read_json, read_small_file
 from kog_dist.model.tokenizer import TOKENIZER_CONFIG_NAME
 from kog_dist.quoting import short
+from kog_dist.runtime import python_child
 
 TEMPLATE_NAME = "chat_template.jinja"
 _MAX_TEMPLATE_BYTES = 2**20

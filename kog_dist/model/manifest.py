@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CheckpointError
-from kog_dist.files import write_at_once
 from kog_dist.model.limits import FILES, OTHER_FILE
 from kog_dist.quoting import short
+from kog_dist.runtime.files import write_at_once
 from kog_dist.strict_json import parse_object
 
 MANIFEST_NAME = "manifest.json"

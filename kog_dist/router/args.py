@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kog_dist.json_arguments import JsonArguments
+from kog_dist.runtime.process_arguments import JsonArguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ import socket
 import sys
 from pathlib import Path
 
-from kog_dist.process_page import ProcessPage
 from kog_dist.router.args import RouterArgs
 from kog_dist.router.router import Router
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.process_main import serve_argument
 from kog_dist.rpc.transport import socket_address
+from kog_dist.runtime.process_page import ProcessPage
 
 
 def run_router(args: RouterArgs) -> int:

@@ -16,7 +16,6 @@ from typing import Final
 import zmq
 
 from kog_dist.errors import RequestError
-from kog_dist.process_page import ProcessPage
 from kog_dist.router import frames, rules
 from kog_dist.router.affinity import Affinity
 from kog_dist.router.clients import RoutedEvents
@@ -47,6 +46,7 @@ from kog_dist.rpc.messages import (
     decode_event,
     encode,
 )
+from kog_dist.runtime.process_page import ProcessPage
 
 MAX_WAITING: Final = 1024
 MAX_WAITING_BYTES: Final = 64 << 20

@@ -21,7 +21,7 @@ from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.rpc.shown import describe, statistics
 from kog_dist.rpc.transport import Access
-from kog_dist.stages import STAGES
+from kog_dist.runtime.stages import STAGES
 
 READY_TIMEOUT_S = 3600.0  # the launcher's own start-up limit comes first
 EXIT_INTERRUPTED = 130

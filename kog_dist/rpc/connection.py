@@ -123,7 +123,7 @@ class _ToFile:
     def _refusal(self, error: Exception) -> LaunchError:
         match error:
             case LaunchError():
-                from kog_dist.instance import running
+                from kog_dist.runtime.instance import running
 
                 others = ", ".join(running(Path(self._address.removeprefix(FILE_SCHEME)).parent.parent))
                 return LaunchError(f"{error}; start one with kog-launch{others and f', or give --instance: {others} runs'}")

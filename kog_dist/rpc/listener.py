@@ -22,8 +22,6 @@ from pathlib import Path
 import zmq
 
 from kog_dist.errors import LaunchError
-from kog_dist.files import write_at_once
-from kog_dist.port_holder import process_name
 from kog_dist.rpc.file_port import FilePort, Gone
 from kog_dist.rpc.messages import (
     MAX_MESSAGE_BYTES,
@@ -40,6 +38,8 @@ from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.tcp_port import TCP_NAME, TcpPort
 from kog_dist.rpc.transport import Access, socket_address
 from kog_dist.rpc.zmtp import ZmtpMessage
+from kog_dist.runtime.files import write_at_once
+from kog_dist.runtime.port_holder import process_name
 
 OUTBOX_EVENTS = 1024
 OUTBOX_BYTES = 256 << 10

@@ -6,10 +6,10 @@ import zmq
 from zmq.utils import z85
 
 from kog_dist.errors import LaunchError
-from kog_dist.port_holder import holder_of_port
 from kog_dist.rpc.file_port import HANDSHAKE_S, Gone
 from kog_dist.rpc.transport import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, PEER_HWM, Access
 from kog_dist.rpc.zmtp import ZmtpMessage
+from kog_dist.runtime.port_holder import holder_of_port
 
 _FRAME, _ADDRESS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `send_multipart` takes three times as long
 TCP_NAME = b"tcp-"  # begins every name given here: a client chooses its own zmq identity, which may be a name of another port

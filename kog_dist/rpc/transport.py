@@ -43,7 +43,7 @@ class Access:
     @classmethod
     def of_instance(cls, name: str) -> Access:
         """The socket of this user's engine of that name (`kog-launch --instance`). Raises ConfigError if it cannot be a name."""
-        from kog_dist.instance import instances_root
+        from kog_dist.runtime.instance import instances_root
 
         if not name or "/" in name or name.startswith("."):
             raise ConfigError(f"instance name {name!r} must be a name, not a path")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kog_dist.errors import CheckpointError, ConfigError
-from kog_dist.files import write_at_once
+from kog_dist.runtime.files import write_at_once
 
 _MAX_FILE_BYTES = 15 * 2**20
 _PROGRESS = "progress.json"

@@ -14,10 +14,10 @@ import pytest
 
 from kog_dist.bench.request_stages import STEPS
 from kog_dist.bench.session import until
-from kog_dist.instance import Instance
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
 from kog_dist.rpc.transport import Access
+from kog_dist.runtime.instance import Instance
 
 
 def command(*arguments: str, module: str = "kog_dist.bench.cli") -> list[str]:

@@ -15,10 +15,10 @@ import pytest
 
 from kog_dist.bench.session import EngineSession, until
 from kog_dist.errors import RequestFailed
-from kog_dist.instance import LEASE_FILE
 from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import ErrorCode, Tokens
 from kog_dist.rpc.paths import SOCKET_NAME
+from kog_dist.runtime.instance import LEASE_FILE
 from tests.e2e.conftest import without_progress
 
 RANKS = 4

@@ -13,10 +13,10 @@ from kog_dist.collectives.cuda_abi import HANDOFF_PARAMS
 from kog_dist.collectives.cuda_kernels import ChainShape, handoff_cubin
 from kog_dist.collectives.handoff_reference import handoff_results
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.control import AbortCause
 from kog_dist.cuda.driver import Kernel
 from kog_dist.errors import AbortedError, DeviceError, KogError, RendezvousTimeout
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import AbortCause
+from kog_dist.runtime.wait import Deadline
 
 REPLICAS = 4  # kReplicas of handoff.cu
 

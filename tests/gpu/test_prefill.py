@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape

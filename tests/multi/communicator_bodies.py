@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from kog_dist.collectives import reference
 from kog_dist.collectives.api import Communicator, MailboxSpec
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.control import AbortCause
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, PeerLost, RendezvousTimeout
-from kog_dist.instance import process_start_time
+from kog_dist.runtime.control import AbortCause
+from kog_dist.runtime.instance import process_start_time
 
 Row = NDArray[np.float32]
 SPECIAL_BITS = (0, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x3F800000)
@@ -237,7 +237,7 @@ def late_rank(context: RankContext) -> str:
             time.sleep(0.001)
         return "stayed away"
     from kog_dist.collectives.cpu import CpuCommunicator
-    from kog_dist.wait import Deadline
+    from kog_dist.runtime.wait import Deadline
 
     boxes = [MailboxSpec("sum", 2, 8)]
     if rank == 1:

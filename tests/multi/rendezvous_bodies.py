@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from kog_dist.errors import AbortedError, RendezvousTimeout
-from kog_dist.topology import Rendezvous
-from kog_dist.wait import Deadline
+from kog_dist.runtime.topology import Rendezvous
+from kog_dist.runtime.wait import Deadline
 
 NUM_RANKS = 3
 Join = Callable[[Callable[[], bool]], Rendezvous]  # gives this rank its rendezvous; the argument is `aborted`

@@ -10,7 +10,7 @@ from typing import Any
 
 import mpi4py
 
-from kog_dist.mpi_rendezvous import MpiRendezvous
+from kog_dist.runtime.mpi_rendezvous import MpiRendezvous
 from tests.multi import rendezvous_bodies
 
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
-from kog_dist.control import KvLayout
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import KvUse
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.runtime.control import KvLayout
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.kept_caches import KeptCaches
 from tests.multi.test_bits import SPECS, ThreadExchange, run_ranks

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from kog_dist.control import ControlPage, KvLayout, RankState
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import RequestError
@@ -15,6 +14,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.rpc.listener import Delivery, RpcListener
 from kog_dist.rpc.messages import Event, Generate, Request
+from kog_dist.runtime.control import ControlPage, KvLayout, RankState
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 from kog_dist.workers.coordinator_loop import Coordinator
 from kog_dist.workers.model_folder import ModelFolder

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kog_dist.abi import WaitOp, WaitRecord
 from kog_dist.collectives import cuda, words
 from kog_dist.collectives.cuda_abi import EXCHANGE_PARAMS, KCCL_HOST, PEERS, WAITS
 from kog_dist.collectives.reference import tree_sum
 from kog_dist.cuda.build import Cubin
+from kog_dist.runtime.abi import WaitOp, WaitRecord
 
 NOT_READY = 600
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist import abi
-from kog_dist.abi import LABEL_BYTES, LINE_BYTES, RANK_CONTROL, STRUCTS, WAIT_RECORD, Field, Struct, WaitOp, WaitRecord
 from kog_dist.decode.steps import NONE, Phase
+from kog_dist.runtime import abi
+from kog_dist.runtime.abi import LABEL_BYTES, LINE_BYTES, RANK_CONTROL, STRUCTS, WAIT_RECORD, Field, Struct, WaitOp, WaitRecord
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "g++"])

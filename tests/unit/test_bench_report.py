@@ -19,7 +19,7 @@ from kog_dist.errors import ConfigError
 
 @pytest.fixture
 def dirty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(report, "_git", lambda *words: "abcdef123456" if words[0] == "rev-parse" else " M kog_dist/wait.py")
+    monkeypatch.setattr(report, "_git", lambda *words: "abcdef123456" if words[0] == "rev-parse" else " M README.md")
     yield
     report.allow_dirty(False)
 

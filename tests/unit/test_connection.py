@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kog_dist.errors import LaunchError, RequestFailed
-from kog_dist.instance import Instance
 from kog_dist.rpc.client import Client, DeadlineExceeded
 from kog_dist.rpc.connection import Connection
 from kog_dist.rpc.file_end import FileEnd
@@ -22,6 +21,7 @@ from kog_dist.rpc.messages import MAX_MESSAGE_BYTES, Alive, Cancel, Generate, de
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
 from kog_dist.rpc.zmtp import ROUTER, framed, opening
+from kog_dist.runtime.instance import Instance
 
 PATIENCE_S = 20.0
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist import memfd
-from kog_dist.abi import CONTROL_HEADER, LOGIT_BIAS, REQUEST_BLOCK, WaitOp, WaitRecord
-from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, EpochWaits, KvLayout, RankState
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import LaunchError, ProtocolError, RequestError
-from kog_dist.memfd import Segment, available_bytes
+from kog_dist.runtime import memfd
+from kog_dist.runtime.abi import CONTROL_HEADER, LOGIT_BIAS, REQUEST_BLOCK, WaitOp, WaitRecord
+from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, EpochWaits, KvLayout, RankState
+from kog_dist.runtime.memfd import Segment, available_bytes
+from kog_dist.runtime.wait import Deadline, WaitResult
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.wait import Deadline, WaitResult
 
 WORLD_SIZE, MAX_CONTEXT = 3, 40
 REQUEST = DecodeRequest(
@@ -286,7 +286,7 @@ def test_doorbell_wait_ends_at_its_deadline_and_beats(page: ControlPage) -> None
 def test_another_process_maps_the_inherited_page(page: ControlPage) -> None:
     seq = page.submit(REQUEST)
     program = (
-        "import sys; from kog_dist.control import *; page = ControlPage.from_fd(int(sys.argv[1]))\n"
+        "import sys; from kog_dist.runtime.control import *; page = ControlPage.from_fd(int(sys.argv[1]))\n"
         "page.request_abort(1); page.set_state(2, RankState.READY); print(page.read_request(int(sys.argv[2])), page.generation)"
     )
     command = [sys.executable, "-c", program, str(page.fd), str(seq)]

@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kog_dist.control import AbortCause
 from kog_dist.rpc.messages import (
     Accepted,
     Alive,
@@ -25,6 +24,7 @@ from kog_dist.rpc.messages import (
     PrefillProgress,
     Tokens,
 )
+from kog_dist.runtime.control import AbortCause
 from tests.unit.hand_turned import PEERS, HandTurned, Letters, answer_of
 
 OUTBOX = 12

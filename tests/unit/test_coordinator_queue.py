@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import AbortCause
 from kog_dist.decode.request import KvUse
 from kog_dist.rpc.listener import Delivery
 from kog_dist.rpc.messages import (
@@ -25,6 +24,7 @@ from kog_dist.rpc.messages import (
     StatusReport,
     Tokens,
 )
+from kog_dist.runtime.control import AbortCause
 from tests.unit.hand_turned import CONTEXT, PEERS, HandTurned, Letters, answer_of
 
 A, B, C = PEERS

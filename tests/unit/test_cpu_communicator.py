@@ -10,16 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kog_dist.abi import WaitOp
 from kog_dist.collectives import words
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
 from kog_dist.collectives.heap import HeapHandle, SymmetricHeap
-from kog_dist.control import ControlPage, EpochWaits
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, LaunchError, PeerLost
-from kog_dist.memfd import Segment
-from kog_dist.topology import LocalRendezvous
-from kog_dist.wait import Deadline, WaitResult
+from kog_dist.runtime.abi import WaitOp
+from kog_dist.runtime.control import ControlPage, EpochWaits
+from kog_dist.runtime.memfd import Segment
+from kog_dist.runtime.topology import LocalRendezvous
+from kog_dist.runtime.wait import Deadline, WaitResult
 
 LENGTH = 12
 TIMEOUT_S = 0.01

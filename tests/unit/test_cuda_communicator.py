@@ -13,10 +13,10 @@ import pytest
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.ranks import RankContext
-from kog_dist.control import AbortCause, ControlPage
 from kog_dist.errors import LaunchError
-from kog_dist.topology import LocalRendezvous, RankInfo
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.topology import LocalRendezvous, RankInfo
+from kog_dist.runtime.wait import Deadline
 from tests.multi import communicator_bodies as bodies
 from tests.unit import played_cupy
 from tests.unit.played_cupy import PlayedRuntime

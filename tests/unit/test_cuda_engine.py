@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.control import AbortCause, ControlPage
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError, LaunchError, RequestFailed
+from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines import launches

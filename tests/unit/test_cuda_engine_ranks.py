@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs, token_logprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError
-from kog_dist.memfd import Segment
+from kog_dist.runtime.control import AbortCause, ControlPage, RankState
+from kog_dist.runtime.memfd import Segment
+from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.topology import LocalRendezvous, RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import build, load, monokernel
 from kog_dist.workers.cuda.shaped import ShapedRequest

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kog_dist.control import ControlPage, KvLayout
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.stages import RankStage
-from kog_dist.wait import POLLS_PER_CHECK, Deadline, FutexWord
+from kog_dist.runtime.control import ControlPage, KvLayout
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.wait import POLLS_PER_CHECK, Deadline, FutexWord
 from kog_dist.workers import decode_slot
 from kog_dist.workers.decode_slot import DecodeSlot
 

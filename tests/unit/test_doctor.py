@@ -40,7 +40,7 @@ from kog_dist.doctor import (
 )
 from kog_dist.doctor.report import CheckResult, Finding, Level, as_json, as_text, exit_code, ok, problem, warning
 from kog_dist.doctor.runner import Check, run_checks
-from kog_dist.instance import LEASE_FILE, Instance, is_stale
+from kog_dist.runtime.instance import LEASE_FILE, Instance, is_stale
 from tests.unit.fake_nvml import FakeGpu, FakeNvml, node
 
 ROOT = Path(__file__).parents[2]
@@ -354,13 +354,13 @@ def test_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"memory.max": ["max", str(2**30)], "memory.stat": [f"anon {900 * 2**20}\nfile 5\nshmem 0"]}
     monkeypatch.setattr(memory, "limit", lambda name: files.get(name, []))
-    monkeypatch.setattr("kog_dist.memfd.available_bytes", lambda: 64 * 2**30)
+    monkeypatch.setattr("kog_dist.runtime.memfd.available_bytes", lambda: 64 * 2**30)
     assert shown(memory.available()).startswith("problem: 124 MiB of memory are left (this container may have 1.0 GiB)")
     files["memory.stat"] = ["anon 0\nshmem 0"]
     assert shown(memory.available()) == "ok: 1.0 GiB of memory available (this container may have 1.0 GiB)"
-    monkeypatch.setattr("kog_dist.memfd.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("kog_dist.runtime.memfd.available_bytes", lambda: 2**20)
     assert shown(memory.available()).startswith("problem: 1 MiB")
-    monkeypatch.setattr("kog_dist.memfd.available_bytes", lambda: 2**10)
+    monkeypatch.setattr("kog_dist.runtime.memfd.available_bytes", lambda: 2**10)
     assert shown(memory.unnamed_shared()).startswith("problem: shared memory (memfd) cannot be had: ")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2**26, free=2**26))
     assert shown(memory.named_shared()).startswith("warning: /dev/shm has 64 MiB left, too little for MPI and Ray")

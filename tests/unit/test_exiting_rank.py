@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from kog_dist.config import LaunchConfig
-from kog_dist.control import COORDINATOR, NO_RANK, AbortCause, RankState
 from kog_dist.launch import supervisor
 from kog_dist.launch.liveness import Vigil
 from kog_dist.launch.local import Child
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.supervisor import Supervisor
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, RankState
+from kog_dist.runtime.wait import Deadline
 
 
 def test_a_process_is_exiting_from_the_kill_until_it_is_reaped() -> None:

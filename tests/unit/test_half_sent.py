@@ -14,7 +14,7 @@ import pytest
 from kog_dist.rpc import file_port
 from kog_dist.rpc.file_port import HALF_SENT_S, HELD_BYTES, FilePort
 from kog_dist.rpc.zmtp import DEALER, framed, opening
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 
 MESSAGE_BYTES = 1 << 20
 HALF = framed(b"x" * MESSAGE_BYTES)[:-1000]

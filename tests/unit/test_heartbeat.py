@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kog_dist.control import ControlPage
-from kog_dist.wait import Deadline, WaitResult, wait
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.workers.engines import heartbeat
 from kog_dist.workers.engines.heartbeat import Heartbeat
 

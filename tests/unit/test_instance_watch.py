@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.instance import LEASE_FILE, Instance
 from kog_dist.launch.instance_watch import LOOK_EVERY_S, InstanceWatch
 from kog_dist.rpc.paths import SOCKET_NAME
+from kog_dist.runtime.instance import LEASE_FILE, Instance
 
 
 class Watched:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kog_dist.errors import ConfigError
-from kog_dist.json_arguments import JsonArguments
+from kog_dist.runtime.process_arguments import JsonArguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from kog_dist.collectives.cuda_heap import CudaHeap, CudaHeapHandle
 from kog_dist.collectives.device_memory import Place
 from kog_dist.collectives.mailbox import place
 from kog_dist.errors import AbortedError, ConfigError, KogError, LaunchError, RendezvousTimeout
-from kog_dist.topology import LocalRendezvous
-from kog_dist.wait import Deadline
+from kog_dist.runtime.topology import LocalRendezvous
+from kog_dist.runtime.wait import Deadline
 
 HOST = bytes(range(16))
 PLAN = bytes(32)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kog_dist.control import KvLayout
 from kog_dist.decode.request import KvUse
+from kog_dist.runtime.control import KvLayout
 from kog_dist.workers.kept_caches import KeptCaches, _num_common
 
 A = tuple(range(100, 140))

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kog_dist.control import KvLayout
+from kog_dist.runtime.control import KvLayout
 from kog_dist.workers.kept_caches import KeptCaches
 
 Place = tuple[int, int] | None  # position and token

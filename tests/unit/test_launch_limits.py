@@ -21,7 +21,7 @@ from kog_dist.launch.replica_scaling import Scaler
 from kog_dist.launch.replicas import FleetLauncher
 from kog_dist.launch.target import model_folder
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 from tests.unit.fake_nvml import FakeGpu, node
 from tests.unit.test_exiting_rank import Run
 

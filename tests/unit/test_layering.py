@@ -20,7 +20,12 @@ HEAVY = {"torch", "ray", "cupy", "mpi4py", "matplotlib", "transformers", "llguid
 TORCH_MODULES = {"kog_dist/model/laneformer.py"}
 BANNED = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Who may name the interpreter: what starts children, and what only says where it is or looks for mpirun next to it.
-NAMES_INTERPRETER = {"kog_dist/python_child.py", "kog_dist/doctor/mpi.py", "kog_dist/doctor/software.py", "launch/mpi_pair.py"}
+NAMES_INTERPRETER = {
+    "kog_dist/runtime/python_child.py",
+    "kog_dist/doctor/mpi.py",
+    "kog_dist/doctor/software.py",
+    "launch/mpi_pair.py",
+}
 BANNED_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj"}
 
 
@@ -118,7 +123,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_sampling_reaches_the_engine_without_the_protocol() -> None:
     """What decodes knows SamplingParams; how they travel is RPC's."""
-    below = ("kog_dist/abi.py", "kog_dist/decode/", "collectives/", "workers/cuda/")
+    below = ("kog_dist/runtime/abi.py", "kog_dist/decode/", "collectives/", "workers/cuda/")
     paths = [path for path in source_files() if str(path.relative_to(ROOT)).startswith(below)]
     assert len(paths) > 20
     wrong = [str(path) for path in paths if "kog_dist.rpc.fields" in set(imports(parsed(path)))]
@@ -166,14 +171,20 @@ def test_children_are_started_in_one_place() -> None:
 
 def test_kccl_knows_no_model() -> None:
     """KCCL moves words between ranks: it gets mailboxes, and what they mean is said above it."""
-    known = {"abi", "control", "cuda", "errors", "instance", "memfd", "python_child", "topology", "wait", "collectives"}
+    known = {"cuda", "errors", "runtime", "collectives"}
     for path in sorted((ROOT / "collectives").rglob("*.py")):
         ours = {name for name in imports(parsed(path)) if name.startswith("kog_dist.")}
         assert {name.split(".")[1] for name in ours} <= known, f"{path.name} imports {ours}"
 
 
 def test_router_knows_no_model_and_no_engine() -> None:
-    allowed = ("kog_dist.router", "kog_dist.rpc", "kog_dist.errors", "kog_dist.json_arguments", "kog_dist.process_page")
+    allowed = (
+        "kog_dist.router",
+        "kog_dist.rpc",
+        "kog_dist.errors",
+        "kog_dist.runtime.process_arguments",
+        "kog_dist.runtime.process_page",
+    )
     for path in sorted((ROOT / "kog_dist" / "router").glob("*.py")):
         ours = {name for name in imports(parsed(path)) if name.startswith("kog_dist.")}
         assert all(name.startswith(allowed) for name in ours), f"{path.name} imports {ours}"
@@ -181,7 +192,7 @@ def test_router_knows_no_model_and_no_engine() -> None:
 
 def test_client_needs_only_messages_and_its_connection() -> None:
     own = {f"kog_dist.rpc.{name}" for name in ("messages", "connection", "transport")}
-    allowed = {"kog_dist", "kog_dist.errors", "kog_dist.rpc", "kog_dist.sampling_params", "kog_dist.wait"} | own
+    allowed = {"kog_dist", "kog_dist.errors", "kog_dist.rpc", "kog_dist.sampling_params", "kog_dist.runtime.wait"} | own
     path = ROOT / "kog_dist" / "rpc" / "client.py"
     ours = {name for name in imports(parsed(path)) if name.startswith("kog_dist")}
     assert ours <= allowed | {name for name in ours if name.rsplit(".", 1)[0] in allowed - {"kog_dist", "kog_dist.rpc"}}

@@ -17,11 +17,11 @@ import pytest
 from kog_dist.launch.liveness import HELD_UP_S, LOOP_STALL_FACTOR, Silence, Vigil, WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.readiness_probe import ReadinessProbe
-from kog_dist.process_page import ProcessPage
 from kog_dist.rpc.listener import RpcListener
 from kog_dist.rpc.messages import EngineState, Status, StatusReport
 from kog_dist.rpc.transport import socket_address
-from kog_dist.wait import Deadline, WaitResult, wait
+from kog_dist.runtime.process_page import ProcessPage
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
 STALL_S = 1.0
 TICK_S = 0.05
@@ -93,7 +93,7 @@ def test_what_is_said() -> None:
 # ---- real processes ----
 _PROGRAM = """
 import signal, sys, time
-from kog_dist.process_page import ProcessPage
+from kog_dist.runtime.process_page import ProcessPage
 page = ProcessPage.from_fd(int(sys.argv[1]))
 assert page is not None
 def stop(signum, frame):

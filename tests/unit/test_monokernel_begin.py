@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.abi import NO_PEER, WaitOp, WaitRecord
 from kog_dist.collectives.mailbox import place
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import HeadType, ModelSpec
+from kog_dist.runtime.abi import NO_PEER, WaitOp, WaitRecord
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_STATE, STREAM_PARAMS, STREAM_THREADS

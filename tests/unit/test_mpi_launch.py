@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from kog_dist.config import LaunchConfig
-from kog_dist.control import RankState
 from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.launch.mpi import Identity, check_gang
 from kog_dist.launch.mpi_pair import check_flavour, check_world_size, library_name
 from kog_dist.launch.mpi_starter import starter_lifelines
 from kog_dist.launch.progress import StartupProgress, waiting_for
-from kog_dist.rank_env import RankVariables
+from kog_dist.runtime.control import RankState
+from kog_dist.runtime.rank_env import RankVariables
 
 OPEN_MPI = RankVariables("Open MPI", 1, 4, 1)
 MPICH = RankVariables("MPICH", 1, 4, 1)
@@ -102,7 +102,7 @@ def test_lifelines_reach_past_a_shell_to_the_one_that_set_the_variables() -> Non
     program = (
         "import os\n"
         "from kog_dist.launch.mpi_starter import starter_lifelines\n"
-        "from kog_dist.rank_env import read_rank_variables\n"
+        "from kog_dist.runtime.rank_env import read_rank_variables\n"
         "found = read_rank_variables(os.environ)\n"
         "print(os.getppid(), list(starter_lifelines(found).values()))\n"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kog_dist.pace import LONGEST_GAP_S, Pace
+from kog_dist.runtime.pace import LONGEST_GAP_S, Pace
 
 
 class Clock:

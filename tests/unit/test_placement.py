@@ -27,8 +27,8 @@ from kog_dist.launch.target import choose_target, model_folder, place_on_gpus
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.transport import Access
-from kog_dist.topology import RankInfo
-from kog_dist.wait import Deadline
+from kog_dist.runtime.topology import RankInfo
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.prefill import memory
 from tests.unit.fake_nvml import FakeGpu, node

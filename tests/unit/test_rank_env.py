@@ -7,7 +7,7 @@ import pytest
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError
 from kog_dist.launch.choice import choose_launcher
-from kog_dist.rank_env import RankVariables, read_rank_variables
+from kog_dist.runtime.rank_env import RankVariables, read_rank_variables
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2", "PMIX_RANK": "2"}

@@ -7,7 +7,7 @@ import pytest
 from kog_dist.bench.request_client import TimedAnswer
 from kog_dist.bench.request_stages import STEPS, show_steps, steps_ms
 from kog_dist.rpc.messages import Done, FinishReason
-from kog_dist.stages import STAGES
+from kog_dist.runtime.stages import STAGES
 
 
 def answer(*, slower_s: float = 0.0, with_prefill: bool = True) -> TimedAnswer:

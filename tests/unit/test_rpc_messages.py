@@ -35,8 +35,8 @@ from kog_dist.rpc.messages import (
     decode_request,
     encode,
 )
+from kog_dist.runtime.stages import STAGES
 from kog_dist.sampling_params import DEFAULTS, LIMITS, SamplingParams
-from kog_dist.stages import STAGES
 
 HEAD = MAGIC + bytes((PROTOCOL_VERSION,))
 texts = st.text(st.characters(codec="utf-8"), max_size=40)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kog_dist.errors import ConfigError, KogError, LaunchError
-from kog_dist.socket_file import SocketFile, listen_on_file
+from kog_dist.runtime.socket_file import SocketFile, listen_on_file
 
 FLAG = "--http-socket"
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from kog_dist import instance as instance_module
 from kog_dist.errors import ConfigError, LaunchError, RendezvousTimeout
-from kog_dist.instance import LEASE_FILE, Instance, instances_root, process_start_time, read_holder, sweep_stale
 from kog_dist.launch.local import popen
-from kog_dist.memfd import Segment
-from kog_dist.topology import LocalRendezvous, RankInfo
-from kog_dist.wait import Deadline
+from kog_dist.runtime import instance as instance_module
+from kog_dist.runtime.instance import LEASE_FILE, Instance, instances_root, process_start_time, read_holder, sweep_stale
+from kog_dist.runtime.memfd import Segment
+from kog_dist.runtime.topology import LocalRendezvous, RankInfo
+from kog_dist.runtime.wait import Deadline
 from tests.unit.resource_limits import soft_limit
 
 INFO = RankInfo(1, 4, 1, "demo", generation=3, control_fd=5, rendezvous_fd=6)
@@ -172,7 +172,7 @@ def run_holder(root: Path, *, inherit: bool) -> tuple[subprocess.Popen[str], int
     program = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from kog_dist.instance import Instance
+from kog_dist.runtime.instance import Instance
 instance = Instance.acquire("demo", Path(sys.argv[1]))
 (instance.folder / "rpc.sock").write_text("")
 child = subprocess.Popen(["sleep", "60"], pass_fds=(instance.lease_fd,)) if sys.argv[2] == "True" else None

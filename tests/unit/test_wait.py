@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from kog_dist.memfd import Segment
-from kog_dist.wait import POLLS_PER_CHECK, Deadline, FutexWord, WaitResult, wait
+from kog_dist.runtime.memfd import Segment
+from kog_dist.runtime.wait import POLLS_PER_CHECK, Deadline, FutexWord, WaitResult, wait
 
 
 class Counter:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.abi import WaitRecord
 from kog_dist.decode.steps import NONE, Phase
+from kog_dist.runtime.abi import WaitRecord
 from kog_dist.workers.cuda.kernel_abi import abi_header
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from tests.silent import LAST_DOWN, with_silent_cta

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kog_dist.abi import WaitOp, WaitRecord
-from kog_dist.control import AbortCause, ControlPage, RankState
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, LaunchError
-from kog_dist.stages import RankStage
-from kog_dist.wait import FutexWord
+from kog_dist.runtime.abi import WaitOp, WaitRecord
+from kog_dist.runtime.control import AbortCause, ControlPage, RankState
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.wait import FutexWord
 from kog_dist.workers.worker import live, serve
 
 

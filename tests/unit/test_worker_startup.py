@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kog_dist.errors import ConfigError
-from kog_dist.topology import LocalRendezvous, RankInfo
-from kog_dist.wait import Deadline
+from kog_dist.runtime.topology import LocalRendezvous, RankInfo
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.agreement import agree
 

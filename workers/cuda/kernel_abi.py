@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 
-from kog_dist.abi import MAX_STOP_IDS, WAIT_RECORD, Field, Struct
 from kog_dist.collectives.cuda_abi import MAX_RANKS, PEERS, device_header
 from kog_dist.decode.steps import phase_enum
+from kog_dist.runtime.abi import MAX_STOP_IDS, WAIT_RECORD, Field, Struct
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
 DECODE_PARAMS = Struct(

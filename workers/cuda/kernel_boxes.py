@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kog_dist.abi import LINE_BYTES
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.decode.schedule import is_summed
 from kog_dist.model.spec import HeadType, ModelSpec, Sublayer
+from kog_dist.runtime.abi import LINE_BYTES
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES

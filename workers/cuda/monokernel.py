@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kog_dist.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.collectives.cuda_abi import PEERS
 from kog_dist.collectives.mailbox import place
 from kog_dist.collectives.words import WORD_BYTES, pair_tags
@@ -21,6 +20,7 @@ from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.steps import NONE, Phase
 from kog_dist.errors import DeviceError, LaunchError
+from kog_dist.runtime.abi import NO_PEER, WAIT_RECORD, WaitRecord
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.build import build
 from kog_dist.workers.cuda.device_weights import DeviceWeights

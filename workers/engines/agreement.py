@@ -6,10 +6,10 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from kog_dist.abi import abi_digest
 from kog_dist.errors import ConfigError
-from kog_dist.topology import Rendezvous
-from kog_dist.wait import Deadline
+from kog_dist.runtime.abi import abi_digest
+from kog_dist.runtime.topology import Rendezvous
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
-from kog_dist.control import ControlPage, EpochWaits, KvLayout, RankState
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.places import with_place
@@ -25,10 +24,11 @@ from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.control import ControlPage, EpochWaits, KvLayout, RankState
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.topology import LocalRendezvous
+from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.stages import RankStage
-from kog_dist.topology import LocalRendezvous
-from kog_dist.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.agreement import agree, common_terms
 from kog_dist.workers.engines.heartbeat import Heartbeat

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from numpy.typing import NDArray
 
-from kog_dist.control import ControlPage, KvLayout, RankState
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
@@ -25,10 +24,11 @@ from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.validate import check
 from kog_dist.errors import AbortedError, ConfigError, KogError, LaunchError, RequestFailed
 from kog_dist.model.checkpoint import open_checkpoint
-from kog_dist.pace import Pace
+from kog_dist.runtime.control import ControlPage, KvLayout, RankState
+from kog_dist.runtime.pace import Pace
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.stages import RankStage
-from kog_dist.wait import Deadline, WaitResult, wait
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.shaped import ShapedRequest
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cuda import CudaCommunicator
-from kog_dist.control import ControlPage, RankState
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import KogError, LaunchError
-from kog_dist.topology import LocalRendezvous
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import ControlPage, RankState
+from kog_dist.runtime.topology import LocalRendezvous
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES
 from kog_dist.workers.engines.agreement import agree, common_terms

@@ -6,7 +6,7 @@ import threading
 import time
 from types import TracebackType
 
-from kog_dist.control import ControlPage
+from kog_dist.runtime.control import ControlPage
 
 PERIOD_S = 0.1
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
-from kog_dist.stages import RankStage
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.stages import RankStage
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_start import Prefiller
 from kog_dist.workers.engines.heartbeat import Heartbeat

@@ -6,14 +6,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kog_dist.control import ControlPage
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import NO_CANDIDATE, Candidate, Sampler, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError
-from kog_dist.wait import Deadline, WaitResult, wait
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
 MASK_TIMEOUT_S = 5.0  # a mask takes well below a millisecond, and the grammar process has a whole step for it
 

@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import msgpack  # type: ignore[import-untyped]
 
-from kog_dist.control import ControlPage
 from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.errors import KogError, LaunchError
-from kog_dist.json_arguments import JsonArguments
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.pace import Pace
-from kog_dist.wait import Deadline, sleep_precisely
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.pace import Pace
+from kog_dist.runtime.process_arguments import JsonArguments
+from kog_dist.runtime.wait import Deadline, sleep_precisely
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintError, ConstraintKind, GrammarCompiler
 
 MAX_PACKET_BYTES = 1 << 17  # a schema of the longest kind, and the rest of its message

@@ -19,10 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
-from kog_dist import python_child
-from kog_dist.control import ControlPage
 from kog_dist.errors import RequestError
 from kog_dist.rpc.messages import ErrorCode
+from kog_dist.runtime import python_child
+from kog_dist.runtime.control import ControlPage
 from kog_dist.workers.grammar.compiler import Constraint
 from kog_dist.workers.grammar.process import MAX_PACKET_BYTES, GrammarArgs, check_message, run_message
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kog_dist.cuda.build import cache_folder
-from kog_dist.files import write_at_once
+from kog_dist.runtime.files import write_at_once
 from kog_dist.workers.notes import note
 
 _ALGORITHMS, _MADE_FOR = "algorithms", "made for"

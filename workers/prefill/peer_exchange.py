@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kog_dist.abi import WAIT_RECORD, WaitRecord
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.cuda.driver import Kernel
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
+from kog_dist.runtime.abi import WAIT_RECORD, WaitRecord
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.prefill_abi import CHUNK_ROWS, SUM_PARAMS, SUM_THREADS, sums_header
 from kog_dist.workers.prefill.staging import staged

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from kog_dist.abi import WAIT_RECORD, Field, Struct
 from kog_dist.collectives.cuda_abi import PEERS, device_header
+from kog_dist.runtime.abi import WAIT_RECORD, Field, Struct
 from kog_dist.workers.cuda.kernel_shape import FORMATS
 from kog_dist.workers.prefill.buffers import UNIT
 from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout

@@ -10,7 +10,7 @@ from kog_dist.rpc.messages.checks import COUNT, ID, NAME, SECONDS, TEXT, BadMess
 from kog_dist.rpc.messages.codes import EngineState, ErrorCode, FinishReason
 from kog_dist.rpc.messages.limits import MAX_ARRAY, MAX_FLOAT32
 from kog_dist.rpc.messages.status import StatusReport
-from kog_dist.stages import STAGES
+from kog_dist.runtime.stages import STAGES
 
 _LOGPROB = number(-MAX_FLOAT32, 0.0)
 _TOKEN_ID = integer(0, 2**31 - 1)

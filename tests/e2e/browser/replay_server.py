@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 from kog_dist.gateway.pages import POLICY
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 
 STRICT_POLICY = f"{POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"  # so that text cannot become markup at all
 NOTHING = "\u2013"  # what the page writes where there is no figure

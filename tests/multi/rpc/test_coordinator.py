@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import AbortCause, RankState
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.client import Client, DeadlineExceeded, StreamEvent
 from kog_dist.rpc.client_events import EXIT_DRAIN_TIMEOUT
 from kog_dist.rpc.messages import Accepted, Done, EngineState, FinishReason, Tokens
+from kog_dist.runtime.control import AbortCause, RankState
 from kog_dist.workers import coordinator_watch
 
 EOS_ID = 256

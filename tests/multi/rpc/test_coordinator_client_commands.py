@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import AbortCause
 from kog_dist.rpc.output import progress_line
-from kog_dist.stages import RANK_STAGES, STAGES
+from kog_dist.runtime.control import AbortCause
+from kog_dist.runtime.stages import RANK_STAGES, STAGES
 
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
 PATIENCE_S = 30.0

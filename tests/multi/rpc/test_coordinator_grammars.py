@@ -11,7 +11,7 @@ import pytest
 
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.messages import Accepted, Alive, Done, FinishReason, Tokens
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py
 EOS_ID = 256

@@ -16,10 +16,10 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.control import NO_RANK, AbortCause, ControlPage
 from kog_dist.errors import ConfigError, RequestFailed
-from kog_dist.instance import Instance
 from kog_dist.rpc.messages import Done, EngineState, FinishReason
+from kog_dist.runtime.control import NO_RANK, AbortCause, ControlPage
+from kog_dist.runtime.instance import Instance
 from kog_dist.workers.coordinator_args import CoordinatorArgs
 
 StartEngine = Callable[..., Any]  # the FakeEngine of conftest.py

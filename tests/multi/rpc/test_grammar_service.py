@@ -11,11 +11,11 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.control import ControlPage
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import RequestError
-from kog_dist.wait import Deadline
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.grammar import service as service_module
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintKind
 from kog_dist.workers.grammar.service import CHECK_TIMEOUT_S, MAX_ASKERS, SILENT_S, GrammarService, Verdict

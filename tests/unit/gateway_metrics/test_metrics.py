@@ -292,7 +292,7 @@ def test_two_gateways_in_one_process_share_nothing() -> None:
 
 
 def test_rank_states_are_those_of_the_control_page() -> None:
-    from kog_dist.control import RankState
+    from kog_dist.runtime.control import RankState
 
     assert tuple(state.name.lower() for state in RankState) == RANK_STATES
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kog_dist.control import AbortCause, ControlPage
 from kog_dist.decode.masks import num_words
 from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError
+from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.stages import RankStage
-from kog_dist.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kog_dist.collectives.cpu import CpuCommunicator
-from kog_dist.control import ControlPage
 from kog_dist.decode.exchange_calls import RankExchange
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.topology import LocalRendezvous
+from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.topology import LocalRendezvous
-from kog_dist.wait import Deadline
 from kog_dist.workers.prefill.blocks import Block
 from kog_dist.workers.prefill.buffers import Buffers
 from kog_dist.workers.prefill.exchange import CommunicatorExchange, mailbox

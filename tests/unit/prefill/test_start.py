@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import ControlPage
 from kog_dist.cuda.driver import DriverError
 from kog_dist.errors import AbortedError, CheckpointError, CompileError, LaunchError
 from kog_dist.model.spec import laneformer_2b
-from kog_dist.topology import RankInfo
+from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import load, monokernel
 from kog_dist.workers.cuda.head_start import LastStreams

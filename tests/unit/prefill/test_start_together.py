@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kog_dist.control import RankState
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import AbortedError, LaunchError
-from kog_dist.wait import Deadline, WaitResult, wait
+from kog_dist.runtime.control import RankState
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.workers import worker
 from kog_dist.workers.cuda import load, monokernel
 from kog_dist.workers.engines import cuda, cuda_peers, cuda_start

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kog_dist.errors import ConfigError, LaunchError, remedy_of
-from kog_dist.wait import Deadline
+from kog_dist.runtime.wait import Deadline
 
 LEASE_FILE = "lease"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero

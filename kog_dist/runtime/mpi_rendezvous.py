@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kog_dist.errors import AbortedError, RendezvousTimeout
-from kog_dist.topology import timeout_text
-from kog_dist.wait import Deadline, WaitResult, wait
+from kog_dist.runtime.topology import timeout_text
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from kog_dist.errors import AbortedError, ConfigError, LaunchError, RendezvousTimeout
-from kog_dist.json_arguments import JsonArguments
-from kog_dist.memfd import Segment
-from kog_dist.wait import Deadline, WaitResult, wait
+from kog_dist.runtime.memfd import Segment
+from kog_dist.runtime.process_arguments import JsonArguments
+from kog_dist.runtime.wait import Deadline, WaitResult, wait
 
 
 @dataclass(frozen=True, slots=True)

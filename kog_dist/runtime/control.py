@@ -19,7 +19,12 @@ from typing import Final
 
 import numpy as np
 
-from kog_dist.abi import (
+from kog_dist.decode.masks import MaskSlots, mask_bytes
+from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request_blocks import NUM_BLOCKS, RequestBlocks, block_bytes
+from kog_dist.decode.ring import TokenRing, ring_bytes
+from kog_dist.errors import LaunchError
+from kog_dist.runtime.abi import (
     CONTROL_HEADER,
     CONTROL_MAGIC,
     RANK_CONTROL,
@@ -27,14 +32,9 @@ from kog_dist.abi import (
     WaitRecord,
     abi_digest,
 )
-from kog_dist.decode.masks import MaskSlots, mask_bytes
-from kog_dist.decode.request import DecodeRequest
-from kog_dist.decode.request_blocks import NUM_BLOCKS, RequestBlocks, block_bytes
-from kog_dist.decode.ring import TokenRing, ring_bytes
-from kog_dist.errors import LaunchError
-from kog_dist.memfd import Segment, round_up
-from kog_dist.stages import RankStage
-from kog_dist.wait import Deadline, FutexWord, WaitResult, wait
+from kog_dist.runtime.memfd import Segment, round_up
+from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.wait import Deadline, FutexWord, WaitResult, wait
 
 COORDINATOR: Final = 0xFFFE  # in place of a rank in `set_abort` and `beat`
 NO_RANK: Final = 0xFFFF

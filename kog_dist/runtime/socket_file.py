@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from kog_dist.errors import ConfigError, LaunchError
-from kog_dist.instance import MAX_SOCKET_PATH_BYTES, private_folder
-from kog_dist.port_holder import launcher_of, process_name
-from kog_dist.wait import Deadline
+from kog_dist.runtime.instance import MAX_SOCKET_PATH_BYTES, private_folder
+from kog_dist.runtime.port_holder import launcher_of, process_name
+from kog_dist.runtime.wait import Deadline
 
 _OTHERS_S: Final = 2.0  # for another start to have bound
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
