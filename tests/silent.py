@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kog_dist.bench.yardsticks import replaced
+from kog_dist.bench.kernel.yardsticks import replaced
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.monokernel import Monokernel

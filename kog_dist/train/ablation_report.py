@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.svg_plots import intervals
+from kog_dist.bench.service.svg_plots import intervals
 from kog_dist.train.ablation_grid import REFERENCE
 from kog_dist.train.curves import standalone
 from kog_dist.train.intervals import Mean, mean_of, paired

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.svg_plots import lines
+from kog_dist.bench.service.svg_plots import lines
 
 _STYLE = (
     "svg{background:#fff;font:11px sans-serif}text{fill:#333}.axis{stroke:#333}.grid{stroke:#ddd}.mark{stroke:#888;"

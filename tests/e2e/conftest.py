@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.session import EngineSession, engine_session
+from kog_dist.bench.engine.session import EngineSession, engine_session
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 

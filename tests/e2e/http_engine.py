@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.gateway.args import HTTP_FILE
 
 READY_S = 90.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 
 BIN = Path(sys.executable).parent
 _STARTED_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.transport import Access
 

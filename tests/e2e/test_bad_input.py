@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.bench.session import EngineSession, engine_session, until
+from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 from tests.e2e.conftest import without_progress

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kog_dist.bench.cli import app
-from kog_dist.bench.request_measures import KINDS, SCHEMAS, Measures, Workload
-from kog_dist.bench.request_stages import STEPS
-from kog_dist.bench.requests import run
+from kog_dist.bench.engine.request_measures import KINDS, SCHEMAS, Measures, Workload
+from kog_dist.bench.engine.request_stages import STEPS
+from kog_dist.bench.engine.requests import run
 from kog_dist.errors import ConfigError
 
 SMALL = Workload(prompts=(8, 200), kept=40, new=6, context=16, tokens=24, repeats=2)
@@ -65,6 +65,6 @@ def test_a_request_that_went_wrong_gives_code_1(monkeypatch: pytest.MonkeyPatch)
     def answer(*_arguments: object, **options: object) -> bool:
         return options["aborts"] == ("decode",)
 
-    monkeypatch.setattr("kog_dist.bench.requests.run", answer)
+    monkeypatch.setattr("kog_dist.bench.engine.requests.run", answer)
     for during, code in (("decode", 0), ("prefill", 1)):
         assert CliRunner().invoke(app, ["requests", "--ranks=1", f"--aborts={during}"]).exit_code == code

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kog_dist.bench.request_stages import STEPS
-from kog_dist.bench.session import until
+from kog_dist.bench.engine.request_stages import STEPS
+from kog_dist.bench.engine.session import until
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
 from kog_dist.rpc.transport import Access

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.chaos import Chaos
-from kog_dist.bench.chaos_engine import right_answers, write_model
-from kog_dist.bench.chaos_table import KINDS, Cell, Layout, cells
-from kog_dist.bench.injection import FaultKind, Point, fault
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.chaos.engine import right_answers, write_model
+from kog_dist.bench.chaos.run import Chaos
+from kog_dist.bench.chaos.table import KINDS, Cell, Layout, cells
+from kog_dist.bench.engine.injection import FaultKind, Point, fault
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Tokens
 

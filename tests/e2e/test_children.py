@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.bench.session import EngineSession
+from kog_dist.bench.engine.session import EngineSession
 from kog_dist.rpc.messages import Done
 from tests.e2e.children import is_hardened, plant
 from tests.e2e.http_engine import http_engine

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import ErrorCode, Tokens

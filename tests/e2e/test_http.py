@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kog_dist.bench.session import EngineSession, engine_session, until
+from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from tests.e2e.http_engine import ENDED_S, READY_S, HttpEngine, http_engine, texts
 
 PROMPT = "def add(a, b):"

@@ -19,7 +19,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from tests.e2e.http_engine import READY_S
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(1800)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 
 READY_S, CLEAN_S = 60.0, 2.0
 FLEET = ("--replicas=1", "--max-replicas=1", "--min-replicas=1")

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kog_dist.bench.session import EngineSession, engine_session, until
+from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from tests.e2e.http_engine import READY_S
 from tests.e2e.large_bodies import BODIES
 from tests.e2e.test_http_service import gateway_of_replay

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kog_dist.bench.session import engine_session, until
+from kog_dist.bench.engine.session import engine_session, until
 from tests.e2e.http_engine import ENDED_S, HttpEngine, http_engine, texts
 
 ROOT = Path(__file__).parents[2]

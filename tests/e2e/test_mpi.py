@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.errors import RequestFailed
 from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.messages import Done

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from tests.e2e.conftest import PLAIN_PROMPT, lines_of, tokens_in
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
 

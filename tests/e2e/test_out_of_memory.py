@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 
 LIMIT_BYTES = 600 << 20
 SPARED, FIRST = "-1000", "1000"  # of whom the kernel kills

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.bench.session import EngineSession, engine_session, until
+from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens

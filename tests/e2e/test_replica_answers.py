@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.rpc.client import Client
 
 from .replica_clients import Crowd, Stream, replay

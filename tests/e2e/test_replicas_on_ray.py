@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import ErrorCode
 from kog_dist.rpc.transport import Access

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kog_dist.bench.session import running
+from kog_dist.bench.engine.session import running
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, FinishReason, Tokens
 

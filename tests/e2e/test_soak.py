@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.soak import soak
-from kog_dist.bench.soak_client import Record
-from kog_dist.bench.soak_replay import compare, compare_rounded
-from kog_dist.bench.soak_requests import Fate, RequestMix, SoakRequest
-from kog_dist.bench.tiny_model import write_tiny_model
+from kog_dist.bench.engine.soak import soak
+from kog_dist.bench.engine.soak_client import Record
+from kog_dist.bench.engine.soak_replay import compare, compare_rounded
+from kog_dist.bench.engine.soak_requests import Fate, RequestMix, SoakRequest
+from kog_dist.bench.fakes.tiny_model import write_tiny_model
 from kog_dist.rpc.messages import Accepted, Alive, Done, Error, ErrorCode, FinishReason, Generate, Tokens
 
 DONE = Done("r", FinishReason.LENGTH, 1, 3, 0.0, 1.0)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.errors import RequestError, RequestFailed
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.session import EngineSession, running, until
+from kog_dist.bench.engine.session import EngineSession, running, until
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.sampling import Sampler

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_dist.bench.collectives_kccl import WARM_STEPS, Chain, compile_together, mailbox_of
+from kog_dist.bench.collectives.kccl import WARM_STEPS, Chain, compile_together, mailbox_of
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cuda_abi import HANDOFF_PARAMS
 from kog_dist.collectives.cuda_kernels import ChainShape, handoff_cubin

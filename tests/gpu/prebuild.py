@@ -15,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.tiny_model import TINY_ON_GPUS
-from kog_dist.bench.yardsticks import build_without_delayed_sums
+from kog_dist.bench.fakes.tiny_model import TINY_ON_GPUS
+from kog_dist.bench.kernel.yardsticks import build_without_delayed_sums
 from kog_dist.collectives.cuda_kernels import exchange_cubin
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kog_dist.bench.prefill_ranks import prepared
+from kog_dist.bench.kernel.prefill_ranks import prepared
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.errors import DeviceError
 from kog_dist.model.spec import laneformer_2b

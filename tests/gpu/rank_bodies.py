@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kog_dist.bench.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
+from kog_dist.bench.kernel.rank_kernel import lane_digests, prepare, rank_kernel, rank_shape
 from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.model.spec import HeadType, ModelSpec

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kog_dist.bench.processes import marked_processes
+from kog_dist.bench.engine.processes import marked_processes
 from kog_dist.hardware.gpus import Gpu, read_inventory
 from kog_dist.hardware.visible import ORDER_VARIABLE, VARIABLE, visible_gpus
 from tests.gpu.steps import STEPS, Step

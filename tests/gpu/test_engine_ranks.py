@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 
-from kog_dist.bench.session import EngineSession, engine_session, until
+from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from kog_dist.errors import RequestFailed
 from kog_dist.hardware.gpus import read_inventory
 from kog_dist.launch.gpu_choice import BESIDES_BYTES, gpu_rank_bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench.collectives_torch import ENVIRON
+from kog_dist.bench.collectives.torch_nccl import ENVIRON
 from kog_dist.collectives.ranks import RankOutcome, run_ranks
 
 HERE = Path(__file__).parent
@@ -146,7 +146,7 @@ def test_a_killed_rank_sets_the_others_free(world_size: int) -> None:
 @both
 def test_a_rank_killed_while_all_spin_holds_nobody_up(world_size: int) -> None:
     search_path = (HERE.parents[1],)
-    body = "kog_dist.bench.collectives_kccl:killed_while_spinning"
+    body = "kog_dist.bench.collectives.kccl:killed_while_spinning"
     outcomes = run_ranks(world_size, body, deadline_s=60.0, search_path=search_path, device="cuda", environ=ENVIRON)
     assert outcomes[-1].status == -signal.SIGKILL
     for outcome in outcomes[:-1]:

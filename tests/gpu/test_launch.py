@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
 
-from kog_dist.bench.request_measures import Workload
-from kog_dist.bench.requests import OBEYED_MS, run
-from kog_dist.bench.session import EngineSession, engine_session, until
-from kog_dist.bench.soak import soak
+from kog_dist.bench.engine.request_measures import Workload
+from kog_dist.bench.engine.requests import OBEYED_MS, run
+from kog_dist.bench.engine.session import EngineSession, engine_session, until
+from kog_dist.bench.engine.soak import soak
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import ErrorCode, Tokens

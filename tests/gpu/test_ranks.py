@@ -13,7 +13,7 @@ from tests.gpu.sharing import RANKS_PER_GPU
 
 pytestmark = pytest.mark.timeout(180)
 ANSWER, SHAPED_ANSWERS = "tests.gpu.rank_bodies:answer", "tests.gpu.rank_bodies:shaped_answers"
-DECODE = "kog_dist.bench.scaling_run:decode_on_ranks"
+DECODE = "kog_dist.bench.kernel.scaling_run:decode_on_ranks"
 PLACES_2B = (64, 1530, 3066, 3900)  # two of them just before attention comes to another part
 
 

@@ -38,6 +38,6 @@ def test_steps_of_the_collectives_are_a_number(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["bench", steps])
     with pytest.raises(SystemExit) as caught:
-        runpy.run_module("kog_dist.bench.collectives_cpu", run_name="__main__")
+        runpy.run_module("kog_dist.bench.collectives.cpu", run_name="__main__")
     assert caught.value.code == 2
     assert "STEPS" in capsys.readouterr().err.splitlines()[-1]

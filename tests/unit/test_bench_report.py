@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kog_dist.bench import collectives, report
+from kog_dist.bench import report
 from kog_dist.bench.cli import app
+from kog_dist.bench.collectives.run import run as collectives
 from kog_dist.errors import ConfigError
 
 

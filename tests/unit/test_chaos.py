@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-from kog_dist.bench.chaos_cell import CellRun
-from kog_dist.bench.chaos_clients import Asking, ClientLog, Question
-from kog_dist.bench.chaos_engine import ChaosEngine
-from kog_dist.bench.chaos_table import KINDS, ROLES, Cell, Harm, Layout, cells
-from kog_dist.bench.injection import FaultKind, Point
+from kog_dist.bench.chaos.cell import CellRun
+from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
+from kog_dist.bench.chaos.engine import ChaosEngine
+from kog_dist.bench.chaos.table import KINDS, ROLES, Cell, Harm, Layout, cells
+from kog_dist.bench.engine.injection import FaultKind, Point
 
 QUESTION = Question("a", 4)
 ANSWER = ([1, 2, 3, 4], "wxyz")

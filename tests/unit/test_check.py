@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from kog_dist.bench.tiny_model import TINY, write_tiny_model
+from kog_dist.bench.fakes.tiny_model import TINY, write_tiny_model
 from kog_dist.config import LaunchConfig
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.validate import check as check_plan

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench import collectives
-from kog_dist.bench.collectives import shapes
-from kog_dist.bench.collectives_table import kccl_table, kill_line, library_table, rows_of, write
+from kog_dist.bench.collectives import run as collectives
+from kog_dist.bench.collectives.run import shapes
+from kog_dist.bench.collectives.table import kccl_table, kill_line, library_table, rows_of, write
 from kog_dist.collectives.cuda_kernels import ChainShape
 from kog_dist.errors import ConfigError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.shapes import DENSE, named_spec
+from kog_dist.bench.kernel.shapes import DENSE, named_spec
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import KERNEL_SOURCES, build

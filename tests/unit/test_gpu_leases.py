@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.session import engine_session
+from kog_dist.bench.engine.session import engine_session
 from kog_dist.errors import LaunchError
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.launch.gpu_leases import GpuLeases, use_of

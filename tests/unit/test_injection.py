@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from kog_dist.bench.injection import FaultKind, fault_of_process, short_read
-from kog_dist.bench.session import until
+from kog_dist.bench.engine.injection import FaultKind, fault_of_process, short_read
+from kog_dist.bench.engine.session import until
 from kog_dist.errors import LaunchError
 
 COUNTS = "import sys\nfor i in range(10**9):\n    print(i, flush=True)\n    sys.stdin.readline()\n"

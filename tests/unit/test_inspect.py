@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.bench.inspect import LIMITS, Expected, compare, first_suspicious, limited, limited_weights, table
+from kog_dist.bench.kernel.inspect import LIMITS, Expected, compare, first_suspicious, limited, limited_weights, table
 from kog_dist.decode.sampling import sample
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec

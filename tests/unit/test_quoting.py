@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.bench.tiny_model import write_tiny_model
+from kog_dist.bench.fakes.tiny_model import write_tiny_model
 from kog_dist.errors import CheckpointError, CompileError, KogError
 from kog_dist.launch import flags
 from kog_dist.launch.events import EventLog, LogFile

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from kog_dist.bench.request_client import RequestClient, TimedAnswer
-from kog_dist.bench.request_measures import KINDS, Measures, Workload
+from kog_dist.bench.engine.request_client import RequestClient, TimedAnswer
+from kog_dist.bench.engine.request_measures import KINDS, Measures, Workload
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import Done, FinishReason
 from tests.unit.prefill.models import SMALL

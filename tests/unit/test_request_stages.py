@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kog_dist.bench.request_client import TimedAnswer
-from kog_dist.bench.request_stages import STEPS, show_steps, steps_ms
+from kog_dist.bench.engine.request_client import TimedAnswer
+from kog_dist.bench.engine.request_stages import STEPS, show_steps, steps_ms
 from kog_dist.rpc.messages import Done, FinishReason
 from kog_dist.runtime.stages import STAGES
 

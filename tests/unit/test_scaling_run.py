@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench import endurance, scaling_run
-from kog_dist.bench.rank_kernel import first_difference
+from kog_dist.bench.kernel import endurance, scaling_run
+from kog_dist.bench.kernel.rank_kernel import first_difference
 from kog_dist.errors import KogError
 
 PLAN = scaling_run.ScalingPlan("2b", (64, 512), tokens=200, repeats=3, long_run=True, yardstick=True)

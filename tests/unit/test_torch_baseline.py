@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kog_dist.bench.torch_baseline import PRODUCTS, TorchDecoder
+from kog_dist.bench.kernel.torch_baseline import PRODUCTS, TorchDecoder
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.spec import HeadType, ModelSpec
 

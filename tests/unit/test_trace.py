@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.bench.trace import Trace
-from kog_dist.bench.trace_picture import bars_of, draw
+from kog_dist.bench.kernel.trace import Trace
+from kog_dist.bench.kernel.trace_picture import bars_of, draw
 from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
 from kog_dist.model.spec import ModelSpec

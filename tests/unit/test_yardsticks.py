@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kog_dist.bench.yardsticks import replaced, without_delayed_sums
+from kog_dist.bench.kernel.yardsticks import replaced, without_delayed_sums
 from kog_dist.workers.cuda.build import device_sources
 from tests.silent import with_silent_cta
 

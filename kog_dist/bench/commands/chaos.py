@@ -18,7 +18,7 @@ def chaos(
     only: Annotated[str, typer.Option(help="Cells that have this in their names, such as 'rank 0 stop'.")] = "",
 ) -> None:
     """Kill, stop, terminate and pause every role at every point. Code 1: a promise was broken."""
-    from kog_dist.bench import chaos as benchmark
+    from kog_dist.bench.chaos import run as benchmark
 
     if seconds <= 0 or ranks not in (1, 2, 4):
         raise ConfigError("--seconds must be positive, --ranks 1, 2 or 4")

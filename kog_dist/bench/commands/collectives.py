@@ -21,7 +21,7 @@ def collectives(
     out: Annotated[str | None, typer.Option(help="Folder for collectives.json and collectives.png.")] = None,
 ) -> None:
     """Microseconds of an all-reduce inside a kernel, beside NCCL and torch. Code 1: a killed rank held the others up."""
-    from kog_dist.bench import collectives as benchmark
+    from kog_dist.bench.collectives import run as benchmark
 
     chosen = counts_of(sizes, "--sizes")
     if not 2 <= gpus <= 8 or any(size % 4096 and size % 6144 for size in chosen) or steps < 1 or repeats < 1 or kills < 0:

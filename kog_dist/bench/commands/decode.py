@@ -18,7 +18,7 @@ def decode(
     idle_s: Annotated[float, typer.Option(help="Seconds over which idle ranks are watched.")] = 5.0,
 ) -> None:
     """Tokens per second, time to be ready, and what idle ranks cost."""
-    from kog_dist.bench import decode as benchmark
+    from kog_dist.bench.engine import decode as benchmark
 
     counts = counts_of(ranks)
     if tokens < 2 or repeats < 1 or not idle_s > 0:

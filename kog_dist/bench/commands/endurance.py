@@ -17,7 +17,7 @@ def endurance(
     deadline_s: Annotated[float, typer.Option(help="Longest time for each, seconds.")] = 400.0,
 ) -> None:
     """Very many tokens, with a running hash that must be the same on all ranks and on every number of GPUs (else code 1)."""
-    from kog_dist.bench import endurance as benchmark
+    from kog_dist.bench.kernel import endurance as benchmark
 
     if not deadline_s > 0:
         raise ConfigError("--deadline-s must be more than 0")

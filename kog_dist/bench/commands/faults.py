@@ -16,7 +16,7 @@ def faults(
     kills: Annotated[int, typer.Option(help="Kills of each kind of process.")] = 20,
 ) -> None:
     """Kill every kind of process during a stream: time to the client's error, and until nothing is left."""
-    from kog_dist.bench import faults as benchmark
+    from kog_dist.bench.engine import faults as benchmark
 
     for option, number in (("--ranks", ranks), ("--kills", kills)):
         if number < 1:

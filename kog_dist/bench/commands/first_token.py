@@ -18,8 +18,8 @@ def first_token(
     repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after some seconds.")] = 30,
 ) -> None:
     """The host's way to a first token, with real coordinator and client and a fake rank: no GPU, no model."""
-    from kog_dist.bench import first_token as benchmark
-    from kog_dist.bench.fake_rank import Play
+    from kog_dist.bench.engine import first_token as benchmark
+    from kog_dist.bench.fakes.fake_rank import Play
 
     lengths = counts_of(prompts, "--prompts")
     try:

@@ -15,7 +15,7 @@ def gateway(
     repeats: Annotated[int, typer.Option(help="Answers over each way, in turns.")] = 3,
 ) -> None:
     """Microseconds of a token from a fake engine to a client, over RPC and over HTTP. Needs no model."""
-    from kog_dist.bench import gateway_path as benchmark
+    from kog_dist.bench.service import gateway_path as benchmark
 
     if not 0 < rate <= 1e5 or not 2 <= tokens <= 30_000 or repeats < 1:
         raise ConfigError("--rate must be more than 0 and at most 100000, --tokens from 2 to 30000, --repeats at least 1")

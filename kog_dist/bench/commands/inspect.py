@@ -20,7 +20,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Each phase of a layer on one GPU beside the interpreter's. Names the first one that is wrong, and ends with code 1."""
-    from kog_dist.bench import inspect as benchmark
+    from kog_dist.bench.kernel import inspect as benchmark
     from kog_dist.config import LaunchConfig
     from kog_dist.launch.target import model_folder
 

@@ -27,8 +27,8 @@ def latency(
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
 ) -> None:
     """Microseconds per token of the monokernel on one GPU, beside the time that reading the weights alone takes."""
-    from kog_dist.bench import latency as benchmark
-    from kog_dist.bench.torch_baseline import FORMS
+    from kog_dist.bench.kernel import latency as benchmark
+    from kog_dist.bench.kernel.torch_baseline import FORMS
 
     if (model is None) == (not random):
         raise ConfigError("give MODEL or --random, one of the two")

@@ -18,7 +18,7 @@ def load(
     repeats: Annotated[int, typer.Option(help="Loads of each kind; the median counts.")] = 3,
 ) -> None:
     """Seconds from a checkpoint in the page cache to weights packed on one GPU."""
-    from kog_dist.bench import load as benchmark
+    from kog_dist.bench.kernel import load as benchmark
 
     if repeats < 1:
         raise ConfigError("--repeats must be at least 1")

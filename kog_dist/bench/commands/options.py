@@ -41,7 +41,7 @@ def times_of(text: str, option: str) -> dict[int, float]:
 
 def samplings_of(text: str) -> tuple[str, ...]:
     """Names of samplings: greedy,mask. Raises ConfigError."""
-    from kog_dist.bench.shaped import SAMPLINGS
+    from kog_dist.bench.kernel.sampling import SAMPLINGS
 
     names = tuple(part for part in text.split(",") if part)
     if not set(names) <= set(SAMPLINGS):

@@ -23,8 +23,8 @@ def prefill(
     gpus: Annotated[str, typer.Option(help="Prompts on so many GPUs instead: 2,4, a process each, random weights.")] = "1",
 ) -> None:
     """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
-    from kog_dist.bench import prefill as benchmark
-    from kog_dist.bench import prefill_ranks
+    from kog_dist.bench.kernel import prefill as benchmark
+    from kog_dist.bench.kernel import prefill_ranks
 
     present = benchmark.CHOICES if gpus == "1" else prefill_ranks.CHOICES
     names = tuple(present) if choices == "all" else tuple(part.strip() for part in choices.split(";"))

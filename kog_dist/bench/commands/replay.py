@@ -25,8 +25,8 @@ def replay(
     context: Annotated[int, typer.Option(help="Context length that it says it has.")] = 32768,
 ) -> None:
     """A fake engine: RPC like any engine, tokens of a text at a fixed rate, no model. Until SIGTERM or Ctrl-C."""
-    from kog_dist.bench import replay as synthetic
-    from kog_dist.bench.fake_engine import FakeEngineSettings
+    from kog_dist.bench.fakes import replay as synthetic
+    from kog_dist.bench.fakes.fake_engine import FakeEngineSettings
     from kog_dist.config import LaunchConfig
     from kog_dist.launch.target import model_folder
 

@@ -25,8 +25,8 @@ def requests(
     prefill: Annotated[str, typer.Option(help="Prompts in blocks of tokens: auto (on 1, 2 or 4 GPUs), on or off.")] = "auto",
 ) -> None:
     """Whole requests through an engine: first tokens, sampling, JSON schemas, cancels, aborts. Code 1: one went wrong."""
-    from kog_dist.bench import requests as benchmark
-    from kog_dist.bench.request_measures import Workload
+    from kog_dist.bench.engine import requests as benchmark
+    from kog_dist.bench.engine.request_measures import Workload
 
     during = tuple(aborts.split(","))
     if not set(during) <= set(benchmark.ABORTS):

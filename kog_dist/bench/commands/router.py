@@ -16,7 +16,7 @@ def router(
     streams: Annotated[int, typer.Option(help="Streams at once, each from a source of its own, beside one alone.")] = 2,
 ) -> None:
     """Microseconds that the router in front of replicas adds to each token. Needs no model."""
-    from kog_dist.bench import router as benchmark
+    from kog_dist.bench.engine import router as benchmark
 
     if tokens < 2 or streams < 1:
         raise ConfigError("--tokens must be at least 2, --streams at least 1")

@@ -41,12 +41,12 @@ def scaling(
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
 ) -> None:
     """Microseconds per token on several GPUs, and whether the bits are the same (else code 1); or a prediction."""
-    from kog_dist.bench import scaling as benchmark
-    from kog_dist.bench.scaling_files import measured_in
-    from kog_dist.bench.shapes import named_spec
+    from kog_dist.bench.kernel import scaling as benchmark
+    from kog_dist.bench.kernel.scaling_files import measured_in
+    from kog_dist.bench.kernel.shapes import named_spec
 
     if not model:
-        from kog_dist.bench import scaling_run
+        from kog_dist.bench.kernel import scaling_run
 
         check_destination(trace)
         counts, samplings = counts_of(gpus, "--gpus"), samplings_of(sampling)

@@ -43,8 +43,8 @@ def serve(
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a report with plots.")] = None,
 ) -> None:
     """Load on any OpenAI-compatible server: TTFT, ITL, TPOT, end to end, in vLLM's JSON. Code 4: a request failed."""
-    from kog_dist.bench import serve as benchmark
-    from kog_dist.bench.serve_options import settings_of
+    from kog_dist.bench.service import serve as benchmark
+    from kog_dist.bench.service.options import settings_of
 
     settings, asked = settings_of(
         url=url, backend=backend, model=model, num_prompts=num_prompts, num_warmups=num_warmups, max_concurrency=max_concurrency,

@@ -17,7 +17,7 @@ def soak(
     seed: Annotated[int, typer.Option(help="Another seed: other requests.")] = 1,
 ) -> None:
     """Mixed requests, cancels, disconnects, deadlines; each stream against a replay. Code 1: something was wrong."""
-    from kog_dist.bench import soak as benchmark
+    from kog_dist.bench.engine import soak as benchmark
 
     if ranks is not None and gpus is not None:
         raise ConfigError("--ranks and --gpus exclude each other: a GPU has one rank")

@@ -8,7 +8,7 @@ import signal
 
 from playwright.sync_api import Browser, expect
 
-from kog_dist.bench.session import EngineSession, until
+from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.messages import Tokens
 from tests.e2e.browser.test_playground import answer, ended, run

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kog_dist.bench.session import engine_session
+from kog_dist.bench.engine.session import engine_session
 from tests.e2e.http_engine import http_engine
 
 

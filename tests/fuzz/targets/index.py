@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from kog_dist.bench.tiny_model import TINY
+from kog_dist.bench.fakes.tiny_model import TINY
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import INDEX_NAME, open_checkpoint, random_tensors, write_checkpoint
 from tests.fuzz.json_mutation import fuzzed_json as mutate

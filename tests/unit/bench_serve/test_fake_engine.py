@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from kog_dist.bench.fake_engine import FakeEngine, FakeEngineSettings, with_context
-from kog_dist.bench.replay_script import ReplayScript
+from kog_dist.bench.fakes.fake_engine import FakeEngine, FakeEngineSettings, with_context
+from kog_dist.bench.fakes.replay_script import ReplayScript
 from kog_dist.errors import ConfigError
 from kog_dist.rpc.listener import Delivery, RpcListener
 from kog_dist.rpc.messages import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kog_dist.bench import serve
-from kog_dist.bench.serve_figures import DETAILS
-from kog_dist.bench.serve_options import settings_of
+from kog_dist.bench.service import serve
+from kog_dist.bench.service.figures import DETAILS
+from kog_dist.bench.service.options import settings_of
 from kog_dist.errors import ConfigError, LaunchError, RequestFailed
 from tests.unit.openai_stub import DONE, OpenAiStub, Scripted, chat, completion, event, openai_stub
 

@@ -1,0 +1,1 @@
+"""Faults by a table, judged from outside."""

@@ -1,0 +1,230 @@
+"""One row of the table, played: bring an engine to the point, do the fault, and judge by client logs and exit codes alone."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kog_dist.bench.chaos.clients import Asking, Question
+from kog_dist.bench.chaos.engine import DRAINED, LONG, PROBE, SHAPED, SHORT, ChaosEngine
+from kog_dist.bench.chaos.table import CLEAN_S, READY_LIMIT_S, Cell, Harm, Layout, Promise
+from kog_dist.bench.engine.injection import FaultKind, Injected, Point, fault_of_process, find
+from kog_dist.bench.engine.session import TimedOut, until
+from kog_dist.errors import KogError, LaunchError
+
+Answers = Mapping[Question, tuple[list[int], str]]
+_POINT_S, _PROGRESS_S, _READ_S, _HANG_S = 60.0, 5.0, 40.0, 25.0
+_SETTLED_S, _MORE_EVENTS = 0.1, 5  # what comes later than that after a fault was not on its way before
+_CUT = 5  # the launcher's code when the drain's time limit ended a request
+_TOLD = frozenset({"draining", "drain_timeout", "shutdown", "status 503", "done"})  # ends of requests in a drain
+
+
+@dataclass
+class Played:
+    """What came of a cell: seconds until clients had their error, nothing was left, all served again; and what was wrong."""
+
+    cell: Cell
+    error_s: list[float] = field(default_factory=list)
+    clean_s: float | None = None
+    ready_s: float | None = None
+    violations: list[str] = field(default_factory=list)
+    false_aborts: list[str] = field(default_factory=list)
+
+
+class CellRun:
+    """Plays one cell on an engine. `slack_s` is added to every limit: how late this process was, or a machine may be."""
+
+    def __init__(self, engine: ChaosEngine, cell: Cell, answers: Answers, chance: random.Random, slack_s: float = 0.0) -> None:
+        self.engine, self.cell, self.answers, self.chance = engine, cell, answers, chance
+        self.promise: Promise = cell.promise
+        self.slack_s = slack_s
+        self.played = Played(cell)
+        self._clients: list[Asking] = []
+
+    def play(self) -> Played:
+        """Bring it about and judge it. Raises KogError and TimedOut if the engine cannot be brought to the point."""
+        if self.cell.point is not Point.LOAD:
+            self.engine.wait_ready()
+            self.engine.call_for(self.cell)
+        pid = find(self.engine.session, self.cell.role)
+        if self.cell.point is not Point.LOAD:
+            self._bring_to_point()
+        try:
+            injected = fault_of_process(pid, self.cell.kind, self.chance)
+        except LaunchError:
+            if self.cell.point is not Point.DRAIN:
+                raise
+            now_s = time.monotonic()  # it had drained before its fault
+            injected = Injected(pid, now_s, now_s)
+        if self.promise.codes:
+            self._judge_end(injected)
+        else:
+            self._judge_going_on(injected)
+        self._check_answers()
+        return self.played
+
+    # ---- before the fault ----
+    def _bring_to_point(self) -> None:
+        point, is_http_first = self.cell.point, self.cell.role in ("gateway", "template process")
+        if point is Point.IDLE:
+            return
+        is_asked_to_stop = (self.cell.role, self.cell.kind) == ("launcher", FaultKind.TERM)
+        question = (
+            DRAINED if is_asked_to_stop else {Point.PREFILL: self.chance.choice(LONG), Point.DRAIN: DRAINED}.get(point, SHORT)
+        )
+        first = self.engine.ask(
+            SHAPED if self.cell.needs_grammar and point is not Point.PREFILL else question, over_http=is_http_first
+        )
+        self._clients = [first]
+        if point is Point.PREFILL:
+            until(
+                lambda: first.log.ends or first.log.is_reading_prompt or (is_http_first and self.engine.runs()),
+                _POINT_S,
+                self._said,
+            )
+        else:
+            wanted = self.chance.randrange(1, 40)
+            until(lambda: first.log.ends or first.log.num_events >= wanted, _POINT_S, self._said)
+        if self.engine.layout is Layout.REPLICAS or point is not Point.DRAIN:  # a single engine would only refuse it
+            self._clients.append(second := self.engine.ask(SHORT, over_http=not is_http_first))
+            if self.engine.layout is Layout.REPLICAS:
+                until(lambda: second.log.ends or second.log.num_events, _POINT_S, self._said)
+        self._note_early_ends()
+        if point is Point.DRAIN:
+            self.engine.launcher.send_signal(signal.SIGTERM)
+            until(lambda: "draining" in self.engine.session.output(stream="out"), _POINT_S, self._said)
+
+    def _said(self) -> str:
+        return self.engine.session.output().strip()[-600:]
+
+    def _note_early_ends(self) -> None:
+        for client in self._clients:
+            if client.log.is_harmed and client.log.ends:
+                self.played.false_aborts.append(f"before any fault a request ended with {client.log.how}; {self._said()}")
+
+    # ---- after it ----
+    def _may_be_harmed(self, client: Asking) -> bool:
+        match self.promise.harm:
+            case Harm.ALL | Harm.ONE:
+                return True
+            case Harm.HTTP:
+                return client.log.is_http
+            case Harm.GRAMMAR:
+                return client.log.question.regex is not None
+        return False
+
+    def _judge_end(self, injected: Injected) -> None:
+        """The launcher ends: every client has its end in time, the code is right, and nothing is left."""
+        asked_for = self.cell.point is Point.DRAIN or (self.cell.role, self.cell.kind) == ("launcher", FaultKind.TERM)
+        for client in self._clients:
+            client.join(_HANG_S)
+            self._judge_client_end(client, injected, is_bounded=not asked_for or self.promise.codes != {0}, asked_for=asked_for)
+        try:
+            until(lambda: self.engine.launcher.poll() is not None, _HANG_S, lambda: "the launcher has not ended")
+            until(lambda: not self.engine.session.leftovers(), _HANG_S, lambda: f"left: {self.engine.session.leftovers()}")
+        except TimedOut as error:
+            self._violate(f"{error}; {self._said()}")
+            return
+        self.played.clean_s = time.monotonic() - injected.begin_s
+        code = self.engine.launcher.returncode
+        is_cut = asked_for and any(client.log.how == "drain_timeout" for client in self._clients)
+        if code not in self.promise.codes | ({_CUT} if is_cut else set()):
+            self._violate(f"the launcher ended with {code}, not {sorted(self.promise.codes)}: {self._said()}")
+        if not asked_for:
+            self._limit("nothing was left", self.played.clean_s, self.promise.limit_s + CLEAN_S)
+
+    def _judge_client_end(self, client: Asking, injected: Injected, *, is_bounded: bool, asked_for: bool) -> None:
+        log = client.log
+        if client.is_alive():
+            self._violate(f"a client hung for {_HANG_S:g} s")
+            return
+        if not log.is_harmed or (asked_for and log.how in _TOLD):
+            return
+        error_s = log.ends[0][0] - injected.begin_s
+        if not self._may_be_harmed(client):
+            self.played.false_aborts.append(f"a request ended with {log.how}; {self._said()}")
+        self.played.error_s.append(error_s)
+        if is_bounded:
+            self._limit(f"a client had its end ({log.how})", error_s, self.promise.limit_s)
+
+    def _judge_going_on(self, injected: Injected) -> None:
+        """The launcher goes on: clients go on or have their end in time, and new requests are answered."""
+        time.sleep(_SETTLED_S)
+        before = [client.log.num_events for client in self._clients]
+        had_begun = [client.log.num_events > 0 or index == 0 for index, client in enumerate(self._clients)]
+        limit_s = _READ_S if self.cell.point is Point.PREFILL else max(_PROGRESS_S, self.promise.limit_s + _PROGRESS_S)
+        for client, count, begun in zip(self._clients, before, had_begun, strict=True):
+            must_end = self._may_be_harmed(client) and self.promise.harm not in (Harm.ONE, Harm.GRAMMAR)
+            if must_end:
+                client.join(_HANG_S)
+            elif begun:
+                with contextlib.suppress(TimedOut):
+                    until(lambda log=client.log, n=count: log.ends or log.num_events >= n + _MORE_EVENTS, limit_s, str)  # type: ignore[misc]
+                if not client.log.ends and client.log.num_events < count + _MORE_EVENTS:
+                    self._violate(f"a stream stood still for {limit_s:g} s; {self._said()}")
+        self._let_go(injected)
+        self._judge_ready(injected)
+
+    def _let_go(self, injected: Injected) -> None:
+        for client in self._clients:
+            client.leave()
+        harmed = 0
+        for client in self._clients:
+            client.join(_HANG_S)
+            harmed += client.log.is_harmed
+            self._judge_client_end(client, injected, is_bounded=True, asked_for=False)
+        if self.promise.harm is Harm.ONE and harmed > 1:
+            self.played.false_aborts.append(f"{harmed} requests were lost with one replica; {self._said()}")
+
+    def _judge_ready(self, injected: Injected) -> None:
+        engine, begin_s = self.engine, injected.begin_s
+        try:
+            if self.cell.point is Point.LOAD:
+                engine.wait_ready()
+            until(lambda: engine.launcher.poll() is not None or self._serves(), READY_LIMIT_S + self.slack_s, self._said)
+        except (TimedOut, KogError) as error:
+            self._violate(f"not serving again: {error}")
+            return
+        finally:
+            engine.resume(injected.pid)
+        if engine.launcher.poll() is not None:
+            kind = self.played.violations if self.promise.harm is not Harm.NONE else self.played.false_aborts
+            kind.append(f"the launcher ended with {engine.launcher.returncode}: {self._said()}")
+            return
+        if self.promise.harm is not Harm.NONE or self.cell.role == "reaper":
+            engine.restarts[engine.component(self.cell)] += 1
+            self.played.ready_s = time.monotonic() - begin_s
+
+    def _serves(self) -> bool:
+        both = self.engine.answers(PROBE, over_http=False) and self.engine.answers(PROBE, over_http=True)
+        if not both and self.promise.harm is Harm.NONE:
+            self.played.false_aborts.append(f"a request after it was not answered; {self._said()}")
+        return both and self.engine.is_whole()
+
+    # ---- answers ----
+    def _check_answers(self) -> None:
+        """Every stream is a prefix of the right answer, whole if it says so, with exactly one end."""
+        for client in self._clients:
+            log = client.log
+            token_ids, text = self.answers[log.question]
+            is_whole = log.how == "done" and not log.has_left
+            if not log.is_http and log.token_ids != (token_ids if is_whole else token_ids[: len(log.token_ids)]):
+                self._violate("a stream has wrong tokens")
+            if log.text != (text if is_whole else text[: len(log.text)]):
+                self._violate("a stream has wrong text")
+            if len(log.ends) != 1 and not (log.has_left and len(log.ends) <= 1):
+                self._violate(f"a stream has {len(log.ends)} ends: {log.ends}")
+            self.played.violations += log.problems
+            if log.how == "silence":
+                self._violate("a client heard nothing until it gave up")
+
+    def _limit(self, what: str, took_s: float, limit_s: float) -> None:
+        if took_s > limit_s + self.slack_s:
+            self._violate(f"{what} after {took_s:.2f} s, promised are {limit_s:.2f} s")
+
+    def _violate(self, sentence: str) -> None:
+        self.played.violations.append(sentence)

@@ -1,0 +1,1 @@
+"""Collectives: KCCL beside MPI and NCCL."""

@@ -1,0 +1,227 @@
+"""`kog-bench soak`: thousands of mixed requests in a row; each stream is compared with a replay, and nothing may stay behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kog_dist.bench.engine.session import EngineSession, TimedOut, engine_session, until
+from kog_dist.bench.engine.soak_client import Record, SoakClient
+from kog_dist.bench.engine.soak_replay import compare, compare_rounded, replay_of
+from kog_dist.bench.engine.soak_requests import RequestMix, SoakRequest
+from kog_dist.bench.fakes.tiny_model import TINY, TINY_ON_GPUS, write_tiny_model
+from kog_dist.bench.report import finish, machine
+from kog_dist.hardware.gpus import read_inventory
+from kog_dist.hardware.visible import visible_gpus
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import Done, StatusReport
+from kog_dist.rpc.transport import Access
+
+MORE_RSS_KB = 5 * 1024  # that a process may have grown by; in file descriptors: nothing
+MORE_MAPPINGS = 4
+MORE_GPU_KB = 4 * 1024
+QUEUE_LIMIT, CLIENT_QUEUE_LIMIT = 13, 3  # small, so that requests are refused as well
+_WARM_UP = 0.2  # of all requests, before processes are measured the first time
+_MOST_AT_ONCE = 3
+_IDLE_S = 5.0
+_STALL_S = 10.0  # many clients on few cores are slow; who judges a silent process is not what is measured here
+_SHOWN = 20
+_START_S = 150.0  # kernels may have to be compiled
+_ENDED_S = 20.0
+
+
+def run(num_requests: int, ranks: int, num_clients: int, seed: int, *, on_gpus: bool = False) -> bool:
+    """Soak an engine of the tiny model; prints findings, then the JSON object. True: nothing was wrong."""
+    before = machine()
+    figures = soak(num_requests, ranks, num_clients, seed, on_gpus=on_gpus)
+    for finding in figures["findings"][:_SHOWN]:
+        print(finding, flush=True)
+    configuration: dict[str, Any] = {
+        "model": "tiny", "requests": num_requests, "gpus" if on_gpus else "ranks": ranks, "clients": num_clients, "seed": seed,
+    }  # fmt: skip
+    finish("soak", configuration, before, figures)
+    return not figures["findings"]
+
+
+def soak(num_requests: int, ranks: int, num_clients: int, seed: int, *, on_gpus: bool = False) -> dict[str, Any]:
+    """The figures of a soak of `ranks` CPU ranks or GPUs; `findings` are sentences about what was wrong.
+
+    Replays follow when the engine has ended: on one CPU rank, or on the same GPUs, whose prefill and decoding round differently.
+    """
+    limits = [f"--queue-limit={QUEUE_LIMIT}", f"--client-queue-limit={CLIENT_QUEUE_LIMIT}"]
+    with TemporaryDirectory(prefix="kog-soak-") as folder:
+        model, begin_s = Path(folder) / "model", time.monotonic()
+        mix = RequestMix(write_tiny_model(model, TINY_ON_GPUS if on_gpus else TINY), seed, kept_is_exact=not on_gpus)
+        flags = [str(model), f"--stall-timeout={_STALL_S:g}", *([f"--gpus={ranks}"] if on_gpus else ["--device=cpu"])]
+        checker = Checker(mix)
+        with _engine([*flags, *limits, *([] if on_gpus else [f"--ranks={ranks}"])], checker.findings) as (session, client):
+            num_warm = max(1, round(_WARM_UP * num_requests))
+            sizes: list[dict[str, dict[str, int]]] = []
+            for num_in_phase in (num_warm, num_requests - num_warm):
+                _ask_all(Access.from_folder(session.instance_folder), checker, num_in_phase, num_clients)
+                report = _wait_idle(client, checker)
+                sizes.append({role: _size(pid) for role, pid in session.processes().items()} | _gpu_memory(on_gpus=on_gpus))
+                print(f"{len(checker.records)} requests, {len(checker.findings)} findings", flush=True)
+        asked_s = round(time.monotonic() - begin_s, 1)
+        with _engine([*flags, *([] if on_gpus else ["--ranks=1"])], checker.findings) as (session, _):
+            checker.replay(SoakClient(Access.from_folder(session.instance_folder)))
+        counters = {name: getattr(report, name) for name in StatusReport.__slots__ if name.startswith("num_")}
+        growth = {role: {name: sizes[1][role][name] - was for name, was in sizes[0][role].items()} for role in sizes[0]}
+        checker.check_engine(counters, growth)
+        seconds = {"asked_s": asked_s, "seconds": round(time.monotonic() - begin_s, 1)}
+        return {**checker.figures(), **seconds, "engine": counters, "growth": growth, "sizes": sizes[1]}
+
+
+@contextmanager
+def _engine(flags: list[str], findings: list[str]) -> Iterator[tuple[EngineSession, Client]]:
+    """An engine that is ready, drained at the end; that it ends well, and leaves nothing, is checked."""
+    with engine_session() as session:
+        launcher = session.launch(*flags)
+        with session.connect(_START_S) as client:
+            yield session, client
+        launcher.send_signal(signal.SIGTERM)
+        if code := launcher.wait(_ENDED_S):
+            findings.append(f"the launcher ended with {code}: {session.output()}")
+        try:
+            until(lambda: not session.leftovers(), _ENDED_S, lambda: f"left behind: {session.leftovers()}")
+        except TimedOut as error:
+            findings.append(str(error))
+
+
+class Checker:
+    """What clients have recorded; replays it on an engine that keeps no prefix; adds up what there is to report."""
+
+    def __init__(self, mix: RequestMix) -> None:
+        self.mix = mix
+        self.findings: list[str] = []
+        self.records: list[Record] = []
+        self._ends: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
+
+    def take(self, record: Record) -> None:
+        """Note one record."""
+        self.records.append(record)
+        self.findings += record.findings
+        self._ends[_end_of(record)] += 1
+        self._sums["tokens"] += len(record.token_ids)
+        self._sums["waited_visibly"] += record.num_places > 1
+        if isinstance(record.end, Done):
+            self._sums["prompt_tokens"] += record.end.num_prompt_tokens
+            self._sums["cached_tokens"] += record.end.num_cached_tokens
+        if record.is_whole and record.planned.message.prompt_ids is not None:
+            self.mix.remember((*record.planned.message.prompt_ids, *record.token_ids))
+
+    def replay(self, replayer: SoakClient) -> None:
+        """Compare all records with their replays."""
+        for record in self.records:
+            if record.token_ids or record.is_whole:
+                replay = replay_of(record, replayer)
+                if self.mix.kept_is_exact or not record.planned.message.reuse_kv:
+                    self.findings += compare(record, replay)
+                else:
+                    findings, num_ties = compare_rounded(record, replay, replayer)
+                    self.findings += findings
+                    self._sums["ties"] += num_ties
+                self._sums["replayed"] += 1
+                self._sums["replayed_tokens"] += len(replay.token_ids)
+        replayer.close()
+
+    def check_engine(self, counters: dict[str, int], growth: dict[str, dict[str, int]]) -> None:
+        """Whether the engine's own books agree, and whether a process has grown."""
+        ends = ("num_completed", "num_cancelled", "num_expired", "num_failed", "num_refused")
+        num_ended, num_vanished = sum(counters[name] for name in ends), self._ends["vanished"]
+        num_records = len(self.records)
+        if not num_records - num_vanished <= num_ended <= num_records:
+            self.findings.append(f"the engine ended {num_ended} requests of {num_records}, of which {num_vanished} vanished")
+        if counters["num_failed"]:
+            self.findings.append(f"{counters['num_failed']} requests failed")
+        limits = {"fds": 0, "mappings": MORE_MAPPINGS, "rss_kb": MORE_RSS_KB, "used_kb": MORE_GPU_KB}
+        for role, more in growth.items():
+            self.findings += [f"{role} has {count} more {name}" for name, count in more.items() if count > limits[name]]
+
+    def figures(self) -> dict[str, Any]:
+        """What is reported."""
+        return {"findings": self.findings, "ends": dict(sorted(self._ends.items())), **self._sums}
+
+
+def _end_of(record: Record) -> str:
+    if record.end is None:
+        return "vanished"
+    return record.end.finish_reason.value if isinstance(record.end, Done) else record.end.code.value
+
+
+def _ask_all(access: Access, checker: Checker, num_requests: int, num_clients: int) -> None:
+    """Let clients ask until so many requests have ended; all are noted when this returns."""
+    records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+    lock, num_left = threading.Lock(), num_requests
+
+    def take() -> list[SoakRequest]:
+        nonlocal num_left
+        with lock:
+            count = min(num_left, 1 + num_left % _MOST_AT_ONCE)
+            num_left -= count
+            return [checker.mix.next() for _ in range(count)]
+
+    def ask() -> None:
+        try:
+            client = SoakClient(access)
+            while requests := take():
+                for record in client.ask(requests):
+                    records.put(record)
+            client.close()
+        except Exception as error:  # of whatever kind: without its end the soak would wait for ever
+            checker.findings.append(f"a client ended with {type(error).__name__}: {error}")
+        records.put(None)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    num_asking = num_clients
+    while num_asking:
+        record = records.get()
+        if record is None:
+            num_asking -= 1
+        else:
+            checker.take(record)
+    for thread in threads:
+        thread.join()
+
+
+def _wait_idle(client: Client, checker: Checker) -> StatusReport:
+    """The engine's report once nothing runs or waits, or when that did not come about."""
+
+    def is_idle() -> bool:
+        report = client.status()
+        return report.running is None and not report.waiting
+
+    try:
+        until(is_idle, _IDLE_S, lambda: "requests still run or wait although no client is left")
+    except TimedOut as error:
+        checker.findings.append(str(error))
+    return client.status()
+
+
+def _size(pid: int) -> dict[str, int]:
+    """File descriptors, mappings and resident memory of a process."""
+    proc = Path(f"/proc/{pid}")
+    pages = int((proc / "statm").read_text().split()[1])
+    return {
+        "fds": len(os.listdir(proc / "fd")),
+        "mappings": len((proc / "maps").read_text().splitlines()),
+        "rss_kb": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+    }
+
+
+def _gpu_memory(*, on_gpus: bool) -> dict[str, dict[str, int]]:
+    """Memory of each visible GPU that is in use, whoever uses it."""
+    gpus = visible_gpus(read_inventory().gpus, os.environ).gpus if on_gpus else ()
+    return {f"GPU {gpu.index}": {"used_kb": (gpu.memory_bytes - gpu.free_bytes) // 1024} for gpu in gpus}

@@ -1,0 +1,320 @@
+"""`kog-bench prefill`: time from a prompt to its first token on one GPU, and what its operations cost."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kog_dist.bench.kernel import prefill_ranks
+from kog_dist.bench.kernel.gpu import free_memory, gpu_name, require_gpus
+from kog_dist.bench.kernel.prefill_ranks import first_token
+from kog_dist.bench.kernel.shapes import SEED, named_spec, random_checkpoint
+from kog_dist.bench.report import finish, machine, percentile
+from kog_dist.errors import ConfigError
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.spec import ReduceMode
+from kog_dist.workers.cuda.device_weights import random_weights
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.load import load_weights
+from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.notes import Watch
+from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.device_operations import DeviceOperations
+from kog_dist.workers.prefill.gpu import (
+    DEFAULT,
+    GraphRunner,
+    exact_products,
+    matrices_for,
+    prefill_by,
+    runner_for,
+)
+from kog_dist.workers.prefill.matrices import Matrices
+from kog_dist.workers.prefill.prefill import Prefill
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_TO_1024, _TO_2048 = (tuple(size for size in BLOCK_SIZES if size <= largest) for largest in (1024, 2048))
+CHOICES = {  # what could be the default
+    "default": DEFAULT,
+    "to 1024": replace(DEFAULT, sizes=_TO_1024),
+    "to 2048": replace(DEFAULT, sizes=_TO_2048),
+    "powers of two": replace(DEFAULT, sizes=(128, 256, 512, 1024, 2048, 4096)),
+}
+_CACHED, _ADDED = 3900, 50  # a conversation that goes on
+_REPEATS_OF_OPERATIONS = 20
+_RESTED_REPEATS = 5
+_PAUSE_S = 0.15  # of an engine that waits for a request: long products draw so much power that the GPU slows down
+
+
+def run(
+    model: str | None,
+    spec_name: str,
+    prompts: tuple[int, ...],
+    repeats: int,
+    choices: tuple[str, ...],
+    *,
+    with_load: bool,
+    only_prompts: bool,
+) -> None:
+    """Measure and print the report; its last line is one JSON object."""
+    configuration: dict[str, Any] = {"model": model or f"{spec_name}, random weights", "repeats": repeats, "gpu": gpu_name()}
+    before = machine()
+    figures: dict[str, Any] = {}
+    if with_load:
+        figures["load"] = _load(model, spec_name)
+    kernel, matrices = _kernel(model, spec_name)
+    longest = kernel.shape.spec.max_context - 1
+    if max(prompts) > longest:
+        raise ConfigError(f"--prompts {max(prompts)}: the model's context leaves room for {longest} tokens")
+    figures["prompts"], figures["graphs"] = [], []
+    for choice in choices:
+        tuning = CHOICES[choice].within(kernel.shape.spec.max_context)
+        begin_s, watch = time.monotonic(), Watch()
+        runner = runner_for(kernel, matrices, tuning=tuning, ended=watch.ended)
+        made_s = round(time.monotonic() - begin_s, 2)
+        print(f"{choice}: captured in {watch}, {runner.buffers.num_bytes / 1e9:.2f} GB beside the weights", flush=True)
+        prefill = prefill_by(runner, tuning)
+        for figure in _measure(kernel, prefill, prompts, repeats):
+            figures["prompts"].append({"choice": choice, "captured_s": made_s, **figure})
+        figures["graphs"] += [{"choice": choice, **figure} for figure in _graphs(runner)]
+        if choice == choices[0] and not only_prompts:
+            figures["operations"] = _operations(runner, tuning.sizes)
+            figures["rows_have_the_bits_of_the_largest_block"] = _row_bits(runner, tuning.sizes)
+        del runner, prefill
+        free_memory()
+    finish("prefill", configuration, before, figures)
+
+
+def run_on_several(
+    spec_name: str, gpu_counts: tuple[int, ...], prompts: tuple[int, ...], repeats: int, choices: tuple[str, ...]
+) -> None:
+    """The prompts on several GPUs, a process each. Prints the report; its last line is one JSON object."""
+    configuration = {"model": f"{spec_name}, random weights", "repeats": repeats, "gpu": require_gpus(max(gpu_counts))}
+    before = machine()
+    cases = _cases(prompts, named_spec(spec_name).max_context)
+    figures = [
+        figure
+        for count in gpu_counts
+        for choice in choices
+        for figure in prefill_ranks.run(spec_name, count, cases, repeats, choice)
+    ]
+    finish("prefill", configuration, before, {"prompts": figures})
+
+
+def _cases(prompts: Sequence[int], max_context: int) -> list[tuple[int, int]]:
+    """Lengths of prompts, and how much of each is cached: nothing, and a conversation that goes on."""
+    cases = [(length, 0) for length in prompts]
+    return [*cases, (_CACHED + _ADDED, _CACHED)] if max_context > _CACHED + _ADDED else cases
+
+
+def _kernel(model: str | None, spec_name: str) -> tuple[Monokernel, Matrices]:
+    if model is not None:
+        checkpoint = open_checkpoint(Path(model), verify=False)
+        lanes = range(checkpoint.spec.num_lanes)
+        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+        matrices, observe = matrices_for(shape)
+        return Monokernel(shape, load_weights(shape, checkpoint, observe)), matrices
+    spec = named_spec(spec_name)
+    shape = KernelShape(spec, range(spec.num_lanes))
+    matrices, observe = matrices_for(shape)
+    return Monokernel(shape, random_weights(shape, SEED, observe)), matrices
+
+
+def _measure(kernel: Monokernel, prefill: Prefill, prompts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Prefill and first token of each length, then of a conversation that goes on: in a row, and after a pause each."""
+    max_context = kernel.shape.spec.max_context
+    ids = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, max_context).tolist()
+    figures = []
+    for length, cached in _cases(prompts, max_context):
+        run = partial(first_token, kernel, prefill, ids[:length], cached)
+        run()
+        times = [run() for _ in range(repeats)]
+        rested = []
+        for _ in range(min(repeats, _RESTED_REPEATS)):
+            time.sleep(_PAUSE_S)
+            rested.append(run())
+        medians = [round(1e3 * percentile([time_s[i] for time_s in some], 0.5), 3) for some in (times, rested) for i in range(2)]
+        figure = {
+            "prompt": length, "cached": cached, "prefill_ms": medians[0], "first_token_ms": medians[1],
+            "p99_first_token_ms": round(1e3 * percentile([time_s[1] for time_s in times], 0.99), 3),
+            "prefill_after_pause_ms": medians[2], "first_token_after_pause_ms": medians[3],
+        }  # fmt: skip
+        figures.append(figure)
+        print(
+            f"  prompt {length:5}, {cached:5} cached: prefill {medians[0]:8.3f} ms, first token {medians[1]:8.3f} ms median, "
+            f"{figure['p99_first_token_ms']:8.3f} p99; after a pause {medians[2]:8.3f}, {medians[3]:8.3f}",
+            flush=True,
+        )
+    return figures
+
+
+def _graphs(runner: GraphRunner) -> list[dict[str, Any]]:
+    """Microseconds of each graph at the beginning of the context: what its operations take, and the gaps between them."""
+    import torch
+
+    figures = []
+    for size, graph in sorted(runner.graphs.items()):
+        figure: dict[str, Any] = {"graph": size}
+        for name, measured in (("us", graph), ("end_us", runner.ends[size])):
+            times = []
+            for _ in range(5):
+                if measured is graph:
+                    runner.buffers.next_start.zero_()
+                runner.buffers.last_position.copy_(runner.rows(size).place[:1] * (measured is not graph) + size - 1)
+                torch.cuda.synchronize()
+                times.append(_graph_us(runner, measured))
+            figure[name] = round(percentile(times, 0.5), 1)
+        figures.append(figure)
+    cells = [f"{figure['graph']} rows: {figure['us']} and {figure['end_us']}" for figure in figures]
+    print("  us of a graph, and of the rest of the last token:", ", ".join(cells), flush=True)
+    return figures
+
+
+def _graph_us(runner: GraphRunner, graph: torch.cuda.CUDAGraph) -> float:
+    import torch
+
+    with torch.cuda.stream(runner.stream):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+    return 1000 * float(begin.elapsed_time(end))
+
+
+def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Microseconds of every operation by itself, in a block at position 0 and one at the end of the context."""
+    figures: list[dict[str, Any]] = []
+    for size in sizes:
+        cells = []
+        for name, operation, flops, num_bytes in itertools.chain(_products(runner, size), _others(runner, size)):
+            us = _time_us(runner, operation)
+            figure = {"size": size, "operation": name, "us": round(us, 1)}
+            figure |= {"tflop_per_s": round(flops / us / 1e6, 1)} if flops else {}
+            figure |= {"tb_per_s": round(num_bytes / us / 1e6, 2)} if num_bytes else {}
+            figures.append(figure)
+            rate = f" ({flops / us / 1e6:.0f} TFLOP/s)" if flops else f" ({num_bytes / us / 1e6:.1f} TB/s)" if num_bytes else ""
+            cells.append(f"{name} {us:.1f}{rate}")
+        print(f"  us at {size} rows: {', '.join(cells)}", flush=True)
+    return figures
+
+
+_Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLOP and bytes (0: not of interest)
+
+
+def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
+    rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
+    assert isinstance(do, DeviceOperations)
+    mixed = rows.query.view(size, len(rows.stream), -1).transpose(0, 1)
+    shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
+        ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
+        ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
+        ("qkv of one stream", rows.shared.stream, matrices.wqkv, rows.qkv),
+        ("gate_up of one stream", rows.shared.stream, matrices.w13, rows.gate_up),
+    ]  # fmt: skip
+    for name, x, matrix, out in shapes:
+        yield name, partial(do.products, x, matrix, out), 2 * size * matrix.numel(), 0
+    down = partial(do.product, rows.activation, matrices.w2, rows.partials[0][0])
+    yield "down as in blocks", down, 2 * size * matrices.w2.numel(), 0
+    yield "qkv and append", partial(do.append, rows, matrices.wqkv, 0), 2 * size * matrices.wqkv.numel(), 0
+    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
+
+
+def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
+    rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
+    now, past = rows.partials[0][0], rows.partials[0][-1]
+    assert isinstance(do, DeviceOperations)
+    yield "append", partial(do.append_product, rows, 0), 0, rows.qkv.nbytes * 3 // 2
+    yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
+    if spec.delay:
+        unscale = runner.layers.matrices[1].unscale
+        residual = partial(do.residual, rows, rows, ReduceMode.DELAYED, now, past, None, None, unscale, None)
+        yield "residual", residual, 0, 4 * rows.stream.nbytes
+        for name, streams in (("of all lanes", rows), ("of one stream", rows.shared)):
+            first = partial(do.residual, streams, streams, ReduceMode.BLOCKING, now, None, None, None, unscale, None)
+            yield f"blocking residual {name}", first, 0, now.nbytes + 2 * streams.kept_stream.nbytes
+    end = spec.max_context - 1
+    yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0
+    yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0
+    for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
+        for start in (0, spec.max_context - size):
+            rows.place[0], rows.place[2] = start, start + size
+            seen = sum(min(position + 1, spec.window(layer) or position + 1) for position in range(start, start + size))
+            flops = 4 * seen * rows.query.numel() // size
+            for way, attend in (("attend", do.attend), ("torch's", do.attend_by_torch)):
+                yield f"{way} of the {kind} layer at {start}", partial(attend, rows, layer), flops, 0
+
+
+def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
+    """Of one run among many in a graph. Small matrices are then found in the L2 cache, which in a block they are not."""
+    import torch
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), exact_products(), torch.cuda.stream(runner.stream):
+        operation()
+        runner.stream.synchronize()
+        with torch.cuda.graph(graph, stream=runner.stream, capture_error_mode="thread_local"):
+            for _ in range(_REPEATS_OF_OPERATIONS):
+                operation()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]  # type: ignore[no-untyped-call]
+        for event in events:
+            graph.replay()
+            event.record()
+        runner.stream.synchronize()
+    times = [1000 * a.elapsed_time(b) / _REPEATS_OF_OPERATIONS for a, b in itertools.pairwise(events)]
+    return percentile(times, 0.5)
+
+
+def _row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, bool]]:
+    """Whether each product gives a row the same bits in a block of every size as in the largest one."""
+    import torch
+
+    found: dict[str, dict[str, bool]] = {}
+    outputs_of = {"wqkv": torch.float32, "wo": torch.float16, "w13": torch.float16, "w2": torch.float16}
+    generator = torch.Generator("cuda").manual_seed(1)
+    with torch.no_grad(), exact_products():
+        for name, dtype in outputs_of.items():
+            matrix = getattr(runner.layers.matrices[0], name)
+            lanes, out_rows, columns = matrix.shape
+            x = torch.randn(lanes, max(sizes), columns, device="cuda", dtype=torch.float16, generator=generator)
+            outputs = {}
+            for size in sizes:
+                outputs[size] = torch.empty(lanes, size, out_rows, device="cuda", dtype=dtype)
+                runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
+            largest = outputs[max(sizes)]
+            found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}
+    print(f"  rows have the bits of the largest block: {found}", flush=True)
+    return found
+
+
+def _load(model: str | None, spec_name: str) -> dict[str, float]:
+    """Seconds from a checkpoint in the page cache to weights on the GPU, without and with the matrices of prefill."""
+    import cupy
+
+    made = nullcontext(Path(model)) if model else random_checkpoint(named_spec(spec_name), None)
+    times: dict[str, float] = {}
+    with made as path:
+        checkpoint = open_checkpoint(path, verify=False)
+        lanes = range(checkpoint.spec.num_lanes)
+        shape = KernelShape(checkpoint.spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
+        for name in ("first", "without", "with"):
+            matrices, observe = matrices_for(shape)
+            begin_s = time.monotonic()
+            weights = load_weights(shape, checkpoint, observe if name == "with" else None)
+            cupy.cuda.Device().synchronize()
+            times[name] = round(time.monotonic() - begin_s, 3)
+            del weights, matrices, observe
+            free_memory()
+    print(f"loading: {times['without']} s, with the matrices of prefill {times['with']} s", flush=True)
+    return times

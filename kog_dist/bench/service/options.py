@@ -1,0 +1,54 @@
+"""The flags of `kog-bench serve`, checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kog_dist.bench.service.prompts import Prompt, prompts_from_file, random_prompts
+from kog_dist.bench.service.serve import PATHS, ServeSettings
+from kog_dist.chat.wire import ServiceUrl
+from kog_dist.errors import ConfigError
+
+
+def settings_of(
+    *, url: str, backend: str, model: str | None, num_prompts: int, num_warmups: int, max_concurrency: int | None,
+    request_rate: float | None, input_len: int, output_len: int, prompts: str | None, ignore_eos: bool, temperature: float,
+    seed: int, timeout_s: float, extra_body: str, api_key: str,
+) -> tuple[ServeSettings, list[Prompt]]:  # fmt: skip
+    """What to ask and how. Raises ConfigError naming the flag that is wrong."""
+    if backend not in PATHS:
+        raise ConfigError(f"--backend must be {' or '.join(PATHS)}, got {backend!r}")
+    counts = {"--num-prompts": num_prompts, "--input-len": input_len, "--output-len": output_len}
+    counts |= {} if max_concurrency is None else {"--max-concurrency": max_concurrency}
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, got {count}")
+    if num_warmups < 0:
+        raise ConfigError(f"--num-warmups must not be negative, got {num_warmups}")
+    if not timeout_s > 0:
+        raise ConfigError(f"--timeout must be more than 0 seconds, got {timeout_s:g}")
+    if request_rate is not None and not request_rate > 0:
+        raise ConfigError(f"--request-rate must be more than 0 requests per second, got {request_rate:g}")
+    settings = ServeSettings(
+        ServiceUrl.parse(url), backend, model, output_len, math.inf if request_rate is None else request_rate,
+        1 if max_concurrency is None and request_rate is None else max_concurrency, num_warmups, seed,
+        temperature if temperature >= 0 else None, ignore_eos, timeout_s, _object(extra_body), api_key,
+    )  # fmt: skip
+    asked = random_prompts(num_prompts, input_len, seed) if prompts is None else prompts_from_file(Path(prompts), num_prompts)
+    if backend == "openai":
+        for prompt in asked:
+            prompt.as_text()  # raises where it cannot be asked
+    return settings, asked
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"--extra-body must be a JSON object, got {text[:60]!r}")
+    return parsed
