@@ -71,6 +71,10 @@ def test_every_test_is_in_a_step_and_no_step_is_empty(tests_by_file: dict[str, l
 
 BENCHMARKS = {name: step.command[3:] for name, step in STEPS.items() if "kog_dist.bench.cli" in step.command}
 
+MODULES = {"scaling": "kernel.scaling_run", "collectives": "collectives.run"} | {
+    name: f"engine.{name}" for name in ("requests", "soak")
+}
+
 
 def test_benchmarks_of_reproduce_md_are_steps() -> None:
     text = (ROOT / "docs/reproduce.md").read_text(encoding="utf-8").partition("## One H200")[2].partition("## Demo model")[0]
@@ -81,7 +85,7 @@ def test_benchmarks_of_reproduce_md_are_steps() -> None:
 def test_benchmarks_get_as_far_as_the_gpu(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags are read, and looked at, by the commands themselves; what they would measure is played."""
     name, begun = words[0], list[inspect.BoundArguments]()
-    module = importlib.import_module(f"kog_dist.bench.{'scaling_run' if name == 'scaling' else name}")
+    module = importlib.import_module(f"kog_dist.bench.{MODULES.get(name, f'kernel.{name}')}")
     signature = inspect.signature(module.run)
 
     def run(*arguments: Any, **options: Any) -> bool:
