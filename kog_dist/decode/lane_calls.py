@@ -72,6 +72,7 @@ class LaneCalls:
         turned_heads = spec.lane_heads + kv
         projected = self.memory.empty(n, turned_heads + kv, dim)
         product = self._normed_product(group, operands.reads[0], "attention_norm", "wqkv", projected.reshape(n, -1))
+        bias, norm_heads = self._qkv_bias(group, projected), self._qk_norm(group, projected[:, :turned_heads])
         pairs = projected[:, :turned_heads].reshape(n, turned_heads, dim // 2, 2)
         rotated = self.memory.empty(n, turned_heads, dim // 2, 2)
         scratch = self.memory.empty(n, turned_heads, dim // 2, 2)
@@ -87,6 +88,10 @@ class LaneCalls:
         def run() -> None:
             position = cursor.position
             product()
+            if bias is not None:
+                np.add(projected, bias, out=projected)
+            if norm_heads is not None:
+                norm_heads()
             lane_math.rotate_pairs(pairs, cos[position], sin[position], scratch, rotated)
             np.multiply(new_query, scale, out=queries)
             if rounds:
@@ -100,6 +105,21 @@ class LaneCalls:
             values[cursor.kv_cache][:, :, position] = new_value
 
         return run
+
+    def _qkv_bias(self, group: Group, projected: Array) -> Array | None:
+        """What is added to the lanes' projected heads (n, heads, head_dim); None in a model without."""
+        if not self.spec.qkv_bias:
+            return None
+        return np.stack(self._lane_weights(group, "qkv_bias")).reshape(projected.shape)
+
+    def _qk_norm(self, group: Group, heads: Array) -> Run | None:
+        """The call that norms the lanes' query and key heads (n, heads, head_dim) in place; None in a model without."""
+        if not self.spec.qk_norm:
+            return None
+        q_norm, k_norm = (self._lane_weights(group, name)[0] for name in ("q_norm", "k_norm"))
+        weight = np.stack([q_norm] * self.spec.lane_heads + [k_norm] * self.spec.lane_kv_heads)
+        inverse, eps = self.memory.empty(*heads.shape[:2], 1), self.spec.norm_eps
+        return lambda: lane_math.rms_norm(heads, weight, eps, inverse, heads)
 
     def _attend(self, group: Group) -> Run:
         (queries,), (mixed,) = self.find.of(group, (Kind.QUERY, Kind.CACHE), (Kind.MIXED,))

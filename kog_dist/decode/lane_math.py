@@ -19,9 +19,12 @@ Array = NDArray[Any]  # float32; float64 for checks
 
 
 def rms_norm(streams: Array, weight: Array, eps: float, inverse: Array, normed: Array) -> None:
-    """`normed` (n, D) = streams (n, D) / sqrt(mean of squares + eps) * weight (D or n, D). `inverse` (n, 1) is scratch."""
-    width = streams.shape[1]
-    np.vecdot(streams, streams, out=inverse[:, 0])  # one BLAS dot per lane
+    """`normed` (..., D) = streams (..., D) / sqrt(mean of squares + eps) * weight (D, or as streams).
+
+    `inverse` (..., 1) is scratch.
+    """
+    width = streams.shape[-1]
+    np.vecdot(streams, streams, out=inverse[..., 0])  # one BLAS dot per lane, or head
     np.add(inverse, width * eps, out=inverse)
     np.divide(width, inverse, out=inverse)
     np.sqrt(inverse, out=inverse)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.errors import CheckpointError
+from kog_dist.model.families.stored import Names
 from kog_dist.model.layout import EMBEDDING, TensorLayout, tensor_layouts
 from kog_dist.model.limits import MAX_SHARDS, MAX_TENSORS
 from kog_dist.model.manifest import (
@@ -48,27 +49,29 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     `verify` is kept for later: whether the readers of the checkpoint check the values they load.
     Raises CheckpointError naming the file and tensor that is wrong.
     """
-    spec, announced = read_config_file(folder)
+    spec, family, announced = read_config_file(folder)
     manifest = Manifest.from_folder(folder) if verify else None
     layouts = tensor_layouts(spec)
-    files, owner = _open_files(folder, manifest)
-    _check_names(folder, owner, layouts)
-    dtype = owner[EMBEDDING].tensors[EMBEDDING].dtype
+    names = family.stored_names(spec, layouts)
+    files, place = _open_files(folder, manifest)
+    _check_names(folder, place, {stored.name for stored in names.values()}, lambda name: family.ignores(name, spec))
+    owner = {name: place[stored.name] for name, stored in names.items()}
+    first = names[EMBEDDING].name
+    dtype = owner[EMBEDDING].tensors[first].dtype
     for name, layout in layouts.items():
-        stored, path = owner[name].tensors[name], owner[name].path
-        if stored.shape != layout.shape:
-            raise CheckpointError(f"{path}: tensor {name} has shape {stored.shape}, but config.json asks for {layout.shape}")
-        if stored.dtype != dtype:
-            raise CheckpointError(
-                f"{path}: tensor {name} is {stored.dtype}, but {EMBEDDING} is {dtype}; all tensors must have one dtype"
-            )
+        in_file, wanted = owner[name].tensors[names[name].name], names[name].shape(layout)
+        what = f"{owner[name].path}: tensor {names[name].name}"
+        if in_file.shape != wanted:
+            raise CheckpointError(f"{what} has shape {in_file.shape}, but config.json asks for {wanted}")
+        if in_file.dtype != dtype:
+            raise CheckpointError(f"{what} is {in_file.dtype}, but {first} is {dtype}; all tensors must have one dtype")
     if announced not in (None, DTYPES[dtype][0]):
         raise CheckpointError(
-            f"{owner[EMBEDDING].path}: tensor {EMBEDDING} is {dtype}, but config.json has dtype {announced}; one of them is wrong"
+            f"{owner[EMBEDDING].path}: tensor {first} is {dtype}, but config.json has dtype {announced}; one of them is wrong"
         )
     if manifest is not None:
         _check_manifest(folder, manifest, files, layouts)
-    return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner)
+    return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,7 @@ class Checkpoint:
     manifest: Manifest | None
     layouts: Mapping[str, TensorLayout]
     owner: Mapping[str, SafetensorsFile]
+    names: Names
 
     @property
     def num_bytes(self) -> int:
@@ -106,11 +110,11 @@ class Checkpoint:
 
     def part_digests(self, name: str) -> list[str]:
         """Read and check every value of a tensor; the SHA-256 of each of its parts. Raises CheckpointError."""
-        layout, file = self.layouts[name], self.owner[name]
+        layout = self.layouts[name]
         digests = []
-        for first, last in layout.parts:
+        for part_idx, (first, last) in enumerate(layout.parts):
             out = aligned_empty((last - first, layout.values_per_row), np.dtype(np.float32))
-            digests.append(file.read(name, first, last, out, verify=True))
+            digests.append(self._read(name, part_idx, out, verify=True))
         return digests
 
     def rank_weights(
@@ -130,10 +134,22 @@ class Checkpoint:
 
     def read_part(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
         """Fill `out` with the rows of one part of a tensor. Raises CheckpointError."""
-        first, last = self.layouts[name].parts[part_idx]
-        digest = self.owner[name].read(name, first, last, out, verify=verify)
+        digest = self._read(name, part_idx, out, verify=verify)
         if verify:
             self._check_digest(name, part_idx, digest)
+
+    def _read(self, name: str, part_idx: int, out: Array, *, verify: bool) -> str:
+        """Fill `out`; the SHA-256 of the part's bytes with `verify`, else ""."""
+        stored, layout, file = self.names[name], self.layouts[name], self.owner[name]
+        box = stored.box(layout, part_idx)
+
+        def chunks(next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
+            return stored.chunks(file, layout, part_idx, next_buffer)
+
+        whole = "it" if stored.is_plain else f"lane {part_idx}'s part of it"
+        not_finite = f"tensor {stored.name} has a value that is not finite (element {{}} of {whole})"
+        first = box.first * box.right if stored.is_plain else 0
+        return file.read_chunks(stored.name, chunks, out, verify=verify, first=first, not_finite=not_finite)
 
     def stored_part(
         self, name: str, part_idx: int, next_buffer: Callable[[], memoryview], *, verify: bool
@@ -143,9 +159,8 @@ class Checkpoint:
         With `verify` and a manifest they are hashed on the way and compared after the last piece. Whether they are finite is left
         to the caller. Raises CheckpointError.
         """
-        first, last = self.layouts[name].parts[part_idx]
         hasher = hashlib.sha256() if verify and self.manifest is not None else None
-        for chunk in self.owner[name].stored_chunks(name, first, last, next_buffer):
+        for chunk in self.names[name].chunks(self.owner[name], self.layouts[name], part_idx, next_buffer):
             if hasher is not None:
                 hasher.update(chunk)
             yield chunk
@@ -229,14 +244,14 @@ def _read_index(folder: Path, manifest: Manifest | None) -> dict[str, str] | Non
     return weight_map
 
 
-def _check_names(folder: Path, owner: Mapping[str, SafetensorsFile], layouts: Mapping[str, TensorLayout]) -> None:
-    missing, unexpected = sorted(set(layouts) - set(owner)), sorted(set(owner) - set(layouts))
+def _check_names(folder: Path, place: Mapping[str, SafetensorsFile], wanted: set[str], is_ignored: Callable[[str], bool]) -> None:
+    missing, unexpected = sorted(wanted - set(place)), sorted(set(place) - wanted)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{folder} lacks tensor {missing[0]}{more}, which its config.json asks for")
-    if unexpected:
-        name = unexpected[0]
-        raise CheckpointError(f"{owner[name].path} has a tensor {short(name)} that a model of this config.json does not have")
+    for name in unexpected:
+        if not is_ignored(name):
+            raise CheckpointError(f"{place[name].path} has a tensor {short(name)} that a model of this config.json does not have")
 
 
 def _check_manifest(

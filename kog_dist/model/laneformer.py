@@ -23,9 +23,24 @@ from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 class LaneLinear(nn.Module):
     """One matrix per lane; `weight` is (lanes, out, in)."""
 
-    def __init__(self, lanes: int, out_features: int, in_features: int) -> None:
+    def __init__(self, lanes: int, out_features: int, in_features: int, *, has_bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(lanes, out_features, in_features))
+        if has_bias:
+            self.bias = nn.Parameter(torch.zeros(lanes, out_features))
+
+
+class HeadNorm(nn.Module):
+    """RMS norm of every head (last dimension), with one weight for all heads."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.eps = spec.norm_eps
+        self.weight = nn.Parameter(torch.ones(spec.head_dim))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise `heads` (..., head_dim)."""
+        return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 class LaneNorm(nn.Module):
@@ -101,17 +116,24 @@ class LaneAttention(nn.Module):
         self.window = spec.window(layer_idx)
         self.head_dim, self.heads, self.kv_heads = spec.head_dim, spec.lane_heads, spec.lane_kv_heads
         self.kv_dtype: torch.dtype | None = None
-        self.wq = LaneLinear(lanes, self.heads * self.head_dim, d)
-        self.wk = LaneLinear(lanes, self.kv_heads * self.head_dim, d)
-        self.wv = LaneLinear(lanes, self.kv_heads * self.head_dim, d)
+        self.wq = LaneLinear(lanes, self.heads * self.head_dim, d, has_bias=spec.qkv_bias)
+        self.wk = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
+        self.wv = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wo = LaneLinear(lanes, d, self.heads * self.head_dim)
+        if spec.qk_norm:
+            self.q_norm, self.k_norm = HeadNorm(spec), HeadNorm(spec)
+        self.has_bias, self.has_norms = spec.qkv_bias, spec.qk_norm
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KvCache | None, window_mask: BlockMask | None) -> Tensor:
         """Partial sums (lanes, batch, time, hidden) of the normalised streams `x`."""
         lanes, batch, time = self.wq.weight.shape[0], x.shape[1], x.shape[2]
         qkv = lane_matmul(x, torch.cat((self.wq.weight, self.wk.weight, self.wv.weight), dim=1))
+        if self.has_bias:
+            qkv = qkv + torch.cat((self.wq.bias, self.wk.bias, self.wv.bias), dim=1)[:, None, None]
         qkv = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
         query, key, value = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=3)
+        if self.has_norms:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (
             part.permute(1, 0, 3, 2, 4).reshape(batch, -1, time, self.head_dim)
             for part in (rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin), value)
@@ -219,7 +241,7 @@ class Laneformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         spec = self.spec
         for name, parameter in self.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith(".bias"):
                 continue
             std = 0.05 if "tok_embeddings" in name else 0.5 * parameter.shape[-1] ** -0.5
             if name.endswith(("wo.weight", "w2.weight")):  # L lanes add up, in every layer

@@ -1,4 +1,8 @@
-"""Names, shapes and lane parts of every tensor in a published Laneformer checkpoint. Neither files nor NumPy here."""
+"""Names, shapes and lane parts of every tensor of a model, as a published Laneformer checkpoint has them.
+
+All of the engine knows tensors by these names and shapes. How files of other families hold them: `families/`. Neither files nor
+NumPy here.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +85,12 @@ def _layouts(spec: ModelSpec) -> Iterator[tuple[str, TensorLayout]]:
         yield f"{prefix}attention.wk.weight", lane_first(kv_rows, d)
         yield f"{prefix}attention.wv.weight", lane_first(kv_rows, d)
         yield f"{prefix}attention.wo.weight", lane_first(d, q_rows)
+        if spec.qkv_bias:
+            for name, rows in (("wq", q_rows), ("wk", kv_rows), ("wv", kv_rows)):
+                yield f"{prefix}attention.{name}.bias", TensorLayout((lanes, rows), one_row_per_lane)
+        if spec.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                yield f"{prefix}attention.{name}.weight", TensorLayout((spec.head_dim,), ((0, spec.head_dim),))
         yield norm(f"{prefix}ffn_norm")
         yield f"{prefix}feed_forward.w1.weight", lane_first(ffn, d)
         yield f"{prefix}feed_forward.w3.weight", lane_first(ffn, d)

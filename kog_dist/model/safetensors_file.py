@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -89,24 +90,43 @@ class SafetensorsFile:
         With `verify` off nothing is looked at but the byte count, and "" is returned.
         Raises CheckpointError as `stored_chunks` does, and (with `verify`) if a value is not finite.
         """
-        tensor = self.tensors[name]
-        width = DTYPES[tensor.dtype][1]
-        row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
+        row_values = prod(self.tensors[name].shape[1:])
+
+        def chunks(next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
+            return self.stored_chunks(name, first, last, next_buffer)
+
+        if out.size != (last - first) * row_values:
+            raise ValueError(f"out {out.shape} is no array for rows {first} to {last} of {name} {self.tensors[name].shape}")
+        not_finite = f"tensor {name} has a value that is not finite (element {{}} of it)"
+        return self.read_chunks(name, chunks, out, verify=verify, first=first * row_values, not_finite=not_finite)
+
+    def read_chunks(
+        self, name: str, chunks: Callable[[Callable[[], memoryview]], Iterator[memoryview]], out: NDArray[Any], *, verify: bool,
+        first: int, not_finite: str,
+    ) -> str:  # fmt: skip
+        """`read` of any bytes of a tensor: `chunks(next_buffer)` gives them in order, `first` values of the tensor lie before.
+
+        `not_finite`: what to say of a value that is not, with a place for its number.
+        """
+        dtype = self.tensors[name].dtype
+        width = DTYPES[dtype][1]
         flat = out.reshape(-1)
-        if not np.shares_memory(flat, out) or flat.size * width != (last - first) * row_bytes:
-            raise ValueError(f"out {out.shape} is not a contiguous array for rows {first} to {last} of {name} {tensor.shape}")
+        if not np.shares_memory(flat, out):
+            raise ValueError(f"out {out.shape} is not contiguous")
         hasher = hashlib.sha256()
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, flat.size * width)))
         start = 0
-        for chunk in self.stored_chunks(name, first, last, lambda: buffer):
+        for chunk in chunks(lambda: buffer):
             values = flat[start : start + len(chunk) // width]
-            widen(chunk, tensor.dtype, values)
+            widen(chunk, dtype, values)
             if verify:
                 hasher.update(chunk)
                 if not np.isfinite(values).all():
-                    bad = first * row_bytes // width + start + int(np.argmin(np.isfinite(values)))
-                    raise CheckpointError(f"{self.path}: tensor {name} has a value that is not finite (element {bad} of it)")
+                    bad = first + start + int(np.argmin(np.isfinite(values)))
+                    raise CheckpointError(f"{self.path}: {not_finite.format(bad)}")
             start += values.size
+        if start != flat.size:
+            raise ValueError(f"{start} values of tensor {name} were read for an array of {flat.size}")
         return hasher.hexdigest() if verify else ""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kog_dist.errors import ConfigError
 from kog_dist.model import limits
+from kog_dist.model.rope_scaling import RopeScaling
 from kog_dist.quoting import short
 
 MODEL_TYPES = ("laneformer_tp", "laneformer")
@@ -39,26 +40,12 @@ class HeadType(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama-3-style scaling of the rotary frequencies (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        if not self.factor >= 1 or self.original_max_position_embeddings < 1:
-            raise ConfigError(f"rope scaling needs factor and original_max_position_embeddings of at least 1, got {self}")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(f"rope scaling needs 0 < low_freq_factor < high_freq_factor, got {self}")
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Everything static about a model. Validated on construction; `ConfigError` names the field that is wrong.
 
-    An ordinary Llama-like model is `num_lanes` lanes with `delay` 0: every reduction is then BLOCKING.
+    An ordinary Llama-like model is `num_lanes` lanes with `delay` 0: every reduction is then BLOCKING, and all lanes' streams are
+    equal. `own_head_dim`: values per head where they are not hidden_size / num_heads. `qkv_bias`: added to queries, keys and
+    values. `qk_norm`: an RMS norm of every query and key head before it is rotated.
     """
 
     hidden_size: int
@@ -82,8 +69,13 @@ class ModelSpec:
     tied_embeddings: bool = False
     sliding_window: int | None = None
     window_layers: tuple[int, ...] = ()
+    own_head_dim: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        if self.own_head_dim is not None and self.own_head_dim * self.num_heads == self.hidden_size:
+            object.__setattr__(self, "own_head_dim", None)  # equal models are equal specs
         self._check_sizes()
         self._check_lanes()
         for layer in self.window_layers:
@@ -108,6 +100,7 @@ class ModelSpec:
             ("num_lanes", self.num_lanes, limits.MAX_LANES),
             ("broadcast_delay", max(self.delay, 1), limits.MAX_LAYERS),
             ("sliding_window", max(self.sliding_window or 1, 1), limits.MAX_WINDOW),
+            ("head_dim", 1 if self.own_head_dim is None else self.own_head_dim, limits.MAX_HEAD_DIM),
         ):
             if size < 1:
                 raise ConfigError(f"{key} must be at least 1, got {size}")
@@ -124,7 +117,7 @@ class ModelSpec:
             raise ConfigError(f"norm_eps must be positive, got {self.norm_eps}")
         if not self.rope_theta > 0:
             raise ConfigError(f"rope_theta must be positive, got {self.rope_theta}")
-        if self.hidden_size % self.num_heads:
+        if self.own_head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} must be even: rotary embedding turns pairs")
@@ -155,7 +148,7 @@ class ModelSpec:
     @property
     def head_dim(self) -> int:
         """Values per attention head."""
-        return self.hidden_size // self.num_heads
+        return self.own_head_dim or self.hidden_size // self.num_heads
 
     @property
     def lane_heads(self) -> int:
@@ -179,7 +172,9 @@ class ModelSpec:
         norm_rows = 1 if self.shared_norm_scale else lanes
         final_norm_rows = 1 if self.pre_norm_lane_agg else norm_rows
         attention = 2 * d * self.num_heads * self.head_dim + 2 * d * self.num_kv_heads * self.head_dim
-        layer = attention + 3 * d * self.intermediate_size + 2 * norm_rows * d
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        layer = attention + biases + head_norms + 3 * d * self.intermediate_size + 2 * norm_rows * d
         head = 0 if self.tied_embeddings else v * d * (lanes if self.head_type is HeadType.LANE else 1)
         return v * d + self.num_layers * layer + final_norm_rows * d + head
 
@@ -258,7 +253,13 @@ class ModelSpec:
             "swa_layers": list(self.window_layers),
         }
         if self.rope_scaling is not None:
-            config["rope_scaling"] = {"rope_type": "llama3", **asdict(self.rope_scaling)}
+            config["rope_scaling"] = {"rope_type": self.rope_scaling.rope_type, **asdict(self.rope_scaling)}
+        if self.own_head_dim is not None:
+            config["head_dim"] = self.own_head_dim
+        if self.qkv_bias:
+            config["qkv_bias"] = True
+        if self.qk_norm:
+            config["qk_norm"] = True
         return config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, Protocol
@@ -22,7 +22,8 @@ Array = NDArray[Any]  # float32 or float64, C-contiguous; starts at a multiple o
 class LayerWeights:
     """One layer of one lane. Q, K, F: its query values (lane_heads * head_dim), key values and FFN columns; D: the hidden size.
 
-    Matrices that are applied to the same vector are one array, since a decode step is bounded by matrix-vector products.
+    None: the model has no such weights. Matrices that are applied to the same vector are one array, since a decode step is
+    bounded by matrix-vector products.
     """
 
     attention_norm: Array  # (D,)
@@ -31,6 +32,9 @@ class LayerWeights:
     ffn_norm: Array  # (D,)
     w13: Array  # (2F, D): gate rows w1, then up rows w3
     w2: Array  # (D, F)
+    qkv_bias: Array | None = None  # (Q + 2K,): as wqkv
+    q_norm: Array | None = None  # (head_dim,): of every query head
+    k_norm: Array | None = None  # (head_dim,): of every key head
 
     @property
     def wq(self) -> Array:
@@ -85,7 +89,7 @@ class RankWeights:
         arrays = [self.embedding, *self.heads.values(), *self.norms.values()]
         for lane in self.lanes.values():
             for layer in lane.layers:
-                arrays += [layer.attention_norm, layer.wqkv, layer.wo, layer.ffn_norm, layer.w13, layer.w2]
+                arrays += [getattr(layer, part.name) for part in fields(layer) if getattr(layer, part.name) is not None]
         return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
 
 
@@ -162,9 +166,13 @@ class RankReader:
         norms = [
             self._norm(f"{layer_prefix(i)}{kind}") for i in range(spec.num_layers) for kind in ("attention_norm", "ffn_norm")
         ]
+        head_norms = [self._head_norms(f"{layer_prefix(i)}attention.") for i in range(spec.num_layers)]
         lanes = {
             lane: LaneWeights(
-                tuple(self._layer(i, lane, norms[2 * i][lane], norms[2 * i + 1][lane]) for i in range(spec.num_layers))
+                tuple(
+                    self._layer(i, lane, norms[2 * i][lane], norms[2 * i + 1][lane], *head_norms[i])
+                    for i in range(spec.num_layers)
+                )
             )
             for lane in self.lanes
         }
@@ -193,7 +201,15 @@ class RankReader:
         out[:] = values
         return out
 
-    def _layer(self, layer_idx: int, lane: int, attention_norm: Array, ffn_norm: Array) -> LayerWeights:
+    def _head_norms(self, prefix: str) -> tuple[Array | None, Array | None]:
+        """The norms of query and key heads, which all lanes share."""
+        if not self.checkpoint.spec.qk_norm:
+            return None, None
+        return self._whole(f"{prefix}q_norm.weight"), self._whole(f"{prefix}k_norm.weight")
+
+    def _layer(
+        self, layer_idx: int, lane: int, attention_norm: Array, ffn_norm: Array, q_norm: Array | None, k_norm: Array | None
+    ) -> LayerWeights:
         prefix = layer_prefix(layer_idx)
         attention, ffn = f"{prefix}attention.", f"{prefix}feed_forward."
         return LayerWeights(
@@ -203,7 +219,22 @@ class RankReader:
             ffn_norm=ffn_norm,
             w13=self._stacked([f"{ffn}w1.weight", f"{ffn}w3.weight"], lane),
             w2=self._stacked([f"{ffn}w2.weight"], lane),
+            qkv_bias=self._biases([f"{attention}{name}.bias" for name in ("wq", "wk", "wv")], lane),
+            q_norm=q_norm,
+            k_norm=k_norm,
         )
+
+    def _biases(self, names: list[str], lane: int) -> Array | None:
+        """The lane's biases of several lane-first tensors, one behind the other."""
+        if not self.checkpoint.spec.qkv_bias:
+            return None
+        sizes = [self.checkpoint.layouts[name].shape[1] for name in names]
+        out = self._empty(sum(sizes))
+        start = 0
+        for name, size in zip(names, sizes, strict=True):
+            self.checkpoint.read_part(name, lane, out[start : start + size], verify=self.checkpoint.verify)
+            start += size
+        return out
 
     def _stacked(self, names: list[str], lane: int) -> Array:
         """The lane's matrices of several lane-first tensors, one below the other."""

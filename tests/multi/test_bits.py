@@ -26,7 +26,8 @@ from kog_dist.decode.plan import make_plan
 from kog_dist.decode.sampling import Candidate, Sampler, TokenLogprobs, token_logprobs
 from kog_dist.errors import AbortedError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
-from kog_dist.model.spec import HeadType, ModelSpec, RopeScaling
+from kog_dist.model.rope_scaling import Llama3Scaling
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
@@ -151,7 +152,7 @@ SPECS = {
     "delay_exceeds_layers": replace(BASE, delay=9),
     "all_windowed": replace(BASE, sliding_window=3, window_layers=tuple(range(6))),
     "no_window": replace(BASE, sliding_window=None, window_layers=()),
-    "rope_scaling": replace(BASE, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8)),
+    "rope_scaling": replace(BASE, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8)),
 }
 
 

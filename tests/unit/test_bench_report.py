@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kog_dist.bench import report
 from kog_dist.bench.cli import app
-from kog_dist.bench.collectives.run import run as collectives
+from kog_dist.bench.collectives import run as collectives
 from kog_dist.errors import ConfigError
 
 

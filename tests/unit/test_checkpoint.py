@@ -142,13 +142,16 @@ def test_every_byte_is_verified_exactly_once_over_the_ranks(
 ) -> None:
     written(tmp_path, spec)
     verified: Counter[tuple[str, int]] = Counter()
-    read = SafetensorsFile.read
+    read = SafetensorsFile.read_chunks
 
-    def counting(self: SafetensorsFile, name: str, first: int, last: int, out: NDArray[Any], *, verify: bool) -> str:
-        verified.update((name, row) for row in range(first, last) if verify)
-        return read(self, name, first, last, out, verify=verify)
+    def counting(
+        self: SafetensorsFile, name: str, chunks: Any, out: NDArray[Any], *, verify: bool, first: int, not_finite: str
+    ) -> str:
+        width = tensor_layouts(spec)[name].values_per_row
+        verified.update((name, row) for row in range(first // width, (first + out.size) // width) if verify)
+        return read(self, name, chunks, out, verify=verify, first=first, not_finite=not_finite)
 
-    monkeypatch.setattr(SafetensorsFile, "read", counting)
+    monkeypatch.setattr(SafetensorsFile, "read_chunks", counting)
     for rank in range(spec.num_lanes):
         open_checkpoint(tmp_path).rank_weights([rank])
     expected = {(name, row): 1 for name, layout in tensor_layouts(spec).items() for row in range(layout.shape[0])}

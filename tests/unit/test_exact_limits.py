@@ -19,7 +19,8 @@ from kog_dist.errors import ConfigError, PlanError, RequestError
 from kog_dist.model import limits
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.limits import MAX_LAYERS
-from kog_dist.model.spec import HeadType, ModelSpec, RopeScaling
+from kog_dist.model.rope_scaling import Llama3Scaling
+from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.rpc.messages import ErrorCode, Generate
 from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.model_folder import MAX_BYTES_PER_TOKEN, ModelFolder
@@ -74,9 +75,9 @@ def test_a_spec_takes_its_limits_and_nothing_beyond(good: dict[str, Any], bad: d
     ],
 )
 def test_rope_scaling_takes_its_limits(good: Any, bad: Any) -> None:
-    RopeScaling(*good)
+    Llama3Scaling(*good)
     with pytest.raises(ConfigError):
-        RopeScaling(*bad)
+        Llama3Scaling(*bad)
 
 
 def test_slices_of_the_vocabulary_share_the_rest() -> None:

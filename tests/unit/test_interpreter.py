@@ -17,7 +17,8 @@ from kog_dist.decode.steps import Phase
 from kog_dist.errors import ConfigError, PlanError
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.rope import rope_table
-from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, RopeScaling, Sublayer
+from kog_dist.model.rope_scaling import Llama3Scaling
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.model.weights import RankWeights
 from kog_dist.sampling_params import SamplingParams
 
@@ -40,7 +41,7 @@ SPECS = {
     "delay_0": replace(BASE, delay=0),
     "delay_1": replace(BASE, delay=1, window_layers=(0, 1, 2, 3, 4), sliding_window=1),
     "delay_exceeds_layers": replace(BASE, delay=8, early_comm=False),
-    "rope_scaling": replace(BASE, rope_theta=500.0, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16)),
+    "rope_scaling": replace(BASE, rope_theta=500.0, rope_scaling=Llama3Scaling(4.0, 1.0, 4.0, 16)),
 }
 
 

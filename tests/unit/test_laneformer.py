@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from kog_dist.errors import ConfigError
 from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.model.rope import rope_frequencies
-from kog_dist.model.spec import HeadType, ModelSpec, RopeScaling, laneformer_2b
+from kog_dist.model.rope_scaling import Llama3Scaling
+from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
 
 Array = NDArray[np.float64]
 
@@ -43,7 +44,7 @@ SPECS = {
     "norms per lane, aggregate": replace(BASE, shared_norm_scale=False, pre_norm_lane_agg=True),
     "tied": replace(BASE, tied_embeddings=True),
     "full attention": replace(BASE, sliding_window=None, window_layers=()),
-    "scaled rope": replace(BASE, rope_theta=500.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 24)),
+    "scaled rope": replace(BASE, rope_theta=500.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 24)),
 }
 
 
@@ -56,6 +57,7 @@ def frequencies(spec: ModelSpec) -> list[float]:
     scaling = spec.rope_scaling
     if scaling is None:
         return freqs
+    assert isinstance(scaling, Llama3Scaling)
     result = []
     for freq in freqs:
         turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)

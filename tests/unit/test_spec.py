@@ -14,7 +14,8 @@ from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.model.layout import tensor_layouts
 from kog_dist.model.limits import MAX_LAYERS
 from kog_dist.model.published_config import read_config, spec_of_folder
-from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, RopeScaling, Sublayer, laneformer_2b
+from kog_dist.model.rope_scaling import Llama3Scaling
+from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer, laneformer_2b
 
 FIRST_REVISION: dict[str, Any] = {
     "architectures": ["LaneformerForCausalLM"],
@@ -122,13 +123,15 @@ def test_sizes_are_refused_by_name(key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
         ({"model_type": None}, "model_type None"),
         ({"moe_experts": 8}, "'moe_experts'"),
         ({"quantization_config": {"bits": 4}}, "'quantization_config'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"head_dim": 128}, "head_dim 128 contradicts"),
+        ({"head_dim": 95}, "head_dim 95 must be even"),
+        ({"head_dim": 2**20}, "head_dim must be at most"),
+        ({"head_dim": -2}, "head_dim must be at least 1"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps"),
         ({"norm_eps": 0}, "norm_eps"),
         ({"norm_eps": float("nan")}, "norm_eps"),
@@ -158,9 +161,15 @@ def test_sizes_are_refused_by_name(key: str, value: object) -> None:
         ({"num_attention_heads": 7}, "num_attention_heads 7"),
         ({"broadcast_delay": -1}, "broadcast_delay"),
         ({"num_hidden_layers": MAX_LAYERS + 1, "sliding_window_n_layers": 1}, "num_hidden_layers must be at most"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling type 'longrope'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling of type llama3 must have exactly the keys"),
         ({"rope_scaling": {**LLAMA3_SCALING, "mscale": 1.0}}, "mscale"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor of at least 1"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of type linear must have exactly the keys"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "rope_scaling.factor must be at least 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}}, "beta_slow <= beta_fast"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}}, "attention_factor"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "is not supported"),
         ({"rope_scaling": {**LLAMA3_SCALING, "factor": "8"}}, "factor"),
         ({"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": {**LLAMA3_SCALING, "factor": 0.0}}, "factor"),
@@ -178,7 +187,7 @@ def test_unsupported_and_contradictory_fields_are_refused_by_name(changes: dict[
 
 
 def test_rope_settings_of_both_names() -> None:
-    expected = RopeScaling(8.0, 1.0, 4.0, 8192)
+    expected = Llama3Scaling(8.0, 1.0, 4.0, 8192)
     without_theta = {key: value for key, value in FIRST_REVISION.items() if key != "rope_theta"}
     assert read_config(config(rope_scaling=LLAMA3_SCALING)).rope_scaling == expected
     old_key = {("type" if key == "rope_type" else key): value for key, value in LLAMA3_SCALING.items()}
@@ -280,7 +289,7 @@ def test_config_round_trip(
         attention_comm=flags[0], mlp_comm=flags[1], early_comm=flags[2], shared_norm_scale=flags[3], head_type=head,
         pre_norm_lane_agg=flags[4] and replicate, tied_embeddings=flags[5] and replicate,
         sliding_window=None if window_layers is None else 7, window_layers=tuple(sorted(window_layers or ())),
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 512) if scaled else None,
+        rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 512) if scaled else None,
     )  # fmt: skip
     again = read_config(json.loads(json.dumps(spec.to_config())))
     assert again == spec

@@ -63,6 +63,12 @@ class KernelShape:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
         if spec.num_lanes > MAX_LANES:
             findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
+        if spec.own_head_dim is not None:
+            findings.append(f"head_dim {spec.head_dim}, which is not hidden_size / num_attention_heads")
+        if spec.qkv_bias:
+            findings.append("biases of queries, keys and values")
+        if spec.qk_norm:
+            findings.append("norms of query and key heads")
         if spec.head_dim % 16:
             findings.append(f"head_dim {spec.head_dim} (a multiple of 16)")
         if spec.lane_heads // spec.lane_kv_heads > 4:

@@ -1,0 +1,130 @@
+"""What Llama-like families share: one residual stream, transformers' tensor names, rotary pairs half a head apart.
+
+Such a model runs in lane form with delay 0. The number of its lanes is fixed by its shape, so a request has the same bits on
+every number of ranks that divides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kog_dist.errors import ConfigError
+from kog_dist.model.families.fields import check_keys, number, read_rope
+from kog_dist.model.families.stored import Names, StoredTensorName
+from kog_dist.model.layout import EMBEDDING, TensorLayout
+from kog_dist.model.limits import MAX_LAYERS
+from kog_dist.model.spec import ModelSpec
+from kog_dist.quoting import short
+
+MOST_LANES = 8
+HEAD = "lm_head.weight"
+IGNORED = ("rotary_emb.inv_freq",)  # old files have the table
+KEYS = frozenset(
+    """model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size
+    max_position_embeddings rope_theta rope_scaling rope_parameters rms_norm_eps tie_word_embeddings""".split()
+)
+WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
+FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "mlp_bias": (False, None)}
+_OUTER = {EMBEDDING: "model.embed_tokens.weight", "model.norm.weight": "model.norm.weight", HEAD: HEAD}
+_ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}
+_FFN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_TURNED = ("wq", "wk", "q_norm", "k_norm")
+_COLUMNS = ("wo", "w2")
+
+
+def read_dense(
+    config: Mapping[str, Any],
+    *,
+    keys: frozenset[str] = frozenset(),
+    fixed: Mapping[str, tuple[Any, ...]] | None = None,
+    max_context: int,
+    head_dim: int | None = None,
+    kv_heads: int | None = None,
+    windows: tuple[int | None, tuple[int, ...]] = (None, ()),
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelSpec:
+    """The spec of a config of transformers. `keys`: those that the caller reads or has read; the rest are its family's defaults.
+
+    Raises ConfigError naming the key that is unknown, missing or contradictory, or the feature that is not supported.
+    """
+    if config.get("quantization_config") is not None:
+        raise ConfigError("quantization_config: quantised weights are not supported; use a checkpoint with 16-bit weights")
+    check_keys(config, KEYS | keys, {**FIXED_VALUES, **(fixed or {})})
+    num_heads = number(config, "num_attention_heads", None, int)
+    num_kv_heads = number(config, "num_key_value_heads", kv_heads or num_heads, int)
+    intermediate_size = number(config, "intermediate_size", None, int)
+    context = number(config, "max_position_embeddings", max_context, int)
+    theta, scaling = read_rope(config, context)
+    window, window_layers = windows
+    return ModelSpec(
+        hidden_size=number(config, "hidden_size", None, int),
+        num_layers=num_layers_of(config),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        vocab_size=number(config, "vocab_size", None, int),
+        max_context=context,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=number(config, "rms_norm_eps", 1e-6, float),
+        num_lanes=lanes_of(num_heads, num_kv_heads, intermediate_size),
+        delay=0,
+        tied_embeddings=number(config, "tie_word_embeddings", False, bool),
+        sliding_window=window,
+        window_layers=window_layers,
+        own_head_dim=number(config, "head_dim", head_dim or 0, int) or None,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def num_layers_of(config: Mapping[str, Any]) -> int:
+    """The number of layers, or one more than ModelSpec takes."""
+    return min(int(number(config, "num_hidden_layers", None, int)), MAX_LAYERS + 1)
+
+
+def lanes_of(*sizes: int) -> int:
+    """Lanes of a dense model: the most, of 1, 2, 4 and 8, that divide its heads, KV heads and FFN columns."""
+    lanes = MOST_LANES
+    while any(size % lanes for size in sizes):
+        lanes //= 2
+    return lanes
+
+
+def qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:
+    """Sliding window and the layers that have it, as Qwen2's and Qwen3's configs say. Raises ConfigError."""
+    num_layers = num_layers_of(config)
+    types = config.get("layer_types")
+    if not number(config, "use_sliding_window", False, bool) or config.get("sliding_window") is None:
+        if types is not None and types != ["full_attention"] * num_layers:
+            raise ConfigError(f"layer_types {short(types)} must all be full_attention without use_sliding_window")
+        return None, ()
+    first = number(config, "max_window_layers", 28, int)
+    layers = tuple(range(min(max(first, 0), num_layers), num_layers))
+    if types is not None:
+        kinds = ["sliding_attention" if layer in layers else "full_attention" for layer in range(num_layers)]
+        if types != kinds:
+            raise ConfigError(f"layer_types {short(types)} contradicts max_window_layers {first}")
+    return int(number(config, "sliding_window", None, int)), layers
+
+
+def stored_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
+    """transformers' names of all tensors, and how lanes lie in them."""
+    return {name: _stored(spec, name) for name in layouts}
+
+
+def _stored(spec: ModelSpec, name: str) -> StoredTensorName:
+    if name in _OUTER:
+        return StoredTensorName(_OUTER[name])
+    model, layers, layer_idx, *module, kind = name.split(".")
+    prefix, part = f"{model}.{layers}.{layer_idx}", module[-1]
+    if part in _NORMS:
+        return StoredTensorName(f"{prefix}.{_NORMS[part]}.{kind}")
+    theirs = f"self_attn.{_ATTENTION[part]}" if part in _ATTENTION else f"mlp.{_FFN[part]}"
+    return StoredTensorName(
+        f"{prefix}.{theirs}.{kind}", is_whole=True, has_columns=part in _COLUMNS,
+        half_pairs=spec.head_dim if part in _TURNED else 0,
+    )  # fmt: skip

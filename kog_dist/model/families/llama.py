@@ -1,0 +1,25 @@
+"""Llama, and what is one by another name: SmolLM2, DeepSeek-Coder, Yi."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kog_dist.model.families.dense import HEAD, IGNORED, read_dense, stored_names
+from kog_dist.model.families.stored import Family
+from kog_dist.model.spec import ModelSpec
+
+_FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),  # it would be one of the output projection, too
+    "pretraining_tp": (1, None),
+    "is_llama_config": (True, False, None),
+    "rope_interleaved": (False, None),
+}
+
+
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a LlamaForCausalLM. Raises ConfigError."""
+    return read_dense(config, fixed=_FIXED_VALUES, max_context=2048)
+
+
+FAMILY = Family(("llama",), read_config, stored_names, IGNORED, HEAD)

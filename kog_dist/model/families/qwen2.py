@@ -1,0 +1,20 @@
+"""Qwen2 and Qwen2.5: biases of queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kog_dist.model.families.dense import HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense, stored_names
+from kog_dist.model.families.stored import Family
+from kog_dist.model.spec import ModelSpec
+
+
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec of a Qwen2ForCausalLM. Raises ConfigError."""
+    windows = qwen_windows(config)
+    fixed = {"use_mrope": (False, None), "attention_bias": (True, None)}
+    return read_dense(config, keys=WINDOW_KEYS, fixed=fixed, max_context=32_768, kv_heads=32, windows=windows, qkv_bias=True)
+
+
+FAMILY = Family(("qwen2",), read_config, stored_names, IGNORED, HEAD)

@@ -1,0 +1,126 @@
+"""How the files of a family hold the tensors that `layout.py` names: under which name, and in which order of rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.model.layout import TensorLayout
+from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile
+from kog_dist.model.spec import ModelSpec
+
+_CHUNK_BYTES = 2**20
+
+
+class Box(NamedTuple):
+    """Rows [first, last) of a stored tensor, and of each the columns [left, right)."""
+
+    first: int
+    last: int
+    left: int
+    right: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensorName:
+    """Where a family's files have one of the engine's tensors.
+
+    `is_whole`: lanes lie one behind the other in a tensor that has no dimension for them, along its rows, or with `has_columns`
+    along its columns. `half_pairs`: values per head if value i of a head turns with value i + head_dim / 2, where the engine has
+    2i and 2i + 1; else 0.
+    """
+
+    name: str
+    is_whole: bool = False
+    has_columns: bool = False
+    half_pairs: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a part's values lie in the file in the engine's order."""
+        return not self.has_columns and not self.half_pairs
+
+    def shape(self, layout: TensorLayout) -> tuple[int, ...]:
+        """The shape that the file's tensor must have."""
+        if not self.is_whole or len(layout.shape) < 2:
+            return layout.shape
+        lanes, rows, *columns = layout.shape
+        if self.has_columns:
+            return (rows, lanes * columns[0])
+        return (lanes * rows, *columns)
+
+    def box(self, layout: TensorLayout, part_idx: int) -> Box:
+        """The values of a part."""
+        first, last = layout.parts[part_idx]
+        if not self.is_whole or len(layout.shape) < 2:
+            return Box(first, last, 0, layout.values_per_row)
+        rows, *columns = layout.shape[1:]
+        if self.has_columns:
+            return Box(0, rows, part_idx * columns[0], (part_idx + 1) * columns[0])
+        return Box(part_idx * rows, (part_idx + 1) * rows, 0, columns[0] if columns else 1)
+
+    def chunks(
+        self, file: SafetensorsFile, layout: TensorLayout, part_idx: int, next_buffer: Callable[[], memoryview]
+    ) -> Iterator[memoryview]:
+        """The bytes of a part in the engine's order, as stored, in pieces: each the used front of a `next_buffer()`.
+
+        Raises CheckpointError as `SafetensorsFile.stored_chunks` does.
+        """
+        box = self.box(layout, part_idx)
+        if self.is_plain:
+            yield from file.stored_chunks(self.name, box.first, box.last, next_buffer)
+            return
+        width = DTYPES[file.tensors[self.name].dtype][1]
+        columns = self.shape(layout)[1] if len(self.shape(layout)) > 1 else 1
+        # Whole heads, or as many rows as are worth a read.
+        step = self.half_pairs or max(1, _CHUNK_BYTES // (columns * width))
+        rows_of = memoryview(bytearray(step * columns * width))
+        for chunk in file.stored_chunks(self.name, box.first, box.last, lambda: rows_of):
+            rows = np.frombuffer(chunk, f"<u{width}").reshape(-1, columns)[:, box.left : box.right]
+            yield from _in_buffers(np.ascontiguousarray(self._turned(rows)), next_buffer)
+
+    def _turned(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """The rows of one head, so that rotary pairs lie side by side."""
+        if not self.half_pairs:
+            return rows
+        return rows.reshape(2, self.half_pairs // 2, -1).transpose(1, 0, 2).reshape(rows.shape)
+
+
+def _in_buffers(values: NDArray[Any], next_buffer: Callable[[], memoryview]) -> Iterator[memoryview]:
+    rest = values.data.cast("B")
+    while rest:
+        buffer = next_buffer()
+        used = buffer[: len(rest)]
+        used[:] = rest[: len(used)]
+        rest = rest[len(used) :]
+        yield used
+
+
+Names = Mapping[str, StoredTensorName]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One adapter. `stored_names`: where the files of a model have the tensors of its `tensor_layouts`, by the engine's names.
+
+    `ignored`: ends of names of further tensors that files may have and that are not read; with tied embeddings a head is another.
+    """
+
+    model_types: tuple[str, ...]
+    read_config: Callable[[Mapping[str, Any]], ModelSpec]
+    stored_names: Callable[[ModelSpec, Mapping[str, TensorLayout]], Names]
+    ignored: tuple[str, ...] = ()
+    head: str | None = None  # its name in files that have one although it is tied
+
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        """Whether a tensor of this name may be in the files of a model that does not need it."""
+        return name.endswith(self.ignored) if name != self.head else spec.tied_embeddings
+
+
+def same_names(spec: ModelSpec, layouts: Mapping[str, TensorLayout]) -> Names:
+    """Of files that hold tensors as the engine names them."""
+    return {name: StoredTensorName(name) for name in layouts}
