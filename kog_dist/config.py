@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from kog_dist import env
 from kog_dist.errors import ConfigError
+from kog_dist.model.limits import MAX_CONTEXT
 
 MIN_KEY_LENGTH, MAX_KEY_LENGTH = 8, 1024
 API_KEY_FORM = f"{MIN_KEY_LENGTH} to {MAX_KEY_LENGTH} visible ASCII characters without blanks"
@@ -60,6 +61,7 @@ class LaunchConfig:
         "auto", "Type of the KV cache: {choices}.", choices=("auto", "float32", "float16", "bfloat16")
     )  # auto: float32 on CPU ranks, the 16-bit type of the weights on GPUs
     kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="4 on CPU ranks, 1 on GPUs")
+    context: int = _setting(0, "Tokens of prompt and answer together.", (1, MAX_CONTEXT), zero="the model's")
     prefill: str = _setting(
         "auto", "Prompts in chunks of tokens: auto (on 1, 2 or 4 GPUs), on or off.", choices=("auto", "on", "off")
     )

@@ -206,6 +206,7 @@ class EngineProcesses:
             model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
             num_kv_caches=self._target.num_kv_caches, placement=self._target.placement(rank), prefill=self._target.prefill,
+            context=self._target.checkpoint.spec.max_context,
         )  # fmt: skip
 
     def _spawn_coordinator(self) -> None:
@@ -216,6 +217,7 @@ class EngineProcesses:
             drain_s=settings.shutdown_timeout, rpc_port=settings.rpc_port, rpc_host=settings.rpc_host,
             rank_places="\n".join(self._target.place(rank) for rank in range(self.world_size) if self.device == "cuda"),
             queue_limit=settings.queue_limit, client_queue_limit=settings.client_queue_limit,
+            context=self._target.checkpoint.spec.max_context,
         )  # fmt: skip
         child = local.spawn(
             "coordinator", "kog_dist.workers.coordinator", [arguments.to_json()], environment=env.child_environment(os.environ),

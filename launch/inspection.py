@@ -13,7 +13,9 @@ from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
+from kog_dist.launch.prediction import architecture, predictions
 from kog_dist.launch.target import Target, plan_target
+from kog_dist.model.spec import ModelSpec
 
 _PROBE_BYTES = 128 << 20
 _H200_PEAK_BYTES_S = 4.8e12  # HBM3e bandwidth in NVIDIA's data sheet
@@ -58,14 +60,15 @@ def dry_run(settings: LaunchConfig) -> str:
     from kog_dist.decode.validate import check as check_plan
 
     launcher = choose_launcher(settings, os.environ)
-    target, obstacles = plan_target(settings)
+    target, obstacles = plan_target(settings, needs_weights=False)
     spec = target.checkpoint.spec
     plan = make_plan(spec, target.world_size, staggered=target.device == "cuda")
     check_plan(plan)
     steps = Counter(step.phase.name.lower() for step in plan.ranks[0].steps)
     sent = sum(step.publishes is not None for step in plan.ranks[0].steps)
     lines = [
-        f"model      {target.model_name}: {spec.num_parameters:,} parameters, {target.checkpoint.dtype} on disk",
+        f"model      {target.model_name}: {spec.num_parameters:,} parameters, {target.checkpoint.dtype}{_on_disk(target)}",
+        f"           {architecture(_as_published(target, settings))}",
         f"launcher   {launcher.launcher}, because {launcher.reason}{_engines(settings)}",
         f"ranks      {target.world_size} on {target.device}, {_count(spec.num_lanes // target.world_size, 'lane')} each",
         f"plan       {plan.digest()[:16]}: {len(plan.ranks[0].steps)} steps per token and rank, {sent} of them publish",
@@ -75,9 +78,22 @@ def dry_run(settings: LaunchConfig) -> str:
     for rank in range(target.world_size):
         lines += [f"rank {rank:<5} {_place(target, rank)}", f"           {_memory(target, rank)}"]
     lines += _gpu_ceiling(target) if target.device == "cuda" else _cpu_ceiling(target)
+    first, *others = predictions(_as_published(target, settings))
+    lines += [f"predicted  {first}", *(f"           {other}" for other in others)]
     lines += [f"note       {target.note}"] if target.note else []
     lines += [f"refused    on this machine now: {obstacle}" for obstacle in obstacles]
     return "\n".join(lines)
+
+
+def _as_published(target: Target, settings: LaunchConfig) -> ModelSpec:
+    """The model with the context that is asked for, or its own, whatever this machine has room for."""
+    from kog_dist.model.published_config import spec_of_folder
+
+    return spec_of_folder(target.folder).with_context(settings.context)
+
+
+def _on_disk(target: Target) -> str:
+    return " on disk" if target.checkpoint.files else "; the folder has no weights, only what config.json says"
 
 
 def _engines(settings: LaunchConfig) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
-from kog_dist.errors import CheckpointError, ConfigError, KogError
+from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.hardware.cpu_lists import format_cpu_list
 from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Gpu
@@ -17,6 +17,9 @@ from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
 
 CPU_KV_CACHES = 4  # unless told otherwise
+_CPU_BYTES = 4  # of a weight, key or value of a CPU rank: float32
+_SHARE_OF_MEMORY = 80  # percent of what is free, for KV caches
+_CONTEXT_STEP = 256
 
 if TYPE_CHECKING:
     from kog_dist.model.checkpoint import Checkpoint
@@ -75,23 +78,26 @@ def choose_target(settings: LaunchConfig) -> Target:
     return target
 
 
-def plan_target(settings: LaunchConfig) -> tuple[Target, tuple[KogError, ...]]:
+def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[Target, tuple[KogError, ...]]:
     """The same for GPUs that are not here or that this version cannot use: what would be started, and why it cannot be.
 
-    Raises what is wrong with the configuration or the model wherever it is started.
+    Without `needs_weights` a folder with a config.json alone is planned, too. Raises what is wrong with the configuration or the
+    model wherever it is started.
     """
-    from kog_dist.model.checkpoint import open_checkpoint
+    from kog_dist.model.checkpoint import has_weights, open_checkpoint, planned_checkpoint
 
     folder, name = model_folder(settings)
-    checkpoint = open_checkpoint(folder, verify=settings.verify)
+    if needs_weights or has_weights(folder):
+        checkpoint = open_checkpoint(folder, verify=settings.verify, context=settings.context)
+    else:
+        checkpoint = planned_checkpoint(folder, context=settings.context)
     choice = choose_gpus(settings, checkpoint, os.environ)
     if choice is None:
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-        return Target(
-            folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES
-        ), ()
+        target = Target(folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES)
+        return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
     target = Target(
@@ -119,3 +125,30 @@ def _ranks_for(num_lanes: int) -> int:
     """The largest rank count that divides the lanes and gives every rank a core."""
     num_cores = len(os.sched_getaffinity(0))
     return max(n for n in range(1, num_lanes + 1) if num_lanes % n == 0 and n <= max(num_cores, 1))
+
+
+def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
+    """The same with a shorter context if the KV caches of the model's would not fit this machine's free memory.
+
+    Caches take memory as positions are written, and a full one must not be the moment when the system kills a rank. Also returns
+    what cannot be had with any context.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    spec, available = target.checkpoint.spec, int(psutil.virtual_memory().available)
+    weights = _CPU_BYTES * spec.num_parameters
+    if weights > available:
+        have = f"{available / 2**30:.1f} GiB of memory are free here"
+        error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights as float32, and {have}; use GPUs")
+        return target, (error,)
+    per_position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _CPU_BYTES * target.num_kv_caches
+    room = (available - weights) * _SHARE_OF_MEMORY // 100 // per_position
+    context = max(room // _CONTEXT_STEP, 1) * _CONTEXT_STEP
+    if context >= spec.max_context:
+        return target, ()
+    note = (
+        f"context of {context} tokens, of the model's {spec.max_context}: {target.num_kv_caches} KV caches of it fill "
+        f"{_SHARE_OF_MEMORY} % of the memory that is free; --context asks for another, --kv-caches for fewer"
+    )
+    shorter = replace(target.checkpoint, spec=spec.with_context(context))
+    return replace(target, checkpoint=shorter, note=note), ()

@@ -29,6 +29,8 @@ class WorkerArgs(JsonArguments):
     placement: Placement = ANYWHERE
     prefill: str = "off"  # whether a GPU takes prompts in blocks of many tokens: on, off, or auto: if it can
 
+    context: int = 0  # tokens of prompt and answer together; 0: as many as the model can
+
     def __post_init__(self) -> None:
         choices = CHOICES["prefill"]
         if self.prefill not in choices:

@@ -35,7 +35,7 @@ def run_coordinator(args: CoordinatorArgs) -> int:
     control = ControlPage.from_fd(args.control_fd)
     control.beat(COORDINATOR)
     instance = Instance.inherit(Path(args.folder), args.lease_fd) if args.lease_fd >= 0 else None
-    model = ModelFolder.from_folder(Path(args.model), args.model_name)
+    model = ModelFolder.from_folder(Path(args.model), args.model_name, args.context)
     if model.spec.max_context != control.max_context:
         raise LaunchError(
             f"the control page is made for a context of {control.max_context}, the model has {model.spec.max_context}"

@@ -26,4 +26,5 @@ class CoordinatorArgs(JsonArguments):
     queue_limit: int = 64  # requests that may wait
     client_queue_limit: int = 16  # of them those of one connection
     rpc_host: str = "127.0.0.1"  # address of the TCP port
+    context: int = 0  # tokens of prompt and answer together; 0: as many as the model can
     rank_places: str = ""  # device and CPUs of each rank for `status`, a line each

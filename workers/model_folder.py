@@ -34,9 +34,9 @@ class ModelFolder:
     eos_ids: tuple[int, ...]
 
     @classmethod
-    def from_folder(cls, folder: Path, name: str) -> ModelFolder:
-        """Read config.json and the tokenizer. Raises CheckpointError naming the file."""
-        spec = spec_of_folder(folder)
+    def from_folder(cls, folder: Path, name: str, context: int = 0) -> ModelFolder:
+        """Read config.json and the tokenizer, for `context` tokens (0: the model's). Raises CheckpointError naming the file."""
+        spec = spec_of_folder(folder).with_context(context)
         tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is not None:
             tokenizer.check_fits(spec.vocab_size)

@@ -43,13 +43,15 @@ SINGLE_NAME = "model.safetensors"
 _HEADER_BYTES_PER_TENSOR = 256  # more than any entry of a header needs
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
+def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0) -> Checkpoint:
     """Open a model folder and check its metadata: config, file sizes, headers, names, shapes, dtypes, manifest. Reads no values.
 
-    `verify` is kept for later: whether the readers of the checkpoint check the values they load.
-    Raises CheckpointError naming the file and tensor that is wrong.
+    `verify` is kept for later: whether the readers of the checkpoint check the values they load. `context`: see
+    `ModelSpec.with_context`.
+    Raises CheckpointError naming the file and tensor that is wrong; ConfigError for the context.
     """
-    spec, family, announced = read_config_file(folder)
+    published, family, announced = read_config_file(folder)
+    spec = published.with_context(context)
     manifest = Manifest.from_folder(folder) if verify else None
     layouts = tensor_layouts(spec)
     names = family.stored_names(spec, layouts)
@@ -72,6 +74,19 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     if manifest is not None:
         _check_manifest(folder, manifest, files, layouts)
     return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names)
+
+
+def planned_checkpoint(folder: Path, *, context: int = 0) -> Checkpoint:
+    """What a folder's config.json alone says, for plans; nothing can be read. Raises as `open_checkpoint` does."""
+    published, family, announced = read_config_file(folder)
+    spec = published.with_context(context)
+    layouts = tensor_layouts(spec)
+    return Checkpoint(folder, spec, (), announced or "bfloat16", False, None, layouts, {}, family.stored_names(spec, layouts))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there is any file in which `open_checkpoint` would look for weights."""
+    return any((folder / name).exists() for name in (SINGLE_NAME, INDEX_NAME))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kog_dist.errors import ConfigError
@@ -215,11 +215,21 @@ class ModelSpec:
         """The contiguous lanes that `rank` hosts. Raises ConfigError if `world_size` does not divide the lanes."""
         if world_size < 1 or self.num_lanes % world_size:
             fitting = [n for n in range(1, self.num_lanes + 1) if self.num_lanes % n == 0]
+            if self.num_lanes == 1:
+                raise ConfigError(
+                    f"this model cannot be split over {world_size} ranks: its heads and FFN are one lane; use 1 rank"
+                )
             raise ConfigError(
                 f"{self.num_lanes} lanes cannot be spread over {world_size} ranks; use one of {', '.join(map(str, fitting))}"
             )
         per_rank = self.num_lanes // world_size
         return range(rank * per_rank, (rank + 1) * per_rank)
+
+    def with_context(self, num_tokens: int) -> ModelSpec:
+        """The same model for at most so many tokens; 0: as it is. Raises ConfigError if it has fewer."""
+        if num_tokens > self.max_context:
+            raise ConfigError(f"context {num_tokens} exceeds the {self.max_context} tokens of the model; give at most these")
+        return replace(self, max_context=num_tokens) if num_tokens else self
 
     def digest(self) -> str:
         """SHA-256 over all fields: equal exactly when two specs describe the same model."""

@@ -147,6 +147,7 @@ SPECS = {
     "no_attention_comm": replace(BASE, attention_comm=False),
     "no_comm": replace(BASE, attention_comm=False, mlp_comm=False, head_type=HeadType.LANE),
     "delay_0": replace(BASE, delay=0),
+    "biases_and_head_norms": replace(BASE, delay=0, own_head_dim=10, qkv_bias=True, qk_norm=True),
     "delay_1": replace(BASE, delay=1),
     "delay_3": replace(BASE, delay=3, early_comm=False),
     "delay_exceeds_layers": replace(BASE, delay=9),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,10 +23,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kog_dist.config import LaunchConfig
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.validate import check
-from kog_dist.errors import CheckpointError, ConfigError
+from kog_dist.errors import CheckpointError, ConfigError, KogError
+from kog_dist.launch.inspection import check as inspection_check
+from kog_dist.launch.inspection import dry_run
+from kog_dist.launch.target import Target, plan_target
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.published_config import read_config
@@ -224,3 +230,46 @@ def test_a_file_of_another_shape_is_refused_by_its_own_names(case: tuple[Path, A
 def test_specs_of_families_travel_as_configs(case: tuple[Path, Any]) -> None:
     spec = open_checkpoint(case[0]).spec
     assert read_config(json.loads(json.dumps(spec.to_config()))) == spec
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_dry_run_needs_config_json_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says what it would take and reach: 16-bit weights over what an H200 was measured to read."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
+    (tmp_path / "config.json").write_text(json.dumps(REAL[name]))
+    spec = read_config(REAL[name])
+    text = dry_run(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1))
+    assert f"{PARAMETERS[name]:,} parameters, bfloat16; the folder has no weights, only what config.json says" in text
+    assert f"{spec.num_layers} layers of {spec.hidden_size}, {spec.num_heads} query and {spec.num_kv_heads} KV heads" in text
+    assert f"context {REAL[name]['max_position_embeddings']}" in text
+    embedding = 0 if REAL[name]["tie_word_embeddings"] else spec.vocab_size * spec.hidden_size
+    reached = 4.57e12 / (2 * (PARAMETERS[name] - embedding))
+    assert "predicted  1 GPU " in text
+    assert f"H200 at most {reached:,.0f} tokens/s" in text
+    assert f"{spec.num_lanes} GPUs" in text
+    assert f"{2 * spec.num_lanes} GPUs" not in text
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
+        inspection_check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1))
+
+
+def test_the_context_follows_the_memory_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(REAL["llama-3.2-1b"]))
+    spec = read_config(REAL["llama-3.2-1b"])
+    per_position = 2 * 16 * 8 * 64 * 4 * 4  # float32, four caches
+
+    def target(free_bytes: int, **settings: Any) -> tuple[Target, tuple[KogError, ...]]:
+        memory = SimpleNamespace(available=4 * spec.num_parameters + free_bytes)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+        return plan_target(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1, **settings), needs_weights=False)
+
+    short, obstacles = target(per_position * 10_000)
+    assert (short.checkpoint.spec.max_context, obstacles) == (7936, ())  # 80 % of 10,000, in steps of 256
+    assert short.note.startswith("context of 7936 tokens, of the model's 131072: 4 KV caches")
+    whole, _ = target(per_position * 200_000)
+    assert (whole.checkpoint.spec.max_context, whole.note) == (131_072, "")
+    asked, _ = target(per_position * 10_000, context=9000)
+    assert (asked.checkpoint.spec.max_context, asked.note) == (9000, "")
+    _, (obstacle,) = target(-1)
+    assert "CPU ranks would keep 4.6 GiB of weights as float32, and 4.6 GiB of memory are free here" in str(obstacle)
+    with pytest.raises(ConfigError, match="context 131073 exceeds the 131072 tokens of the model"):
+        target(0, context=131_073)

@@ -54,7 +54,7 @@ class CpuEngine:
         args, rank = self._args, self._rank
         deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(rank, RankState.LOADING)
-        checkpoint = open_checkpoint(Path(args.model), verify=args.verify)
+        checkpoint = open_checkpoint(Path(args.model), verify=args.verify, context=args.context)
         spec = checkpoint.spec
         if spec.max_context > self._control.max_context:
             raise ConfigError(

@@ -72,7 +72,7 @@ class CudaEngine:
         args, world_size = self._args, self._args.info.world_size
         deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(self._rank, RankState.LOADING)
-        checkpoint = open_checkpoint(Path(args.model), verify=args.verify)
+        checkpoint = open_checkpoint(Path(args.model), verify=args.verify, context=args.context)
         spec = checkpoint.spec
         if spec.max_context > self._control.max_context:
             raise ConfigError(

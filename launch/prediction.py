@@ -1,0 +1,64 @@
+"""What a model would need and reach on the GPUs that the kernel is built for, from its config.json alone."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kog_dist.model.spec import ModelSpec
+
+_BYTES: Final = 2  # of a weight, key or value: 16 bit
+_GIB: Final = 2**30
+
+
+class GpuModel(NamedTuple):
+    """A GPU as measured with this project's own loader: docs/machine.md."""
+
+    name: str
+    bytes_s: float
+    free_bytes: int
+
+
+GPUS: Final = (GpuModel("H100", 3.12e12, 78 * _GIB), GpuModel("H200", 4.57e12, 139 * _GIB))
+
+
+def architecture(spec: ModelSpec) -> str:
+    """One line about a model's shape."""
+    parts = [
+        f"{spec.num_layers} layers of {spec.hidden_size}",
+        f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of {spec.head_dim}",
+        f"FFN {spec.intermediate_size}", f"vocabulary {spec.vocab_size}{' (tied)' if spec.tied_embeddings else ''}",
+        f"context {spec.max_context}", f"{spec.num_lanes} lane{'s' if spec.num_lanes > 1 else ''} with delay {spec.delay}",
+    ]  # fmt: skip
+    if spec.window_layers:
+        parts.append(f"window {spec.sliding_window} in {len(spec.window_layers)} layers")
+    if spec.rope_scaling is not None:
+        parts.append(f"{spec.rope_scaling.rope_type} rope")
+    parts += [text for text, is_so in (("QKV bias", spec.qkv_bias), ("QK norm", spec.qk_norm)) if is_so]
+    return ", ".join(parts)
+
+
+def kv_bytes(spec: ModelSpec, num_positions: int) -> int:
+    """Keys and values of so many positions, of all lanes, in 16 bit; layers with a window keep the window."""
+    kept = sum(min(num_positions, spec.window(layer) or num_positions) for layer in range(spec.num_layers))
+    return 2 * kept * spec.num_kv_heads * spec.head_dim * _BYTES
+
+
+def predictions(spec: ModelSpec) -> list[str]:
+    """For each number of GPUs that the model's lanes can be split over: memory of each GPU, and the ceiling of bandwidth.
+
+    Each reads its share of the weights for each token; the embedding table lies whole on every GPU. Communication is not counted.
+    """
+    read, table = spec.bytes_per_token(_BYTES), spec.vocab_size * spec.hidden_size * _BYTES
+    cache = kv_bytes(spec, spec.max_context)
+    lines = []
+    for count in (n for n in (1, 2, 4, 8) if spec.num_lanes % n == 0):
+        needed = read // count + table + cache // count
+        reached = ", ".join(_reached(gpu, needed, read / count, cache / count) for gpu in GPUS)
+        lines.append(f"{count} GPU{'s' if count > 1 else ' '} {needed / _GIB:6.1f} GiB each: {reached}")
+    return lines
+
+
+def _reached(gpu: GpuModel, needed: int, read: float, cache: float) -> str:
+    if needed > gpu.free_bytes:
+        return f"{gpu.name} too small"
+    return f"{gpu.name} at most {gpu.bytes_s / read:,.0f} tokens/s, {gpu.bytes_s / (read + cache):,.0f} with a full context"
