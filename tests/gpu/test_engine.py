@@ -16,6 +16,7 @@ from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.errors import AbortedError
 from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.topology import RankInfo
+from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda import CudaEngine
 
@@ -111,3 +112,22 @@ def test_an_abort_ends_a_running_request_at_once(control: ControlPage, engine: C
     ended_after_s = time.monotonic() - aborted_at
     thread.join()
     assert ended_after_s < 0.1
+
+
+def test_requests_allocate_no_gpu_memory(control: ControlPage, engine: CudaEngine) -> None:
+    """All of it is taken before an engine is ready, so that no request can fail for want of it."""
+    import cupy
+    import torch
+
+    def taken() -> tuple[int, int, int]:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return total - free, cupy.get_default_memory_pool().total_bytes(), torch.cuda.memory_reserved()
+
+    sampled = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=1)
+    for seq in (1, 2):  # of each kind one: lazily loaded kernels are no request's memory
+        engine.run(seq, request(20, sampling=sampled if seq == 2 else SamplingParams()))
+    before = taken()
+    for seq in range(3, 43):
+        prompt = tuple(range(1, 2 + 40 * (seq % 20)))
+        assert engine.run(seq, request(20, prompt=prompt, sampling=sampled if seq % 2 else SamplingParams())) is Finish.LENGTH
+    assert taken() == before
