@@ -40,11 +40,15 @@ class Harm(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Who is harmed, how soon they know, and what the launcher does then: `codes` if it ends, none if it goes on."""
+    """Who is harmed, how soon they know, and what the launcher does then: `codes` if it ends, none if it goes on.
+
+    `may_go_on`: it depends on what has happened before, and either is right.
+    """
 
     harm: Harm = Harm.NONE
     limit_s: float = 0.0
     codes: frozenset[int] = frozenset()
+    may_go_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,8 @@ def _of_replicas(role: str, kind: FaultKind, point: Point) -> Promise:
             return Promise(Harm.ALL, _limit_s(kind), _codes(0, _DIED, _TIMED_OUT) if ended else _codes())
         case "reaper of r0":
             return Promise(codes=ended)
-        case _ if point is Point.LOAD:  # a fleet none of whose replicas has ever served does not start
-            return Promise(Harm.ALL, STARTUP_S, _codes(_CANNOT_START, _DIED, _TIMED_OUT))
+        case _ if point is Point.LOAD:  # a fleet none of whose replicas has ever served does not start; else it starts again
+            return Promise(Harm.ALL, STARTUP_S, _codes(_CANNOT_START, _DIED, _TIMED_OUT), may_go_on=True)
         case "launcher of r0" if kind is FaultKind.TERM:  # its own drain: what it runs may be finished
             return Promise(Harm.ONE, DRAIN_S, ended)
     return Promise(Harm.ONE, _limit_s(kind), ended)
