@@ -23,6 +23,7 @@ from kog_dist.launch.hosted_ranks import host_rank, knock
 from kog_dist.launch.ray_devices import assigned_gpu
 from kog_dist.launch.ray_host import HostArgs
 from kog_dist.launch.ray_rendezvous import RayMeeting, RayRendezvous
+from kog_dist.runtime.process_page import ProcessPage
 from kog_dist.runtime.python_child import harden
 from kog_dist.runtime.wait import Deadline
 
@@ -37,6 +38,7 @@ class EngineHost:
         _exit_with_raylet()
         self._meeting = RayMeeting(world_size)
         self._child: local.Child | None = None
+        self._page: ProcessPage | None = None
         self._reports: list[str] = []
         self._partial = b""
         self._news = asyncio.Condition()
@@ -50,10 +52,12 @@ class EngineHost:
         """Start the host process with `HostArgs` as JSON; `gpus` are the UUIDs of the ranks' GPUs."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         environment = dict(os.environ) | ({VARIABLE: ",".join(gpus)} if gpus else {})
-        args = replace(HostArgs.from_json(arguments), report_fd=write_fd)
+        self._page = ProcessPage.create()
+        args = replace(HostArgs.from_json(arguments), report_fd=write_fd, page_fd=self._page.fd)
         try:
             child = local.spawn(
-                "engine host", "kog_dist.launch.ray_host", [args.to_json()], environment=environment, pass_fds=(write_fd,)
+                "engine host", "kog_dist.launch.ray_host", [args.to_json()], environment=environment,
+                pass_fds=(write_fd, self._page.fd),
             )  # fmt: skip
         finally:
             os.close(write_fd)
@@ -80,7 +84,8 @@ class EngineHost:
 
     async def signal(self, signum: int) -> None:
         """Signal the host process, which answers as the launcher of a plain engine does."""
-        if self._child is not None:
+        if self._child is not None and self._page is not None:
+            self._page.ask_to_stop()
             self._child.send(signum)
 
     def _read_reports(self, fd: int) -> None:

@@ -31,6 +31,7 @@ from kog_dist.launch.target import choose_target
 from kog_dist.rpc.paths import ACCESS_NAME
 from kog_dist.runtime.instance import instances_root
 from kog_dist.runtime.process_arguments import JsonArguments
+from kog_dist.runtime.process_page import ProcessPage
 from kog_dist.workers.arguments import WorkerArgs
 
 
@@ -44,6 +45,7 @@ class HostArgs(JsonArguments):
     generation: int
     origin: str
     report_fd: int
+    page_fd: int = -1  # of the ProcessPage on which the actor says that a signal is meant
 
 
 class ActorRanks:
@@ -118,7 +120,9 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread of the actor that starts this process blocks SIGINT
     args = HostArgs.from_json(sys.argv[1])
     settings = LaunchConfig(**args.settings)
-    with os.fdopen(args.report_fd, "w", encoding="utf-8") as stream, StopSignals() as signals:
+    page = ProcessPage.from_fd(args.page_fd)
+    meant = None if page is None else page.obey  # a signal that nobody asked the driver for ends this process: a loss
+    with os.fdopen(args.report_fd, "w", encoding="utf-8") as stream, StopSignals(meant) as signals:
         try:
             outcome = _run(args, settings, signals, Reports(stream))
         except KogError as error:

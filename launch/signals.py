@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -12,9 +13,13 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Counts stop signals while it is entered; `wakeup_fd` becomes readable with each, to end a select."""
+    """Counts stop signals while it is entered; `wakeup_fd` becomes readable with each, to end a select.
 
-    def __init__(self) -> None:
+    `check(signum)` is called first, in the handler; it may end the process.
+    """
+
+    def __init__(self, check: Callable[[int], None] | None = None) -> None:
+        self._check = check
         self.count = 0
         self.last: signal.Signals | None = None
         self.wakeup_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -35,6 +40,8 @@ class StopSignals:
         os.close(self._write_fd)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self._check is not None:
+            self._check(signum)
         self.count += 1
         self.last = signal.Signals(signum)
 

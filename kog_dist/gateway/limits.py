@@ -18,6 +18,8 @@ class Limits:
     head_s: float = 10.0  # until a request's line and headers must be there, from the connection or its first byte
     keep_alive_s: float = 30.0  # of a connection between two requests
     stall_s: float = 10.0  # of a client that reads nothing of what is ready for it; then the connection is cut
+    unread_s: float = 1.0  # and `unread_bytes`: what a client may still send after a refusal that came before its request's end
+    unread_bytes: int = 8 << 20
     connections: int = 1000
     head_bytes: int = 32 << 10
     head_lines: int = 256  # more take milliseconds to parse

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from kog_dist.gateway.limits import LIMITS, Limits
 from kog_dist.gateway.openai.errors import INVALID_REQUEST, SERVER, ApiError
 
+_UNREAD_EVERY_S = 0.02
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # as h11 has it
 
 
@@ -52,6 +53,7 @@ class BoundedHttp(H11Protocol):
         self.conn = BoundedConnection(self.limits)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._unread_bytes = -1  # that came after a refusal; -1: none was sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take it, or say that there are too many."""
@@ -80,6 +82,9 @@ class BoundedHttp(H11Protocol):
         """Part of a request. A head that has begun must be complete in time."""
         if self.flow is None or self.transport.is_closing():
             return
+        if self._unread_bytes >= 0:
+            self._take_unread(len(data))
+            return
         self.before_work()
         if self.conn.their_state is h11.IDLE and self._is_long_head(data):
             self.send_400_response("")
@@ -91,6 +96,19 @@ class BoundedHttp(H11Protocol):
             self._head_timer = None
         elif in_head and self._head_timer is None and self.conn.trailing_data[0]:
             self._head_timer = self.loop.call_later(self.limits.head_s, self._cut)
+
+    def _take_unread(self, num_bytes: int) -> None:
+        """Forget what came after a refusal, a piece at a time: a client that pours it out holds up nobody."""
+        self._unread_bytes += num_bytes
+        if self._unread_bytes > self.limits.unread_bytes:
+            self._cut()
+            return
+        self.transport.pause_reading()
+        self.loop.call_later(_UNREAD_EVERY_S, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _is_long_head(self, data: bytes) -> bool:
         """Whether the head of these bytes is longer than it may be; h11 looks only at the length of incomplete ones."""
@@ -137,8 +155,27 @@ class BoundedHttp(H11Protocol):
         """What is no HTTP at all gets an OpenAI error, too."""
         error = ApiError(400, INVALID_REQUEST, "bad_http", None, "this is not an HTTP/1.1 request that can be read")
         self.transport.write(plain_response(error, b"Bad Request"))
-        self.transport.close()
+        self._end_unread()
         self.on_refusal(error.status)
+
+    def _end_unread(self) -> None:
+        """Close after an answer that came before the end of the request.
+
+        What the client still sends is taken for a moment: to close a socket with bytes that nobody has read resets the
+        connection, and the client would lose the answer.
+        """
+        if self._unread_bytes >= 0:
+            return
+        self._unread_bytes = 0
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer, self._stall_timer = None, self.loop.call_later(self.limits.unread_s, self._cut)
+        if self.cycle is not None:  # nobody waits for the rest of its body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """There are no websockets here."""

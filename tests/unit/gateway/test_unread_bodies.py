@@ -1,0 +1,41 @@
+"""A refusal that comes before the end of its request reaches a client that is still sending."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+from tests.unit.gateway.scripted_engine import WAIT_S, RunningGateway
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def answer_to(port: int, request: bytes) -> bytes:
+    """What a client reads that hands over all its bytes at once and does not wait until they are taken."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        return await asyncio.wait_for(reader.read(), WAIT_S)
+    finally:
+        writer.close()
+
+
+def test_a_body_of_small_chunks_gets_its_answer(running: RunningGateway) -> None:
+    for _ in range(5):
+        answer = asyncio.run(answer_to(running.port, HEAD + b"1\r\nx\r\n" * 500_000))
+        assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert b'"bad_http"' in answer
+
+
+def test_who_never_ends_is_cut(running: RunningGateway) -> None:
+    begin_s = time.monotonic()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=WAIT_S) as connection:
+        connection.sendall(HEAD + b"1\r\nx\r\n" * 1000)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+        try:
+            while time.monotonic() - begin_s < WAIT_S:
+                connection.sendall(b"1\r\nx\r\n")
+        except OSError:
+            return
+    raise AssertionError("the connection was open for ever")
