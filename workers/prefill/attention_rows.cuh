@@ -1,0 +1,87 @@
+// What a thread keeps of its rows, how chunks are merged, and where the outputs go.
+#pragma once
+
+#include "attention_items.cuh"
+
+namespace kog {
+
+// What a thread knows of two rows, 8 apart: the largest score, the sum of exponentials (of all four threads of a row, once it is
+// whole), and values: four for every 8 columns, two of the first row, two of the other.
+struct State {
+    float top[2], sum[2], values[kValues];
+
+    __device__ __forceinline__ float4 part(int i) const {
+        return make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
+    }
+};
+
+__device__ __forceinline__ float reference(float top) { return top == -INFINITY ? 0.0f : top; }
+
+// One more chunk behind those merged before.
+__device__ __forceinline__ void merge(float (&top)[2], float (&sum)[2], float (&factor)[4], const float (&chunk_top)[2],
+                                      const float (&chunk_sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float higher = fmaxf(top[r], chunk_top[r]), zero = reference(higher);
+        factor[r] = exp2_approx((top[r] - zero) * kScale);
+        factor[2 + r] = exp2_approx((chunk_top[r] - zero) * kScale);
+        sum[r] = fmaf(sum[r], factor[r], chunk_sum[r] * factor[2 + r]);
+        top[r] = higher;
+    }
+}
+__device__ __forceinline__ float merged(float total, float value, const float (&factor)[4], int row) {
+    return fmaf(total, factor[row], value * factor[2 + row]);
+}
+
+// Four threads of a row: each has two values of four neighbouring units of 8, and gets all of one of them.
+__device__ __forceinline__ void turn(u32 (&v)[4]) {
+    const bool odd = laneid() & 1, high = laneid() & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 got = __shfl_xor_sync(kFullWarp, odd ? v[i] : v[i + 1], 1);
+        v[i] = odd ? got : v[i], v[i + 1] = odd ? v[i + 1] : got;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 got = __shfl_xor_sync(kFullWarp, high ? v[i] : v[i + 2], 2);
+        v[i] = high ? got : v[i], v[i + 2] = high ? v[i + 2] : got;
+    }
+}
+
+// The outputs of a group's rows. Called by whole warps.
+__device__ __forceinline__ void store_rows(const KogAttentionParams& params, const Item& item, u32 group, const State& state) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const u32 row = threadIdx.x % kGroupThreads / 32 * 16 + laneid() / 4 + 8 * r;
+        const u32 place = item.first_row(params, group) + row / kPack, at = item.head * kPack + row % kPack;
+        const u64 first = ((static_cast<u64>(at / kLaneHeads) * params.size + place) * kLaneHeads + at % kLaneHeads) * kHeadDim;
+        unsigned char* to = reinterpret_cast<unsigned char*>(params.out_ptr) + 2 * first;
+        const float inverse = 1.0f / state.sum[r];
+#pragma unroll
+        for (int unit = 0; unit + 4 <= kHeadDim / 8; unit += 4) {
+            u32 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                v[i] = Fp16::pack(state.values[4 * (unit + i) + 2 * r] * inverse, state.values[4 * (unit + i) + 2 * r + 1] * inverse);
+            turn(v);
+            if (place < params.size) *reinterpret_cast<uint4*>(to + 16 * (unit + laneid() % 4)) = make_uint4(v[0], v[1], v[2], v[3]);
+        }
+#pragma unroll
+        for (int unit = kHeadDim / 32 * 4; unit < kHeadDim / 8; ++unit) {
+            const u32 v = Fp16::pack(state.values[4 * unit + 2 * r] * inverse, state.values[4 * unit + 2 * r + 1] * inverse);
+            if (place < params.size) *reinterpret_cast<u32*>(to + 16 * unit + 4 * (laneid() % 4)) = v;
+        }
+    }
+}
+
+struct Parts {  // of items whose chunks are attended to by several thread blocks
+    float4 *values, *sums;
+
+    __device__ __forceinline__ Parts(const KogAttentionParams& params, u32 index, u32 group) {
+        const u64 at = static_cast<u64>(index) * params.num_groups + group;
+        values = reinterpret_cast<float4*>(params.parts_ptr) + at * kGroupThreads * (kValues / 4) + threadIdx.x % kGroupThreads;
+        sums = reinterpret_cast<float4*>(params.part_sums_ptr) + at * kGroupThreads + threadIdx.x % kGroupThreads;
+    }
+};
+
+}  // namespace kog
