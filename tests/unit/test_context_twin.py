@@ -124,14 +124,13 @@ def prepare(
 ) -> None:
     """The program, of sources that `changed` has changed, the weights and the sequence."""
     sources = changed(twin_sources(shape.headers()))
-    assert sources["attend.cuh"].count(LOADED) == sources["attend.cuh"].count(STORED) == 2
+    cache = sources["attend_cache.cuh"]
+    assert cache.count(LOADED) == cache.count(STORED) == 2
     assert sources["attend.cuh"].count(PUBLISHES) == 1
-    sources["attend.cuh"] = (
-        sources["attend.cuh"]
-        .replace(LOADED, "load_global(twin::own(from + i * kStride), v)")
-        .replace(STORED, "(twin::own(to + i * kStride)) =")
-        .replace(PUBLISHES, PUBLISHES + NOTED)
+    sources["attend_cache.cuh"] = cache.replace(LOADED, "load_global(twin::own(from + i * kStride), v)").replace(
+        STORED, "(twin::own(to + i * kStride)) ="
     )
+    sources["attend.cuh"] = sources["attend.cuh"].replace(PUBLISHES, PUBLISHES + NOTED)
     build_twin("context", sources, folder)
     ids.tofile(folder / "prompt.bin")
     weights = model.weights(shape)

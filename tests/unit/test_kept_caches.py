@@ -110,7 +110,7 @@ def test_ranks_without_caches_keep_nothing() -> None:
 def test_the_rule_of_the_ring_is_exact(
     window: int, slack: int, first_length: int, continuations: list[tuple[int, int]]
 ) -> None:  # fmt: skip
-    """A sequence that is cut back and continued several times, place by place as workers/phases/attend.cuh keeps it."""
+    """A sequence that is cut back and continued several times, place by place as workers/phases/attend_cache.cuh keeps it."""
     ring_positions = window + slack
     caches = KeptCaches(KvLayout(1, ring_positions), window)
     places = [-1] * ring_positions  # the position that stands at each place

@@ -1,4 +1,4 @@
-"""Where the monokernel keeps keys and values (phases/attend.cuh), for those who fill or read its cache from outside.
+"""Where the monokernel keeps keys and values (phases/attend_cache.cuh), for those who fill or read its cache from outside.
 
 The cache is, layer by layer, [lane][kv_head][split][batch] of batches of 16 positions. Position p belongs to split p % splits,
 and is number p / splits there; a windowed layer has room for `capacity` positions, and p takes the place of p - capacity. A batch

@@ -1,4 +1,4 @@
-"""Keys and values stand where phases/attend.cuh looks for them."""
+"""Keys and values stand where phases/attend_cache.cuh looks for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUT = layout_of(SPEC, 4)
 
 
 def place_in_bytes(layer: int, lane: int, kv_head: int, position: int, dim: int, part: int) -> int:
-    """`Attender::item` of attend.cuh in Python, by its own names. `part`: 0 K, 1 V."""
+    """`CacheReader::rows_of` of attend_cache.cuh in Python, by its own names. `part`: 0 K, 1 V."""
     head_dim, splits, lanes, items = SPEC.head_dim, LAYOUT.splits, 4, SPEC.lane_kv_heads * LAYOUT.splits
     item = kv_head * splits + position % splits
     windowed = layer in SPEC.window_layers

@@ -1,0 +1,116 @@
+// The KV cache as attention reads it: where the rows of an item lie, and the share of a batch that each thread has in registers.
+#pragma once
+#include "layout.cuh"
+
+namespace kog {
+
+constexpr u32 kBatchBytes = 2 * 16 * kHeadDim * 2;
+constexpr int kDimRegisters = kHeadDim / 8;  // 16-bit pairs: a thread's share of a row of K, or of a pair of positions of V
+static_assert(kHeadDim % 16 == 0, "the matrix unit takes 16 dimensions at a time");
+// The registers of a share come in chunks of one load. Chunks of neighbouring threads lie side by side, so that a load of a warp takes whole
+// sectors: four threads share a row of K, eight a pair of positions of V. The order of dimensions is the same for K and the query.
+constexpr int kChunk = kDimRegisters % 4 == 0 ? 4 : 2, kChunkBytes = kChunk * 4, kChunks = kDimRegisters / kChunk;
+constexpr u32 kKeyChunks = 4 * kChunkBytes, kValueChunks = 8 * kChunkBytes;  // from a thread's chunk to its next one, in bytes
+// Pair of dimensions in register `k` of a thread's share of K; dimension in that of V.
+__device__ __forceinline__ constexpr u32 key_pair(u32 part, u32 k) { return k / kChunk * (4 * kChunk) + part * kChunk + k % kChunk; }
+__device__ __forceinline__ constexpr u32 value_dim(u32 group, u32 k) { return k / kChunk * (8 * kChunk) + group * kChunk + k % kChunk; }
+
+template <u32 kStride>
+__device__ __forceinline__ void load_share(const unsigned char* from, u32 (&to)[kDimRegisters]) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+        if constexpr (kChunk == 4) {
+            uint4 v;
+            load_global(from + i * kStride, v);
+            to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+        } else {
+            uint2 v;
+            load_global(from + i * kStride, v);
+            to[2 * i] = v.x, to[2 * i + 1] = v.y;
+        }
+    }
+}
+template <u32 kStride>
+__device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)[kDimRegisters]) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+        if constexpr (kChunk == 4)
+            *reinterpret_cast<uint4*>(to + i * kStride) = make_uint4(from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]);
+        else *reinterpret_cast<uint2*>(to + i * kStride) = make_uint2(from[2 * i], from[2 * i + 1]);
+    }
+}
+
+// The first of the items of a layer, a lane and a part that this thread block has; the next one is kNumCtas further on.
+__device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_idx, u32 part) {
+    const u32 first_cta = ((layer * kLanes + lane_idx) * kItems + part * (kNumCtas / kParts)) % kNumCtas;
+    return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
+}
+
+struct CacheReader {
+    const KogDecodeParams& params;
+    const Role& role;
+    u32 warp, lane;
+    u32 num_items = 0, first_vector = 0, step = 0, product = 0;  // products of earlier tokens; the token; the number of its QKV product
+
+    // A pair of 16-bit values with another lower or upper one.
+    static __device__ __forceinline__ u32 with_half(u32 pair, u32 value, bool upper) {
+        return upper ? __byte_perm(pair, value, 0x5410) : __byte_perm(pair, value, 0x3254);
+    }
+
+    // The rows of K and V of an item.
+    struct Rows {
+        u32 first_batch, num_batches;  // in the whole cache; that have rows
+        u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
+        u32 fresh_batch;               // that gets the current position's row, or none
+    };
+    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 part, u32 position) const {
+        const u32 split = item_idx % kSplits;
+        const bool windowed = in_mask(kWindowMask, layer);
+        const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
+        const u32 windowed_before = __popcll(kWindowMask & ((1ull << layer) - 1));
+        const u32 first_batch = (windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
+                                (lane_idx * kItems + item_idx) * batches;
+        const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
+        const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
+        Rows rows{first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
+                  position % kSplits == split ? last >> 4 : kNoBatch};
+        if (kParts > 1 && !windowed) {  // batches and slots are counted from the part's first ones
+            const u32 skipped = part * kPartBatches;
+            rows.first_batch += skipped, rows.last -= skipped * 16;
+            rows.num_batches = rows.num_batches > skipped ? min(rows.num_batches - skipped, static_cast<u32>(kPartBatches)) : 0;
+            if (rows.fresh_batch != kNoBatch) rows.fresh_batch = rows.fresh_batch / kPartBatches == part ? rows.fresh_batch - skipped : kNoBatch;
+        }
+        return rows;
+    }
+    static constexpr u32 kNoBatch = ~0u;
+
+    // This thread's share of a batch: of the rows `group` and `group + 8` of K, and of the pairs of positions `part` and `part + 4` of V.
+    struct Batch {
+        u32 keys[2][kDimRegisters], values[2][kDimRegisters];
+    };
+    static constexpr u32 kKeysStride = 8 * kHeadDim * 2, kValuesStride = 4 * kHeadDim * 4;
+    // Where the first of two shares lies. Computed anew each time: registers are full.
+    __device__ __forceinline__ unsigned char* keys_at(const Rows& rows, u32 batch) const {
+        const u32 lane = opaque(this->lane);
+        return batch_at(rows, batch) + ((lane >> 2) * kHeadDim * 2 + (lane & 3) * kChunkBytes);
+    }
+    __device__ __forceinline__ unsigned char* values_at(const Rows& rows, u32 batch) const {
+        const u32 lane = opaque(this->lane);
+        return batch_at(rows, batch) + (16 * kHeadDim * 2 + (lane & 3) * kHeadDim * 4 + (lane >> 2) * kChunkBytes);
+    }
+    __device__ __forceinline__ unsigned char* batch_at(const Rows& rows, u32 batch) const {
+        return reinterpret_cast<unsigned char*>(params.kv_ptr) + static_cast<u64>(rows.first_batch + batch) * kBatchBytes;
+    }
+    __device__ __forceinline__ void load_keys(const Rows& rows, u32 batch, Batch& to) const {
+        if (batch >= rows.num_batches) return;
+        const unsigned char* at = keys_at(rows, batch);
+        load_share<kKeyChunks>(at, to.keys[0]), load_share<kKeyChunks>(at + kKeysStride, to.keys[1]);
+    }
+    __device__ __forceinline__ void load_values(const Rows& rows, u32 batch, Batch& to) const {
+        if (batch >= rows.num_batches) return;
+        const unsigned char* at = values_at(rows, batch);
+        load_share<kValueChunks>(at, to.values[0]), load_share<kValueChunks>(at + kValuesStride, to.values[1]);
+    }
+};
+
+}  // namespace kog

@@ -1,0 +1,83 @@
+// Blocks of rows as the finaliser takes them from the matrix warps: their sums, the scale of a normed vector, and how rows are published.
+#pragma once
+#include "layout.cuh"
+
+namespace kog {
+
+struct FinalizedRows {
+    const KogDecodeParams& params;
+    const KogPeers& peers;
+    const Role& role;
+    u32 lane;
+    u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0;
+    u32 squares_parity = 0;  // one bit for each slot of `squares`
+
+    __device__ __forceinline__ void count_vector(u32 lane_idx) {
+        stamp(role, kPublished, step, num_vectors - first_vector);
+        ++num_vectors;
+        __syncwarp();
+        if (lane == 0) {
+            role.shared->num_finalized = num_vectors;
+            store_shared(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4, clock_cycles());
+            mbar_arrive(role.base + KOG_OFFSET(lane_done[lane_idx]));
+        }
+    }
+
+    // Scale of the vector that is being multiplied: 1 / rms for normed ones.
+    __device__ __forceinline__ bool rms_scale(float& scale) {
+        Shared& shared = *role.shared;
+        const u32 at = num_vectors % kSquares;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(squares_full[at]), squares_parity >> at & 1)) return false;
+        squares_parity ^= 1u << at;
+        float sum = 0;
+#pragma unroll
+        for (int warp = 0; warp < kMatrixWarps; ++warp) sum += shared.squares[at][warp][lane];
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        scale = inverse_root_approx(sum * (1.0f / kHidden) + kNormEps) * kInverseXScale;
+        return true;
+    }
+
+    // Sum of row `lane` of the next block, over the matrix warps. Threads past the last row get 0.
+    __device__ __forceinline__ bool row_sum(float& sum, u32 num_rows) {
+        Shared& shared = *role.shared;
+        const u32 half = num_blocks & 1;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_full[half]), (num_blocks >> 1) & 1)) return false;
+        float parts[kMatrixWarps];
+#pragma unroll
+        for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[half][warp][lane] : 0.0f;
+        stamp(role, kMultiplied, step, num_vectors - first_vector);
+        static_assert(kMatrixWarps == 8 || kMatrixWarps == 12, "the tree");
+        sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
+        if constexpr (kMatrixWarps == 12) sum += (parts[8] + parts[9]) + (parts[10] + parts[11]);
+        return true;
+    }
+    // The matrix warps may write the sums of the block after the next.
+    __device__ __forceinline__ void end_block() {
+        __syncwarp();
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_empty[num_blocks & 1]));
+        ++num_blocks;
+    }
+
+    // Publish kCount values to all replicas of a vector; value i is held by thread i * kStride.
+    template <int kCount, int kStride>
+    __device__ __forceinline__ void publish(u64* vector, u32 stride_words, u32 first_row, u32 num_rows, float value, u32 tag) {
+        constexpr int kUnit = kCount % 4 == 0 ? 4 : 2, kUnits = kCount / kUnit;
+        const u32 half = make_half_word(value, (lane / kStride) & 1 ? tag >> 8 : tag);
+#pragma unroll
+        for (int first = 0; first < kUnits * kReplicas; first += 32) {
+            const u32 i = first + lane, unit = i % kUnits, replica = i / kUnits;
+            u32 v[kUnit];
+#pragma unroll
+            for (int k = 0; k < kUnit; ++k) v[k] = __shfl_sync(kFullWarp, half, (unit * kUnit + k) * kStride);
+            const u32 row = first_row + unit * kUnit;
+            if (i < kUnits * kReplicas && row < num_rows) {
+                u64* at = vector + replica * stride_words + row / 2;
+                if constexpr (kUnit == 4) store_relaxed_x2(at, join_halves(v[0], v[1]), join_halves(v[2], v[3]));
+                else store_relaxed(at, join_halves(v[0], v[1]));
+            }
+        }
+    }
+};
+
+}  // namespace kog
