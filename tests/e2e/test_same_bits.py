@@ -19,7 +19,7 @@ NUM_TOKENS = 256  # with the prompt more than the windowed layers keep; tests/mu
 PROMPT_IDS = (17, 300, 42, 7, 99, 1024)
 WORLD_SIZES = (1, 2, 4, 8)
 LONG_ON = (1, 2, 4)  # eight ranks on two cores take their time
-SHAPED = {
+PROCESSED = {
     "max_tokens": 16, "temperature": 1.2, "seed": 9, "top_p": 0.9, "top_k": 200, "min_p": 0.001, "repetition_penalty": 1.1,
     "presence_penalty": 0.2, "logit_bias": {300: -4.0}, "logprobs": 3,
 }  # fmt: skip
@@ -28,7 +28,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 32, "logit_digests": True},
     "sampled": {"max_tokens": 16, "temperature": 0.8, "seed": 7, "logit_digests": True},
     "other seed": {"max_tokens": 16, "temperature": 0.8, "seed": 8, "logit_digests": True},
-    "shaped": SHAPED,
+    "processed": PROCESSED,
 }
 
 
@@ -99,9 +99,9 @@ def test_greedy_tokens_are_the_oracle_s(answers: dict[int, dict[str, Answer]], d
 
 
 @pytest.mark.timeout(400)
-def test_seeds_and_shaping_matter(answers: dict[int, dict[str, Answer]]) -> None:
+def test_seeds_and_processors_matter(answers: dict[int, dict[str, Answer]]) -> None:
     assert answers[1]["other seed"].token_ids != answers[1]["sampled"].token_ids != answers[1]["greedy"].token_ids[:16]
-    shaped = answers[1]["shaped"]
-    assert 300 not in shaped.token_ids
-    assert len(shaped.logprobs) == len(shaped.token_ids) == len(shaped.top) / 3
-    assert all(own <= best <= 0 for own, (_, best) in zip(shaped.logprobs, shaped.top[::3], strict=True))
+    processed = answers[1]["processed"]
+    assert 300 not in processed.token_ids
+    assert len(processed.logprobs) == len(processed.token_ids) == len(processed.top) / 3
+    assert all(own <= best <= 0 for own, (_, best) in zip(processed.logprobs, processed.top[::3], strict=True))

@@ -1,8 +1,8 @@
 """A few tokens of small models, for compute-sanitizer: see memcheck.sh. Neither torch nor pytest, which would take it minutes.
 
 Together the models have all that addresses depend on: rings that wrap, rows and columns that do not divide, both formats, 1 to 8
-hosted lanes, every reduction, a planted silence with its wait record, plain and shaped sampling, launches in pieces, and the
-ceiling kernel.
+hosted lanes, every reduction, a planted silence with its wait record, sampling with and without processors, launches in pieces,
+and the ceiling kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import LONGEST_WAIT_US, Monokernel
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 from tests.silent import make_silent
 
 SMALL = ModelSpec(
@@ -36,7 +36,7 @@ SHAPES = {
     "traced": KernelShape(SMALL, range(8), traced_step=2),
 }
 
-SHAPED = ShapedRequest(
+PROCESSED = ProcessedRequest(
     SamplingParams(
         top_k=50,
         top_p=0.9,
@@ -56,10 +56,10 @@ def main() -> None:
 
     cupy.cuda.set_allocator(None)  # a pool would hide accesses behind an array
     for name, shape in SHAPES.items():
-        kernel = Monokernel(shape, random_weights(shape, 1), wait_limit_us=LONGEST_WAIT_US, shaped=True)
+        kernel = Monokernel(shape, random_weights(shape, 1), wait_limit_us=LONGEST_WAIT_US, processors=True)
         prompt = [(7 * i) % shape.spec.vocab_size for i in range(150)]  # beyond the windows
         tokens = kernel.generate(prompt, 12, SamplingParams(0.8, 3), stop_ids=[5, 6], chunk=40)
-        kernel.generate(prompt, 8, SamplingParams(0.8, 3), stop_ids=[5, 6], chunk=40, shaped=SHAPED)
+        kernel.generate(prompt, 8, SamplingParams(0.8, 3), stop_ids=[5, 6], chunk=40, processed=PROCESSED)
         at_the_end = kernel.generate(prompt[:3], 4)
         kernel.begin(prompt[:1], 1, SamplingParams(), first_position=0)
         kernel.launch(1)

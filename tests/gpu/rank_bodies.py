@@ -11,8 +11,8 @@ from kog_dist.collectives.ranks import RankContext
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.cuda.shaped import ShapedRequest
-from tests.gpu.shaped_reference import check, logprobs_of
+from kog_dist.workers.cuda.processors import ProcessedRequest
+from tests.gpu.processors_reference import check, logprobs_of
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.monokernel import Monokernel
@@ -36,21 +36,21 @@ VARIANTS = {
 PROMPT = [(7 * i + 3) % SPEC.vocab_size for i in range(40)]
 
 
-# Of shaped requests, whose sums and counts go over ranks: sampling, and what is asked for besides.
-SHAPED = (
-    (SamplingParams(0.9, 11), ShapedRequest(SamplingParams(top_p=0.8, logprobs=5))),
+# Of requests with processors, whose sums and counts go over ranks: sampling, and what is asked for besides.
+PROCESSED = (
+    (SamplingParams(0.9, 11), ProcessedRequest(SamplingParams(top_p=0.8, logprobs=5))),
     (
         SamplingParams(1.5, 3),
-        ShapedRequest(SamplingParams(top_k=30, top_p=0.7, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.3)),
+        ProcessedRequest(SamplingParams(top_k=30, top_p=0.7, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.3)),
     ),
-    (SamplingParams(), ShapedRequest(SamplingParams(logit_bias=((5, 3.0), (600, 2.5)), presence_penalty=1.0, logprobs=20))),
+    (SamplingParams(), ProcessedRequest(SamplingParams(logit_bias=((5, 3.0), (600, 2.5)), presence_penalty=1.0, logprobs=20))),
 )
 
 
 def answer(context: RankContext) -> dict[str, Any]:
     """Tokens of a greedy and of a sampled answer, and SHA-256 of each of the rank's lanes' logits after them."""
     answers, digests = [], []
-    with _kernel(context, shaped=False) as kernel:
+    with _kernel(context, processors=False) as kernel:
         prompt = [token % kernel.shape.spec.vocab_size for token in PROMPT]
         for sampling in (SamplingParams(), SamplingParams(temperature=0.9, seed=11)):
             context.rendezvous.barrier(context.deadline)
@@ -59,25 +59,25 @@ def answer(context: RankContext) -> dict[str, Any]:
     return {"answers": answers, "digests": digests}
 
 
-def shaped_answers(context: RankContext) -> list[tuple[list[int], list[TokenLogprobs]]]:
-    """Tokens of the `SHAPED` answers; their log-probabilities on rank 0."""
+def processed_answers(context: RankContext) -> list[tuple[list[int], list[TokenLogprobs]]]:
+    """Tokens of the `PROCESSED` answers; their log-probabilities on rank 0."""
     found = []
-    with _kernel(context, shaped=True) as kernel:
+    with _kernel(context, processors=True) as kernel:
         prompt = [token % kernel.shape.spec.vocab_size for token in PROMPT]
-        for sampling, request in SHAPED:
+        for sampling, request in PROCESSED:
             context.rendezvous.barrier(context.deadline)
-            tokens = kernel.generate(prompt, 60, sampling, chunk=16, shaped=request)
+            tokens = kernel.generate(prompt, 60, sampling, chunk=16, processed=request)
             found.append((tokens, logprobs_of(kernel, request, len(tokens)) if context.info.rank == 0 else []))
             if context.info.world_size == 1:
                 check(kernel, prompt, tokens, found[-1][1], (sampling, request))
     return found
 
 
-def _kernel(context: RankContext, *, shaped: bool) -> AbstractContextManager[Monokernel]:
+def _kernel(context: RankContext, *, processors: bool) -> AbstractContextManager[Monokernel]:
     """The rank's kernel with the variant's random weights."""
     from kog_dist.workers.cuda.device_weights import random_weights
 
     variant = VARIANTS[str(context.arguments["variant"])]
     shape = rank_shape(context, variant, part_batches=1)  # 128 positions: answers come to attention's second part
-    prepare(context, [shape], shaped=shaped)
-    return rank_kernel(context, shape, random_weights(shape, 5), shaped=shaped)
+    prepare(context, [shape], processors=processors)
+    return rank_kernel(context, shape, random_weights(shape, 5), processors=processors)

@@ -71,7 +71,7 @@ STEPS = {
     "prefill": _tests(1, 50, 240, "test_prefill", builds="one_gpu:1 2b:1"),
     "attention": _tests(1, 10, 100, "test_prefill_attention"),
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
-    "shaped": _tests(1, 10, 90, "test_shaped"),
+    "processors": _tests(1, 10, 90, "test_processors"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
     "same_tokens": _tests(1, 30, 150, "test_same_tokens", builds="demo:1"),
     "build_paths": _tests(1, 15, 150, "test_build_paths"),

@@ -71,13 +71,13 @@ def answers(client: Client) -> dict[str, Any]:
     """
     greedy = answer(client, max_tokens=2000)
     anew: dict[str, Any] = {"reuse_kv": False}
-    shaped: dict[str, Any] = {"temperature": 0.9, "seed": 3, "top_p": 0.9, "logprobs": 2, "logit_digests": True}
+    processed: dict[str, Any] = {"temperature": 0.9, "seed": 3, "top_p": 0.9, "logprobs": 2, "logit_digests": True}
     return {
         "greedy": greedy,
         "digests": answer(client, max_tokens=40, logit_digests=True, **anew),
         "sampled": answer(client, max_tokens=200, temperature=0.8, seed=7, **anew),
         "sampled, kept": answer(client, max_tokens=40, temperature=0.8, seed=7),
-        "shaped": answer(client, max_tokens=40, **shaped, **anew),
+        "processed": answer(client, max_tokens=40, **processed, **anew),
         "grammar": answer(client, max_tokens=30, regex="[a-z]{3,9}", ignore_eos=False, **anew),
         "long": answer(client, LONG_PROMPT, max_tokens=100, logit_digests=True),
         "longer": answer(client, [*LONG_PROMPT, 5, 6, 7], max_tokens=100),
@@ -185,8 +185,8 @@ def test_a_lost_rank_is_one_error_and_the_next_engine_serves(session: EngineSess
             tokens = answer(client, max_tokens=100)["tokens"]
             whole = whole or tokens
             assert tokens == whole
-            shaped: dict[str, Any] = {"logprobs": 1} if number % 2 else {}
-            events = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, reuse_kv=False, **shaped)
+            processed: dict[str, Any] = {"logprobs": 1} if number % 2 else {}
+            events = client.generate(PROMPT, max_tokens=1900, ignore_eos=True, reuse_kv=False, **processed)
             taken = first_tokens(events, 5)
             victim = session.processes()[f"rank {number % count}"]
             lost_at_s = time.monotonic()

@@ -29,7 +29,7 @@ from kog_dist.workers.cuda.device_weights import random_tensor, random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
@@ -216,16 +216,20 @@ def test_a_head_that_begins_has_the_bits_of_a_whole_step(tmp_path: Path, head: s
     assert np.array_equal(decode(kernel, [*ids, 5], 40).view(np.uint32), whole.view(np.uint32))
 
 
-def test_shaped_answers_begin_with_the_head(demo: Prepared) -> None:
-    kernel, ids, sampling = Monokernel(demo.shape, demo.kernel.weights, shaped=True), demo.ids[:40], SamplingParams(0.8, 5)
-    shaped = ShapedRequest(SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, top_k=20, top_p=0.9, logprobs=3))
+def test_processed_answers_begin_with_the_head(demo: Prepared) -> None:
+    kernel, ids, sampling = (
+        Monokernel(demo.shape, demo.kernel.weights, processors=True),
+        demo.ids[:40],
+        SamplingParams(0.8, 5),
+    )
+    processed = ProcessedRequest(SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, top_k=20, top_p=0.9, logprobs=3))
     kernel.prepare_head_start()
-    answer = kernel.generate(ids, 6, sampling, shaped=shaped)
+    answer = kernel.generate(ids, 6, sampling, processed=processed)
     reports = [kernel.logprobs(index) for index in range(6)]
     assert None not in reports
     decode(kernel, ids, 0)
     memory = published_streams(kernel)
-    kernel.begin(ids, 6, sampling, first_position=39, shaped=shaped, streams=streams_in(memory))
+    kernel.begin(ids, 6, sampling, first_position=39, processed=processed, streams=streams_in(memory))
     kernel.launch(6)
     kernel.finish()
     assert [entry.token_id for index in range(6) if (entry := kernel.token(index)) is not None] == answer

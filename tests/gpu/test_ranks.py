@@ -12,7 +12,7 @@ from tests.gpu.rank_bodies import VARIANTS
 from tests.gpu.sharing import RANKS_PER_GPU
 
 pytestmark = pytest.mark.timeout(180)
-ANSWER, SHAPED_ANSWERS = "tests.gpu.rank_bodies:answer", "tests.gpu.rank_bodies:shaped_answers"
+ANSWER, PROCESSED_ANSWERS = "tests.gpu.rank_bodies:answer", "tests.gpu.rank_bodies:processed_answers"
 DECODE = "kog_dist.bench.kernel.scaling_run:decode_on_ranks"
 PLACES_2B = (64, 1530, 3066, 3900)  # two of them just before attention comes to another part
 
@@ -53,11 +53,11 @@ def test_2b_ranks_have_the_bits_of_one(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n, may_share=True)) for n in (1, 2, 4, 8)])
 @pytest.mark.parametrize("variant", ["delay 1", "all blocking", "head of all lanes", "head by lane"])
-def test_shaped_answers_do_not_depend_on_ranks(variant: str, world_size: int) -> None:
+def test_processed_answers_do_not_depend_on_ranks(variant: str, world_size: int) -> None:
     """One rank's are compared with the definition, others with these. The vocabulary of `delay 1` is cut unevenly."""
-    (alone,) = results(1, SHAPED_ANSWERS, variant=variant)
+    (alone,) = results(1, PROCESSED_ANSWERS, variant=variant)
     assert [len(tokens) for tokens, _ in alone] == [60] * 3
     if world_size > 1:
-        first, *others = results(world_size, SHAPED_ANSWERS, variant=variant)
+        first, *others = results(world_size, PROCESSED_ANSWERS, variant=variant)
         assert first == alone
         assert [[tokens for tokens, _ in other] for other in others] == [[tokens for tokens, _ in alone]] * (world_size - 1)

@@ -190,8 +190,8 @@ def test_sampling_and_narrow_caches_do_not_depend_on_it_either(sampling: Samplin
     assert bits(alone) != bits(plain)
 
 
-def generate_shaped(
-    folder: Path, world_size: int, sampling: SamplingParams, shaping: SamplingParams
+def generate_with_processors(
+    folder: Path, world_size: int, sampling: SamplingParams, processors: SamplingParams
 ) -> list[tuple[int, TokenLogprobs]]:
     """Tokens of rank 0 and their log-probabilities; all ranks must take its choice, which only rank 0 knows."""
     checkpoint = open_checkpoint(folder)
@@ -200,7 +200,7 @@ def generate_shaped(
     def work(rank: int, exchange: ThreadExchange) -> list[tuple[int, TokenLogprobs | None]]:
         engine = Interpreter(plan, rank, checkpoint.rank_weights(plan.ranks[rank].lanes), exchange)
         shaper = Sampler(
-            checkpoint.spec.vocab_size, PROMPT, replace(shaping, temperature=sampling.temperature, seed=sampling.seed)
+            checkpoint.spec.vocab_size, PROMPT, replace(processors, temperature=sampling.temperature, seed=sampling.seed)
         )
         for position, token in enumerate(PROMPT[:-1]):
             engine.step(token, position, None)
@@ -222,22 +222,22 @@ def generate_shaped(
 
 
 @pytest.mark.parametrize(
-    ("sampling", "shaping"),
+    ("sampling", "processors"),
     [
         (SamplingParams(1.5, seed=4), SamplingParams(top_k=30, top_p=0.8, min_p=0.05, presence_penalty=0.4)),
         (SamplingParams(), SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, logit_bias=((50, 0.75), (7, -3.0)))),
     ],
 )
-def test_shaped_choices_and_logprobs_do_not_depend_on_the_world_size(
-    sampling: SamplingParams, shaping: SamplingParams, tmp_path: Path
+def test_processed_choices_and_logprobs_do_not_depend_on_the_world_size(
+    sampling: SamplingParams, processors: SamplingParams, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path, BASE, random_tensors(BASE, seed=11))
-    alone = generate_shaped(tmp_path, 1, sampling, shaping)
+    alone = generate_with_processors(tmp_path, 1, sampling, processors)
     assert len(alone) == NUM_GENERATED
     plain = [output.token_id for output in generate(tmp_path, 1, sampling) if output.logits is not None]
-    assert [token for token, _ in alone] != plain[:NUM_GENERATED], "the shaping must matter for this test to mean anything"
+    assert [token for token, _ in alone] != plain[:NUM_GENERATED], "the processors must matter for this test to mean anything"
     for world_size in (2, 4, 8):
-        assert generate_shaped(tmp_path, world_size, sampling, shaping) == alone
+        assert generate_with_processors(tmp_path, world_size, sampling, processors) == alone
 
 
 def test_rank_0_alone_chooses_and_only_from_all_logits(tmp_path: Path) -> None:

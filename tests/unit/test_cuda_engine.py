@@ -18,7 +18,7 @@ from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import launches
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.cuda_device import device_index, translated_errors
@@ -72,7 +72,7 @@ class ScriptedKernel:
         self.launches: list[int] = []
         self.entries: list[Entry] = []
         self.cancelled = self.aborted = self.closed = False
-        self.shaped: ShapedRequest | None = None
+        self.processed: ProcessedRequest | None = None
         self.asked: set[int] = set()  # for log-probabilities
         self.recovered = 0
         self.begun: list[tuple[int, int]] = []  # length of the prompt, first position
@@ -90,10 +90,10 @@ class ScriptedKernel:
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,
-        shaped: ShapedRequest | None = None,
+        processed: ProcessedRequest | None = None,
         streams: Any = None,
     ) -> None:
-        self.shaped, self.streams = shaped, streams
+        self.processed, self.streams = processed, streams
         self.prompt, self.max_tokens, self.stop_ids, self.position = tuple(prompt), max_tokens, stop_ids, first_position
         self.begun.append((len(prompt), first_position))
         self.entries, self.launches, self.ended = [], [], False
@@ -130,12 +130,12 @@ class ScriptedKernel:
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
         if (
-            index not in self.asked or self.shaped is None or self.shaped.sampling.logprobs is None
+            index not in self.asked or self.processed is None or self.processed.sampling.logprobs is None
         ):  # they come later than the token
             self.asked.add(index)
             return None
         token_id = self.entries[index].token_id
-        return token_logprobs(logits_of(token_id), token_id, self.shaped.sampling.logprobs)
+        return token_logprobs(logits_of(token_id), token_id, self.processed.sampling.logprobs)
 
     def close(self) -> None:
         self.closed = True
@@ -292,19 +292,21 @@ def test_a_cancelled_request_says_how_far_it_came(control: ControlPage, kernel: 
     assert control.progress(1) == kernel.position == 70
 
 
-# ---- shaped requests ----
-def test_the_kernel_chooses_for_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+# ---- requests with processors ----
+def test_the_kernel_chooses_for_a_request_with_processors(
+    control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine
+) -> None:
     sampling = SamplingParams(temperature=1.0, logit_bias=((105, 50.0),), top_p=0.5, logprobs=0)
     assert engine.run(1, request(sampling=sampling)) is Finish.LENGTH
-    assert kernel.shaped == ShapedRequest(sampling, 0)
+    assert kernel.processed == ProcessedRequest(sampling, 0)
     assert kernel.launches == [202]  # as many in a launch as for any other request
     assert [entry.token_id for entry in answer(control)] == list(range(102, 302))
     assert control.progress(1) == 202
     engine.run(2, request(sampling=SamplingParams(top_p=0.5)))
-    assert kernel.shaped is None, "greedy decoding needs no filters"
+    assert kernel.processed is None, "greedy decoding needs no filters"
 
 
-def test_digests_go_with_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+def test_digests_go_with_a_request_with_processors(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
     engine.run(1, request(max_tokens=3, sampling=SamplingParams(logprobs=1), logit_digests=True))
     assert [entry.digest for entry in answer(control)] == [digest(102), digest(103), digest(104)]
     assert kernel.launches == [2, 1, 1, 1]
@@ -326,7 +328,7 @@ def test_log_probabilities_are_those_of_the_logits(control: ControlPage, engine:
     assert last.logprobs == token_logprobs(logits_of(103), 103, 2)
 
 
-def test_a_cancel_ends_a_shaped_request(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
+def test_a_cancel_ends_a_request_with_processors(control: ControlPage, kernel: ScriptedKernel, engine: CudaEngine) -> None:
     kernel.cancelled = True
     assert engine.run(1, request(sampling=SamplingParams(logprobs=0))) is Finish.CANCELLED
     assert [entry.token_id for entry in answer(control)] == [NO_TOKEN]

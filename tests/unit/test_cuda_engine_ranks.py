@@ -27,7 +27,7 @@ from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import build, load, monokernel
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import cuda, cuda_peers
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit import played_cupy
@@ -64,12 +64,14 @@ class RankKernel(ScriptedKernel):
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,
-        shaped: ShapedRequest | None = None,
+        processed: ProcessedRequest | None = None,
         streams: Any = None,
     ) -> None:
         assert self.is_idle(), "a launch is under way"
         with self.all_ranks.lock:
-            super().begin(prompt, max_tokens, sampling, stop_ids, first_position=first_position, shaped=shaped, streams=streams)
+            super().begin(
+                prompt, max_tokens, sampling, stop_ids, first_position=first_position, processed=processed, streams=streams
+            )
             self.cancelled, self.chunks = False, []
             self.ended = streams is not None and self.has_invalid_streams
             self.all_ranks.happened.append("begin")
@@ -83,10 +85,10 @@ class RankKernel(ScriptedKernel):
             self.all_ranks.advance()
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
-        assert self.shaped is not None
-        assert self.shaped.sampling.logprobs is not None
+        assert self.processed is not None
+        assert self.processed.sampling.logprobs is not None
         token_id = self.entries[index].token_id
-        return token_logprobs(logits_of(self.shape.spec.vocab_size, token_id), token_id, self.shaped.sampling.logprobs)
+        return token_logprobs(logits_of(self.shape.spec.vocab_size, token_id), token_id, self.processed.sampling.logprobs)
 
     def step(self) -> None:
         super().launch(1)
@@ -206,10 +208,10 @@ def ranks(request: pytest.FixtureRequest, runtime: PlayedRuntime, monkeypatch: p
     made = Ranks(request.param)
 
     def monokernel_of(
-        shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, shaped: bool, masks: Any
+        shape: Any, weights: Any, *, rank: int, wait_limit_us: int, heap: Any, processors: bool, masks: Any
     ) -> RankKernel:
         assert heap.rank == rank
-        assert shaped
+        assert processors
         assert masks.vocab_size == made.page.masks.vocab_size
         assert len(runtime.memory) == made.world_size
         made.happened.append("kernel")
@@ -317,14 +319,14 @@ def test_a_cancel_that_only_rank_0_heeds_ends_the_answer_on_all(ranks: Ranks) ->
 
 def test_all_kernels_choose_alike_and_rank_0_reports(ranks: Ranks) -> None:
     ranks.start()
-    shaped = request(max_tokens=6, sampling=SamplingParams(logit_bias=((105, 50.0),), logprobs=2))
-    entries = ranks.answer(1, shaped)
+    processed = request(max_tokens=6, sampling=SamplingParams(logit_bias=((105, 50.0),), logprobs=2))
+    entries = ranks.answer(1, processed)
     vocab_size = ranks.kernels[0].shape.spec.vocab_size
     assert [entry.token_id for entry in entries] == list(range(102, 108))
-    assert {kernel.shaped for kernel in ranks.kernels.values()} == {ShapedRequest(shaped.sampling)}
+    assert {kernel.processed for kernel in ranks.kernels.values()} == {ProcessedRequest(processed.sampling)}
     assert [entry.logprobs for entry in entries] == [token_logprobs(logits_of(vocab_size, i), i, 2) for i in range(102, 108)]
     assert len(ranks.answer(2, request(max_tokens=5))) == 5
-    assert {kernel.shaped for kernel in ranks.kernels.values()} == {None}
+    assert {kernel.processed for kernel in ranks.kernels.values()} == {None}
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)

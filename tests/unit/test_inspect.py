@@ -94,7 +94,7 @@ class MadeUp:
         best = sample(expected.logits, len(IDS) - 1, SamplingParams())
         candidates[best % self.shape.num_ctas] = expected.logits[best].astype(np.float32).view(np.uint32), best
         self._put([value_words(candidates.reshape(-1), EPOCH + 1)] * 2)
-        boxes = self.shape.boxes  # of the shaped build come last
+        boxes = self.shape.boxes  # of the build with processors come last
         assert self.offset + 2 * boxes.choice_words + boxes.report_words == len(self.words)
 
     def _put(self, copies: list[Words]) -> None:

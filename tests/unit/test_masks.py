@@ -21,7 +21,7 @@ from kog_dist.runtime.memfd import Segment
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.engines.root_choice import RootChoice
 
@@ -185,6 +185,6 @@ def test_the_cuda_engine_waits_for_the_first_mask(page: ControlPage, comes: bool
     request = replace(REQUEST, mask_epoch=4)
     seq = page.submit(request)
     assert engine.run(seq, request) is Finish.LENGTH
-    assert kernel.shaped == ShapedRequest(mask_epoch=4)
+    assert kernel.processed == ProcessedRequest(mask_epoch=4)
     assert set(asked) == {4}
     assert (len(asked) == 5) is comes

@@ -71,7 +71,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Monokernel:
     made._forget_epochs()
     spec = SimpleNamespace(num_layers=12)
     made.shape = SimpleNamespace(num_ctas=5, num_threads=640, spec=spec, full_layers=(1, 4))  # type: ignore[assignment]
-    made.words, made._begins_at_head, made._shaped, made._peers = Memory(4, np.uint64), False, None, b"peers"
+    made.words, made._begins_at_head, made._processors, made._peers = Memory(4, np.uint64), False, None, b"peers"
     made._kernel, start = Launched(), HeadStart.__new__(HeadStart)  # type: ignore[assignment]
     start._peers, start._num_pairs, start._publisher, start.plain = b"peers", 768, Launched(), Launched()  # type: ignore[assignment]
     made._head_start = start

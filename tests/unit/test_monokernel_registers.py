@@ -14,7 +14,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 SPEC = laneformer_2b()
 
 
-# Of eight ranks the build for shaped requests spills one register (4 bytes).
+# Of eight ranks the build with processors spills one register (4 bytes).
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(("num_ranks", "sources"), [(1, KERNEL_SOURCES[:1]), (4, KERNEL_SOURCES)])
 def test_nothing_spills(num_ranks: int, sources: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

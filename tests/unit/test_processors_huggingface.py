@@ -65,14 +65,14 @@ def test_top_k_keeps_the_same_ids(x: NDArray[np.float32], top_k: int) -> None:
     assert sorted(select(x, SamplingParams(top_k=top_k)).tolist()) == theirs.tolist()
 
 
-def near_the_limit(x: NDArray[np.float32], shaping: SamplingParams, ids: set[int]) -> bool:
+def near_the_limit(x: NDArray[np.float32], processors: SamplingParams, ids: set[int]) -> bool:
     """Whether all `ids` stand where rounding decides: their mass before, or their probability, is at the limit."""
     mass = masses(x - x.max()).astype(np.float64)
     before = np.zeros(len(x))
     order = in_order(x)
     before[order] = np.cumsum(mass[order]) - mass[order]
-    at_top_p = np.abs(before / mass.sum() - shaping.top_p) < NEAR
-    at_min_p = np.abs(np.exp(x - x.max()) - shaping.min_p) < NEAR
+    at_top_p = np.abs(before / mass.sum() - processors.top_p) < NEAR
+    at_min_p = np.abs(np.exp(x - x.max()) - processors.min_p) < NEAR
     return all(at_top_p[k] or at_min_p[k] for k in ids)
 
 
@@ -115,8 +115,10 @@ def test_all_processors_in_our_order(
     for processor in chain:
         scores = processor(torch.tensor([context]), scores)
     theirs = set(np.flatnonzero(np.isfinite(scores[0].numpy())).tolist())
-    shaping = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=1.2, logit_bias=((1, 1.5),), min_tokens=3)
-    shaper = Sampler(len(x), context, replace(shaping, temperature=temperature, seed=seed), end_ids)
+    processors = SamplingParams(
+        top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=1.2, logit_bias=((1, 1.5),), min_tokens=3
+    )
+    shaper = Sampler(len(x), context, replace(processors, temperature=temperature, seed=seed), end_ids)
     drawn = {shaper.choose(x, position).token_id for position in range(40)}
     assert drawn <= theirs
 

@@ -20,21 +20,21 @@ _RANGES = 16  # of keys, counted in one exchange
 class Rounds:
     """One token: `x` (n,) of the allowed ids; `token_id`, and how many exchanges it took besides that of the first offers."""
 
-    def __init__(self, x: NDArray[np.float32], shaping: SamplingParams, seed: int) -> None:
+    def __init__(self, x: NDArray[np.float32], processors: SamplingParams, seed: int) -> None:
         ids = np.arange(len(x))
         scores = x + gumbel(seed, 3, 0, len(x))
         with np.errstate(over="ignore"):
             distance = x - x.max()
         self.num_exchanges = self.num_searches = 0
-        stays = distance >= lowest_distance(shaping.min_p)
+        stays = distance >= lowest_distance(processors.min_p)
         self._keys, self._masses = np.abs(distance[stays]).view(np.uint32).astype(np.int64), masses(distance[stays])
-        limit = None if shaping.top_p == 1 else -(-self._total(shaping.top_k) * fixed_top_p(shaping.top_p) >> 64)
+        limit = None if processors.top_p == 1 else -(-self._total(processors.top_k) * fixed_top_p(processors.top_p) >> 64)
         best = int(scores.argmax())
         while True:
             self.num_exchanges += 1
             before = stays & ((x > x[best]) | ((x == x[best]) & (ids < best)))
             mass = int(masses(distance[before]).sum())
-            in_top_k = shaping.top_k == 0 or before.sum() < shaping.top_k
+            in_top_k = processors.top_k == 0 or before.sum() < processors.top_k
             if stays[best] and in_top_k and (limit is None or mass < limit):
                 break
             best = int(np.where(before, scores, -np.inf).argmax())
@@ -80,15 +80,15 @@ def test_rounds_choose_what_the_definition_chooses(kind: str) -> None:
     rng = np.random.default_rng(len(kind))
     for number in range(250):
         x = logits_of(kind, rng)
-        shaping = SamplingParams(
+        processors = SamplingParams(
             top_k=int(rng.choice([0, 0, 1, 3, 50, 1000])),
             top_p=float(rng.choice([1.0, 0.95, 0.6, 0.1, 1e-6])),
             min_p=float(rng.choice([0.0, 0.0, 0.05, 1.0])),
         )
-        rounds = Rounds(x, shaping, number)
-        assert rounds.token_id == Sampler(len(x), [], replace(shaping, temperature=1.0, seed=number)).choose(x, 3).token_id, (
+        rounds = Rounds(x, processors, number)
+        assert rounds.token_id == Sampler(len(x), [], replace(processors, temperature=1.0, seed=number)).choose(x, 3).token_id, (
             number,
-            shaping,
+            processors,
         )
         assert rounds.num_searches <= 8
 

@@ -15,7 +15,7 @@ from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 
 TWIN = Path(__file__).parent / "decode_twin"
 PROGRAM = (
-    '#define KOG_SHAPED 1\n#include "layout.cuh"\n#include <cstdio>\nint main() { std::printf("%zu", sizeof(kog::Shared)); }'
+    '#define KOG_PROCESSORS 1\n#include "layout.cuh"\n#include <cstdio>\nint main() { std::printf("%zu", sizeof(kog::Shared)); }'
 )
 
 

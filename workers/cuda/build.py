@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kog_dist.cuda import build as compiler
 
-KERNEL_SOURCES = PLAIN_SOURCE, SHAPED_SOURCE = "decode.cu", "decode_shaped.cu"  # the monokernel's two builds
+KERNEL_SOURCES = PLAIN_SOURCE, PROCESSORS_SOURCE = "decode.cu", "decode_processors.cu"  # the monokernel's two builds
 # Both for a first step that is an LM head alone, and what comes before it: behind prefill.
-HEAD_SOURCES = PLAIN_HEAD_SOURCE, SHAPED_HEAD_SOURCE, STREAMS_SOURCE = "head.cu", "head_shaped.cu", "last_streams.cu"
+HEAD_SOURCES = PLAIN_HEAD_SOURCE, PROCESSORS_HEAD_SOURCE, STREAMS_SOURCE = "head.cu", "head_processors.cu", "last_streams.cu"
 _SOURCE_FOLDERS = (("kog_dist.workers", "kernels"), ("kog_dist.workers", "phases"), ("kog_dist.collectives", "device"))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kog_dist.cuda.driver import Kernel
-from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, SHAPED_HEAD_SOURCE, STREAMS_SOURCE, build
+from kog_dist.workers.cuda.build import PLAIN_HEAD_SOURCE, PROCESSORS_HEAD_SOURCE, STREAMS_SOURCE, build
 from kog_dist.workers.cuda.kernel_abi import STREAM_PARAMS, STREAM_THREADS
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 
@@ -28,12 +28,12 @@ class HeadStart:
     `peers`: a `KogPeers`. `kernel_name`: the monokernel's. Raises CompileError or LaunchError.
     """
 
-    def __init__(self, shape: KernelShape, peers: bytes, kernel_name: str, *, shaped: bool) -> None:
+    def __init__(self, shape: KernelShape, peers: bytes, kernel_name: str, *, processors: bool) -> None:
         headers = shape.headers()
         self._peers, self._num_pairs = peers, shape.num_lanes * shape.spec.hidden_size // 2
         self._publisher = Kernel(build(headers, STREAMS_SOURCE).path, STREAMS_KERNEL_NAME, 0)
         self.plain = Kernel(build(headers, PLAIN_HEAD_SOURCE).path, kernel_name, SHARED_BYTES)
-        self.shaped = Kernel(build(headers, SHAPED_HEAD_SOURCE).path, kernel_name, SHARED_BYTES) if shaped else None
+        self.processors = Kernel(build(headers, PROCESSORS_HEAD_SOURCE).path, kernel_name, SHARED_BYTES) if processors else None
 
     def publish(self, streams: LastStreams, words_ptr: int, state_ptr: int, stream_ptr: int) -> None:
         """Queue on a CUDA stream that these become the words from which the LM head is computed, here and on the peers.

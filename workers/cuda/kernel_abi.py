@@ -50,7 +50,7 @@ DECODE_STATE = Struct(
         Field("epoch", "u32", "steps since the words were zeroed"),
         Field("finish", "u32", "Finish; not 0: the launches that follow do nothing"),
         Field("abort_mirror", "u32", "1: leave all waits"),
-        Field("num_exchanges", "u32", "of the shaped build since the words were zeroed"),
+        Field("num_exchanges", "u32", "of the build with processors since the words were zeroed"),
         Field("hash", "u32", "running hash of all tokens and scores, low and high half; in a build with hashes", count=2),
     ),
     size_multiple=128,
@@ -66,9 +66,9 @@ STREAM_PARAMS = Struct(
         Field("state_ptr", "u64", "DecodeState, whose epoch is that of the next step"),
     ),
 )
-SHAPING_PARAMS = Struct(
-    "ShapingParams",
-    "What the shaped build takes besides DecodeParams and Peers. Rows are those of this rank's slice of the vocabulary.",
+PROCESSOR_PARAMS = Struct(
+    "ProcessorParams",
+    "What the build with processors takes besides DecodeParams and Peers. Rows are those of this rank's slice of the vocabulary.",
     (
         Field("bias_ptr", "u64", "float32 (rows): added to logits"),
         Field("history_ptr", "u64", "uint32 (rows): times in the answer; the highest bit: stands in the prompt"),
@@ -78,7 +78,7 @@ SHAPING_PARAMS = Struct(
         Field("mask_epoch", "u64", "epoch of the mask for the first token of the answer"),
         Field("top_p", "u64", "mass that stays, as a fraction of 2^64"),
         Field("num_mask_words", "u32", "words of one mask"),
-        Field("flags", "u32", "ShapingFlag"),
+        Field("flags", "u32", "ProcessorFlag"),
         Field("repetition_bits", "u32", "float32 repetition penalty"),
         Field("frequency_bits", "u32", "float32 frequency penalty"),
         Field("presence_bits", "u32", "float32 presence penalty"),
@@ -93,8 +93,8 @@ SHAPING_PARAMS = Struct(
 REPORT_WORDS = -(-(4 + 2 * MAX_TOP_LOGPROBS) // 16) * 16  # mass low, high; largest and chosen logit; pairs of logit and id
 
 
-class ShapingFlag(enum.IntFlag):
-    """Which parts of the shaped build a request needs."""
+class ProcessorFlag(enum.IntFlag):
+    """Which parts of the build with processors a request needs."""
 
     BIASED = 1
     REMEMBERS = 2
@@ -113,7 +113,7 @@ HOST_PAGE = Struct(
     ),
     size_multiple=128,
 )
-KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, SHAPING_PARAMS, STREAM_PARAMS)
+KERNEL_STRUCTS = (WAIT_RECORD, DECODE_PARAMS, DECODE_STATE, HOST_PAGE, PEERS, PROCESSOR_PARAMS, STREAM_PARAMS)
 
 
 def abi_header() -> str:

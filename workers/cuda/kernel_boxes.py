@@ -4,7 +4,7 @@
     streams          the residual streams before the LM head, pair words, copies for all readers: every rank reads all lanes; none
                      with `vocab_parallel`, where each rank has logits of its own lanes
     candidates       best token of each thread block of each rank, copies for all readers; two slots in turn
-    choices          what thread blocks exchange to choose a token of a shaped request (device/quads.cuh); two slots in turn
+    choices          what thread blocks exchange to choose a token with processors (device/quads.cuh); two slots in turn
     reports          masses and best tokens of each thread block, for log-probabilities; rank 0's are used
 
 Epochs of the sums are those of the plan (`decode/plan.py`): token * summed layers + place of the layer among them. Tokens count
@@ -78,16 +78,16 @@ class KernelBoxes:
         if self.spec.head_type is not HeadType.VOCAB_PARALLEL:
             sums.append(MailboxSpec("streams", 1, self.lanes_per_rank * self.replicas * self.stream_copy_words))
         candidates = MailboxSpec("candidates", 2, self.replicas * self.candidate_copy_words)
-        return [*sums, candidates, *self._shaped_specs()]
+        return [*sums, candidates, *self._processed_specs()]
 
-    def _shaped_specs(self) -> list[MailboxSpec]:
+    def _processed_specs(self) -> list[MailboxSpec]:
         return [MailboxSpec("choices", 2, self.choice_words), MailboxSpec("reports", 1, self.report_words)]
 
     def header(self, placed: Sequence[Mailbox]) -> str:
         """`peers_shape.cuh`, to be included behind peers.cuh; `placed`: the heap's mailboxes, these among them."""
         by_name = {mailbox.spec.name: mailbox for mailbox in placed}
         # One rank has no heap: each of these lies by itself among the kernel's words.
-        alone = {spec.name: Mailbox(spec, 0, 0, spec.length, 1) for spec in self._shaped_specs()}
+        alone = {spec.name: Mailbox(spec, 0, 0, spec.length, 1) for spec in self._processed_specs()}
         choices, reports = (by_name.get(name, alone[name]) for name in ("choices", "reports"))
         masks = {block: sum(1 << layer for layer in self.summed_layers(block)) for block in Sublayer}
         lines = [

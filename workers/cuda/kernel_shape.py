@@ -328,7 +328,7 @@ class KernelShape:
 
     @property
     def shared_bytes_besides(self) -> int:
-        """Bytes of `Shared` (phases/layout.cuh) of the shaped build without its ring slots, and at most so much padding."""
+        """Bytes of `Shared` (phases/layout.cuh) of the build with processors, but for ring slots, and at most so much padding."""
         spec, lanes, rows, warps = self.spec, self.num_lanes, self.out.cta_rows, self.geometry.matrix_warps
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
         attended = 2 * 4 * (spec.lane_heads // spec.lane_kv_heads) * spec.head_dim

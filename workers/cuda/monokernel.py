@@ -28,7 +28,7 @@ from kog_dist.workers.cuda.head_start import HeadStart, LastStreams
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, DECODE_STATE, HOST_PAGE
 from kog_dist.workers.cuda.kernel_shape import NUM_HASHES, SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
-from kog_dist.workers.cuda.shaped import ShapedBuild, ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest, ProcessorsBuild
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
@@ -51,7 +51,7 @@ class DeviceToken:
 class Monokernel:
     """One GPU's kernel with its weights, caches and words. One request at a time; not thread-safe.
 
-    With several ranks `heap` holds `shape.boxes`, first and in that order. `shaped`: with the build for shaped requests, which
+    With several ranks `heap` holds `shape.boxes`, first and in that order. `processors`: with the build that has them, which
     gets the masks of grammars from `masks`, if any.
     `wait_limit_us` bounds every wait on the device. Raises CompileError or LaunchError when the kernel cannot be had.
     """
@@ -64,7 +64,7 @@ class Monokernel:
         rank: int = 0,
         wait_limit_us: int = 500_000,
         heap: CudaHeap | None = None,
-        shaped: bool = False,
+        processors: bool = False,
         masks: MaskSlots | None = None,
     ) -> None:
         import cupy
@@ -81,7 +81,7 @@ class Monokernel:
         self._kernel = Kernel(cubin.path, KERNEL_NAME, SHARED_BYTES)
         self._head_start: HeadStart | None = None
         self._begins_at_head = False  # the next launch
-        self._shaped_request: ShapedRequest | None = None
+        self._processed_request: ProcessedRequest | None = None
         context = shape.spec.max_context
         first, last = shape.vocab_rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -105,14 +105,14 @@ class Monokernel:
         self.hashes = cupy.zeros(NUM_HASHES, cupy.uint64) if shape.keeps_hashes else None  # after token 64 n: at n % NUM_HASHES
         self._forget_epochs()
         # Last, since it maps memory of the host, which whoever tries again after an error could not.
-        self._shaped = ShapedBuild(shape, KERNEL_NAME, masks) if shaped else None
+        self._processors = ProcessorsBuild(shape, KERNEL_NAME, masks) if processors else None
         # The weights were packed, and the arrays above zeroed, on another stream, which this kernel's stream does not wait for.
         cupy.cuda.Device().synchronize()
 
     def prepare_head_start(self) -> None:
         """Have what requests need that `begin` with streams. Raises CompileError or LaunchError."""
         if self._head_start is None:
-            self._head_start = HeadStart(self.shape, self._peers, KERNEL_NAME, shaped=self._shaped is not None)
+            self._head_start = HeadStart(self.shape, self._peers, KERNEL_NAME, processors=self._processors is not None)
 
     # ---- a request ----
     def rouse(self) -> None:
@@ -129,14 +129,15 @@ class Monokernel:
         stop_ids: Sequence[int] = (),
         *,
         first_position: int = 0,
-        shaped: ShapedRequest | None = None,
+        processed: ProcessedRequest | None = None,
         streams: LastStreams | None = None,
     ) -> None:
         """Set up a request; the KV cache must hold `first_position` tokens of the prompt. No launch may be under way.
 
-        `shaped`: what it asks for besides; its launches are of the shaped build. `streams`: those of the prompt's last token,
-        which is at `first_position`, and which the cache holds, too: its step is an LM head alone. What makes them and fills the
-        cache need only be queued; if they turn out to be invalid, launches do nothing, and the request is to begin anew.
+        `processed`: what it asks for besides; its launches are of the build with processors. `streams`: those of the prompt's
+        last token, which is at `first_position`, and which the cache holds, too: its step is an LM head alone. What makes them
+        and fills the cache need only be queued; if they turn out to be invalid, launches do nothing, and the request is to begin
+        anew.
         """
         from cupy.cuda import runtime
 
@@ -146,10 +147,10 @@ class Monokernel:
         self._left = None
         self._begins_at_head = streams is not None
         self._choose_epoch(int(before["epoch"]), begins_at_head=self._begins_at_head)
-        self._shaped_request = shaped
-        if shaped is not None:
-            assert self._shaped is not None, "made without the shaped build"
-            self._shaped.begin(shaped, sampling, prompt, self.stream)
+        self._processed_request = processed
+        if processed is not None:
+            assert self._processors is not None, "made without the build with processors"
+            self._processors.begin(processed, sampling, prompt, self.stream)
         state, rest = self._staged_state, np.frombuffer(array("I", prompt[first_position + 1 :]), np.uint32)
         state[0] = np.zeros((), DECODE_STATE.dtype)
         state["token"], state["position"], state["num_prompt"] = prompt[first_position], first_position, len(prompt)
@@ -197,22 +198,22 @@ class Monokernel:
         `stamps`: uint64 array on the GPU for the time in ns at the end of each step.
         """
         self._left = None
-        stamps_ptr, is_shaped = 0 if stamps is None else stamps.data.ptr, self._shaped_request is not None
+        stamps_ptr, is_processed = 0 if stamps is None else stamps.data.ptr, self._processed_request is not None
         if self._begins_at_head:
             assert self._head_start is not None
             self._begins_at_head = False
-            self._launch(self._head_start.shaped if is_shaped else self._head_start.plain, 1, stamps_ptr)
+            self._launch(self._head_start.processors if is_processed else self._head_start.plain, 1, stamps_ptr)
             num_steps, stamps_ptr = num_steps - 1, stamps_ptr and stamps_ptr + 8
         if num_steps:
-            self._launch(self._shaped.kernel if is_shaped and self._shaped else self._kernel, num_steps, stamps_ptr)
+            self._launch(self._processors.kernel if is_processed and self._processors else self._kernel, num_steps, stamps_ptr)
 
     def _launch(self, kernel: Kernel | None, num_steps: int, stamps_ptr: int) -> None:
-        assert kernel is not None, "made without the shaped build"
+        assert kernel is not None, "made without the build with processors"
         params = self._params(num_steps)
         params["stamps_ptr"] = stamps_ptr
         raw = params.tobytes() + self._peers
-        if self._shaped is not None and self._shaped_request is not None:
-            raw += self._shaped.params()
+        if self._processors is not None and self._processed_request is not None:
+            raw += self._processors.params()
         kernel.launch(self.shape.num_ctas, self.shape.num_threads, raw, self.stream.ptr)
 
     def stream_us(self, num_steps: int) -> float:
@@ -244,7 +245,7 @@ class Monokernel:
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
         kept = self.trace if self.hashes is None else self.hashes
         params["trace_ptr"] = 0 if kept is None else kept.data.ptr
-        masked = self._shaped_request is not None and self._shaped_request.mask_epoch
+        masked = self._processed_request is not None and self._processed_request.mask_epoch
         params["seed"], params["wait_limit_us"] = self._sampling.seed, LONGEST_WAIT_US if masked else self._limit_us
         if self._sampling.temperature > 0:
             inverse = np.float32(1.0) / np.float32(self._sampling.temperature)
@@ -265,8 +266,8 @@ class Monokernel:
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
         """Those of token `index`, if the request wants them; None when the kernel has not written them yet. Only on rank 0."""
-        assert self._shaped is not None, "made without the shaped build"
-        return self._shaped.logprobs(index, self._tag)
+        assert self._processors is not None, "made without the build with processors"
+        return self._processors.logprobs(index, self._tag)
 
     def cancel(self) -> None:
         """End the request after the token that is being decoded."""
@@ -362,8 +363,8 @@ class Monokernel:
 
     def close(self) -> None:
         """Let go of memory that is not this kernel's; it must have left."""
-        if self._shaped is not None:
-            self._shaped.close()
+        if self._processors is not None:
+            self._processors.close()
 
     # ---- whole answers ----
     def generate(
@@ -374,10 +375,10 @@ class Monokernel:
         stop_ids: Sequence[int] = (),
         *,
         chunk: int = 64,
-        shaped: ShapedRequest | None = None,
+        processed: ProcessedRequest | None = None,
     ) -> list[int]:
         """Decode an answer to its end; launches of `chunk` steps, two of them queued at a time."""
-        self.begin(prompt, max_tokens, sampling or SamplingParams(), stop_ids, shaped=shaped)
+        self.begin(prompt, max_tokens, sampling or SamplingParams(), stop_ids, processed=processed)
         for _ in range(0, len(prompt) + max_tokens, chunk):
             self.launch(chunk)
         self.finish()

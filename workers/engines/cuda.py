@@ -30,7 +30,7 @@ from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
 from kog_dist.workers.engines.cuda_peers import CudaPeers
 from kog_dist.workers.engines.cuda_start import Prefiller, Start, cause_of, free_memory, refusal
@@ -217,9 +217,9 @@ class CudaEngine:
         if num_cached == len(request.prompt) and self._prefill is not None:
             first, streams = num_cached - 1, self._prefill.streams
         max_tokens, sampling = self._max_tokens(request), request.sampling
-        shaped = ShapedRequest(request.sampling, request.mask_epoch) if request.needs_all_logits else None
+        processed = ProcessedRequest(request.sampling, request.mask_epoch) if request.needs_all_logits else None
         kernel.begin(
-            request.prompt, max_tokens, sampling, request.end_ids, first_position=first, shaped=shaped, streams=streams
+            request.prompt, max_tokens, sampling, request.end_ids, first_position=first, processed=processed, streams=streams
         )  # fmt: skip
         launches = Launches(kernel, len(request.prompt) - 1 - first, max_tokens, one_by_one=request.logit_digests)
         self._tell(RankStage.LAUNCHED)

@@ -177,7 +177,7 @@ class Start:
     def _kernel(self, weights: Any, heap: CudaHeap | None) -> Monokernel:
         from kog_dist.workers.cuda.monokernel import Monokernel
 
-        options: Any = {"shaped": True, "masks": self.masks}
+        options: Any = {"processors": True, "masks": self.masks}
         return Monokernel(self.shape, weights, rank=self.args.info.rank, wait_limit_us=self.limit_us, heap=heap, **options)
 
 

@@ -10,7 +10,7 @@ from kog_dist.decode.ring import Finish
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 
 PROMPT_STEPS = 64  # of a launch of nothing but prompt tokens: progress is told when it ends
 ANSWER_STEPS = 256  # of any other; between two of them a token takes longer, so not too few, and the driver is not kept for long
@@ -46,7 +46,7 @@ class DecodeKernel(Protocol):
         stop_ids: tuple[int, ...] = (),
         *,
         first_position: int = 0,
-        shaped: ShapedRequest | None = None,
+        processed: ProcessedRequest | None = None,
         streams: LastStreams | None = None,
     ) -> None:
         """Set up a request whose first tokens are in the KV cache already.

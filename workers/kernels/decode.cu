@@ -5,8 +5,8 @@
 #include "multiply.cuh"
 #include "finalize.cuh"
 #include "sample.cuh"
-#ifdef KOG_SHAPED
-#include "sample_shaped.cuh"
+#ifdef KOG_PROCESSORS
+#include "sample_processors.cuh"
 #endif
 #include "attend.cuh"
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void init_barriers(const Role& role) {
     for (int i = 0; i < kLanes; ++i) mbar_init(role.base + KOG_OFFSET(lane_done[i]), 1);
     shared.note.stopped = 0, shared.note.num_waits = 0, shared.finished = 0, shared.cancelled = 0, shared.num_finalized = 0;
     shared.note.phase = 0, shared.note.layer = 0, shared.note.lane = 0, shared.note.wanted = 0, shared.note.packed_words = 0;
-#ifdef KOG_SHAPED
+#ifdef KOG_PROCESSORS
     shared.num_handed = 0;
 #endif
     for (int i = 0; i < 2; ++i) shared.peer_notes[i].waiting = 0;
@@ -58,8 +58,8 @@ __device__ __forceinline__ void watch(const KogDecodeParams& params, const KogPe
 struct KogLaunch {
     KogDecodeParams decode;
     KogPeers peers;
-#ifdef KOG_SHAPED
-    KogShapingParams shaping;
+#ifdef KOG_PROCESSORS
+    KogProcessorParams processors;
 #endif
 };
 
@@ -85,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_decode(con
         if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr), num_steps);
         else if (warp == kFinalWarp) finalize(params, peers, role);
         else if (warp == kSampleWarp) {
-#ifdef KOG_SHAPED
-            sample_shaped(params, peers, launch.shaping, role, num_steps);
+#ifdef KOG_PROCESSORS
+            sample_processors(params, peers, launch.processors, role, num_steps);
 #else
             sample(params, peers, role, num_steps);
 #endif

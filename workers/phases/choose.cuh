@@ -1,4 +1,4 @@
-// The sampling warp's choice of a token for a shaped request: the definition of kog_dist/decode/sampling/processors.py, made of maxima,
+// The sampling warp's choice of a token for a request with processors: the definition of kog_dist/decode/sampling/processors.py, made of maxima,
 // counts and integer masses alone, so that neither thread blocks nor ranks show in the result. See docs/sampling.md.
 #pragma once
 #include "choose_rows.cuh"
@@ -31,7 +31,7 @@ struct Chooser : OwnRows {
     // What is before `pivot` in the order of all tokens not below min-p; those with keys below `bound` count for the total. The tokens among
     // that, how many and the best one, are only collected by `collect_tokens`. False: leave.
     __device__ __forceinline__ bool count_before(const Offer& pivot, float largest, u32 bound, Before& before) const {
-        const float lowest = __uint_as_float(shaping.lowest_bits);
+        const float lowest = __uint_as_float(processors.lowest_bits);
         const u32 next = number() + 1;
         before = Before{};
 #pragma unroll 1
@@ -76,7 +76,7 @@ struct Chooser : OwnRows {
     // The mass of the first top_k tokens is that of the keys below `bound`, and `rest`. A search for the k-th key, sixteen ranges at a
     // time: thread i keeps the number of tokens in range i. At most eight exchanges; fewer, once the k-th stands at the end of a range.
     __device__ __forceinline__ bool find_top_k(float largest, u32& bound, u64& rest) const {
-        const float lowest = __uint_as_float(shaping.lowest_bits);
+        const float lowest = __uint_as_float(processors.lowest_bits);
         u32 low = 0, shift = 27, num_below = 0;
         while (true) {
             const u32 next = number() + 1;
@@ -116,18 +116,18 @@ struct Chooser : OwnRows {
                 for (u32 i = 0; i < 8; ++i) {
                     const u32 found = __reduce_add_sync(kFullWarp, static_cast<u32>(sums[i / 4] >> (16 * (i % 4))) & 0xffff);
                     if (range != 16) continue;
-                    if (num_below + found >= shaping.top_k) range = 8 * half + i, mine = found;
+                    if (num_below + found >= processors.top_k) range = 8 * half + i, mine = found;
                     else num_below += found;
                 }
             }
             if (range == 16) return true;  // there are fewer: all count (only the first search ends so)
             low += range << shift;
-            if (num_below + mine == shaping.top_k) {
+            if (num_below + mine == processors.top_k) {
                 bound = low + (1u << shift);
                 return true;
             }
             if (shift == 0) {
-                bound = low, rest = (shaping.top_k - num_below) * mass_of(-__uint_as_float(low));
+                bound = low, rest = (processors.top_k - num_below) * mass_of(-__uint_as_float(low));
                 return true;
             }
             shift = shift > 4 ? shift - 4 : 0;
@@ -152,21 +152,21 @@ struct Chooser : OwnRows {
         const float largest = offers.first.value;
         u32 bound = ~0u;
         u64 rest = 0;
-        bool has_limit = !(shaping.flags & kTopP);
-        if (!has_limit && shaping.top_k > 0 && !find_top_k(largest, bound, rest)) return false;
+        bool has_limit = !(processors.flags & kTopP);
+        if (!has_limit && processors.top_k > 0 && !find_top_k(largest, bound, rest)) return false;
         set_limit(has_limit ? ~0ull : rest);  // what top-k adds to the total is kept in its place until that is known
         while (true) {
             Before before;
             if (!count_before(offer, largest, bound, before)) return false;
             if (!has_limit) {  // rounded up
                 const u64 total = before.total + limit();
-                set_limit(__umul64hi(total, shaping.top_p) + (total * shaping.top_p != 0));
+                set_limit(__umul64hi(total, processors.top_p) + (total * processors.top_p != 0));
                 has_limit = true;
             }
-            const bool in_rest = before.mass < limit() && __fadd_rn(offer.x, -largest) >= __uint_as_float(shaping.lowest_bits);
-            if (in_rest && shaping.top_k == 0) return true;
+            const bool in_rest = before.mass < limit() && __fadd_rn(offer.x, -largest) >= __uint_as_float(processors.lowest_bits);
+            if (in_rest && processors.top_k == 0) return true;
             if (!collect_tokens(before)) return false;
-            if (in_rest && before.num < shaping.top_k) return true;
+            if (in_rest && before.num < processors.top_k) return true;
             offer = before.best;
         }
     }
@@ -174,7 +174,7 @@ struct Chooser : OwnRows {
     // Count the newest token among those said, if it is one of the own rows.
     __device__ __forceinline__ void remember() const {
         if (laneid() == 0 && source_of(chosen_place()) == own_source()) {
-            u32* said = reinterpret_cast<u32*>(shaping.history_ptr) + first_row() + row_of(chosen_place());
+            u32* said = reinterpret_cast<u32*>(processors.history_ptr) + first_row() + row_of(chosen_place());
             store_relaxed_u32(said, load_relaxed_u32(said) + 1);
         }
         __syncwarp();
@@ -182,7 +182,7 @@ struct Chooser : OwnRows {
 
     // Whether a step's token may not end the answer, if there is another one.
     __device__ __forceinline__ bool is_too_early(u32 step) const {
-        return role.first_position + step + 1 - role.num_prompt < shaping.min_tokens && params.num_stop_ids > 0;
+        return role.first_position + step + 1 - role.num_prompt < processors.min_tokens && params.num_stop_ids > 0;
     }
     // Choose the successor of the step's token, unless the prompt has it; or say why there is none. False: leave.
     __device__ __forceinline__ bool choose(u32& finish) const {
@@ -190,7 +190,7 @@ struct Chooser : OwnRows {
         float largest_logit = -INFINITY;
         const u32 now = step(), position = role.first_position + now;
         if (has_head(role, now)) {
-            if ((shaping.flags & kMasked) && !fetch_mask(now, position + 1 - role.num_prompt, offers.flags)) return false;
+            if ((processors.flags & kMasked) && !fetch_mask(now, position + 1 - role.num_prompt, offers.flags)) return false;
             if (!look_at_rows(now, position, is_too_early(now), offers, largest_logit)) return false;
         } else if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(token_ended), now & 1)) {
             return false;
@@ -198,7 +198,7 @@ struct Chooser : OwnRows {
 #pragma unroll 1
         for (bool is_first = true;; is_first = false) {
             const bool has_logits = has_head(role, step());
-            if (!exchange(offers, has_logits && (shaping.flags & kReports), largest_logit, role.first_epoch + step() + 1)) return false;
+            if (!exchange(offers, has_logits && (processors.flags & kReports), largest_logit, role.first_epoch + step() + 1)) return false;
             if (!is_first || !has_logits || !is_too_early(step()) || offers.flags != 0 || offers.best.place != kNoPlace) break;
             look_at_end_ids(role.first_position + step(), offers);  // nothing else is left
         }
@@ -207,7 +207,7 @@ struct Chooser : OwnRows {
         else if (offers.flags & kNoMaskFlag) finish = kNoMaskFinish;
         else if (offers.flags & kFaultFlag) finish = kNumericalFault;
         else if (offers.best.place == kNoPlace) finish = kNoMaskFinish;
-        else if ((shaping.flags & kFiltered) && !filter(offers, offers.best)) return false;
+        else if ((processors.flags & kFiltered) && !filter(offers, offers.best)) return false;
         store_shared(role.base + KOG_OFFSET(chosen_place), offers.best.place);
         __syncwarp();
         return true;

@@ -7,7 +7,7 @@ namespace kog {
 struct OwnRows {
     const KogDecodeParams& params;
     const KogPeers& peers;
-    const KogShapingParams& shaping;
+    const KogProcessorParams& processors;
     const Role& role;
 
     // What lives as long as the launch, or until the report, is kept in shared memory: registers are short.
@@ -38,7 +38,7 @@ struct OwnRows {
         return ends;
     }
     __device__ __forceinline__ bool in_grammar(u32 id) const {
-        if (!(shaping.flags & kMasked)) return true;
+        if (!(processors.flags & kMasked)) return true;
         const u32 first_word = (params.vocab_first + first_row()) / 32;
         return load_shared_u32(role.base + KOG_OFFSET(mask) + 4 * (id / 32 - first_word)) >> (id % 32) & 1;
     }
@@ -47,10 +47,10 @@ struct OwnRows {
     // Copy the own part of token `index`'s mask to shared memory. It comes over PCIe from the process that knows the grammar, while the
     // token is decoded. Not there in time, or not needed any more since the request is cancelled: kNoMaskFlag. False: leave.
     __device__ __forceinline__ bool fetch_mask(u32 step, u32 index, u32& flags) const {
-        const u64 epoch = shaping.mask_epoch + index;
+        const u64 epoch = processors.mask_epoch + index;
         const u32 tag = static_cast<u32>(epoch % 0xffffffffu) + 1, first_id = params.vocab_first + first_row();
         const u32 first = first_id / 32, count = num_rows() ? (first_id + num_rows() - 1) / 32 - first + 1 : 0;
-        const u64* words = reinterpret_cast<const u64*>(shaping.mask_ptr) + (epoch & 1) * shaping.num_mask_words + first;
+        const u64* words = reinterpret_cast<const u64*>(processors.mask_ptr) + (epoch & 1) * processors.num_mask_words + first;
         // Reading over PCIe before it can be there only slows down those who make it.
         if (!wait_for_products(step, kNumProducts * 3 / 4)) return false;
         const u64 since_ns = globaltimer_ns();
@@ -90,7 +90,7 @@ struct OwnRows {
         const u32 local = row - first_row();
         float x = -INFINITY, score = -INFINITY;
         if (allowed) {
-            x = adjustment.apply(params, shaping, logit);
+            x = adjustment.apply(params, processors, logit);
             if (!(fabsf(x) < INFINITY)) offers.flags |= kFaultFlag;
             score = __fadd_rn(x, noise);
             const Element found{x, place_of(own_source(), local)};
@@ -117,14 +117,14 @@ struct OwnRows {
     // All own rows, block by block as the finaliser hands them over; what does not need the logits is done before. `largest`: this thread's
     // largest logit. False: leave.
     __device__ __forceinline__ bool look_at_rows(u32 step, u32 position, bool no_end, Offers& offers, float& largest) const {
-        float* logits = reinterpret_cast<float*>(shaping.raw_ptr);
+        float* logits = reinterpret_cast<float*>(processors.raw_ptr);
         if (!wait_for_products(step, kNumProducts)) return false;
 #pragma unroll 1
         for (u32 block = 0; block < HeadOp::kBlocks; ++block) {
             const u32 row = first_row() + block * HeadOp::kRows + laneid(), id = params.vocab_first + row;
             const bool real = laneid() < HeadOp::kRows && row < end_vocab_row(role.cta);
             const bool allowed = real && in_grammar(id) && !(no_end && ends_answer(id));
-            const Adjustment adjustment(shaping, real ? row : 0);
+            const Adjustment adjustment(processors, real ? row : 0);
             const float noise = noise_of(row, position);
             if (!wait_for_block(step, block)) return false;
             if (real) {
@@ -143,8 +143,8 @@ struct OwnRows {
         const u32 local = laneid() < params.num_stop_ids ? params.stop_ids[laneid() & (kMaxStopIds - 1)] - params.vocab_first - first_row() : ~0u;
         const u32 row = first_row() + local;
         if (local < num_rows() && in_grammar(params.vocab_first + row)) {
-            const float logit = reinterpret_cast<const float*>(shaping.raw_ptr)[row];
-            look_at(row, logit, true, Adjustment(shaping, row), noise_of(row, position), offers);
+            const float logit = reinterpret_cast<const float*>(processors.raw_ptr)[row];
+            look_at(row, logit, true, Adjustment(processors, row), noise_of(row, position), offers);
         }
         __syncwarp();
     }

@@ -4,8 +4,8 @@
 #pragma once
 #include "finalize_rows.cuh"
 #include "sample.cuh"
-#ifdef KOG_SHAPED
-#include "shaped_logits.cuh"
+#ifdef KOG_PROCESSORS
+#include "logits_processors.cuh"
 #endif
 
 namespace kog {
@@ -187,7 +187,7 @@ struct Finalizer : FinalizedRows {
                     continue;
                 }
             }
-#ifdef KOG_SHAPED
+#ifdef KOG_PROCESSORS
             hand_logits(role, block, row, logit, logits);
             continue;
 #endif
@@ -220,7 +220,7 @@ struct Finalizer : FinalizedRows {
     // Every thread block publishes a candidate for every token, an empty one if it has none: the end of a token is an exchange
     // of all with all, which is also what makes the words' slots safe to write again.
     __device__ __forceinline__ void end(Candidate best, u32 epoch) {
-#ifdef KOG_SHAPED  // the sampler does it
+#ifdef KOG_PROCESSORS  // the sampler does it
         if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(token_ended));
         return;
 #endif

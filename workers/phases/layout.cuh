@@ -63,7 +63,7 @@ using DownOp = Op<KOG_DOWN_OP>;
 using HeadOp = Op<KOG_HEAD_OP>;
 static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRows, "a row of the residual has one owner");
 
-// The shaped build (kernels/decode_shaped.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
+// The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
 // does not need while the LM head and sampling run, or in room of their own.
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
 constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kGroup * kHeadDim * 4;
@@ -88,7 +88,7 @@ struct Shared {
     u32 done_cycles[kLanes];                         // when the finaliser was done with the lane's last product
     volatile u32 finished, cancelled;
     volatile u32 num_finalized;                      // products of this launch that the finaliser is done with
-#ifdef KOG_SHAPED
+#ifdef KOG_PROCESSORS
     u32 num_handed;                                  // blocks of logits that the finaliser has handed to the sampler: see hand_logits
     u32 num_exchanges, chosen_place, max_tokens, step;  // of the sampler, which has too few registers: see Chooser
     alignas(8) u32 top_p_limit[2];

@@ -1,7 +1,7 @@
-// What thread blocks tell each other when a token of a shaped request is chosen (choose.cuh), and how a warp combines what it has heard.
+// What thread blocks tell each other when a token of a request with processors is chosen (choose.cuh), and how a warp combines what it has heard.
 #pragma once
 #include "quads.cuh"
-#include "shaped_logits.cuh"
+#include "logits_processors.cuh"
 
 namespace kog {
 

@@ -72,10 +72,10 @@ struct LargestLogits {
 
 struct Reporter {
     const Chooser& chooser;
-    const KogShapingParams& shaping;
+    const KogProcessorParams& processors;
     const Role& role;
 
-    __device__ __forceinline__ u32 num_top() const { return shaping.num_top; }
+    __device__ __forceinline__ u32 num_top() const { return processors.num_top; }
     // In rank 0's memory: the headers, then the lists, of a rank's thread blocks.
     __device__ __forceinline__ u64* row(u32 source_rank) const {
         u64* local = reinterpret_cast<u64*>(chooser.params.words_ptr) + opaque(kReportOffset);  // not kept for a whole launch
@@ -86,7 +86,7 @@ struct Reporter {
         return row(source / kNumCtas) + kReportHeader * kNumCtas + kReportList * (source % kNumCtas);
     }
     __device__ __forceinline__ float logit_of(u32 row) const {
-        return __uint_as_float(load_relaxed_u32(reinterpret_cast<const u32*>(shaping.raw_ptr) + row));
+        return __uint_as_float(load_relaxed_u32(reinterpret_cast<const u32*>(processors.raw_ptr) + row));
     }
     // Wait for a pair of value words. Called by a full warp, each thread with its own; `mine`: it has one. False: leave.
     __device__ __forceinline__ bool wait_pair(const u64* words, bool mine, u32 tag, ulonglong2& pair) const {
@@ -139,7 +139,7 @@ struct Reporter {
                     store_system_x2(list(own) + 2 * i, make_value_word(__float_as_uint(found.value), tag), make_value_word(found.place, tag));
             }
         }
-        return !chooser.is_root() || merge(tag, largest, followed, reinterpret_cast<u64*>(shaping.report_ptr) + index * kReportEntry, request_tag);
+        return !chooser.is_root() || merge(tag, largest, followed, reinterpret_cast<u64*>(processors.report_ptr) + index * kReportEntry, request_tag);
     }
 
     // What rank 0's first thread block does besides: one entry of the host's ring, each word with the request's tag.
@@ -171,7 +171,7 @@ struct Reporter {
             moves = best.place != kNoPlace && head.place == best.place;
             if (laneid() == 0)
                 store_system_x2(entry + 4 + 2 * i, make_value_word(__float_as_uint(best.value), request_tag),
-                                make_value_word(best.place == kNoPlace ? ~0u : id_of(shaping, best.place), request_tag));
+                                make_value_word(best.place == kNoPlace ? ~0u : id_of(processors, best.place), request_tag));
         }
         return true;
     }

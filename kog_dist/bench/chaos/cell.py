@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
-from kog_dist.bench.chaos.engine import DRAINED, LONG, PROBE, SHAPED, SHORT, ChaosEngine
+from kog_dist.bench.chaos.engine import CONSTRAINED, DRAINED, LONG, PROBE, SHORT, ChaosEngine
 from kog_dist.bench.chaos.table import CLEAN_S, READY_LIMIT_S, Cell, Harm, Layout, Promise
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point, fault_of_process, find
 from kog_dist.bench.engine.session import TimedOut, until
@@ -78,7 +78,7 @@ class CellRun:
             DRAINED if is_asked_to_stop else {Point.PREFILL: self.chance.choice(LONG), Point.DRAIN: DRAINED}.get(point, SHORT)
         )
         first = self.engine.ask(
-            SHAPED if self.cell.needs_grammar and point is not Point.PREFILL else question, over_http=is_http_first
+            CONSTRAINED if self.cell.needs_grammar and point is not Point.PREFILL else question, over_http=is_http_first
         )
         self._clients = [first]
         if point is Point.PREFILL:

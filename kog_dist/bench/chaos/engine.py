@@ -24,10 +24,10 @@ from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.transport import Access
 
-SHORT, SHAPED = Question("abc", 1500), Question("abc", 1500, regex="[a-z]{1490}")
+SHORT, CONSTRAINED = Question("abc", 1500), Question("abc", 1500, regex="[a-z]{1490}")
 LONG = (Question("This is read for a while. " * 40, 40), Question("So is this, and nothing of it is kept. " * 27, 40))
-DRAINED, PROBE, SHAPED_PROBE = Question("abcd", 400), Question("ab", 12), Question("ab", 40, regex="[a-z]{12}")
-QUESTIONS = (SHORT, SHAPED, *LONG, DRAINED, PROBE, SHAPED_PROBE)
+DRAINED, PROBE, CONSTRAINED_PROBE = Question("abcd", 400), Question("ab", 12), Question("ab", 40, regex="[a-z]{12}")
+QUESTIONS = (SHORT, CONSTRAINED, *LONG, DRAINED, PROBE, CONSTRAINED_PROBE)
 _START_S, _END_S, _ANSWER_S = 90.0, 20.0, 60.0
 _MOST_RESTARTS = 3  # after which a launcher gives up, and is right to
 
@@ -107,7 +107,7 @@ class ChaosEngine:
         if cell.role in self.session.processes():
             return
         if cell.needs_grammar:
-            self.answers(SHAPED_PROBE, over_http=False)
+            self.answers(CONSTRAINED_PROBE, over_http=False)
         elif cell.role == "template process":
             self._chat()
 

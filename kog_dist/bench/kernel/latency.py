@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kog_dist.bench.kernel import sampling as shaped_requests
+from kog_dist.bench.kernel import sampling as processed_requests
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name
 from kog_dist.bench.kernel.shapes import SEED, named_spec
 from kog_dist.bench.kernel.token_times import token_times_us
@@ -49,7 +49,9 @@ def run(
             _measure(kernel, contexts, tokens, figures)
             if page is not None:
                 at = _nearest(contexts, 512)
-                figures += shaped_requests.figures(shaped_requests.times_us(kernel, page, samplings, at, tokens), at, lanes=lanes)
+                figures += processed_requests.figures(
+                    processed_requests.times_us(kernel, page, samplings, at, tokens), at, lanes=lanes
+                )
                 kernel.close()
                 page.close()
             if trace is not None:
@@ -136,13 +138,17 @@ def _kernel(model: str | None, spec_name: str, lanes: int, page: ControlPage | N
     if model is None:
         spec = named_spec(spec_name)
         shape = KernelShape(spec, _hosted(spec, lanes))
-        return Monokernel(shape, random_weights(shape, SEED), shaped=page is not None, masks=None if page is None else page.masks)
+        return Monokernel(
+            shape, random_weights(shape, SEED), processors=page is not None, masks=None if page is None else page.masks
+        )
     from kog_dist.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(Path(model), verify=False)
     hosted = _hosted(checkpoint.spec, lanes)
     shape = KernelShape(checkpoint.spec, hosted, weight_dtype=checkpoint.dtype, kv_dtype=checkpoint.dtype)
-    return Monokernel(shape, load_weights(shape, checkpoint), shaped=page is not None, masks=None if page is None else page.masks)
+    return Monokernel(
+        shape, load_weights(shape, checkpoint), processors=page is not None, masks=None if page is None else page.masks
+    )
 
 
 def _hosted(spec: ModelSpec, lanes: int) -> range:

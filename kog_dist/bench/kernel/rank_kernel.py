@@ -39,11 +39,15 @@ def rank_shape(context: RankContext, spec: ModelSpec, **options: Any) -> KernelS
 
 
 def prepare(
-    context: RankContext, shapes: Sequence[KernelShape], *, shaped: bool = False, others: Sequence[Callable[[], object]] = ()
+    context: RankContext,
+    shapes: Sequence[KernelShape],
+    *,
+    processors: bool = False,
+    others: Sequence[Callable[[], object]] = (),
 ) -> None:
     """Choose this rank's GPU and have its kernels built, once for all ranks. Collective.
 
-    `shaped`: the builds for shaped requests, too. `others`: calls that build something else.
+    `processors`: the builds with processors, too. `others`: calls that build something else.
     """
     import cupy
 
@@ -52,7 +56,7 @@ def prepare(
     cupy.cuda.Device(context.gpu).use()
     if context.info.rank == 0:
         for shape in shapes:
-            for source in KERNEL_SOURCES[: 1 + shaped]:
+            for source in KERNEL_SOURCES[: 1 + processors]:
                 build(shape.headers(), source)
         for other in others:
             other()
@@ -61,7 +65,12 @@ def prepare(
 
 @contextmanager
 def rank_kernel(
-    context: RankContext, shape: KernelShape, weights: DeviceWeights, *, shaped: bool = False, masks: MaskSlots | None = None
+    context: RankContext,
+    shape: KernelShape,
+    weights: DeviceWeights,
+    *,
+    processors: bool = False,
+    masks: MaskSlots | None = None,
 ) -> Iterator[Monokernel]:
     """This rank's kernel, linked with those of its peers. Collective, in the beginning and in the end.
 
@@ -74,7 +83,13 @@ def rank_kernel(
         comm = context.cuda_communicator(shape.boxes.specs(), timeout_s=WAIT_LIMIT_US / 1e6)
     heap = None if comm is None else comm.heap
     kernel = Monokernel(
-        shape, weights, rank=context.info.rank, wait_limit_us=WAIT_LIMIT_US, heap=heap, shaped=shaped, masks=masks
+        shape,
+        weights,
+        rank=context.info.rank,
+        wait_limit_us=WAIT_LIMIT_US,
+        heap=heap,
+        processors=processors,
+        masks=masks,
     )
     context.rendezvous.barrier(context.deadline)
     yield kernel

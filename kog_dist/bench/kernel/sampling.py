@@ -1,4 +1,4 @@
-"""What shaped requests cost: the kernel's time per token with kinds of sampling, each beside greedy decoding in the same run."""
+"""What logits processors cost: the kernel's time per token with kinds of sampling, beside greedy decoding in the same run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kog_dist.decode.masks import MaskSlots, num_words
 from kog_dist.runtime.control import ControlPage
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 
 # By name: temperature and seed, and what a request asks for besides; None: the plain build.
-SAMPLINGS: dict[str, tuple[SamplingParams, ShapedRequest | None]] = {
+SAMPLINGS: dict[str, tuple[SamplingParams, ProcessedRequest | None]] = {
     "greedy": (SamplingParams(), None),
     "temperature": (SamplingParams(0.8, 7), None),
-    "penalties": (SamplingParams(), ShapedRequest(SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1))),
-    "top-p": (SamplingParams(0.8, 7), ShapedRequest(SamplingParams(top_p=0.9))),
-    "top-p-logprobs": (SamplingParams(0.8, 7), ShapedRequest(SamplingParams(top_p=0.9, logprobs=5))),
-    "top-k-top-p": (SamplingParams(0.8, 7), ShapedRequest(SamplingParams(top_p=0.9, top_k=50))),
-    "mask": (SamplingParams(), ShapedRequest(mask_epoch=1)),
+    "penalties": (SamplingParams(), ProcessedRequest(SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1))),
+    "top-p": (SamplingParams(0.8, 7), ProcessedRequest(SamplingParams(top_p=0.9))),
+    "top-p-logprobs": (SamplingParams(0.8, 7), ProcessedRequest(SamplingParams(top_p=0.9, logprobs=5))),
+    "top-k-top-p": (SamplingParams(0.8, 7), ProcessedRequest(SamplingParams(top_p=0.9, top_k=50))),
+    "mask": (SamplingParams(), ProcessedRequest(mask_epoch=1)),
 }
 _STEP_S = 2.0  # after which the writer gives up on a token
 
@@ -62,12 +62,12 @@ def times_us(kernel: Monokernel, page: ControlPage, names: Sequence[str], contex
     """By name of a sampling: the times of the steps of one launch. The kernel reads the masks of `page`, which has none yet."""
     times: dict[str, list[float]] = {}
     for place, name in enumerate(names):
-        sampling, shaped = SAMPLINGS[name]
+        sampling, processed = SAMPLINGS[name]
         writer: Any = nullcontext()
-        if shaped is not None and shaped.mask_epoch:
+        if processed is not None and processed.mask_epoch:
             epoch = 1 + place * 2 * kernel.shape.spec.max_context
-            shaped, writer = ShapedRequest(shaped.sampling, epoch), MaskWriter(page.masks, kernel, epoch)
-        times[name] = token_times_us(kernel, context, tokens, sampling, shaped, during=writer)
+            processed, writer = ProcessedRequest(processed.sampling, epoch), MaskWriter(page.masks, kernel, epoch)
+        times[name] = token_times_us(kernel, context, tokens, sampling, processed, during=writer)
     return times
 
 

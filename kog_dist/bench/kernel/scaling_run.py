@@ -28,7 +28,7 @@ from kog_dist.bench.kernel.rank_kernel import (
     rank_shape,
     results_of_ranks,
 )
-from kog_dist.bench.kernel.sampling import figures as shaped_figures
+from kog_dist.bench.kernel.sampling import figures as processed_figures
 from kog_dist.bench.kernel.sampling import times_us
 from kog_dist.bench.kernel.shapes import SEED, named_spec
 from kog_dist.bench.kernel.token_times import token_times_us
@@ -83,11 +83,11 @@ def decode_on_ranks(context: RankContext) -> dict[str, Any]:
         return {"trace": _trace(context, rank_shape(context, spec, traced_step=TRACED_STEP), Path(str(arguments["trace"])))}
     builds = [rank_shape(context, spec, **options) for options in arguments.get("builds", ())]
     prepare(context, builds, others=bare)
-    prepare(context, [shape], shaped=bool(samplings))
+    prepare(context, [shape], processors=bool(samplings))
     weights = random_weights(shape, SEED)
     page = ControlPage.create(1, spec.max_context, vocab_size=spec.vocab_size) if samplings else None  # masks of its own
     found: dict[str, Any] = {"us": {}, "bits": {}, "repeated_bits": {}, "repeats": {}}
-    with rank_kernel(context, shape, weights, shaped=page is not None, masks=None if page is None else page.masks) as kernel:
+    with rank_kernel(context, shape, weights, processors=page is not None, masks=None if page is None else page.masks) as kernel:
         for at in contexts:
             context.rendezvous.barrier(context.deadline)
             found["us"][str(at)] = token_times_us(kernel, at, max_tokens)
@@ -162,7 +162,7 @@ def run(plan: ScalingPlan, gpu_counts: Sequence[int]) -> bool:
                     tokens = tokens or ranks[0]["long"]["tokens"]
                     figures.append(_long_figure(plan, count, [rank["long"] for rank in ranks], tokens))
                 if plan.samplings:
-                    figures += shaped_figures(ranks[0]["samplings"], max(plan.contexts), gpus=count)
+                    figures += processed_figures(ranks[0]["samplings"], max(plan.contexts), gpus=count)
             if (plan.builds or (plan.yardstick and count > 1)) and (ranks := attempted(figures, decode, count, once_more)):
                 for context in plan.contexts:
                     if "rounds" in ranks[0]:

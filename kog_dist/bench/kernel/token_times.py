@@ -10,7 +10,7 @@ import numpy as np
 from kog_dist.errors import ConfigError
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 
 
 def token_times_us(
@@ -18,7 +18,7 @@ def token_times_us(
     context: int,
     tokens: int,
     sampling: SamplingParams | None = None,
-    shaped: ShapedRequest | None = None,
+    processed: ProcessedRequest | None = None,
     *,
     during: Any = None,
 ) -> list[float]:
@@ -34,7 +34,7 @@ def token_times_us(
         raise ConfigError(f"a context of {context} leaves no room for tokens; the model's context is {max_context}")
     stamps = cupy.zeros(steps, cupy.uint64)
     prompt = np.random.default_rng(1).integers(0, kernel.shape.spec.vocab_size, context).tolist()
-    kernel.begin(prompt, max_context, sampling or SamplingParams(), first_position=context - 1, shaped=shaped)
+    kernel.begin(prompt, max_context, sampling or SamplingParams(), first_position=context - 1, processed=processed)
     with during or nullcontext():
         kernel.launch(steps, stamps)
         kernel.finish()

@@ -1,4 +1,4 @@
-"""Answers of the shaped build against the definition: the kernel's own logits, chosen from by `Sampler` on the host."""
+"""Answers of the build with processors against the definition: the kernel's own logits, chosen from by `Sampler` on the host."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kog_dist.decode.masks import MaskWords
 from kog_dist.decode.sampling import Sampler, TokenLogprobs, token_logprobs
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 
 # By name: sampling, and what is asked for besides.
-Case = tuple[SamplingParams, ShapedRequest]
+Case = tuple[SamplingParams, ProcessedRequest]
 
 
-def logprobs_of(kernel: Monokernel, request: ShapedRequest, count: int) -> list[TokenLogprobs]:
+def logprobs_of(kernel: Monokernel, request: ProcessedRequest, count: int) -> list[TokenLogprobs]:
     """Those that the kernel has reported of the newest request."""
     if request.sampling.logprobs is None:
         return []

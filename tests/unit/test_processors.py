@@ -76,7 +76,7 @@ def test_penalties_in_their_order() -> None:
     logits = np.array([2.5, -1.25, 0.3, 7.1, -0.0, 4.4], F32)
     seen = np.array([1, 1, 0, 1, 1, 0], np.bool_)
     counts = np.array([0, 3, 0, 1, 0, 0], np.int32)
-    shaping = SamplingParams(
+    processors = SamplingParams(
         repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.2, logit_bias=((3, -9.0), (5, 1.1))
     )  # fmt: skip
     r, f, p = F32(1.3), F32(-0.2), F32(0.7)
@@ -84,7 +84,7 @@ def test_penalties_in_their_order() -> None:
         logits[0] / r, (logits[1] * r - f * F32(3)) - p, logits[2], ((logits[3] + F32(-9.0)) * r - f * F32(1)) - p,
         logits[4] / r, logits[5] + F32(1.1),
     ]  # fmt: skip
-    assert adjust(logits, shaping, seen, counts).tolist() == [float(value) for value in expected]
+    assert adjust(logits, processors, seen, counts).tolist() == [float(value) for value in expected]
     assert adjust(logits, SamplingParams(), seen, counts).tobytes() == logits.tobytes()
 
 
@@ -144,7 +144,7 @@ def test_ties_are_cut_by_id() -> None:
     assert sorted(select(x, SamplingParams(top_p=1e-6)).tolist()) == [1]
 
 
-def shapings() -> st.SearchStrategy[SamplingParams]:
+def any_processors() -> st.SearchStrategy[SamplingParams]:
     return st.builds(
         SamplingParams,
         top_k=st.sampled_from([0, 0, 1, 2, 3, 7, 20, 100]),
@@ -162,33 +162,35 @@ def values(draw: st.DrawFn) -> NDArray[np.float32]:
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(x=values(), shaping=shapings())
-def test_filters_keep_what_exact_arithmetic_keeps(x: NDArray[np.float32], shaping: SamplingParams) -> None:
+@given(x=values(), processors=any_processors())
+def test_filters_keep_what_exact_arithmetic_keeps(x: NDArray[np.float32], processors: SamplingParams) -> None:
     """The slow obvious twin: sort, then rational numbers."""
     order = sorted(range(len(x)), key=lambda k: (-float(x[k]), k))
     largest = x.max()
-    if shaping.min_p > 0:
-        lowest = log32(np.array([max(F32(shaping.min_p), F32(2.0**-126))], F32))[0]
+    if processors.min_p > 0:
+        lowest = log32(np.array([max(F32(processors.min_p), F32(2.0**-126))], F32))[0]
         order = [k for k in order if F32(x[k] - largest) >= lowest]
-    if shaping.top_k:
-        order = order[: shaping.top_k]
+    if processors.top_k:
+        order = order[: processors.top_k]
     weights = [Fraction(int(m)) for m in masses(x[order] - largest)]
     total, before, kept = sum(weights), Fraction(0), []
     for k, weight in zip(order, weights, strict=True):
-        if shaping.top_p == 1 or before < Fraction(shaping.top_p) * total:
+        if processors.top_p == 1 or before < Fraction(processors.top_p) * total:
             kept.append(k)
         before += weight
-    assert sorted(select(x, shaping).tolist()) == sorted(kept)
+    assert sorted(select(x, processors).tolist()) == sorted(kept)
 
 
-def chosen_without_sorting(x: NDArray[np.float32], shaping: SamplingParams, scores: NDArray[np.float32], cuts: list[int]) -> int:
+def chosen_without_sorting(
+    x: NDArray[np.float32], processors: SamplingParams, scores: NDArray[np.float32], cuts: list[int]
+) -> int:
     """What a kernel may do instead: draw from all, and reject by a token's own place, with sums over slices in any order.
 
     With top-k and top-p together, the mass that top-p counts is that of the first k: found by bisection over the order's keys.
     """
     slices = np.split(np.arange(len(x)), cuts)
     largest = x.max()
-    lowest = log32(np.array([max(F32(shaping.min_p), F32(2.0**-126))], F32))[0] if shaping.min_p > 0 else F32(-np.inf)
+    lowest = log32(np.array([max(F32(processors.min_p), F32(2.0**-126))], F32))[0] if processors.min_p > 0 else F32(-np.inf)
     alive = [part[(x[part] - largest) >= lowest] for part in slices]
 
     def before(k: int) -> tuple[int, int]:
@@ -200,12 +202,12 @@ def chosen_without_sorting(x: NDArray[np.float32], shaping: SamplingParams, scor
         return count, mass
 
     num = sum(map(len, alive))
-    top_k = min(shaping.top_k or num, num)
+    top_k = min(processors.top_k or num, num)
     total = sum(int(masses(x[part] - largest).sum()) for part in alive)
     if top_k < num:
         edge = next(int(k) for part in alive for k in part if before(int(k))[0] == top_k)
         total = before(edge)[1]
-    limit = Fraction(shaping.top_p) * total if shaping.top_p < 1 else Fraction(total + 1)
+    limit = Fraction(processors.top_p) * total if processors.top_p < 1 else Fraction(total + 1)
     pool = [int(k) for part in alive for k in part]
     while True:
         best = max(pool, key=lambda k: (scores[k], -k))
@@ -216,12 +218,12 @@ def chosen_without_sorting(x: NDArray[np.float32], shaping: SamplingParams, scor
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(x=values(), shaping=shapings(), seed=st.integers(0, 2**63 - 1), rnd=st.randoms(use_true_random=False))
-def test_slices_and_rejection_choose_the_same(x: NDArray[np.float32], shaping: SamplingParams, seed: int, rnd: Any) -> None:
+@given(x=values(), processors=any_processors(), seed=st.integers(0, 2**63 - 1), rnd=st.randoms(use_true_random=False))
+def test_slices_and_rejection_choose_the_same(x: NDArray[np.float32], processors: SamplingParams, seed: int, rnd: Any) -> None:
     cuts = sorted(rnd.choices(range(len(x) + 1), k=rnd.choice([0, 1, 3, 7])))
     scores = x + gumbel(seed, 5, 0, len(x))
-    found = Sampler(len(x), [], replace(shaping, temperature=1.0, seed=seed)).choose(x, 5)
-    assert found.token_id == chosen_without_sorting(x, shaping, scores, cuts)
+    found = Sampler(len(x), [], replace(processors, temperature=1.0, seed=seed)).choose(x, 5)
+    assert found.token_id == chosen_without_sorting(x, processors, scores, cuts)
     assert found.value == scores[found.token_id]
 
 
@@ -240,9 +242,9 @@ def test_a_shaper_with_nothing_to_do_has_the_bits_of_plain_sampling(temperature:
 def test_top_p_draws_from_the_cut_softmax() -> None:
     """Chi-square over 4,000 positions of the five ids that top-p leaves; 4 degrees of freedom, 18.5 is the 0.1 % point."""
     logits = np.linspace(-3, 3, 24).astype(F32)
-    shaping, sampling = SamplingParams(top_p=0.7), SamplingParams(1.0, 99)
-    kept = np.sort(select(logits, shaping))
-    shaper = Sampler(24, [], replace(shaping, temperature=sampling.temperature, seed=sampling.seed))
+    processors, sampling = SamplingParams(top_p=0.7), SamplingParams(1.0, 99)
+    kept = np.sort(select(logits, processors))
+    shaper = Sampler(24, [], replace(processors, temperature=sampling.temperature, seed=sampling.seed))
     counts = np.bincount([shaper.choose(logits, position).token_id for position in range(4000)], minlength=24)
     assert counts[kept].sum() == 4000
     assert len(kept) == 5

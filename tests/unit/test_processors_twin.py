@@ -1,4 +1,4 @@
-"""The shaped build's sampling on a CPU: its device code with fibers for threads (kccl_twin/, shaped_twin/), and the definition.
+"""The kernel's logits processors on a CPU: device code with fibers for threads (kccl_twin/, processors_twin/); the definition.
 
 The logits come from here. It shows that masses, places, exchanges and reports are right for any number of thread blocks and
 ranks, and however late words arrive; what the compiler and the GPU make of it, only a GPU shows.
@@ -25,7 +25,7 @@ from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_abi import DECODE_PARAMS, REPORT_WORDS
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.cuda.shaped import IN_PROMPT, ShapedRequest, read_report, request_params
+from kog_dist.workers.cuda.processors import IN_PROMPT, ProcessedRequest, read_report, request_params
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -43,12 +43,12 @@ HEAD_ONLY = "constexpr bool kHeadOnly = KOG_HEAD_ONLY;"  # here both builds are 
 WARM, HOT = SamplingParams(0.7, 5), SamplingParams(2.0, 2**63 - 11)
 BIAS = tuple((id_, 4.0 * ((id_ % 7) - 3)) for id_ in range(0, 96, 5))
 CASES = {
-    "logprobs": (WARM, ShapedRequest(SamplingParams(logit_bias=BIAS, logprobs=20))),
-    "top-p": (HOT, ShapedRequest(SamplingParams(top_p=0.6, logprobs=3))),
-    "top-k, top-p": (HOT, ShapedRequest(SamplingParams(top_k=40, top_p=0.7))),
+    "logprobs": (WARM, ProcessedRequest(SamplingParams(logit_bias=BIAS, logprobs=20))),
+    "top-p": (HOT, ProcessedRequest(SamplingParams(top_p=0.6, logprobs=3))),
+    "top-k, top-p": (HOT, ProcessedRequest(SamplingParams(top_k=40, top_p=0.7))),
     "everything": (
         HOT,
-        ShapedRequest(
+        ProcessedRequest(
             SamplingParams(
                 top_k=30,
                 top_p=0.8,
@@ -79,14 +79,26 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         )
         for file_name, text in sources.items():
             (folder / file_name).write_text(text)
-        for source in ("kccl_twin", "shaped_twin"):
+        for source in ("kccl_twin", "processors_twin"):
             shutil.copytree(Path(__file__).parent / source, folder, dirs_exist_ok=True)
         heap_words = sum(box.num_words for box in place(shape.boxes.specs(), shape.num_ranks))
         sizes = [f"-DKOG_TWIN_WORDS={shape.num_words}", f"-DKOG_TWIN_HEAP_WORDS={heap_words}"]
-        command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", *sizes, "-I", str(folder), "-o", "shaped", "shaped.cpp"]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-ffp-contract=off",
+            "-w",
+            *sizes,
+            "-I",
+            str(folder),
+            "-o",
+            "processors",
+            "processors.cpp",
+        ]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr
-        return folder / "shaped"
+        return folder / "processors"
 
     return program
 
@@ -98,7 +110,7 @@ class Answer:
     """
 
     def __init__(
-        self, program: Path, name: str, logits: Any, sampling: SamplingParams, request: ShapedRequest, *,
+        self, program: Path, name: str, logits: Any, sampling: SamplingParams, request: ProcessedRequest, *,
         stop_ids: tuple[int, ...] = (), masks: tuple[MaskWords, ...] = (), seed: int = 1, most_masks: int = TOKENS,
         wait_limit_us: int = 2_000_000, cancelled: bool = False,
     ) -> None:  # fmt: skip
@@ -142,7 +154,7 @@ class Answer:
         self.reports = words[size:].reshape(num_tokens, REPORT_WORDS)
 
     def check(
-        self, logits: Any, sampling: SamplingParams, request: ShapedRequest, stop_ids: tuple[int, ...] = (),
+        self, logits: Any, sampling: SamplingParams, request: ProcessedRequest, stop_ids: tuple[int, ...] = (),
         masks: tuple[MaskWords, ...] = (),
     ) -> None:  # fmt: skip
         """Compare with the definition."""
@@ -184,7 +196,7 @@ def test_answers_are_those_of_the_definition(programs: Any, name: str, case: str
 
 
 def test_a_token_before_which_nothing_stands_is_kept_by_every_filter(programs: Any) -> None:
-    name, request = "2 ranks", ShapedRequest(SamplingParams(top_p=1e-6, top_k=1, min_p=0.9, logprobs=2))
+    name, request = "2 ranks", ProcessedRequest(SamplingParams(top_p=1e-6, top_k=1, min_p=0.9, logprobs=2))
     logits = random_logits(name, 20.0)
     answer = Answer(programs(name), name, logits, WARM, request)
     assert answer.token_ids == logits.argmax(1).tolist()
@@ -192,7 +204,7 @@ def test_a_token_before_which_nothing_stands_is_kept_by_every_filter(programs: A
 
 
 def test_equal_logits_are_ordered_by_id(programs: Any) -> None:
-    name, request = "2 ranks", ShapedRequest(SamplingParams(top_p=0.3, min_p=0.5, logprobs=20))
+    name, request = "2 ranks", ProcessedRequest(SamplingParams(top_p=0.3, min_p=0.5, logprobs=20))
     logits = np.round(random_logits(name, 1.0)[:2])  # few values
     logits[0] = -0.0
     answer = Answer(programs(name), name, logits, HOT, request)
@@ -209,7 +221,7 @@ def test_the_best_of_equal_logits_is_the_lowest_id_wherever_they_are(programs: A
     logits[0] = 2.0
     for step in range(1, TOKENS):
         logits[step, list(tied[: 1 + step])] = 50.0
-    request = ShapedRequest(SamplingParams(logit_bias=((1, -5.0),), logprobs=20))
+    request = ProcessedRequest(SamplingParams(logit_bias=((1, -5.0),), logprobs=20))
     answer = Answer(programs(name), name, logits, GREEDY, request)
     assert answer.token_ids == [0, *(min(tied[: 1 + step]) for step in range(1, TOKENS))]
     answer.check(logits, GREEDY, request)
@@ -220,9 +232,9 @@ def test_the_best_token_of_a_thread_block_is_not_taken_for_its_first(programs: A
     name = "2 ranks"
     logits = np.full((TOKENS, 96), -50.0, np.float32)
     logits[:, :8] = 10 + np.arange(8) / 16  # all in one thread block; noise is larger than their differences
-    unfiltered = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+    unfiltered = Answer(programs(name), name, logits, HOT, ProcessedRequest(SamplingParams(logprobs=1)))
     assert set(unfiltered.token_ids) != {7}, "noise chooses others"
-    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(top_k=1)))
+    answer = Answer(programs(name), name, logits, HOT, ProcessedRequest(SamplingParams(top_k=1)))
     assert answer.token_ids == [7] * TOKENS
 
 
@@ -231,9 +243,9 @@ def test_of_equal_logits_of_several_ranks_filters_begin_with_the_lowest_id(progr
     name = "2 ranks"
     logits = np.full((TOKENS, 96), -50.0, np.float32)
     logits[:, [3, 51]] = 10.0
-    unfiltered = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+    unfiltered = Answer(programs(name), name, logits, HOT, ProcessedRequest(SamplingParams(logprobs=1)))
     assert 51 in unfiltered.token_ids, "noise chooses the other"
-    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(top_k=1)))
+    answer = Answer(programs(name), name, logits, HOT, ProcessedRequest(SamplingParams(top_k=1)))
     assert answer.token_ids == [3] * TOKENS
 
 
@@ -243,16 +255,18 @@ def test_filters_begin_with_the_largest_logit_of_all_rows_of_a_thread(programs: 
     logits = np.full((TOKENS, 604), -50.0, np.float32)
     logits[:, 33:60] = 9.0
     logits[:, 3] = 10.0
-    unfiltered = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+    unfiltered = Answer(programs(name), name, logits, HOT, ProcessedRequest(SamplingParams(logprobs=1)))
     assert set(unfiltered.token_ids) != {3}, "noise chooses others"
-    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(min_p=0.9)))
+    answer = Answer(programs(name), name, logits, HOT, ProcessedRequest(SamplingParams(min_p=0.9)))
     assert answer.token_ids == [3] * TOKENS
 
 
 def test_a_mask_that_does_not_come_is_not_replaced_by_an_earlier_one(programs: Any) -> None:
     """The slot of the third mask still has the first one."""
     name, masks = "2 ranks", (mask_of(96, (3, 4)),) * TOKENS
-    answer = Answer(programs(name), name, random_logits(name), HOT, ShapedRequest(), masks=masks, most_masks=2, wait_limit_us=500)
+    answer = Answer(
+        programs(name), name, random_logits(name), HOT, ProcessedRequest(), masks=masks, most_masks=2, wait_limit_us=500
+    )
     assert (len(answer.token_ids), answer.finish) == (2, Finish.NO_MASK)
 
 
@@ -260,7 +274,7 @@ def test_masks_and_end_ids(programs: Any) -> None:
     """The third token's mask leaves end ids only, which then may be chosen though it is too early."""
     name, stop_ids = "2 ranks", (5, 60, 61, 95)
     request, logits = (
-        ShapedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9, frequency_penalty=0.5, logprobs=2)),
+        ProcessedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9, frequency_penalty=0.5, logprobs=2)),
         random_logits(name),
     )
     masks = tuple(mask_of(96, ids) for ids in (range(96), (5, 9, 70), (95, 61), range(96)))
@@ -273,7 +287,7 @@ def test_masks_and_end_ids(programs: Any) -> None:
 def test_a_mask_that_allows_nothing_ends_the_answer(programs: Any) -> None:
     name, logits = "2 ranks", random_logits("2 ranks")
     masks = (mask_of(96, (3, 4)), mask_of(96, ()), *[mask_of(96, (1,))] * 2)
-    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(), masks=masks)
+    answer = Answer(programs(name), name, logits, HOT, ProcessedRequest(), masks=masks)
     assert (len(answer.token_ids), answer.finish) == (1, Finish.NO_MASK)
 
 
@@ -287,22 +301,22 @@ def test_a_first_mask_that_does_not_come_is_not_awaited_for_ever(
 ) -> None:
     name, masks = "2 ranks", (mask_of(96, (3, 4)),) * TOKENS
     options: dict[str, Any] = {"masks": masks, "most_masks": 0, "wait_limit_us": limit_us, "cancelled": cancelled}
-    answer = Answer(programs(name), name, random_logits(name), HOT, ShapedRequest(), **options)
+    answer = Answer(programs(name), name, random_logits(name), HOT, ProcessedRequest(), **options)
     assert (answer.token_ids, answer.finish) == ([], finish)
 
 
 def test_a_cancel_before_the_first_token_ends_the_answer(programs: Any) -> None:
     name = "2 ranks"
-    answer = Answer(programs(name), name, random_logits(name), HOT, ShapedRequest(SamplingParams(logprobs=1)), cancelled=True)
+    answer = Answer(programs(name), name, random_logits(name), HOT, ProcessedRequest(SamplingParams(logprobs=1)), cancelled=True)
     assert (answer.token_ids, answer.finish) == ([], Finish.CANCELLED)
 
 
 def test_what_is_not_finite_is_a_fault(programs: Any) -> None:
     name, logits = "2 ranks", random_logits("2 ranks")
     logits[2, 80] = np.nan
-    answer = Answer(programs(name), name, logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+    answer = Answer(programs(name), name, logits, HOT, ProcessedRequest(SamplingParams(logprobs=1)))
     assert (len(answer.token_ids), answer.finish) == (2, Finish.NUMERICAL_FAULT)
-    answer.check(logits, HOT, ShapedRequest(SamplingParams(logprobs=1)))
+    answer.check(logits, HOT, ProcessedRequest(SamplingParams(logprobs=1)))
 
 
 @pytest.mark.parametrize("token_id", [3, 80])
@@ -310,5 +324,5 @@ def test_a_logit_that_is_finite_and_not_at_its_temperature_is_a_fault(programs: 
     name, logits = "2 ranks", random_logits("2 ranks")
     cold = SamplingParams(0.001, 5)
     logits[1, token_id] = 3e38
-    answer = Answer(programs(name), name, logits, cold, ShapedRequest(SamplingParams(logprobs=1)))
+    answer = Answer(programs(name), name, logits, cold, ProcessedRequest(SamplingParams(logprobs=1)))
     assert (len(answer.token_ids), answer.finish) == (1, Finish.NUMERICAL_FAULT)

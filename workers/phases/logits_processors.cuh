@@ -5,8 +5,8 @@
 
 namespace kog {
 
-// Which parts a request asks for: KogShapingParams::flags, ShapingFlag in workers/cuda/kernel_abi.py.
-enum ShapingFlag : u32 { kBiased = 1, kRemembers = 2, kMasked = 4, kFiltered = 8, kTopP = 16, kReports = 32 };
+// Which parts a request asks for: KogProcessorParams::flags, ProcessorFlag in workers/cuda/kernel_abi.py.
+enum ProcessorFlag : u32 { kBiased = 1, kRemembers = 2, kMasked = 4, kFiltered = 8, kTopP = 16, kReports = 32 };
 
 // Shared memory of the rows' x (of those that are not allowed: minus infinity), and of their scores.
 __device__ __forceinline__ u32 x_at(const Role& role, u32 row) {
@@ -34,18 +34,18 @@ struct Adjustment {
     float bias;
     u32 said;  // times in the answer; the highest bit: in the prompt
 
-    __device__ __forceinline__ Adjustment(const KogShapingParams& shaping, u32 row) : bias(0), said(0) {
-        if (shaping.flags & kBiased) bias = __uint_as_float(load_relaxed_u32(reinterpret_cast<const u32*>(shaping.bias_ptr) + row));
-        if (shaping.flags & kRemembers) said = load_relaxed_u32(reinterpret_cast<const u32*>(shaping.history_ptr) + row);
+    __device__ __forceinline__ Adjustment(const KogProcessorParams& processors, u32 row) : bias(0), said(0) {
+        if (processors.flags & kBiased) bias = __uint_as_float(load_relaxed_u32(reinterpret_cast<const u32*>(processors.bias_ptr) + row));
+        if (processors.flags & kRemembers) said = load_relaxed_u32(reinterpret_cast<const u32*>(processors.history_ptr) + row);
     }
     // The logit after bias and penalties, times 1 / temperature.
-    __device__ __forceinline__ float apply(const KogDecodeParams& params, const KogShapingParams& shaping, float logit) const {
-        if (shaping.flags & kBiased) logit = __fadd_rn(logit, bias);
-        const float penalty = __uint_as_float(shaping.repetition_bits);
+    __device__ __forceinline__ float apply(const KogDecodeParams& params, const KogProcessorParams& processors, float logit) const {
+        if (processors.flags & kBiased) logit = __fadd_rn(logit, bias);
+        const float penalty = __uint_as_float(processors.repetition_bits);
         if (said) logit = logit < 0 ? __fmul_rn(logit, penalty) : __fdiv_rn(logit, penalty);
         if (const u32 times = said & 0x7fffffffu) {
-            logit = __fadd_rn(logit, -__fmul_rn(__uint_as_float(shaping.frequency_bits), static_cast<float>(times)));
-            logit = __fadd_rn(logit, -__uint_as_float(shaping.presence_bits));
+            logit = __fadd_rn(logit, -__fmul_rn(__uint_as_float(processors.frequency_bits), static_cast<float>(times)));
+            logit = __fadd_rn(logit, -__uint_as_float(processors.presence_bits));
         }
         const float inverse_temperature = __uint_as_float(params.inverse_temperature_bits);
         return inverse_temperature > 0 ? __fmul_rn(logit, inverse_temperature) : logit;
@@ -81,10 +81,10 @@ static_assert(HeadOp::kCtaRows < kNoRowOfCta, "rows of a thread block");
 __device__ __forceinline__ u32 place_of(u32 source, u32 row) { return row == kNoRowOfCta ? kNoPlace : source << kRowBits | row; }
 __device__ __forceinline__ u32 source_of(u32 place) { return place >> kRowBits; }
 __device__ __forceinline__ u32 row_of(u32 place) { return place & kNoRowOfCta; }
-__device__ __forceinline__ u32 id_of(const KogShapingParams& shaping, u32 place) {
+__device__ __forceinline__ u32 id_of(const KogProcessorParams& processors, u32 place) {
     const u32 rank = source_of(place) / kNumCtas;
-    if constexpr (kVocabParallelHead) return shaping.first_ids[rank] + first_vocab_row(source_of(place) % kNumCtas) + row_of(place);
-    else return shaping.first_ids[rank] + source_of(place) % kNumCtas * shaping.cta_rows[rank] + row_of(place);  // the last rank may own fewer
+    if constexpr (kVocabParallelHead) return processors.first_ids[rank] + first_vocab_row(source_of(place) % kNumCtas) + row_of(place);
+    else return processors.first_ids[rank] + source_of(place) % kNumCtas * processors.cta_rows[rank] + row_of(place);  // the last rank may own fewer
 }
 
 // A token with a value: the larger value comes first, equal ones by id.

@@ -1,12 +1,12 @@
-// shaped SEED REQUEST LOGITS OUTPUT: an answer of the shaped build's sampling warps, with logits from a file. Another warp of each
-// thread block plays the finaliser. REQUEST: KogDecodeParams, KogShapingParams, then numbers: prompt tokens, steps of each of three
+// processors SEED REQUEST LOGITS OUTPUT: an answer of the sampling warps with processors, with logits from a file. Another warp of each
+// thread block plays the finaliser. REQUEST: KogDecodeParams, KogProcessorParams, then numbers: prompt tokens, steps of each of three
 // launches, the second of which is that of the LM head alone, most tokens, words of a mask, masks that come, the launch that is cancelled;
 // then bias float32 (vocab), history uint32 (vocab), masks uint32 (tokens, words), prompt.
 // LOGITS: float32 (tokens, vocab). OUTPUT: uint64 (ranks, tokens, 2), each rank's ring, and (tokens, kReportEntry), rank 0's reports.
 // Ends with 4 when it takes too long.
-#define KOG_SHAPED 1
+#define KOG_PROCESSORS 1
 #include "kernel_ptx.cuh"
-#include "sample_shaped.cuh"
+#include "sample_processors.cuh"
 #include "run.h"
 
 using namespace twin;
@@ -14,7 +14,7 @@ using namespace kog;
 
 struct Request {
     KogDecodeParams decode;
-    KogShapingParams shaping;
+    KogProcessorParams processors;
     u32 num_prompt, steps[3], max_tokens, num_mask_words, most_masks, cancelled_launch;
 };
 struct Rank {
@@ -23,7 +23,7 @@ struct Rank {
     std::vector<float> raw, logits, bias;
     std::vector<u32> history;
     KogDecodeParams decode;
-    KogShapingParams shaping;
+    KogProcessorParams processors;
 };
 
 // What the finaliser does for sampling: nothing but count products and hand over the logits. As it, it tells of the LM head's products only
@@ -65,7 +65,7 @@ int main(int, char** argv) {
     const char* at = reinterpret_cast<const char*>(raw_request.data());
     Request request;
     memcpy(&request.decode, take<char>(at, sizeof(KogDecodeParams)), sizeof(KogDecodeParams));
-    memcpy(&request.shaping, take<char>(at, sizeof(KogShapingParams)), sizeof(KogShapingParams));
+    memcpy(&request.processors, take<char>(at, sizeof(KogProcessorParams)), sizeof(KogProcessorParams));
     memcpy(&request.num_prompt, take<u32>(at, 8), 32);
     const u32 vocab = kVocabRows * kRanks, max_tokens = request.max_tokens;
     const float* bias = take<float>(at, vocab);
@@ -86,22 +86,22 @@ int main(int, char** argv) {
         rank.bias.assign(bias + r * kVocabRows, bias + (r + 1) * kVocabRows);
         rank.history.assign(history + r * kVocabRows, history + (r + 1) * kVocabRows);
         rank.state.token = prompt[0], rank.state.num_prompt = request.num_prompt, rank.state.max_tokens = max_tokens;
-        rank.decode = request.decode, rank.shaping = request.shaping;
+        rank.decode = request.decode, rank.processors = request.processors;
         KogDecodeParams& d = rank.decode;
         d.words_ptr = address(words_ptr), d.logits_ptr = address(rank.logits.data()), d.prompt_ptr = address(prompt);
         d.state_ptr = address(&rank.state), d.ring_ptr = (address(rank.ring.data()) + 15) / 16 * 16, d.vocab_first = r * kVocabRows;
-        KogShapingParams& s = rank.shaping;
+        KogProcessorParams& s = rank.processors;
         s.bias_ptr = address(rank.bias.data()), s.history_ptr = address(rank.history.data()), s.raw_ptr = address(rank.raw.data());
         s.mask_ptr = address(mask_slots.data());
         s.report_ptr = (address(rank.reports.data()) + 15) / 16 * 16, s.num_mask_words = request.num_mask_words;
         for (u32 i = 0; i < kRanks; ++i) s.first_ids[i] = i * kVocabRows, s.cta_rows[i] = HeadOp::kCtaRows;
     }
     const auto put_mask = [&](u32 index) {
-        const u64 epoch = request.shaping.mask_epoch + index;
+        const u64 epoch = request.processors.mask_epoch + index;
         for (u32 i = 0; i < request.num_mask_words; ++i)
             mask_slots[(epoch & 1) * request.num_mask_words + i] = make_value_word(masks[index * request.num_mask_words + i], epoch % 0xffffffffu + 1);
     };
-    const bool masked = request.shaping.flags & kMasked;
+    const bool masked = request.processors.flags & kMasked;
     u32 num_masks = 0;
     const auto put_masks = [&] {
         if (!masked || num_masks >= request.most_masks) return;
@@ -125,7 +125,7 @@ int main(int, char** argv) {
                 }
                 __syncthreads();
                 if (threadIdx.x < 32) play_finaliser(role, request.num_prompt - 1, logits.data() + r * kVocabRows, rank.logits.data());
-                else sample_shaped(rank.decode, peers, rank.shaping, role, num_steps);
+                else sample_processors(rank.decode, peers, rank.processors, role, num_steps);
             });
         }
         for (u64 turns = 0;; ++turns) {
@@ -143,7 +143,7 @@ int main(int, char** argv) {
         const u64* ring = reinterpret_cast<const u64*>(rank.decode.ring_ptr);
         output.insert(output.end(), ring, ring + 2 * max_tokens);
     }
-    const u64* reports = reinterpret_cast<const u64*>(ranks[0].shaping.report_ptr);
+    const u64* reports = reinterpret_cast<const u64*>(ranks[0].processors.report_ptr);
     output.insert(output.end(), reports, reports + max_tokens * kReportEntry);
     write_floats(argv[4], output.data(), 2 * output.size());
 }

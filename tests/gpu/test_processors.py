@@ -1,4 +1,4 @@
-"""Shaped requests inside the monokernel: the tokens and logprobs of the definition, masks, and how waits for them end."""
+"""Logits processors inside the monokernel: the tokens and logprobs of the definition, masks, and how waits for them end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.cuda.shaped import ShapedRequest
+from kog_dist.workers.cuda.processors import ProcessedRequest
 from tests.gpu.last_streams import published_streams, streams_in
-from tests.gpu.shaped_reference import Case, check, logprobs_of
+from tests.gpu.processors_reference import Case, check, logprobs_of
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(200)]
 
@@ -36,23 +36,23 @@ WARM, HOT = SamplingParams(0.7, 5), SamplingParams(2.0, 2**63 - 11)
 CASES: dict[str, Case] = {
     "penalties": (
         SamplingParams(),
-        ShapedRequest(SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)),
+        ProcessedRequest(SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)),
     ),
-    "rewards": (WARM, ShapedRequest(SamplingParams(repetition_penalty=0.8, frequency_penalty=-1.5, presence_penalty=-0.5))),
-    "bias": (SamplingParams(), ShapedRequest(SamplingParams(logit_bias=BIAS, logprobs=0))),
-    "logprobs": (WARM, ShapedRequest(SamplingParams(logprobs=20))),
-    "top-p": (WARM, ShapedRequest(SamplingParams(top_p=0.9, logprobs=5))),
-    "half": (HOT, ShapedRequest(SamplingParams(top_p=0.5))),
-    "nearly nothing": (HOT, ShapedRequest(SamplingParams(top_p=1e-6))),
-    "best only": (HOT, ShapedRequest(SamplingParams(top_k=1))),
-    "top-k": (HOT, ShapedRequest(SamplingParams(top_k=40, logprobs=1))),
-    "top-k, top-p": (HOT, ShapedRequest(SamplingParams(top_k=40, top_p=0.7, logprobs=3))),
-    "many, top-p": (HOT, ShapedRequest(SamplingParams(top_k=2500, top_p=0.6))),
-    "all, top-p": (WARM, ShapedRequest(SamplingParams(top_k=10**6, top_p=0.95))),
-    "min-p": (WARM, ShapedRequest(SamplingParams(min_p=0.1))),
+    "rewards": (WARM, ProcessedRequest(SamplingParams(repetition_penalty=0.8, frequency_penalty=-1.5, presence_penalty=-0.5))),
+    "bias": (SamplingParams(), ProcessedRequest(SamplingParams(logit_bias=BIAS, logprobs=0))),
+    "logprobs": (WARM, ProcessedRequest(SamplingParams(logprobs=20))),
+    "top-p": (WARM, ProcessedRequest(SamplingParams(top_p=0.9, logprobs=5))),
+    "half": (HOT, ProcessedRequest(SamplingParams(top_p=0.5))),
+    "nearly nothing": (HOT, ProcessedRequest(SamplingParams(top_p=1e-6))),
+    "best only": (HOT, ProcessedRequest(SamplingParams(top_k=1))),
+    "top-k": (HOT, ProcessedRequest(SamplingParams(top_k=40, logprobs=1))),
+    "top-k, top-p": (HOT, ProcessedRequest(SamplingParams(top_k=40, top_p=0.7, logprobs=3))),
+    "many, top-p": (HOT, ProcessedRequest(SamplingParams(top_k=2500, top_p=0.6))),
+    "all, top-p": (WARM, ProcessedRequest(SamplingParams(top_k=10**6, top_p=0.95))),
+    "min-p": (WARM, ProcessedRequest(SamplingParams(min_p=0.1))),
     "everything": (
         HOT,
-        ShapedRequest(SamplingParams(
+        ProcessedRequest(SamplingParams(
             top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
             logit_bias=BIAS, min_tokens=3, logprobs=7)),
     ),
@@ -66,11 +66,11 @@ class Made:
         self.shape = KernelShape(SPEC, range(SPEC.num_lanes))
         self.page = ControlPage.create(1, SPEC.max_context, vocab_size=SPEC.vocab_size)
         self.weights = random_weights(self.shape, 3)
-        self.kernel = Monokernel(self.shape, self.weights, shaped=True, masks=self.page.masks)
+        self.kernel = Monokernel(self.shape, self.weights, processors=True, masks=self.page.masks)
         self.epoch = 1
 
     def answer(self, case: Case, count: int, **options: Any) -> tuple[list[int], list[Any]]:
-        found = self.kernel.generate(PROMPT, count, case[0], shaped=case[1], **options)
+        found = self.kernel.generate(PROMPT, count, case[0], processed=case[1], **options)
         return found, logprobs_of(self.kernel, case[1], len(found))
 
     def masked(
@@ -82,8 +82,8 @@ class Made:
         first, self.epoch = self.epoch, self.epoch + 2 * SPEC.max_context
         kernel, found = self.kernel, list[int]()
         start = 0 if streams is None else len(PROMPT) - 1
-        shaped = replace(case[1], mask_epoch=first)
-        kernel.begin(PROMPT, len(masks), case[0], stop_ids, first_position=start, shaped=shaped, streams=streams)
+        processed = replace(case[1], mask_epoch=first)
+        kernel.begin(PROMPT, len(masks), case[0], stop_ids, first_position=start, processed=processed, streams=streams)
         kernel.launch(len(PROMPT) + len(masks))
         for index, mask in enumerate(masks):
             self.page.masks.put(first + index, mask)
@@ -134,13 +134,16 @@ def test_chunks_do_not_change_the_answer(made: Made, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shaping",
+    "processors",
     [SamplingParams(top_p=1e-6), SamplingParams(top_k=3, top_p=0.5), SamplingParams(top_p=0.3), SamplingParams(min_p=0.5)],
 )
-def test_equal_logits_are_ordered_by_id(made: Made, shaping: SamplingParams) -> None:
+def test_equal_logits_are_ordered_by_id(made: Made, processors: SamplingParams) -> None:
     weights = replace(made.weights, final_norm=made.weights.final_norm * 0)
-    kernel, case = Monokernel(made.shape, weights, shaped=True), (HOT, ShapedRequest(replace(shaping, logprobs=20)))
-    found = kernel.generate(PROMPT, 12, case[0], shaped=case[1])
+    kernel, case = (
+        Monokernel(made.shape, weights, processors=True),
+        (HOT, ProcessedRequest(replace(processors, logprobs=20))),
+    )
+    found = kernel.generate(PROMPT, 12, case[0], processed=case[1])
     logprobs = logprobs_of(kernel, case[1], len(found))
     assert logprobs[0].top_ids == tuple(range(20))
     check(kernel, PROMPT, found, logprobs, case)
@@ -159,16 +162,16 @@ def test_masks_allow_what_they_say(made: Made, name: str) -> None:
 def test_end_ids_come_late_unless_nothing_else_is_left(made: Made) -> None:
     greedy = made.kernel.generate(PROMPT, 4)
     stops = (greedy[0], greedy[2], 77, 5)
-    case = (SamplingParams(), ShapedRequest(SamplingParams(min_tokens=6)))
-    found = made.kernel.generate(PROMPT, 30, case[0], stops, shaped=case[1])
+    case = (SamplingParams(), ProcessedRequest(SamplingParams(min_tokens=6)))
+    found = made.kernel.generate(PROMPT, 30, case[0], stops, processed=case[1])
     assert not set(found[:6]) & set(stops)
     check(made.kernel, PROMPT, found, [], case, stops)
     for sampling in (SamplingParams(), WARM):
         masks = [mask_of((9, 77, 12)), mask_of((77, 5)), mask_of(range(100))]
-        found, finish = made.masked((sampling, ShapedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9))), masks, stops)
+        found, finish = made.masked((sampling, ProcessedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9))), masks, stops)
         assert finish is Finish.STOP
         assert len(found) == 2
-        case = (sampling, ShapedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9)))
+        case = (sampling, ProcessedRequest(SamplingParams(min_tokens=6, top_k=2, top_p=0.9)))
         check(made.kernel, PROMPT, found, [], case, stops, masks)
 
 
@@ -193,7 +196,7 @@ def test_waits_for_a_mask_end(made: Made) -> None:
     kernel = made.kernel
     for action, wanted, limit_s in ((None, Finish.NO_MASK, 3.0), (kernel.cancel, Finish.CANCELLED, 0.3)):
         made.epoch += 2
-        kernel.begin(PROMPT, 8, SamplingParams(), shaped=ShapedRequest(mask_epoch=made.epoch))
+        kernel.begin(PROMPT, 8, SamplingParams(), processed=ProcessedRequest(mask_epoch=made.epoch))
         begin_s = time.monotonic()
         kernel.launch(40)
         if action is not None:
@@ -202,7 +205,7 @@ def test_waits_for_a_mask_end(made: Made) -> None:
         assert (entry.token_id, entry.finish) == (NO_TOKEN, wanted)
         assert time.monotonic() - begin_s < limit_s
         kernel.finish()
-    kernel.begin(PROMPT, 8, SamplingParams(), shaped=ShapedRequest(mask_epoch=made.epoch + 2))
+    kernel.begin(PROMPT, 8, SamplingParams(), processed=ProcessedRequest(mask_epoch=made.epoch + 2))
     kernel.launch(40)
     kernel.abort()
     kernel.finish()
@@ -214,8 +217,8 @@ def test_waits_for_a_mask_end(made: Made) -> None:
 
 def test_what_is_not_finite_is_a_fault(made: Made) -> None:
     bad = replace(made.weights, final_norm=made.weights.final_norm | np.uint16(0x7F80))
-    kernel = Monokernel(made.shape, bad, shaped=True)
-    kernel.begin(PROMPT, 5, SamplingParams(), shaped=ShapedRequest(SamplingParams(logprobs=3)))
+    kernel = Monokernel(made.shape, bad, processors=True)
+    kernel.begin(PROMPT, 5, SamplingParams(), processed=ProcessedRequest(SamplingParams(logprobs=3)))
     kernel.launch(40)
     kernel.finish()
     entry = kernel.token(0)

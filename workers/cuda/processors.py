@@ -1,4 +1,4 @@
-"""The monokernel's build for shaped requests: its kernel, and its memory beside that of `Monokernel`. See docs/sampling.md."""
+"""The monokernel's build with processors: its kernel, and its memory beside that of `Monokernel`. See docs/sampling.md."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.sampling.logprobs import logprobs_of
 from kog_dist.decode.sampling.processors import fixed_top_p, lowest_distance
 from kog_dist.sampling_params import GREEDY, SamplingParams
-from kog_dist.workers.cuda.build import SHAPED_SOURCE, build
-from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, SHAPING_PARAMS, ShapingFlag
+from kog_dist.workers.cuda.build import PROCESSORS_SOURCE, build
+from kog_dist.workers.cuda.kernel_abi import PROCESSOR_PARAMS, REPORT_WORDS, ProcessorFlag
 from kog_dist.workers.cuda.kernel_shape import SHARED_BYTES, KernelShape
 from kog_dist.workers.cuda.pinned import pinned
 
@@ -25,21 +25,21 @@ _FIRST_TOP = 4  # of a report: mass low, mass high, largest logit, chosen logit;
 
 
 @dataclass(frozen=True, slots=True)
-class ShapedRequest:
+class ProcessedRequest:
     """What a request asks for besides temperature and seed, which come by themselves; as in `DecodeRequest`."""
 
     sampling: SamplingParams = GREEDY
     mask_epoch: int = 0
 
 
-class ShapedBuild:
+class ProcessorsBuild:
     """The kernel with its memory. `masks`: where masks of grammars come from, mapped into the GPU's addresses until `close`."""
 
     def __init__(self, shape: KernelShape, kernel_name: str, masks: MaskSlots | None) -> None:
         import cupy
 
         self._shape, context = shape, shape.spec.max_context
-        self.kernel = Kernel(build(shape.headers(), SHAPED_SOURCE).path, kernel_name, SHARED_BYTES)
+        self.kernel = Kernel(build(shape.headers(), PROCESSORS_SOURCE).path, kernel_name, SHARED_BYTES)
         self._first, last = shape.vocab_rows
         self._num_rows = last - self._first
         self._bias = cupy.zeros(self._num_rows, cupy.float32)
@@ -50,19 +50,19 @@ class ShapedBuild:
         self._reports = pinned(context * REPORT_WORDS * 8).view(np.uint64).reshape(context, REPORT_WORDS)
         has_masks = masks is not None and masks.vocab_size > 0
         self._masks = HostMapping(*masks.memory) if masks is not None and has_masks else None
-        self._request, self._params = ShapedRequest(), np.zeros((), SHAPING_PARAMS.dtype)
+        self._request, self._params = ProcessedRequest(), np.zeros((), PROCESSOR_PARAMS.dtype)
 
-    def begin(self, request: ShapedRequest, sampling: SamplingParams, prompt: Sequence[int], stream: Any) -> None:
+    def begin(self, request: ProcessedRequest, sampling: SamplingParams, prompt: Sequence[int], stream: Any) -> None:
         """Set up a request; no launch may be under way. Raises ValueError for a grammar if there are no masks."""
         if request.mask_epoch and self._masks is None:
             raise ValueError("this kernel was made without masks")
         self._request, self._params = request, request_params(self._shape, request, sampling)
-        flags = ShapingFlag(int(self._params["flags"]))
-        if ShapingFlag.BIASED in flags:
+        flags = ProcessorFlag(int(self._params["flags"]))
+        if ProcessorFlag.BIASED in flags:
             self._staged_bias[:] = 0
             self._spread(self._staged_bias, *zip(*request.sampling.logit_bias, strict=True))
             self._upload(self._bias, self._staged_bias, stream)
-        if ShapingFlag.REMEMBERS in flags:
+        if ProcessorFlag.REMEMBERS in flags:
             self._staged_history[:] = 0
             self._spread(self._staged_history, prompt, IN_PROMPT)
             self._upload(self._history, self._staged_history, stream)
@@ -85,7 +85,7 @@ class ShapedBuild:
         runtime.memcpyAsync(held.data.ptr, staged.ctypes.data, staged.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
     def params(self) -> bytes:
-        """The request's `SHAPING_PARAMS`."""
+        """The request's `PROCESSOR_PARAMS`."""
         return bytes(self._params.tobytes())
 
     def logprobs(self, index: int, tag: int) -> TokenLogprobs | None:
@@ -99,14 +99,14 @@ class ShapedBuild:
             self._masks = None
 
 
-def request_params(shape: KernelShape, request: ShapedRequest, sampling: SamplingParams) -> Any:
-    """A `SHAPING_PARAMS` record of a request, without pointers."""
-    asked, params = request.sampling, np.zeros((), SHAPING_PARAMS.dtype)
+def request_params(shape: KernelShape, request: ProcessedRequest, sampling: SamplingParams) -> Any:
+    """A `PROCESSOR_PARAMS` record of a request, without pointers."""
+    asked, params = request.sampling, np.zeros((), PROCESSOR_PARAMS.dtype)
     filtered = sampling.temperature > 0 and asked.has_filters
     wanted = {
-        ShapingFlag.BIASED: bool(asked.logit_bias), ShapingFlag.REMEMBERS: asked.has_penalties,
-        ShapingFlag.MASKED: request.mask_epoch != 0, ShapingFlag.FILTERED: filtered,
-        ShapingFlag.TOP_P: filtered and asked.top_p < 1, ShapingFlag.REPORTS: request.sampling.logprobs is not None,
+        ProcessorFlag.BIASED: bool(asked.logit_bias), ProcessorFlag.REMEMBERS: asked.has_penalties,
+        ProcessorFlag.MASKED: request.mask_epoch != 0, ProcessorFlag.FILTERED: filtered,
+        ProcessorFlag.TOP_P: filtered and asked.top_p < 1, ProcessorFlag.REPORTS: request.sampling.logprobs is not None,
     }  # fmt: skip
     params["flags"] = sum(flag for flag, is_wanted in wanted.items() if is_wanted)
     floats: dict[str, Any] = {

@@ -1,4 +1,4 @@
-// The sampling warp in the shaped build: as `sample`, but with `Chooser` for tokens of the answer, and with a report of each. What both
+// The sampling warp in the build with processors: as `sample`, but with `Chooser` for tokens of the answer, and with a report of each. What both
 // have in common stands in both, since the plain build's instructions are to stay what they were measured with.
 #pragma once
 #include "choose.cuh"
@@ -45,15 +45,15 @@ __device__ __forceinline__ void tell_host(const KogDecodeParams& params, const R
                         make_value_word(finish, params.request_tag));
 }
 
-__device__ __forceinline__ void sample_shaped(const KogDecodeParams& params, const KogPeers& peers, const KogShapingParams& shaping,
+__device__ __forceinline__ void sample_processors(const KogDecodeParams& params, const KogPeers& peers, const KogProcessorParams& processors,
                                               const Role& role, u32 num_steps) {
     KogDecodeState* state = reinterpret_cast<KogDecodeState*>(params.state_ptr);
     const u32* prompt = reinterpret_cast<const u32*>(params.prompt_ptr);
-    u32 token = state->token, finish = state->finish, after = 0;  // `after`: ShapingFlags of what is left to do for the newest token
+    u32 token = state->token, finish = state->finish, after = 0;  // `after`: ProcessorFlags of what is left to do for the newest token
     store_shared(role.base + KOG_OFFSET(max_tokens), state->max_tokens);
-    const Chooser chooser{params, peers, shaping, role};
+    const Chooser chooser{params, peers, processors, role};
     chooser.set_number(state->num_exchanges);
-    Reporter reporter{chooser, shaping, role};
+    Reporter reporter{chooser, processors, role};
     for (u32 step = 0;; step = chooser.step() + 1) {
         const bool leave = step == num_steps || finish != kNone;
         // The last report comes before the thread block says that it has finished: then nobody keeps the time of waits any more.
@@ -75,9 +75,9 @@ __device__ __forceinline__ void sample_shaped(const KogDecodeParams& params, con
         if (position + 1 < role.num_prompt) {
             token = prompt[position + 1];
         } else if (finish == kNone) {
-            token = id_of(shaping, chooser.chosen_place());
+            token = id_of(processors, chooser.chosen_place());
             finish = finish_of(params, load_shared_u32(role.base + KOG_OFFSET(max_tokens)), token, index, position);
-            after = shaping.flags;
+            after = processors.flags;
         }
     }
 }
