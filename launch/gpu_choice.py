@@ -97,7 +97,7 @@ class _Need:
 
 def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str) -> list[_Need]:
     """The ways in which ranks may run, the best one first: with `auto` they do without prefill where it does not fit."""
-    from kog_dist.workers.prefill.memory import obstacle_to_prefill
+    from kog_dist.workers.prefill.model.memory import obstacle_to_prefill
 
     def need(prefill: str, note: str = "", obstacle: str = "") -> _Need:
         uses = gpu_rank_bytes(checkpoint, 0, count, kv_dtype, prefill=prefill != "off" and not obstacle)
@@ -127,7 +127,7 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     """
     from kog_dist.collectives.mailbox import place
     from kog_dist.workers.cuda.kernel_shape import KernelShape
-    from kog_dist.workers.prefill.memory import prefill_bytes
+    from kog_dist.workers.prefill.model.memory import prefill_bytes
 
     spec = checkpoint.spec
     lanes = spec.lanes_of_rank(rank, world_size)

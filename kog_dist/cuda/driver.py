@@ -138,7 +138,7 @@ class Kernel:
 
         A negative `priority` (to -5) puts its thread blocks before those of other kernels that wait for places. A graph keeps
         it if it is instantiated to use its nodes' priorities. `early`: it may begin before the launch before it has ended, and
-        waits for that by itself (dependent.cuh); what is queued before it is a kernel.
+        waits for that by itself (pdl.cuh); what is queued before it is a kernel.
         """
         if priority == 0 and not early:
             self._launch(_driver().cuLaunchKernel, num_ctas, num_threads, params, stream_ptr, ctypes.c_void_p(0))

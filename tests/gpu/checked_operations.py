@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill.buffers import Buffers, Rows
+from kog_dist.workers.prefill.model.buffers import Buffers, Rows
 from kog_dist.workers.prefill.operations import Operations, TorchOperations
 
 LIMIT = 2e-3  # relative, of one operation: binary16 rounds to 2.4e-4 on average, sums in another order add to it

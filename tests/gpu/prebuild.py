@@ -22,11 +22,14 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOURCE, build
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import attention, compiled, tiles, tiles_abi
-from kog_dist.workers.prefill.attention_abi import AttentionShape
-from kog_dist.workers.prefill.blocks import sizes_within
-from kog_dist.workers.prefill.buffers import misfit
-from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.attention import hopper_attention as attention
+from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
+from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
+from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
+from kog_dist.workers.prefill.model.buffers import misfit
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.chunks import sizes_within
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 
 BLOCKS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest block, where it is not the default
@@ -72,7 +75,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         attention.build, AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
     )
     if shape.num_ranks > 1:
-        yield partial(compiled.build, "sums", sums_header(shape.num_ranks))
+        yield partial(compiled.build, "allreduce", sums_header(shape.num_ranks))
     else:
         yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
 

@@ -32,12 +32,12 @@ from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.notes import Watch
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE
 from kog_dist.workers.prefill.device_operations import DeviceOperations
-from kog_dist.workers.prefill.exchange import OneRank
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gpu import Tuning, exact_products, matrices_for, prefill_by, prefill_for, runner_for
-from kog_dist.workers.prefill.layers import Layers
-from kog_dist.workers.prefill.matrices import Matrices
+from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES, EXACT_SIZE
+from kog_dist.workers.prefill.model.layers import Layers
+from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedOperations
@@ -278,7 +278,7 @@ def test_values_out_of_range_leave_the_cache_alone(demo: Prepared) -> None:
 
 
 def test_the_next_start_tries_no_algorithms(demo: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kog_dist.workers.prefill.algorithm_cache.cache_folder", lambda: tmp_path / "kept" / "cubins")
+    monkeypatch.setattr("kog_dist.workers.prefill.gemm.algorithm_cache.cache_folder", lambda: tmp_path / "kept" / "cubins")
     found = []
     for _ in range(2):
         watch = Watch()

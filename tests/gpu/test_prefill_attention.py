@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
-from kog_dist.workers.prefill.attention_abi import AttentionShape
+from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
+from kog_dist.workers.prefill.attention.hopper_attention import Attention, attention_on_gpu
 from tests.gpu.on_hopper import on_hopper
 
 pytestmark = on_hopper("attention.cu")

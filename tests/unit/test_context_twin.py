@@ -18,7 +18,7 @@ from kog_dist.model.laneformer import KvCache, Laneformer
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.published import Published, Words, pair_values, value_payloads
-from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from tests.unit.test_decode_twin import Model, build_twin, twin_sources
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

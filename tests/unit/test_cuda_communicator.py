@@ -18,15 +18,15 @@ from kog_dist.runtime.control import AbortCause, ControlPage
 from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.runtime.wait import Deadline
 from tests.multi import communicator_bodies as bodies
-from tests.unit import played_cupy
-from tests.unit.played_cupy import PlayedRuntime
+from tests.unit import fake_cupy
+from tests.unit.fake_cupy import PlayedRuntime
 
 METHODS = ["publish", "collect", "delayed_reduce", "all_reduce", "all_gather", "barrier"]
 
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
-    return played_cupy.install(monkeypatch)
+    return fake_cupy.install(monkeypatch)
 
 
 def run(world_size: int, body: Callable[[RankContext], Any], **arguments: Any) -> list[Any]:

@@ -30,8 +30,8 @@ from kog_dist.workers.cuda import build, load, monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import cuda, cuda_peers
 from kog_dist.workers.engines.cuda import CudaEngine
-from tests.unit import played_cupy
-from tests.unit.played_cupy import PlayedRuntime
+from tests.unit import fake_cupy
+from tests.unit.fake_cupy import PlayedRuntime
 from tests.unit.prefill.test_engine_with_prefill import ScriptedPrefill
 from tests.unit.test_cuda_engine import ScriptedKernel, answer
 
@@ -200,7 +200,7 @@ class Ranks:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
-    return played_cupy.install(monkeypatch)
+    return fake_cupy.install(monkeypatch)
 
 
 @pytest.fixture(params=[2, 4])

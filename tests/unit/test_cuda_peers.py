@@ -16,7 +16,7 @@ from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.cuda_peers import CudaPeers
-from tests.unit import played_cupy
+from tests.unit import fake_cupy
 
 MAX_CONTEXT, STEP_TIMEOUT_S, JOIN_S = 64, 5.0, 30.0
 SCALES = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
@@ -24,7 +24,7 @@ SCALES = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
 
 def test_slices_of_other_lengths_and_every_choice_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary that is no multiple of the lanes leaves less for the last rank."""
-    played_cupy.install(monkeypatch)
+    fake_cupy.install(monkeypatch)
     rows = [(0, 5), (5, 10), (10, 13)]
     whole = np.array([0.0, -0.0, np.inf, -np.inf, *np.linspace(-1.0, 1.0, 9)], np.float32)
     whole[7] = np.uint32(0x7FC12345).view(np.float32)  # bits are kept, also of what is no number

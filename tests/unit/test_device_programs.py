@@ -9,15 +9,18 @@ import pytest
 
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import attention, compiled, tiles, tiles_abi
-from kog_dist.workers.prefill.attention_abi import AttentionShape
-from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.attention import hopper_attention as attention
+from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
+from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
+from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
-@pytest.mark.parametrize("program", ["prefill", "attention", "sums", "gate_up"])
+@pytest.mark.parametrize("program", ["prefill", "attention", "allreduce", "gate_up"])
 def test_prefill_compiles(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = laneformer_2b()
@@ -29,8 +32,8 @@ def test_prefill_compiles(program: str, tmp_path: Path, monkeypatch: pytest.Monk
     elif program == "attention":
         heads = layout.num_lanes * spec.lane_heads
         cubin = attention.build(AttentionShape(spec.head_dim, heads, layout.heads, spec.lane_heads))
-    elif program == "sums":
-        cubin = compiled.build("sums", sums_header(2))
+    elif program == "allreduce":
+        cubin = compiled.build("allreduce", sums_header(2))
     else:
         found = tiles_abi.tile_shapes(layout, shape.kv_dtype)
         cubin = tiles.build(next(one for one in found.values() if one.kernel == program))

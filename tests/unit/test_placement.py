@@ -30,7 +30,7 @@ from kog_dist.rpc.transport import Access
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
-from kog_dist.workers.prefill import memory
+from kog_dist.workers.prefill.model import memory
 from tests.unit.fake_nvml import FakeGpu, node
 
 NODE_0, NODE_1 = frozenset(range(4)) | frozenset(range(8, 12)), frozenset(range(4, 8)) | frozenset(range(12, 16))

@@ -22,13 +22,13 @@ from kog_dist.runtime.wait import Deadline
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES
 from kog_dist.workers.engines.agreement import agree, common_terms
-from kog_dist.workers.prefill import peer_exchange
+from kog_dist.workers.prefill.exchange import peer_exchange
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda_heap import CudaHeap
     from kog_dist.model.checkpoint import Checkpoint
     from kog_dist.workers.cuda.kernel_shape import KernelShape
-    from kog_dist.workers.prefill.peer_exchange import PeerExchange
+    from kog_dist.workers.prefill.exchange.peer_exchange import PeerExchange
 
 _LOGITS, _CHOICE = "logits", "choice"
 _SLOTS = 2  # in turn

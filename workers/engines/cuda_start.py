@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.cuda.monokernel import Monokernel
     from kog_dist.workers.engines.launches import DecodeKernel
-    from kog_dist.workers.prefill.matrices import Matrices
-    from kog_dist.workers.prefill.peer_exchange import PeerExchange
+    from kog_dist.workers.prefill.exchange.peer_exchange import PeerExchange
+    from kog_dist.workers.prefill.model.matrices import Matrices
 
 _CAUSE_CHARACTERS = 300
 _T = TypeVar("_T")
@@ -73,7 +73,7 @@ class Start:
         Collective. With `auto` all ranks have prefill, or none: where one fails before the peers' memory is mapped, or when it
         has been, all go on without. One that cannot map it ends the engine.
         """
-        from kog_dist.workers.prefill.blocks import sizes_within
+        from kog_dist.workers.prefill.model.chunks import sizes_within
 
         if self.args.prefill == "off":
             return self._without_prefill(partial(self.link, 0)), None
@@ -184,7 +184,7 @@ class Start:
 def obstacle(shape: KernelShape) -> str:
     """Why this rank cannot have prefill, as far as that can be said before anything is made; empty if it may."""
     from kog_dist.workers.prefill import gpu
-    from kog_dist.workers.prefill.buffers import misfit
+    from kog_dist.workers.prefill.model.buffers import misfit
 
     finding = misfit(shape.spec)
     return f"the model has {finding}" if finding else gpu.obstacle_in_torch()

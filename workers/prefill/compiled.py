@@ -5,12 +5,15 @@ from __future__ import annotations
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel
 
-_FOLDERS = (("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+_ROOMS = ("gemm", "attention", "exchange")
+SOURCE_FOLDERS = (
+    ("kog_dist.workers", "prefill"), *(("kog_dist.workers.prefill", room) for room in _ROOMS), ("kog_dist.collectives", "device")
+)  # fmt: skip
 
 
 def build(stem: str, header: str) -> compiler.Cubin:
     """The cubin of `stem`.cu with this `stem`_shape.cuh. Raises CompileError with the compiler's log."""
-    return compiler.build({**compiler.read_sources(*_FOLDERS), f"{stem}_shape.cuh": header}, f"{stem}.cu")
+    return compiler.build({**compiler.read_sources(*SOURCE_FOLDERS), f"{stem}_shape.cuh": header}, f"{stem}.cu")
 
 
 def launch(

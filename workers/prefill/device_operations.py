@@ -15,17 +15,18 @@ import numpy as np
 
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill import attention_abi, compiled
-from kog_dist.workers.prefill.attention import Attention, attention_on_gpu
-from kog_dist.workers.prefill.attention_abi import AttentionShape
-from kog_dist.workers.prefill.buffers import UNIT, Buffers, Rows
-from kog_dist.workers.prefill.cache_layout import CacheLayout
+from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.attention import attention_abi
+from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
+from kog_dist.workers.prefill.attention.hopper_attention import Attention, attention_on_gpu
+from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
+from kog_dist.workers.prefill.gemm.gemm_abi import tile_shapes
+from kog_dist.workers.prefill.gemm.hopper_gemm import Tiles, tiles_on_gpu
 from kog_dist.workers.prefill.hopper_abi import HOPPER
+from kog_dist.workers.prefill.model.buffers import UNIT, Buffers, Rows
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.operations import wanted_rows
 from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
-from kog_dist.workers.prefill.products import Products, algorithms_kept
-from kog_dist.workers.prefill.tiles import Tiles, tiles_on_gpu
-from kog_dist.workers.prefill.tiles_abi import tile_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from kog_dist.cuda.driver import launch_graph
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE, Block, sizes_within
-from kog_dist.workers.prefill.buffers import Buffers, Rows
-from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
-from kog_dist.workers.prefill.exchange import OneRank, Rehearsal, SumExchange
-from kog_dist.workers.prefill.layers import Layers
-from kog_dist.workers.prefill.matrices import Matrices
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
+from kog_dist.workers.prefill.model.buffers import Buffers, Rows
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE, Block, sizes_within
+from kog_dist.workers.prefill.model.layers import Layers
+from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, ReduceMode
-from kog_dist.workers.prefill.buffers import Buffers, Rows
+from kog_dist.workers.prefill.model.buffers import Buffers, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor

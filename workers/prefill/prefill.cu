@@ -5,7 +5,7 @@
 #include "prefill_cache.cuh"
 #include "prefill_last_row.cuh"
 #include "prefill_residual.cuh"
-#include "turned.cuh"
+#include "rope.cuh"
 
 using namespace kog;
 

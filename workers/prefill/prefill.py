@@ -10,9 +10,9 @@ from typing import Protocol
 
 from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks
-from kog_dist.workers.prefill.buffers import Buffers, Rows
-from kog_dist.workers.prefill.layers import Layers
+from kog_dist.workers.prefill.model.buffers import Buffers, Rows
+from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES, Block, blocks
+from kog_dist.workers.prefill.model.layers import Layers
 
 BLOCKS_QUEUED = 2  # the next one starts without the host
 ROWS_QUEUED = 4096  # of several blocks together: what a stop waits for

@@ -1,4 +1,4 @@
-"""What prefill.cu and sums.cu are compiled for, and the parameters of their launches."""
+"""What prefill.cu and allreduce.cu are compiled for, and the parameters of their launches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from kog_dist.collectives.cuda_abi import PEERS, device_header
 from kog_dist.runtime.abi import WAIT_RECORD, Field, Struct
 from kog_dist.workers.cuda.kernel_shape import FORMATS
-from kog_dist.workers.prefill.buffers import UNIT
-from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
+from kog_dist.workers.prefill.model.buffers import UNIT
+from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
 
 MAX_THREADS = 512  # of a thread block
 HELD_LANES = 8  # most lanes of a row whose values a thread of `residual` asks for at once
@@ -57,7 +57,7 @@ PREFILL_PARAMS = Struct(
 )
 SUM_PARAMS = Struct(
     "SumParams",
-    "Parameters of a launch of sums.cu, which a `KogPeers` follows; passed by value. Pointers are device addresses.",
+    "Parameters of a launch of allreduce.cu, which a `KogPeers` follows; passed by value. Pointers are device addresses.",
     (
         Field("own_sum_ptr", "u64", "float32 (size, width): sum over the hosted lanes"),
         Field("num_blocks_ptr", "u64", "uint64: blocks that have begun; of share_overflow: its calls"),
@@ -115,7 +115,7 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
 
 
 def sums_header(num_ranks: int) -> str:
-    """`sums_shape.cuh`."""
+    """`allreduce_shape.cuh`."""
     numbers = {"kRanks": num_ranks, "kSumThreads": SUM_THREADS, "kChunkRows": CHUNK_ROWS}
     lines = [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     structs = device_header("kog_dist.workers.prefill.prefill_abi", (WAIT_RECORD, PEERS, SUM_PARAMS))

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ptx.cuh"
-#include "dependent.cuh"
+#include "pdl.cuh"
 #include "prefill_shape.cuh"
 
 namespace kog {

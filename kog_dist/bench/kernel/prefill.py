@@ -26,7 +26,6 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.notes import Watch
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES
 from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.gpu import (
     DEFAULT,
@@ -36,7 +35,8 @@ from kog_dist.workers.prefill.gpu import (
     prefill_by,
     runner_for,
 )
-from kog_dist.workers.prefill.matrices import Matrices
+from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES
+from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from kog_dist.collectives.ranks import RankContext, run_ranks
 from kog_dist.errors import LaunchError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
-from kog_dist.workers.prefill import peer_exchange
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES
+from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, matrices_for, prefill_for
+from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.cuda import build as compiler
-from kog_dist.workers.prefill.buffers import Buffers
+from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
 from kog_dist.workers.prefill.device_operations import _KERNELS, DeviceOperations
+from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill_abi import PREFILL_PARAMS, prefill_header
 
@@ -36,7 +37,7 @@ def compiled(
 
     Its kernels run one at a time; who wants several at once loads copies of the library.
     """
-    sources = compiler.read_sources(("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+    sources = compiler.read_sources(*SOURCE_FOLDERS)
     sources["ptx.cuh"] = (HERE / "cuda_on_cpu.h").read_text(encoding="utf-8")
     sources["hopper.cuh"] = (HERE / "hopper_on_cpu.h").read_text(encoding="utf-8")
     for name, text in {**sources, f"{stem}_shape.cuh": header}.items():

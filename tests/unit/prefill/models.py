@@ -14,11 +14,11 @@ from kog_dist.decode.plan import make_plan
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.buffers import Buffers
-from kog_dist.workers.prefill.cache_layout import BATCH, CacheLayout
-from kog_dist.workers.prefill.exchange import OneRank, SumExchange
-from kog_dist.workers.prefill.layers import Layers
-from kog_dist.workers.prefill.matrices import matrices_of
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
+from kog_dist.workers.prefill.model.buffers import Buffers
+from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
+from kog_dist.workers.prefill.model.layers import Layers
+from kog_dist.workers.prefill.model.matrices import matrices_of
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 

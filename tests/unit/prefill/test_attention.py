@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kog_dist.workers.prefill import attention_abi
-from kog_dist.workers.prefill.attention import Attention, build, plan
-from kog_dist.workers.prefill.attention_abi import ATTENTION_PARAMS, AttentionShape, misfit
+from kog_dist.workers.prefill.attention import attention_abi
+from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, AttentionShape, misfit
+from kog_dist.workers.prefill.attention.hopper_attention import Attention, build, plan
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 
 SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
@@ -83,7 +83,7 @@ def wanted(shape: AttentionShape, query: Any, keys: Any, values: Any, start: int
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("attention", "attention_abi"):
+    for module in ("attention.hopper_attention", "attention.attention_abi"):
         monkeypatch.setattr(f"kog_dist.workers.prefill.{module}.CHUNK_KEYS", 128)
     max_context, shape = 300, AttentionShape(48, num_heads=2, num_kv_heads=1, lane_heads=1, keys=64)
     few, many = emulated(tmp_path, shape, max_context)

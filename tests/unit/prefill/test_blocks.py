@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kog_dist.workers.prefill.blocks import BLOCK_SIZES, Block, blocks, sizes_within
+from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES, Block, blocks, sizes_within
 
 
 def test_blocks_cover_every_position_once_and_waste_little() -> None:

@@ -14,11 +14,12 @@ from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_che
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
-from kog_dist.workers.prefill import peer_exchange
-from kog_dist.workers.prefill.buffers import Buffers
-from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.exchange import OneRank
-from kog_dist.workers.prefill.layers import Layers
+from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
+from kog_dist.workers.prefill.exchange import peer_exchange
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank
+from kog_dist.workers.prefill.model.buffers import Buffers
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
@@ -48,7 +49,7 @@ def test_kernels_are_the_twin(
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.HELD_LANES", held_lanes)
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)  # threads are expensive here
     if overrides:
-        monkeypatch.setattr("kog_dist.workers.prefill.layers.LATE_SIZE", 1)
+        monkeypatch.setattr("kog_dist.workers.prefill.model.layers.LATE_SIZE", 1)
     kv_dtype, spec = "bfloat16", ModelSpec(**{**TINY, **overrides})
     assert overrides or {spec.reduce_mode(layer, block) for layer in range(4) for block in Sublayer} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
@@ -133,10 +134,10 @@ def test_positions_are_stored_as_the_twin_stores_them(tmp_path: Path, monkeypatc
 def test_kernels_build_without_spills(tmp_path: Path) -> None:
     layout = CacheLayout.of(KernelShape(laneformer_2b(), range(8)))
     header = prefill_header(layout, num_positions=4096 + 512, weight_dtype="bfloat16", kv_dtype="bfloat16")
-    sources = compiler.read_sources(("kog_dist.workers", "prefill"), ("kog_dist.collectives", "device"))
+    sources = compiler.read_sources(*SOURCE_FOLDERS)
     cubin = compiler.build({**sources, "prefill_shape.cuh": header}, "prefill.cu", folder=tmp_path)
     assert "Compiling entry function 'residual_delayed'" in cubin.log
     assert "Compiling entry function 'residual_delayed_alone'" in cubin.log
     assert "spilled" not in cubin.log
-    sums = compiler.build({**sources, "sums_shape.cuh": sums_header(8)}, "sums.cu", folder=tmp_path)
+    sums = compiler.build({**sources, "allreduce_shape.cuh": sums_header(8)}, "allreduce.cu", folder=tmp_path)
     assert sums.log.count("0 bytes spill stores") == len(peer_exchange._KERNELS)

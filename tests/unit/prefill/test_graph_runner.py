@@ -13,9 +13,9 @@ import torch
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.prefill import gpu
-from kog_dist.workers.prefill.exchange import OneRank
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gpu import GraphRunner, Tuning
-from kog_dist.workers.prefill.layers import Layers
+from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.operations import Operations
 from kog_dist.workers.prefill.prefill import Prefill
 from tests.unit.prefill.models import SMALL, Rank, token_ids

@@ -1,4 +1,4 @@
-"""Sums between GPUs: sums.cu compiled by g++, a thread for each rank, plain memory in the place of the symmetric heap."""
+"""Sums between GPUs: allreduce.cu compiled by g++, a thread for each rank, plain memory in the place of the symmetric heap."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.errors import DeviceError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec, Sublayer
-from kog_dist.workers.prefill import peer_exchange
-from kog_dist.workers.prefill.exchange import OneRank, Rehearsal
-from kog_dist.workers.prefill.peer_exchange import PeerExchange, mailboxes, summed_layers
+from kog_dist.workers.prefill.exchange import peer_exchange
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal
+from kog_dist.workers.prefill.exchange.peer_exchange import PeerExchange, mailboxes, summed_layers
 from kog_dist.workers.prefill.prefill_abi import sums_header
 from tests.unit.prefill.emulated import compiled
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, token_ids
@@ -90,7 +90,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
 
     @functools.cache
     def made(num_ranks: int) -> list[ctypes.CDLL]:
-        library = compiled(tmp_path_factory.mktemp("sums"), "sums", sums_header(num_ranks), peer_exchange._KERNELS, "SumLaunch")
+        library = compiled(
+            tmp_path_factory.mktemp("sums"), "allreduce", sums_header(num_ranks), peer_exchange._KERNELS, "SumLaunch"
+        )
         copies = [library.with_name(f"sums{index}.so") for index in range(num_ranks)]
         for copy in copies:
             shutil.copy(library, copy)

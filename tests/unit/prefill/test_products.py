@@ -16,9 +16,9 @@ import torch
 
 from kog_dist.cuda import cublas_lt
 from kog_dist.errors import LaunchError
-from kog_dist.workers.prefill import products
-from kog_dist.workers.prefill.algorithm_cache import AlgorithmCache
-from kog_dist.workers.prefill.products import Products, fastest
+from kog_dist.workers.prefill.gemm import cublas_autotune as products
+from kog_dist.workers.prefill.gemm.algorithm_cache import AlgorithmCache
+from kog_dist.workers.prefill.gemm.cublas_autotune import Products, fastest
 
 
 @pytest.mark.parametrize(

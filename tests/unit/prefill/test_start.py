@@ -23,7 +23,7 @@ from kog_dist.workers.engines.cuda_device import translated_errors
 from kog_dist.workers.engines.cuda_start import Start
 from kog_dist.workers.notes import NOTE
 from kog_dist.workers.prefill import gpu
-from kog_dist.workers.prefill.buffers import misfit
+from kog_dist.workers.prefill.model.buffers import misfit
 from tests.unit.test_cuda_engine import MAX_CONTEXT, ScriptedKernel
 
 

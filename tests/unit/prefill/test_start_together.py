@@ -18,7 +18,7 @@ from kog_dist.workers.engines import cuda, cuda_peers, cuda_start
 from kog_dist.workers.engines.cuda import CudaEngine
 from kog_dist.workers.notes import NOTE
 from kog_dist.workers.prefill import gpu
-from tests.unit.played_cupy import CUDARuntimeError
+from tests.unit.fake_cupy import CUDARuntimeError
 from tests.unit.prefill.test_engine_with_prefill import ScriptedPrefill
 from tests.unit.test_cuda_engine_ranks import Ranks, ranks, request, runtime
 

@@ -1,6 +1,6 @@
 // Partial sums of a block of tokens, of attention or of the FFN: a product, rounded to binary16.
 #include "partial_shape.cuh"
-#include "tiles.cuh"
+#include "gemm.cuh"
 
 namespace kog {
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.attention_abi import ATTENTION_PARAMS, CHUNK_KEYS, AttentionShape
+from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, CHUNK_KEYS, AttentionShape
 from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUP_THREADS, NUM_THREADS
 
 if TYPE_CHECKING:

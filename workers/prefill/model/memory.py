@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec
-from kog_dist.workers.prefill.blocks import EXACT_SIZE, SPLIT_SIZE, sizes_within
-from kog_dist.workers.prefill.buffers import misfit, stream_rows_of
-from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.peer_exchange import mailboxes
+from kog_dist.workers.prefill.exchange.peer_exchange import mailboxes
+from kog_dist.workers.prefill.model.buffers import misfit, stream_rows_of
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_within
 
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape

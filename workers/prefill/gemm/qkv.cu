@@ -1,8 +1,8 @@
 // Queries, keys and values of a block of tokens: products of its streams, times 1 / rms; queries and keys turned to their positions; keys and
 // values rounded to the cache's type and put behind those that are there. What prefill.cu's `append` makes of a product, with its bits.
 #include "qkv_shape.cuh"
-#include "tiles.cuh"
-#include "turned.cuh"
+#include "gemm.cuh"
+#include "rope.cuh"
 
 namespace kog {
 

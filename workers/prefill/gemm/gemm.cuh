@@ -12,7 +12,7 @@
 // Bits: a sum runs over k from first to last in one thread block, whatever tile and size of blocks it is in.
 #pragma once
 #include "hopper.cuh"
-#include "dependent.cuh"
+#include "pdl.cuh"
 
 namespace kog {
 

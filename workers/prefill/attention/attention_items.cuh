@@ -2,7 +2,7 @@
 #pragma once
 
 #include "hopper.cuh"
-#include "dependent.cuh"
+#include "pdl.cuh"
 #include "attention_shape.cuh"
 
 namespace kog {

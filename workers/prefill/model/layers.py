@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
-from kog_dist.workers.prefill.buffers import Rows
-from kog_dist.workers.prefill.exchange import SumExchange
-from kog_dist.workers.prefill.matrices import LayerMatrices
+from kog_dist.workers.prefill.exchange.lane_sums import SumExchange
+from kog_dist.workers.prefill.model.buffers import Rows
+from kog_dist.workers.prefill.model.matrices import LayerMatrices
 from kog_dist.workers.prefill.operations import Operations
 
 if TYPE_CHECKING:

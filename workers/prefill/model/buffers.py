@@ -10,9 +10,9 @@ from kog_dist.errors import ConfigError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.prefill.blocks import SPLIT_SIZE
-from kog_dist.workers.prefill.cache_layout import CacheLayout
-from kog_dist.workers.prefill.staging import Staging
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.model.chunks import SPLIT_SIZE
+from kog_dist.workers.prefill.model.staging import Staging
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""What gate_up.cu, qkv.cu and partial.cu are compiled for, and the parameters of their launches (tiles.cuh)."""
+"""What gate_up.cu, qkv.cu and partial.cu are compiled for, and the parameters of their launches (gemm.cuh)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.cuda.kernel_shape import FORMATS
-from kog_dist.workers.prefill.cache_layout import CacheLayout
 from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUPS, product
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 
 DEPTH, SLOTS = 64, 4  # values of a row that are copied together; such parts of a tile in shared memory at once
 CLUSTER = 2  # thread blocks that share what they read of the matrix
@@ -77,7 +77,7 @@ class TileShape:
     def constants(self) -> str:
         """The header without products."""
         numbers = {"kInner": self.inner, "kWidth": self.width, "kSlots": SLOTS, "kSharedBytes": self.shared_bytes}
-        lines = [device_header("kog_dist.workers.prefill.tiles_abi", (TILE_PARAMS,)), '#include "ptx.cuh"', "namespace kog {"]
+        lines = [device_header("kog_dist.workers.prefill.gemm.gemm_abi", (TILE_PARAMS,)), '#include "ptx.cuh"', "namespace kog {"]
         lines += [f"constexpr unsigned {name} = {value};" for name, value in numbers.items()]
         return "\n".join([*lines, *self.lines, "}  // namespace kog", ""])
 

@@ -1,4 +1,4 @@
-"""Sums over the lanes of all ranks between GPUs, beside the products (sums.cu): each rank adds up a share of the rows for all.
+"""Sums over the lanes of all ranks between GPUs, beside the products (allreduce.cu): each rank adds up some of the rows for all.
 
 A sum is sent on one side stream, added up and awaited on another, so that what a layer adds up travels while the next layers
 compute; the main stream waits only where a total is used. Blocks captured in a graph keep that shape. Slots of parts are used in
@@ -22,8 +22,8 @@ from kog_dist.errors import DeviceError
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.runtime.abi import WAIT_RECORD, WaitRecord
 from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.model.staging import staged
 from kog_dist.workers.prefill.prefill_abi import CHUNK_ROWS, SUM_PARAMS, SUM_THREADS, sums_header
-from kog_dist.workers.prefill.staging import staged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -272,7 +272,7 @@ def peer_exchange(
     """
     import torch
 
-    cubin = compiled.build("sums", sums_header(comm.world_size))
+    cubin = compiled.build("allreduce", sums_header(comm.world_size))
     kernels = {name: Kernel(cubin.path, name, 0) for name in _KERNELS}
     boxes = [comm.mailboxes[box.name] for box in mailboxes(spec, max_size, comm.world_size)]
     heap: Tensor = torch.as_tensor(_Floats(comm.heap.peer_ptr(comm.rank, 0), comm.heap.size_bytes // 4), device="cuda")

@@ -19,7 +19,7 @@ from kog_dist.cuda import cublas_lt
 from kog_dist.cuda.cublas_lt import GemmProblem, Operand
 from kog_dist.cuda.driver import launch_graph
 from kog_dist.errors import LaunchError
-from kog_dist.workers.prefill.algorithm_cache import AlgorithmCache
+from kog_dist.workers.prefill.gemm.algorithm_cache import AlgorithmCache
 
 if TYPE_CHECKING:
     from torch import Tensor

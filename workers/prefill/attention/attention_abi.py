@@ -88,7 +88,7 @@ class AttentionShape:
             "kGroups": GROUPS, "kKeys": self.keys, "kSlots": self.slots, "kChunkTiles": CHUNK_KEYS // self.keys,
             "kSharedBytes": self.shared_bytes,
         }  # fmt: skip
-        lines = [device_header("kog_dist.workers.prefill.attention_abi", (ATTENTION_PARAMS,)), "namespace kog {"]
+        lines = [device_header("kog_dist.workers.prefill.attention.attention_abi", (ATTENTION_PARAMS,)), "namespace kog {"]
         lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
         lines += [f"constexpr float kScale = static_cast<float>({self.head_dim**-0.5 * math.log2(math.e)!r});  // exponents of 2"]
         return "\n".join([*lines, "}  // namespace kog", ""])

@@ -1,7 +1,7 @@
 // Sums over the lanes of all ranks, from GPU to GPU, in two steps. Chunks of rows belong to the ranks in turn: a rank sends each
 // chunk of its own sum to the rank that it belongs to (`send_parts`), which adds the parts up and writes the total into every
 // rank's memory (`add_parts`); `await_totals` waits for those of the other ranks. So a rank sends less than twice its sum, however
-// many ranks there are. Rows are float32; mailboxes are as `workers/prefill/peer_exchange.py` lays them out.
+// many ranks there are. Rows are float32; mailboxes are as `workers/prefill/exchange/peer_exchange.py` lays them out.
 //
 // Memory contract. All threads of a block store a chunk, meet, and one thread passes a system-scope fence and stores the flag:
 // whoever sees the flag sees the chunk. The reader's thread fences after it saw the flag, its block meets, and parts are read past
@@ -10,7 +10,7 @@
 // parts, and `await_totals` for added ones: no cycle, in whatever order a rank's thread blocks come to run.
 #include "ptx.cuh"
 #include "tree.cuh"
-#include "sums_shape.cuh"
+#include "allreduce_shape.cuh"
 
 namespace kog {
 

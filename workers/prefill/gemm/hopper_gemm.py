@@ -1,4 +1,4 @@
-"""Products of large blocks by Hopper's matrix units, with what comes behind them in the same kernel (tiles.cuh), queued on
+"""Products of large blocks by Hopper's matrix units, with what comes behind them in the same kernel (gemm.cuh), queued on
 torch's current stream.
 """
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.gemm.gemm_abi import CLUSTER, CLUSTER_ROWS, COLUMNS, DEPTH, TILE_PARAMS, TILE_ROWS, TileShape
 from kog_dist.workers.prefill.hopper_abi import NUM_THREADS
-from kog_dist.workers.prefill.tiles_abi import CLUSTER, CLUSTER_ROWS, COLUMNS, DEPTH, TILE_PARAMS, TILE_ROWS, TileShape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,1 @@
+"""Sums over the lanes of all ranks."""
