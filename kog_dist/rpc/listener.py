@@ -41,8 +41,7 @@ from kog_dist.rpc.zmtp import ZmtpMessage
 from kog_dist.runtime.files import write_at_once
 from kog_dist.runtime.port_holder import process_name
 
-OUTBOX_EVENTS = 1024
-OUTBOX_BYTES = 256 << 10
+OUTBOX_EVENTS, OUTBOX_BYTES = 16_384, 1 << 20  # two seconds of 4,000 tokens/s: a client may be stopped for a moment
 OUTBOXES_BYTES = 64 << 20  # of all clients together; beyond it the one with the fullest outbox is disconnected
 OUTBOX_GRACE_S = 10.0  # a client that reads nothing for so long is given up, unless more is sent to it meanwhile
 
