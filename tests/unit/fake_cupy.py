@@ -34,10 +34,10 @@ def at(address: int, dtype: Any, count: int) -> NDArray[Any]:
     return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype)
 
 
-class PlayedStream:
+class FakeStream:
     """Runs one kernel after the other."""
 
-    by_ptr: ClassVar[dict[int, PlayedStream]] = {}
+    by_ptr: ClassVar[dict[int, FakeStream]] = {}
     numbers = itertools.count(1)
 
     def __init__(self, non_blocking: bool = False) -> None:
@@ -68,7 +68,7 @@ class CUDARuntimeError(RuntimeError):
     __module__ = "cupy_backends.cuda.api.runtime"
 
 
-class PlayedRuntime:
+class FakeRuntime:
     """cupy.cuda.runtime."""
 
     CUDARuntimeError = CUDARuntimeError
@@ -112,7 +112,7 @@ class PlayedRuntime:
         return ptr.to_bytes(64, "little")
 
     def streamQuery(self, ptr: int) -> int:  # noqa: N802
-        return PlayedStream.by_ptr[ptr].query()
+        return FakeStream.by_ptr[ptr].query()
 
 
 class PlayedDevice:
@@ -140,7 +140,7 @@ class PlayedKernel:
     def launch(self, num_ctas: int, num_threads: int, params: bytes, stream_ptr: int) -> None:
         assert (num_ctas, num_threads) == (1, 288)
         assert len(params) == EXCHANGE_PARAMS.size_bytes + WAITS.size_bytes + PEERS.size_bytes
-        PlayedStream.by_ptr[stream_ptr].launch(threading.Thread(target=exchange, args=(params,)))
+        FakeStream.by_ptr[stream_ptr].launch(threading.Thread(target=exchange, args=(params,)))
 
 
 def exchange(raw: bytes) -> None:
@@ -196,11 +196,11 @@ def exchange(raw: bytes) -> None:
     host["status"] = 2 if mirror[0] else 1
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     """Put all of it in the place of cupy and of the compiler."""
-    runtime = PlayedRuntime()
+    runtime = FakeRuntime()
     gpu = SimpleNamespace(
-        runtime=runtime, Stream=PlayedStream, Device=PlayedDevice, alloc_pinned_memory=lambda size: np.empty(size, np.uint8)
+        runtime=runtime, Stream=FakeStream, Device=PlayedDevice, alloc_pinned_memory=lambda size: np.empty(size, np.uint8)
     )
     played = SimpleNamespace(cuda=gpu, zeros=zeros, uint32=np.uint32)
     monkeypatch.setitem(sys.modules, "cupy", played)

@@ -19,13 +19,13 @@ from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.runtime.wait import Deadline
 from tests.multi import communicator_bodies as bodies
 from tests.unit import fake_cupy
-from tests.unit.fake_cupy import PlayedRuntime
+from tests.unit.fake_cupy import FakeRuntime
 
 METHODS = ["publish", "collect", "delayed_reduce", "all_reduce", "all_gather", "barrier"]
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     return fake_cupy.install(monkeypatch)
 
 
@@ -73,7 +73,7 @@ def test_delayed_sums_and_misuse() -> None:
     assert [len(raised) for raised in run(2, bodies.misuse)] == [18] * 2
 
 
-def test_everything_is_given_back(runtime: PlayedRuntime) -> None:
+def test_everything_is_given_back(runtime: FakeRuntime) -> None:
     def body(context: RankContext) -> None:
         comm = context.communicator([MailboxSpec("sum", 2, 8)])
         comm.all_reduce("sum", 0, 1, np.zeros(8, np.float32))

@@ -31,7 +31,7 @@ from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines import cuda, cuda_peers
 from kog_dist.workers.engines.cuda import CudaEngine
 from tests.unit import fake_cupy
-from tests.unit.fake_cupy import PlayedRuntime
+from tests.unit.fake_cupy import FakeRuntime
 from tests.unit.prefill.test_engine_with_prefill import ScriptedPrefill
 from tests.unit.test_cuda_engine import ScriptedKernel, answer
 
@@ -199,12 +199,12 @@ class Ranks:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     return fake_cupy.install(monkeypatch)
 
 
 @pytest.fixture(params=[2, 4])
-def ranks(request: pytest.FixtureRequest, runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     made = Ranks(request.param)
 
     def monokernel_of(
@@ -237,7 +237,7 @@ def request(num_prompt: int = 3, max_tokens: int = 200, **options: Any) -> Decod
 
 
 # ---- startup ----
-def test_ranks_start_together_and_give_everything_back(ranks: Ranks, runtime: PlayedRuntime) -> None:
+def test_ranks_start_together_and_give_everything_back(ranks: Ranks, runtime: FakeRuntime) -> None:
     ranks.start()
     count = ranks.world_size
     assert ranks.happened[: 2 * count] == ["build"] * 2 * count, "rank 0 compiles all before anyone loads"
@@ -251,7 +251,7 @@ def test_ranks_start_together_and_give_everything_back(ranks: Ranks, runtime: Pl
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_gpus_of_two_kinds_are_refused(ranks: Ranks, runtime: PlayedRuntime) -> None:
+def test_gpus_of_two_kinds_are_refused(ranks: Ranks, runtime: FakeRuntime) -> None:
     runtime.gpu_names[1] = b"OTHER GPU"
     for error in ranks.on_all(lambda engine: engine.startup()):
         assert isinstance(error, AbortedError) or str(error).startswith("the ranks do not agree on the kind of GPU: 1 differs")
