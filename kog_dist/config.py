@@ -45,7 +45,9 @@ class LaunchConfig:
     This is the one definition of a setting: `--help`, `--print-config`, docs/settings.md and the checks follow from it.
     """
 
-    model: str | None = _setting(None, "Folder of a checkpoint; none: the bundled demo model.", is_positional=True)
+    model: str | None = _setting(
+        None, "Folder, or name in the Hugging Face cache; none: the bundled demo model.", is_positional=True
+    )
     ranks: int = _setting(0, "Rank processes; must divide the lanes.", (1, 1024), zero="chosen for this machine")
     gpus: str | None = _setting(None, "GPUs to use: N, all, or a list of indices or UUIDs such as 0,2,3.")
     pin: bool = _setting(True, "Keep a GPU's rank on the CPUs near it.")

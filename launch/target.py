@@ -15,6 +15,7 @@ from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
+from kog_dist.model.hub_cache import find_snapshot, hub_name, is_hub_name
 
 CPU_KV_CACHES = 4  # unless told otherwise
 _CPU_BYTES = 4  # of a weight, key or value of a CPU rank: float32
@@ -57,13 +58,19 @@ class Target:
 
 
 def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
-    """Folder and display name of the configured model. Raises CheckpointError when there is no such folder."""
+    """Folder and display name of the configured model: a folder, or a model of the Hugging Face cache by its name.
+
+    Raises CheckpointError when there is none.
+    """
     if settings.model is not None:
         folder = Path(settings.model)
         if not folder.is_dir():
-            what = "is not a folder" if folder.exists() else "does not exist"
-            raise CheckpointError(f"MODEL {folder} {what}; give the folder of a published checkpoint")
-        return folder.resolve(), folder.resolve().name
+            if folder.exists() or not is_hub_name(settings.model):
+                what = "is not a folder" if folder.exists() else "does not exist"
+                raise CheckpointError(f"MODEL {folder} {what}; give the folder of a published checkpoint")
+            folder = find_snapshot(settings.model, os.environ)
+        folder = folder.resolve()
+        return folder, hub_name(folder) or folder.name
     folder = Path(str(resources.files("kog_dist"))) / "models" / "demo"
     if not (folder / "config.json").is_file():
         raise CheckpointError("this installation has no bundled demo model; give MODEL, the folder of a published checkpoint")

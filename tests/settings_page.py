@@ -34,6 +34,8 @@ common runs are in `configs/`.
 VARIABLES = {
     "XDG_RUNTIME_DIR": "where folders of running engines are: `$XDG_RUNTIME_DIR/kog`; without it `kog-UID` in `TMPDIR` or `/tmp`",
     "XDG_CACHE_HOME": "where built device programs and chosen algorithms are kept; default `~/.cache`",
+    "HF_HUB_CACHE, HF_HOME": "the Hub's own: where downloaded models are ([models.md](models.md#from-the-hub)); "
+    "default `~/.cache/huggingface`",
     "CUDA_VISIBLE_DEVICES": "GPUs that may be used, read as CUDA reads it ([machine.md](machine.md#which-gpus))",
     "CUDA_DEVICE_ORDER": "`PCI_BUS_ID` makes numbers in the variable above unambiguous",
     "RAY_ADDRESS": "a Ray cluster; chooses `--launcher ray`",

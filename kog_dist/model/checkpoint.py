@@ -21,25 +21,22 @@ from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.families.stored import Names
+from kog_dist.model.hub_cache import check_blob
 from kog_dist.model.layout import EMBEDDING, TensorLayout, tensor_layouts
-from kog_dist.model.limits import MAX_SHARDS, MAX_TENSORS
 from kog_dist.model.manifest import (
     MANIFEST_NAME,
     Manifest,
-    check_inside,
-    read_json,
     read_small_file,
     repair,
     write_small_file,
 )
 from kog_dist.model.published_config import read_config_file
-from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, narrow, widen, write_safetensors
+from kog_dist.model.safetensors_file import DTYPES, SafetensorsFile, converted, main_dtype, narrow, widen, write_safetensors
+from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME, open_shards
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.weights import Array, RankReader, RankWeights, aligned_empty
 from kog_dist.quoting import short
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 _HEADER_BYTES_PER_TENSOR = 256  # more than any entry of a header needs
 
 
@@ -55,22 +52,17 @@ def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0) -> C
     manifest = Manifest.from_folder(folder) if verify else None
     layouts = tensor_layouts(spec)
     names = family.stored_names(spec, layouts)
-    files, place = _open_files(folder, manifest)
+    files, place = open_shards(folder, manifest)
     _check_names(folder, place, {stored.name for stored in names.values()}, lambda name: family.ignores(name, spec))
     owner = {name: place[stored.name] for name, stored in names.items()}
-    first = names[EMBEDDING].name
-    dtype = owner[EMBEDDING].tensors[first].dtype
     for name, layout in layouts.items():
         in_file, wanted = owner[name].tensors[names[name].name], names[name].shape(layout)
         what = f"{owner[name].path}: tensor {names[name].name}"
         if in_file.shape != wanted:
             raise CheckpointError(f"{what} has shape {in_file.shape}, but config.json asks for {wanted}")
-        if in_file.dtype != dtype:
-            raise CheckpointError(f"{what} is {in_file.dtype}, but {first} is {dtype}; all tensors must have one dtype")
+    dtype = main_dtype({stored.name: (owner[name].path, owner[name].tensors[stored.name]) for name, stored in names.items()})
     if announced not in (None, DTYPES[dtype][0]):
-        raise CheckpointError(
-            f"{owner[EMBEDDING].path}: tensor {first} is {dtype}, but config.json has dtype {announced}; one of them is wrong"
-        )
+        raise CheckpointError(f"{folder}: most values are {dtype}, but config.json has dtype {announced}; one of them is wrong")
     if manifest is not None:
         _check_manifest(folder, manifest, files, layouts)
     return Checkpoint(folder, spec, files, DTYPES[dtype][0], verify, manifest, layouts, owner, names)
@@ -91,7 +83,9 @@ def has_weights(folder: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """An opened model folder. `files` are its safetensors files, `dtype` what they hold: bfloat16, float16 or float32."""
+    """An opened model folder. `files` are its safetensors files, `dtype` what most of their values are: bfloat16, float16 or
+    float32. Tensors of another dtype become that one where weights are kept as stored.
+    """
 
     folder: Path
     spec: ModelSpec
@@ -117,7 +111,12 @@ class Checkpoint:
         return out
 
     def verify_all(self) -> None:
-        """Read and check every value of every tensor, without keeping any. Raises CheckpointError naming file and tensor."""
+        """Read and check every value of every tensor, without keeping any; and the hashes that name the files in a cache.
+
+        Raises CheckpointError naming file and tensor.
+        """
+        for file in self.files:
+            check_blob(file.path)
         for name, layout in self.layouts.items():
             for part_idx, (first, last) in enumerate(layout.parts):
                 out = aligned_empty((last - first, layout.values_per_row), np.dtype(np.float32))
@@ -169,16 +168,17 @@ class Checkpoint:
     def stored_part(
         self, name: str, part_idx: int, next_buffer: Callable[[], memoryview], *, verify: bool
     ) -> Iterator[memoryview]:
-        """The bytes of one part of a tensor as stored, in pieces; see `SafetensorsFile.stored_chunks`.
+        """The bytes of one part of a tensor in the checkpoint's dtype, in pieces; see `SafetensorsFile.stored_chunks`.
 
         With `verify` and a manifest they are hashed on the way and compared after the last piece. Whether they are finite is left
         to the caller. Raises CheckpointError.
         """
         hasher = hashlib.sha256() if verify and self.manifest is not None else None
+        dtype, wanted = self.owner[name].tensors[self.names[name].name].dtype, _stored_dtype(self.dtype)
         for chunk in self.names[name].chunks(self.owner[name], self.layouts[name], part_idx, next_buffer):
             if hasher is not None:
                 hasher.update(chunk)
-            yield chunk
+            yield chunk if dtype == wanted else converted(chunk, dtype, wanted)
         if hasher is not None:
             self._check_digest(name, part_idx, hasher.hexdigest())
 
@@ -205,60 +205,6 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 # ---- opening ----
-def _open_files(folder: Path, manifest: Manifest | None) -> tuple[tuple[SafetensorsFile, ...], dict[str, SafetensorsFile]]:
-    """The safetensors files of a folder, and by tensor name the file that holds it."""
-    weight_map = _read_index(folder, manifest)
-    names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
-    files: dict[str, SafetensorsFile] = {}
-    for file_name in names:
-        path = folder / file_name
-        check_inside(folder, path)
-        if not path.exists():
-            raise CheckpointError(_missing_file(folder, file_name, weight_map))
-        files[file_name] = SafetensorsFile.open(path)
-    owner = {name: file for file in files.values() for name in file.tensors}
-    for file_name, file in files.items():
-        promised = set(file.tensors) if weight_map is None else {name for name, place in weight_map.items() if place == file_name}
-        for name in sorted(promised - set(file.tensors)):
-            raise CheckpointError(f"{file.path} has no tensor {short(name)}, but {INDEX_NAME} says so")
-        for name in sorted(set(file.tensors) - promised):
-            raise CheckpointError(f"{file.path} has a tensor {short(name)} that {INDEX_NAME} does not place there")
-    return tuple(files.values()), owner
-
-
-def _missing_file(folder: Path, file_name: str, weight_map: Mapping[str, str] | None) -> str:
-    if weight_map is not None:
-        num_tensors = sum(place == file_name for place in weight_map.values())
-        return f"{folder / file_name} is missing: {INDEX_NAME} places {num_tensors} tensors in it"
-    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
-    seen = f"; it has {', '.join(map(short, found[:4]))}" if found else ""
-    return f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}{seen}; weights must be in safetensors files with an index"
-
-
-def _read_index(folder: Path, manifest: Manifest | None) -> dict[str, str] | None:
-    """Tensor name -> file name, or None if the folder has no index."""
-    parsed = read_json(folder, INDEX_NAME, manifest)
-    if parsed is None:
-        return None
-    path, weight_map = folder / INDEX_NAME, parsed.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or set(parsed) - {"metadata", "weight_map"}:
-        raise CheckpointError(
-            f"{path} is not an index of safetensors files: expected metadata and a weight_map that is not empty"
-        )
-    if len(weight_map) > MAX_TENSORS:
-        raise CheckpointError(f"{path} places {len(weight_map)} tensors, at most {MAX_TENSORS} are accepted")
-    for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path} places tensor {short(name)} in {short(file_name)}, not a .safetensors file of the folder"
-            )
-        if "\0" in file_name or len(file_name) > 255:
-            raise CheckpointError(f"{path} places tensor {short(name)} in {short(file_name)}, which is no file name")
-    if (num_shards := len(set(weight_map.values()))) > MAX_SHARDS:
-        raise CheckpointError(f"{path} names {num_shards} files, at most {MAX_SHARDS} are accepted")
-    return weight_map
-
-
 def _check_names(folder: Path, place: Mapping[str, SafetensorsFile], wanted: set[str], is_ignored: Callable[[str], bool]) -> None:
     missing, unexpected = sorted(wanted - set(place)), sorted(set(place) - wanted)
     if missing:

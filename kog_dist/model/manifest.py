@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CheckpointError
+from kog_dist.model.hub_cache import check_blob_content, check_inside, download_again
 from kog_dist.model.limits import FILES, OTHER_FILE
 from kog_dist.quoting import short
 from kog_dist.runtime.files import write_at_once
@@ -67,7 +68,7 @@ def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes
     """Bytes of a file of the folder, None if it is not there and not promised.
 
     Raises CheckpointError if it cannot be read, lies outside the folder, is larger than such a file may be, or is not what the
-    manifest says.
+    manifest, or the name of its blob in a cache, says.
     """
     path, most = folder / name, FILES.get(name, OTHER_FILE).num_bytes
     expected = manifest.files.get(name) if manifest else None
@@ -76,7 +77,7 @@ def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes
     check_inside(folder, path)
     try:
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing or no regular file")
+            raise CheckpointError(f"{path} is missing or no regular file; {download_again(folder)}")
         with path.open("rb") as file:
             raw = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
     except OSError as error:
@@ -87,22 +88,13 @@ def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes
         raise CheckpointError(f"{path} is larger than {most} bytes")
     if expected is not None and hashlib.sha256(raw).hexdigest() != expected:
         raise CheckpointError(f"{path} differs from its SHA-256 in {MANIFEST_NAME}: {repair(name)}")
+    check_blob_content(path, raw)
     return raw
 
 
 def repair(name: str) -> str:
     """What to do about a file that differs from the manifest."""
     return f"{name} is damaged (copy it again) or was edited (then remove {MANIFEST_NAME}, or write it anew)"
-
-
-def check_inside(folder: Path, path: Path) -> None:
-    """Raise CheckpointError if `path`, with links followed, leaves the model folder."""
-    try:
-        inside = path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise CheckpointError(f"{path} cannot be resolved: {error}") from None
-    if not inside:
-        raise CheckpointError(f"{path} leads out of the model folder; copy the files themselves (cp -L), not links to them")
 
 
 def write_small_file(path: Path, content: bytes) -> None:

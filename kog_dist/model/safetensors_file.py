@@ -173,6 +173,36 @@ def narrow(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return np.where(np.isnan(single), nan_kept, rounded).astype("<u2")
 
 
+def main_dtype(stored: Mapping[str, tuple[Path, StoredTensor]]) -> str:
+    """The dtype of most values of a model's tensors, each with the file that holds it.
+
+    Raises CheckpointError if some are of one 16-bit type and some of the other: nobody publishes that, and bits of the one, read
+    as the other, are finite numbers of another size, so it is damage that nothing else would notice.
+    """
+    num_bytes, first = dict.fromkeys(DTYPES, 0), dict[str, str]()
+    for name, (_, tensor) in stored.items():
+        num_bytes[tensor.dtype] += tensor.end - tensor.begin
+        first.setdefault(tensor.dtype, name)
+    if {"BF16", "F16"} <= set(first):
+        few, many = sorted(("BF16", "F16"), key=lambda dtype: num_bytes[dtype])
+        raise CheckpointError(
+            f"{stored[first[few]][0]}: tensor {first[few]} is {few}, but {first[many]} is {many}; "
+            "besides one of these dtypes only F32 can be there"
+        )
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype] // DTYPES[dtype][1])
+
+
+def converted(chunk: memoryview, dtype: str, wanted: str) -> memoryview:
+    """The values of a chunk in another dtype, rounded to nearest; in the chunk's own memory if they get no longer."""
+    single = np.empty(len(chunk) // DTYPES[dtype][1], np.float32)
+    widen(chunk, dtype, single)
+    values = narrow(single, wanted).view(np.uint8).data
+    if len(values) > len(chunk):
+        return values
+    chunk[: len(values)] = values
+    return chunk[: len(values)]
+
+
 # ---- the file ----
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:

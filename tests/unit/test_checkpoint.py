@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
-from kog_dist.model.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.layout import EMBEDDING, head_name, tensor_layouts
 from kog_dist.model.safetensors_file import SafetensorsFile
+from kog_dist.model.shards import INDEX_NAME, SINGLE_NAME
 from kog_dist.model.spec import HeadType, ModelSpec
 
 BASE: dict[str, Any] = {

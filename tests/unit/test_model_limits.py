@@ -15,8 +15,9 @@ from kog_dist.config import read_file
 from kog_dist.errors import CheckpointError, ConfigError
 from kog_dist.launch import flags, inspection
 from kog_dist.model import limits
-from kog_dist.model.checkpoint import INDEX_NAME, open_checkpoint
+from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.published_config import read_config, spec_of_folder
+from kog_dist.model.shards import INDEX_NAME
 
 BIG = 2**28
 CONFIG: dict[str, Any] = {
