@@ -11,11 +11,12 @@ import numpy as np
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.model.generation_config import read_eos_ids, read_sampling_defaults
 from kog_dist.model.published_config import spec_of_folder
 from kog_dist.model.spec import ModelSpec
-from kog_dist.model.tokenizer import Tokenizer, read_eos_ids, text_unavailable
+from kog_dist.model.tokenizer import Tokenizer, text_unavailable
 from kog_dist.rpc.messages import ErrorCode, Generate
-from kog_dist.sampling_params import SamplingParams
+from kog_dist.sampling_params import GREEDY, SamplingParams
 from kog_dist.workers.grammar.compiler import constraint_of
 
 DEFAULT_MAX_TOKENS = 256
@@ -32,10 +33,14 @@ class ModelFolder:
     spec: ModelSpec
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
+    own_sampling: SamplingParams = GREEDY  # what HTTP uses where a request says nothing; RPC is greedy then
 
     @classmethod
     def from_folder(cls, folder: Path, name: str, context: int = 0) -> ModelFolder:
-        """Read config.json and the tokenizer, for `context` tokens (0: the model's). Raises CheckpointError naming the file."""
+        """Read config.json, tokenizer and generation_config.json, for `context` tokens (0: the model's).
+
+        Raises CheckpointError naming the file.
+        """
         spec = spec_of_folder(folder).with_context(context)
         tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is not None:
@@ -46,7 +51,7 @@ class ModelFolder:
                 f"{folder}: eos_token_id {largest} in generation_config.json or config.json is no id of the model, "
                 f"whose vocabulary ends at {spec.vocab_size - 1}"
             )
-        return cls(name, folder, spec, tokenizer, eos_ids)
+        return cls(name, folder, spec, tokenizer, eos_ids, read_sampling_defaults(folder))
 
     def admit(self, message: Generate) -> DecodeRequest:
         """The request as ranks will see it. Raises RequestError with the code that the client gets."""

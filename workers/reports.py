@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 
+from kog_dist.model.generation_config import shown_sampling
 from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
 from kog_dist.runtime.control import ControlPage
@@ -37,7 +38,7 @@ def status_report(
         rank_places=tuple(args.rank_places.splitlines()),
         epochs_waited=tuple(wait.num_epochs if wait is not None else None for wait in waits),
         waited_s=tuple(wait.waited_ns / 1e9 if wait is not None else None for wait in waits),
-        uptime_s=uptime_s, prefill=control.has_prefill(),
+        uptime_s=uptime_s, prefill=control.has_prefill(), own_sampling=shown_sampling(model.own_sampling),
         running=running.request_id if running is not None else None,
         waiting=tuple(stream.request_id for stream in requests.queue),
         queue_limit=args.queue_limit, client_queue_limit=args.client_queue_limit,

@@ -55,7 +55,7 @@ def _engine(report: StatusReport) -> dict[str, Any]:
         "state": str(report.state), "build": report.build, "pid": report.pid, "uptime_s": round(report.uptime_s, 3),
         "num_running": sum(map(bool, report.replica_running)) if report.replica_names else int(report.running is not None),
         "num_waiting": len(report.waiting), "queue_limit": report.queue_limit,
-        "prefill": report.prefill,
+        "prefill": report.prefill, "own_sampling": report.own_sampling,
         "running_position": report.running_position, "running_prompt_tokens": report.running_prompt_tokens,
         "num_tokens": report.num_tokens, "num_completed": report.num_completed, "num_cancelled": report.num_cancelled,
         "num_failed": report.num_failed, "num_refused": report.num_refused, "num_expired": report.num_expired,

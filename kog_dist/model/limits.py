@@ -36,6 +36,7 @@ FILES: Mapping[str, FileLimit] = {
     "config.json": FileLimit(2**20, 2**15),
     "generation_config.json": FileLimit(2**20, 2**15),
     "tokenizer_config.json": FileLimit(16 * 2**20, 2**20),
+    "special_tokens_map.json": FileLimit(2**20, 2**15),
     "tokenizer.json": FileLimit(64 * 2**20, 2**22),
     "model.safetensors.index.json": FileLimit(16 * 2**20, 4 * MAX_TENSORS),
     "manifest.json": FileLimit(64 * 2**20, 2**22),

@@ -7,6 +7,7 @@ valid text this is what the `tokenizers` library gives; unlike there, the promis
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from kog_dist.errors import CheckpointError, RequestError
+from kog_dist.model.generation_config import MAX_EOS_IDS, read_eos_ids
 from kog_dist.model.limits import FILES
 from kog_dist.model.manifest import Manifest, read_json, read_small_file
 from kog_dist.quoting import short
@@ -23,8 +25,9 @@ from kog_dist.strict_json import parse_object
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-MAX_EOS_IDS = 16  # room for stop ids in a request block
+SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 _MOST_PENDING_BYTES = 3  # of a character that is not finished; its first byte begins a character whatever stands before it
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -54,16 +57,25 @@ class Tokenizer:
         raw = read_small_file(folder, TOKENIZER_NAME, manifest)
         if raw is None:
             return None
+        config = read_json(folder, TOKENIZER_CONFIG_NAME, manifest) or {}
         try:
-            tokenizer = cls(raw.decode("utf-8"))
+            text, added = _with_added_tokens(raw, config)
+            tokenizer = cls(text)
+            for token, token_id in added.items():
+                if tokenizer.id_of(token) != token_id:
+                    raise ValueError(
+                        f"{TOKENIZER_CONFIG_NAME} says that {short(token)} is id {token_id}, here it is {tokenizer.id_of(token)}"
+                    )
         except ValueError as error:
             raise CheckpointError(f"{folder / TOKENIZER_NAME} cannot be used: {error}") from None
         except MemoryError:
             raise CheckpointError(f"{folder / TOKENIZER_NAME} cannot be used: there is not enough memory") from None
-        tokenizer.special_tokens = _special_tokens(read_json(folder, TOKENIZER_CONFIG_NAME, manifest) or {})
+        older = read_json(folder, SPECIAL_TOKENS_NAME, manifest) or {}
+        tokenizer.special_tokens = _special_tokens(older) | _special_tokens(config)
         tokenizer.eos_ids = read_eos_ids(folder)
-        if not tokenizer.eos_ids and (eos := tokenizer.id_of(tokenizer.special_tokens.get("eos_token", ""))) is not None:
-            tokenizer.eos_ids = (eos,)
+        eos = tokenizer.id_of(tokenizer.special_tokens.get("eos_token", ""))
+        if eos is not None and eos not in tokenizer.eos_ids and len(tokenizer.eos_ids) < MAX_EOS_IDS:
+            tokenizer.eos_ids += (eos,)  # fine-tuned models often end with a token that their config.json does not know
         return tokenizer
 
     def check_fits(self, vocab_size: int) -> None:
@@ -162,25 +174,6 @@ def text_unavailable(folder: Path) -> RequestError:
     return RequestError("no_tokenizer", f"{folder} has no {TOKENIZER_NAME}{other}; give token ids instead of text")
 
 
-def read_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end a generation: `eos_token_id` of generation_config.json, else of config.json, else none. An int or a list.
-
-    Raises CheckpointError naming the file if the value is something else, or more than 16 ids.
-    """
-    manifest = Manifest.from_folder(folder)
-    for name in ("generation_config.json", "config.json"):
-        value = (read_json(folder, name, manifest) or {}).get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int and 0 <= i < 2**31 for i in ids) or len(ids) > MAX_EOS_IDS:
-            raise CheckpointError(
-                f"{folder / name}: eos_token_id must be a token id or at most {MAX_EOS_IDS} of them, got {short(value)}"
-            )
-        return tuple(dict.fromkeys(ids))
-    return ()
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, ... of a tokenizer_config.json; each is a string or an object with the string as `content`."""
     found = {}
@@ -189,6 +182,32 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found
+
+
+def _with_added_tokens(raw: bytes, config: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
+    """The text of tokenizer.json with the tokens that only `added_tokens_decoder` of tokenizer_config.json has; and those.
+
+    Raises ValueError if the entry is no table of tokens.
+    """
+    text, table = raw.decode("utf-8"), config.get("added_tokens_decoder")
+    if not table:
+        return text, {}
+    if not isinstance(table, dict):
+        raise ValueError(f"added_tokens_decoder of {TOKENIZER_CONFIG_NAME} must be an object, got {short(table)}")
+    parsed = parse_object(raw, FILES[TOKENIZER_NAME].num_items)
+    listed = parsed.get("added_tokens")
+    listed = listed if isinstance(listed, list) else []
+    known = {entry.get("content") for entry in listed if isinstance(entry, dict)}
+    added = {}
+    for key, entry in sorted(table.items(), key=lambda item: (len(item[0]), item[0])):  # by number
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not _TOKEN_ID.fullmatch(key) or not isinstance(content, str) or not content:
+            raise ValueError(f"added_tokens_decoder of {TOKENIZER_CONFIG_NAME} has an entry that is no token: {short(key)}")
+        if content not in known:
+            added[content] = int(key)
+            flags = {flag: entry.get(flag) is True for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+            listed.append({"id": int(key), "content": content, **flags})
+    return (json.dumps(parsed | {"added_tokens": listed}, ensure_ascii=False), added) if added else (text, {})
 
 
 def _refuse_dropout(parsed: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ def describe(report: StatusReport) -> str:
             f"ranks    {states}",
             *(f"rank {rank:<4}on {place}" for rank, place in enumerate(report.rank_places)),
             f"prompts  {'in blocks, through prefill' if report.prefill else 'token by token'}",
+            *([f"sampling {report.own_sampling} by default over HTTP"] if report.own_sampling else []),
             f"running  {_running(report)}",
             f"waiting  {' '.join(report.waiting) or '-'} (at most {report.queue_limit}{of_one})",
             f"requests {report.num_completed} completed, {report.num_cancelled} cancelled, {report.num_expired} expired, "

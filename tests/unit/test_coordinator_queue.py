@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from kog_dist.rpc.messages import (
     StatusReport,
     Tokens,
 )
+from kog_dist.rpc.shown import describe
 from kog_dist.runtime.control import AbortCause
+from kog_dist.sampling_params import SamplingParams
 from tests.unit.hand_turned import CONTEXT, PEERS, HandTurned, Letters, answer_of
 
 A, B, C = PEERS
@@ -49,6 +52,13 @@ def last(engine: HandTurned, request_id: str) -> Any:
 
 def status(engine: HandTurned) -> StatusReport:
     return engine.coordinator._report()
+
+
+def test_the_status_names_the_models_own_sampling(engine: HandTurned) -> None:
+    assert "sampling greedy by default over HTTP" in describe(status(engine))
+    own = SamplingParams(temperature=0.5, top_k=3)
+    engine.coordinator._model = replace(engine.coordinator._model, own_sampling=own)
+    assert status(engine).own_sampling == "temperature 0.5, top_k 3"
 
 
 # ---- the queue ----

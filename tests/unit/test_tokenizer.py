@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kog_dist.errors import CheckpointError, RequestError
-from kog_dist.model.tokenizer import MAX_EOS_IDS, Tokenizer, read_eos_ids, text_unavailable
+from kog_dist.model.generation_config import MAX_EOS_IDS, read_eos_ids
+from kog_dist.model.tokenizer import Tokenizer, text_unavailable
 
 TEXT = "def naïve(x):\n    return x + 1  # größer €uro 日本語 🎉👩‍👩‍👧\n" * 3
 SPECIAL = ["<|begin|>", "<|end|>", "<|größer|>"]
@@ -230,6 +231,10 @@ def load(folder: Path) -> Tokenizer:
         ({"tokenizer_config": {"eos_token": {"content": "<|end|>", "lstrip": False}}}, (1,)),
         ({"tokenizer_config": {"eos_token": "<nowhere>"}}, ()),
         ({"tokenizer_config": {"eos_token": None}, "generation_config": {"eos_token_id": 0}}, (0,)),
+        ({"tokenizer_config": {"eos_token": "<|end|>"}, "config": {"eos_token_id": 2}}, (2, 1)),
+        ({"tokenizer_config": {"eos_token": "<|end|>"}, "generation_config": {"eos_token_id": [1, 0]}}, (1, 0)),
+        ({"special_tokens_map": {"eos_token": {"content": "<|end|>"}}}, (1,)),
+        ({"tokenizer_config": {"eos_token": "<|end|>"}, "special_tokens_map": {"eos_token": "<|begin|>"}}, (1,)),
     ],
 )
 def test_where_eos_ids_come_from(tmp_path: Path, files: dict[str, Any], eos_ids: tuple[int, ...]) -> None:
@@ -255,6 +260,40 @@ def test_special_tokens_for_the_chat_template(tmp_path: Path) -> None:
     special = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}, "pad_token": None}
     tokenizer = load(folder_with(tmp_path, tokenizer_config=special | {"add_bos_token": True, "model_max_length": 5}))
     assert tokenizer.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+def test_tokens_that_only_tokenizer_config_has_are_added(tmp_path: Path) -> None:
+    num_ids = load(folder_with(tmp_path)).num_ids
+    entries = {"1": {"content": "<|end|>", "special": True}, str(num_ids): {"content": "<|im_end|>", "special": True}}
+    entries[str(num_ids + 1)] = {"content": "<think>", "special": False}
+    tokenizer = load(folder_with(tmp_path, tokenizer_config={"added_tokens_decoder": entries, "eos_token": "<|im_end|>"}))
+    assert tokenizer.eos_ids == (num_ids,)
+    ids = tokenizer.encode("x<think><|im_end|>", add_special_tokens=False)
+    assert ids[1:] == [num_ids + 1, num_ids]
+    assert tokenizer.decode(ids) == "x<think>"
+
+
+@pytest.mark.parametrize(
+    ("entries", "cause"),
+    [
+        ([], ""),
+        ([1], "must be an object"),
+        ({"x": {"content": "a"}}, "is no token: 'x'"),
+        ({"-1": {"content": "a"}}, "is no token"),
+        ({"7": {"content": ""}}, "is no token"),
+        ({"7": "a"}, "is no token"),
+        ({"7": {"content": "<new>"}}, "says that '<new>' is id 7"),
+        ({"99999": {"content": "<new>"}}, "says that '<new>' is id 99999"),
+    ],
+)
+def test_added_tokens_that_cannot_be_are_refused(tmp_path: Path, entries: object, cause: str) -> None:
+    folder = folder_with(tmp_path, tokenizer_config={"added_tokens_decoder": entries})
+    if not cause:
+        load(folder)
+        return
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be used: ") as caught:
+        load(folder)
+    assert cause in str(caught.value)
 
 
 def test_every_id_must_be_a_row_of_the_vocabulary(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from kog_dist.model.generation_config import OPENAI_DEFAULTS
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.sampling_params import SamplingParams
 
@@ -25,18 +26,6 @@ class ChatRenderer(Protocol):
         add_generation_prompt: bool = True,
     ) -> str:
         """The prompt. Raises RequestError if the template refuses the messages, breaks on them or exceeds its limits."""
-
-
-OPENAI_DEFAULTS: Final = SamplingParams(temperature=1.0)
-_MODEL_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation_config.json may set
-
-
-def sampling_defaults(config: Mapping[str, Any]) -> SamplingParams:
-    """What counts where a request says nothing: a parsed generation_config.json ({} without one), else OpenAI's defaults.
-
-    Raises ValueError naming a value out of range.
-    """
-    return replace(OPENAI_DEFAULTS, **{name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None})
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ class StatusReport(Checked):
 
     `running_position`: tokens of the running request that are in the KV cache; below `running_prompt_tokens` it is prefilling.
     `prefill`: whether prompts go through prefill, in blocks of many tokens, on all ranks (of all replicas).
+    `own_sampling`: the model's own sampling for people, which HTTP uses where a request says nothing; empty for a router.
     `epochs_waited`, `waited_s`: how often and how long each rank has waited for peers; None for ranks that do not count it.
     """
 
@@ -49,3 +50,4 @@ class StatusReport(Checked):
     epochs_waited: tuple[int | None, ...] = checked(array(optional(COUNT), 4096), default=())
     waited_s: tuple[float | None, ...] = checked(array(optional(SECONDS), 4096), default=())
     prefill: bool = checked(flag, default=False)
+    own_sampling: str = checked(NAME, default="")

@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 
 from kog_dist.errors import CheckpointError
-from kog_dist.gateway.model_files import GENERATION_CONFIG, read_sampling_defaults
-from kog_dist.model.tokenizer import MAX_EOS_IDS, read_eos_ids
+from kog_dist.model.generation_config import GENERATION_CONFIG_NAME, MAX_EOS_IDS, read_eos_ids, read_sampling_defaults
 from tests.fuzz.json_mutation import fuzzed_json as mutate
 from tests.fuzz.refusals import refused
 
@@ -18,7 +17,7 @@ FOLDER = Path(tempfile.mkdtemp())
 
 def one_input(data: bytes) -> None:
     """What is accepted lies within the limits of a request."""
-    (FOLDER / GENERATION_CONFIG).write_bytes(data)
+    (FOLDER / GENERATION_CONFIG_NAME).write_bytes(data)
     with refused(CheckpointError):
         assert len(read_eos_ids(FOLDER)) <= MAX_EOS_IDS
     with refused(CheckpointError):

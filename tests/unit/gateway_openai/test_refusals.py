@@ -17,7 +17,8 @@ from kog_dist.gateway.openai.completions import CompletionRequest, plan_completi
 from kog_dist.gateway.openai.errors import ApiError, from_rpc
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.responses import ResponsesRequest, plan_response
-from kog_dist.gateway.openai.served import ServedModel, sampling_defaults
+from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.model.generation_config import sampling_defaults, shown_sampling
 from kog_dist.rpc.messages import Error, ErrorCode
 
 USER = [{"role": "user", "content": "hi"}]
@@ -271,6 +272,10 @@ def test_any_json_is_planned_or_refused(kind: str, model: Any, base_model: Serve
 def test_defaults_of_a_model_are_checked() -> None:
     found = sampling_defaults({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 0})
     assert (found.temperature, found.top_p, found.top_k) == (0.6, 0.9, 0)
+    assert shown_sampling(found) == "temperature 0.6, top_p 0.9"
+    assert shown_sampling(sampling_defaults({})) == "temperature 1"
+    assert shown_sampling(sampling_defaults({"temperature": 0, "repetition_penalty": 1.05})) == "greedy, repetition_penalty 1.05"
+    assert sampling_defaults({"top_k": -1}) == sampling_defaults({"top_k": None}), "all, as over HTTP"
     for wrong in ({"temperature": -1}, {"top_p": 2}, {"top_k": 1.5}, {"min_p": "0"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sampling_defaults(wrong)
