@@ -46,7 +46,7 @@ class LaunchConfig:
     """
 
     model: str | None = _setting(
-        None, "Folder, or name in the Hugging Face cache; none: the bundled demo model.", is_positional=True
+        None, "Folder, GGUF file or name in the Hugging Face cache; none: the demo model.", is_positional=True
     )
     ranks: int = _setting(0, "Rank processes; must divide the lanes.", (1, 1024), zero="chosen for this machine")
     gpus: str | None = _setting(None, "GPUs to use: N, all, or a list of indices or UUIDs such as 0,2,3.")

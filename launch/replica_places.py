@@ -121,8 +121,8 @@ class LocalReplica:
 
 def replica_arguments(settings: LaunchConfig, instance: str, gpus: str | None) -> list[str]:
     """The command line of a plain engine with these settings."""
-    model = settings.model  # a folder, or a name in the cache, which the engine finds itself
-    arguments = [] if model is None else [str(Path(model).absolute()) if Path(model).is_dir() else model]
+    model = settings.model  # a folder, a file, or a name in the cache, which the engine finds itself
+    arguments = [] if model is None else [str(Path(model).absolute()) if Path(model).exists() else model]
     arguments += ["--launcher=local", f"--instance={instance}", "--no-http"]
     arguments += [] if gpus is None else [f"--gpus={gpus}"]
     for field in fields(LaunchConfig):

@@ -15,6 +15,7 @@ from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
+from kog_dist.model.gguf.tensors import is_gguf
 from kog_dist.model.hub_cache import find_snapshot, hub_name, is_hub_name
 
 CPU_KV_CACHES = 4  # unless told otherwise
@@ -58,15 +59,17 @@ class Target:
 
 
 def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
-    """Folder and display name of the configured model: a folder, or a model of the Hugging Face cache by its name.
+    """Folder (or GGUF file) and display name of the configured model, which may be a name in the Hugging Face cache.
 
     Raises CheckpointError when there is none.
     """
     if settings.model is not None:
         folder = Path(settings.model)
+        if is_gguf(folder):
+            return folder.resolve(), folder.stem
         if not folder.is_dir():
             if folder.exists() or not is_hub_name(settings.model):
-                what = "is not a folder" if folder.exists() else "does not exist"
+                what = "is neither a folder nor a .gguf file" if folder.exists() else "does not exist"
                 raise CheckpointError(f"MODEL {folder} {what}; give the folder of a published checkpoint")
             folder = find_snapshot(settings.model, os.environ)
         folder = folder.resolve()

@@ -23,6 +23,11 @@ MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 8
 MAX_SHARDS = 1024
 
+# Of GGUF files. Items are the entries of all arrays: tokens, their types and scores, merges.
+MAX_GGUF_HEADER_BYTES = 64 * 2**20
+MAX_GGUF_KEYS = 4096
+MAX_GGUF_ITEMS = 2 * 2**20
+
 
 class FileLimit(NamedTuple):
     """Of a small file: its size, and commas, colons and brackets if it is JSON."""

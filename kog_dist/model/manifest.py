@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_dist.errors import CheckpointError
+from kog_dist.model.gguf.folder import published_file
 from kog_dist.model.hub_cache import check_blob_content, check_inside, download_again
 from kog_dist.model.limits import FILES, OTHER_FILE
 from kog_dist.quoting import short
@@ -65,7 +66,7 @@ def _hash(value: object) -> str:
 
 
 def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes | None:
-    """Bytes of a file of the folder, None if it is not there and not promised.
+    """Bytes of a file of the folder, or of what its GGUF file says in its place; None if it is not there and not promised.
 
     Raises CheckpointError if it cannot be read, lies outside the folder, is larger than such a file may be, or is not what the
     manifest, or the name of its blob in a cache, says.
@@ -73,7 +74,7 @@ def read_small_file(folder: Path, name: str, manifest: Manifest | None) -> bytes
     path, most = folder / name, FILES.get(name, OTHER_FILE).num_bytes
     expected = manifest.files.get(name) if manifest else None
     if not path.exists() and expected is None and not path.is_symlink():
-        return None
+        return published_file(folder, name)
     check_inside(folder, path)
     try:
         if not path.is_file():

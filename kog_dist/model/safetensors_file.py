@@ -6,10 +6,7 @@ The library's reader is not used: it maps the file (one truncated meanwhile kill
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +17,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
+from kog_dist.model.exact_file import FileIdentity, file_identity, opened, read_exactly
 from kog_dist.model.limits import MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_TENSORS
 from kog_dist.quoting import short
 from kog_dist.strict_json import parse_json
@@ -47,15 +45,15 @@ class SafetensorsFile:
     path: Path
     tensors: Mapping[str, StoredTensor]
     header_sha256: str  # of the first 8 bytes and the header's text
-    identity: tuple[int, int, int, int]
+    identity: FileIdentity
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
         """Read and check the header. Raises CheckpointError naming the file and, where there is one, the tensor."""
-        with _opened(path) as fd:
-            identity = _identity(fd)
+        with opened(path) as fd:
+            identity = file_identity(fd)
             prefix = bytearray(8)
-            _read_exactly(path, fd, memoryview(prefix), 0, "the header's length")
+            read_exactly(path, fd, memoryview(prefix), 0, "the header's length")
             length = int.from_bytes(prefix, "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, identity[2] - 8):
                 raise CheckpointError(
@@ -63,7 +61,7 @@ class SafetensorsFile:
                     f"file's {identity[2]} bytes: it is truncated (copy it again) or no safetensors file"
                 )
             header = bytearray(length)
-            _read_exactly(path, fd, memoryview(header), 8, "the header")
+            read_exactly(path, fd, memoryview(header), 8, "the header")
         tensors = _parse_header(path, bytes(header), identity[2])
         return cls(path, tensors, hashlib.sha256(prefix + header).hexdigest(), identity)
 
@@ -75,12 +73,12 @@ class SafetensorsFile:
         tensor = self.tensors[name]
         row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
         at, end = tensor.begin + first * row_bytes, tensor.begin + last * row_bytes
-        with _opened(self.path) as fd:
-            if _identity(fd) != self.identity:
+        with opened(self.path) as fd:
+            if file_identity(fd) != self.identity:
                 raise CheckpointError(f"{self.path} was changed or replaced while it was being read; load the model again")
             while at < end:
                 chunk = next_buffer()[: end - at]
-                _read_exactly(self.path, fd, chunk, at, f"tensor {name}")
+                read_exactly(self.path, fd, chunk, at, f"tensor {name}")
                 yield chunk
                 at += len(chunk)
 
@@ -201,40 +199,6 @@ def converted(chunk: memoryview, dtype: str, wanted: str) -> memoryview:
         return values
     chunk[: len(values)] = values
     return chunk[: len(values)]
-
-
-# ---- the file ----
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO must not hang
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from None
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _identity(fd: int) -> tuple[int, int, int, int]:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        return (0, 0, 0, 0)  # no size: refused by the header's bounds
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def _read_exactly(path: Path, fd: int, target: memoryview, offset: int, what: str) -> None:
-    wanted, got = len(target), 0
-    while got < wanted:
-        try:
-            count = os.preadv(fd, [target[got:]], offset + got)
-        except OSError as error:
-            raise CheckpointError(f"{path}: reading {what} failed: {error.strerror}") from None
-        if count == 0:
-            raise CheckpointError(
-                f"{path} ends inside {what}: {got} of {wanted} bytes at offset {offset}; it is truncated, copy it again"
-            )
-        got += count
 
 
 # ---- the header ----

@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder: one, or those that an index names."""
+"""The files with the weights of a model folder: one of safetensors, those that an index names, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kog_dist.errors import CheckpointError
+from kog_dist.model.gguf.folder import open_weights
 from kog_dist.model.hub_cache import check_inside, download_again
 from kog_dist.model.limits import MAX_SHARDS, MAX_TENSORS
 from kog_dist.model.manifest import Manifest, read_json
@@ -17,7 +18,9 @@ SINGLE_NAME = "model.safetensors"
 
 
 def open_shards(folder: Path, manifest: Manifest | None) -> tuple[tuple[SafetensorsFile, ...], dict[str, SafetensorsFile]]:
-    """The safetensors files of a folder, and by tensor name the file that holds it."""
+    """The files of a folder that have its weights, and by tensor name the file that holds it. Raises CheckpointError."""
+    if (gguf := open_weights(folder)) is not None:
+        return (gguf,), dict.fromkeys(gguf.tensors, gguf)
     weight_map = _read_index(folder, manifest)
     names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
     files: dict[str, SafetensorsFile] = {}
@@ -41,7 +44,7 @@ def _missing_file(folder: Path, file_name: str, weight_map: Mapping[str, str] | 
     if weight_map is not None:
         num_tensors = sum(place == file_name for place in weight_map.values())
         return f"{folder / file_name} is missing: {INDEX_NAME} places {num_tensors} tensors in it; {download_again(folder)}"
-    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     seen = f"; it has {', '.join(map(short, found[:4]))}" if found else ""
     return f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}{seen}; weights must be in safetensors files with an index"
 

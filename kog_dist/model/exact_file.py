@@ -1,0 +1,50 @@
+"""Files of weights: opened without waiting, read in full or with an error that says what was being read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from kog_dist.errors import CheckpointError
+
+FileIdentity: TypeAlias = tuple[int, int, int, int]  # tells if a file was replaced or changed
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read a file from. Raises CheckpointError naming it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO must not hang
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def file_identity(fd: int) -> FileIdentity:
+    """Device, inode, size and time of change; zeros for what is no regular file."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        return (0, 0, 0, 0)  # no size: refused by the header's bounds
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def read_exactly(path: Path, fd: int, target: memoryview, offset: int, what: str) -> None:
+    """Fill `target` from an offset on. Raises CheckpointError, which says `what` was being read, also if the file ends before."""
+    wanted, got = len(target), 0
+    while got < wanted:
+        try:
+            count = os.preadv(fd, [target[got:]], offset + got)
+        except OSError as error:
+            raise CheckpointError(f"{path}: reading {what} failed: {error.strerror}") from None
+        if count == 0:
+            raise CheckpointError(
+                f"{path} ends inside {what}: {got} of {wanted} bytes at offset {offset}; it is truncated, copy it again"
+            )
+        got += count

@@ -1,0 +1,147 @@
+"""The `config.json` and `generation_config.json` that a GGUF file's metadata and tensors stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.model.gguf.header import GgufHeader
+from kog_dist.model.rope_scaling import Llama3Scaling
+from kog_dist.quoting import short
+
+ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
+NO_TOKEN: Final = 2**32 - 1  # how older files write that there is none
+ROPE_FACTORS: Final = "rope_freqs.weight"  # by what each rotary frequency is divided: how Llama 3's scaling is stored
+_HEAD: Final = "output.weight"
+# key of the metadata -> key of config.json
+_SIZES: Final = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
+}  # fmt: skip
+_READ: Final = frozenset(
+    """attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base
+    rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
+    rope.scaling.attn_factor rope.scaling.finetuned rope.scale_linear vocab_size""".split()
+)
+_NOTHING: Final = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # values that say nothing
+_SAMPLING: Final = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+                    "penalty_repeat": "repetition_penalty"}  # fmt: skip
+
+
+def read_config(header: GgufHeader, rope_factors: Callable[[], NDArray[np.float32]]) -> dict[str, Any]:
+    """In Hugging Face's terms. Raises ValueError naming the key that is missing, unknown or not supported.
+
+    `rope_factors` reads the tensor of that name, if the file has it.
+    """
+    architecture = header.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"general.architecture {short(architecture)} is not supported; supported: {known}")
+    if _number(header.metadata, "split.count", int, 1) > 1:
+        raise ValueError("it is one part of several; join them with `llama-gguf-split --merge`")
+    prefix = f"{architecture}."
+    given = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    unknown = [key for key in given if key not in _SIZES and key not in _READ and given[key] != _NOTHING.get(key, ...)]
+    if unknown:
+        raise ValueError(f"{', '.join(short(prefix + key) for key in sorted(unknown)[:8])} is not supported")
+    config: dict[str, Any] = {"model_type": architecture}
+    config |= {name: _number(given, key, int, None, prefix) for key, name in _SIZES.items()}
+    heads = config["num_attention_heads"]
+    if heads < 1:
+        raise ValueError(f"{prefix}attention.head_count is {heads}")
+    config["num_key_value_heads"] = _number(given, "attention.head_count_kv", int, heads, prefix)
+    config["head_dim"] = _head_dim(given, config["hidden_size"], heads, prefix)
+    config["rms_norm_eps"] = _number(given, "attention.layer_norm_rms_epsilon", float, None, prefix)
+    config["rope_theta"] = _number(given, "rope.freq_base", float, 1e4, prefix)
+    config["vocab_size"] = _vocab_size(header, given)
+    config["tie_word_embeddings"] = _HEAD not in header.tensors
+    scaling = _rope_scaling(given, prefix)
+    if ROPE_FACTORS in header.tensors:
+        if scaling is not None:
+            raise ValueError(f"it has both {ROPE_FACTORS} and {prefix}rope.scaling")
+        scaling = _llama3_scaling(rope_factors(), config)
+    return config if scaling is None else config | {"rope_scaling": scaling}
+
+
+def read_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Ids that end an answer, and the model's own sampling where the file has one. Raises ValueError."""
+    ids = [_number(metadata, f"tokenizer.ggml.{name}_token_id", int, NO_TOKEN) for name in ("eos", "eot", "eom")]
+    config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ids if i != NO_TOKEN))}
+    if not config["eos_token_id"]:
+        del config["eos_token_id"]
+    for key, name in _SAMPLING.items():
+        if f"general.sampling.{key}" in metadata:
+            kind: type = int if name == "top_k" else float
+            config[name] = _number(metadata, f"general.sampling.{key}", kind, None)
+    return config
+
+
+def _number(values: Mapping[str, Any], key: str, kind: type, default: Any, prefix: str = "") -> Any:
+    """A number; a list, one for each layer, only if all are the same. float32 as its shortest decimal: 1e-05 stays 1e-05."""
+    value = values.get(key, default)
+    if isinstance(value, list) and value and len(set(map(repr, value))) == 1:
+        value = value[0]
+    if value is None:
+        raise ValueError(f"{prefix}{key} is missing")
+    if type(value) not in ((int, float) if kind is float else (int,)) or not math.isfinite(value):
+        raise ValueError(f"{prefix}{key} must be {'a number' if kind is float else 'an integer'}, got {short(value)}")
+    return float(str(np.float32(value))) if kind is float and abs(value) < 1e30 else value
+
+
+def _head_dim(given: Mapping[str, Any], hidden_size: int, heads: int, prefix: str) -> int:
+    size: int = _number(given, "attention.key_length", int, hidden_size // heads, prefix)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        other = _number(given, key, int, size, prefix)
+        if other != size:
+            raise ValueError(f"{prefix}{key} {other} is not the head size {size}, which is not supported")
+    return size
+
+
+def _vocab_size(header: GgufHeader, given: Mapping[str, Any]) -> int:
+    """Rows of the embedding: files name fewer tokens where it is padded."""
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ValueError("it has no tensor token_embd.weight")
+    rows, named = embedding.shape[0], len(header.metadata.get("tokenizer.ggml.tokens") or [])
+    told = _number(given, "vocab_size", int, rows)
+    if told > rows or named > rows:
+        raise ValueError(f"it has {max(told, named)} tokens, but only {rows} rows of token_embd.weight")
+    return rows
+
+
+def _rope_scaling(given: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
+    kind = given.get("rope.scaling.type", "none")
+    factor = _number(given, "rope.scaling.factor", float, 1.0, prefix)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        old = _number(given, "rope.scale_linear", float, 1.0, prefix)
+        return None if old == 1.0 else {"rope_type": "linear", "factor": old}
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"{prefix}rope.scaling.type {short(kind)} is not supported; supported: none, linear, yarn")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        if _number(given, "rope.scaling.attn_factor", float, 1.0, prefix) != 1.0:
+            raise ValueError(f"{prefix}rope.scaling.attn_factor other than 1 is not supported")
+        original = _number(given, "rope.scaling.original_context_length", int, None, prefix)
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _llama3_scaling(factors: NDArray[np.float32], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling whose factors these are: Llama 3's share all constants but one. Raises ValueError if there is none."""
+    pairs = config["head_dim"] // 2
+    largest = float(factors.max(initial=0.0))
+    if factors.shape == (pairs,) and math.isfinite(largest) and largest >= 1 and config["rope_theta"] > 0:
+        scaling = Llama3Scaling(float(str(np.float32(largest))), 1.0, 4.0, 8192)
+        plain = config["rope_theta"] ** -(np.arange(pairs, dtype=np.float64) * 2 / config["head_dim"])
+        expected = plain / scaling.scaled(plain.astype(np.float32), config["rope_theta"])
+        if np.allclose(factors, expected, rtol=1e-3, atol=0):
+            return {
+                "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            }  # fmt: skip
+    raise ValueError(f"{ROPE_FACTORS} is not how Llama 3 scales its rotary frequencies, which alone is supported")

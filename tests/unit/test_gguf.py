@@ -1,0 +1,447 @@
+"""GGUF files: the tensors, config, tokenizer and template that they stand for, and headers that lie."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kog_dist.config import LaunchConfig
+from kog_dist.errors import CheckpointError
+from kog_dist.launch.inspection import check
+from kog_dist.launch.target import model_folder
+from kog_dist.model.chat_template import ChatTemplate
+from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.generation_config import read_eos_ids, read_sampling_defaults
+from kog_dist.model.gguf.folder import open_weights, published_file
+from kog_dist.model.gguf.tensors import GgufFile, dequantised
+from kog_dist.model.gguf.vocabulary import read_tokenizer
+from kog_dist.model.limits import MAX_GGUF_ITEMS, MAX_GGUF_KEYS
+from kog_dist.model.published_config import spec_of_folder
+from kog_dist.model.safetensors_file import narrow, widen, write_safetensors
+from kog_dist.model.tokenizer import Tokenizer
+from tests.unit.gguf_files import HEAD_DIM, HEADS, VOCAB, random_tensors, raw_text, vocabulary, write_gguf
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+def refusal(action: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    return str(caught.value)
+
+
+def weights(path: Path) -> GgufFile:
+    opened = open_weights(path)
+    assert opened is not None
+    return opened
+
+
+def read(file: GgufFile, name: str, first: int = 0, last: int | None = None) -> NDArray[np.float32]:
+    shape = file.tensors[name].shape
+    out = np.empty(((shape[0] if last is None else last) - first, *shape[1:]), np.float32)
+    file.read(name, first, first + len(out), out, verify=True)
+    return out
+
+
+def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    out = np.empty(values.size, np.float32)
+    widen(narrow(values, dtype).reshape(-1).view(np.uint8), dtype, out)
+    return out.reshape(values.shape)
+
+
+# ---- weights ----
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensors_come_back_under_their_published_names_and_rows(path: Path, architecture: str, tied: bool) -> None:
+    tensors = random_tensors(architecture, tied=tied)
+    write_gguf(path, architecture, tensors)
+    file = weights(path)
+    assert set(file.tensors) == set(tensors)
+    for name, values in tensors.items():
+        assert np.array_equal(read(file, name), rounded(values, "F16") if values.ndim == 2 else values), name
+    spec = spec_of_folder(path)
+    assert (spec.head_dim, spec.num_heads, spec.vocab_size, spec.tied_embeddings) == (HEAD_DIM, HEADS, VOCAB, tied)
+    assert (spec.norm_eps, spec.rope_theta, spec.max_context) == (1e-5, 5e5, 256)
+    assert (spec.qkv_bias, spec.qk_norm) == (architecture == "qwen2", architecture == "qwen3")
+
+
+@pytest.mark.parametrize("form", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_every_format_is_what_llama_cpp_has_rounded_to_16_bit(path: Path, form: str) -> None:
+    tensors = random_tensors("qwen3")
+    write_gguf(path, "qwen3", tensors, form=form)
+    checkpoint, file = open_checkpoint(path), weights(path)
+    assert checkpoint.dtype == {"F32": "float32", "BF16": "bfloat16"}.get(form, "float16")
+    for name, values in tensors.items():
+        if values.ndim == 1:
+            continue
+        kind = gguf.GGMLQuantizationType[form]
+        exact = values if form == "F32" else gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        assert np.array_equal(read(file, name), rounded(exact, file.tensors[name].dtype))
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (3, 20), (15, 17), (17, 64)])
+def test_any_rows_can_be_read_also_of_heads_that_lie_otherwise(path: Path, first: int, last: int) -> None:
+    tensors = random_tensors("llama")
+    write_gguf(path, "llama", tensors, form="Q8_0")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    file = weights(path)
+    assert np.array_equal(read(file, name, first, last), read(file, name)[first:last])
+    pieces = list(file.stored_chunks(name, first, last, lambda: memoryview(bytearray(100))))
+    assert all(len(piece) == 100 for piece in pieces[:-1]), "as full as the caller's buffers"
+    assert sum(map(len, pieces)) == (last - first) * 64 * 2
+
+
+def test_the_same_weights_in_a_gguf_file_and_in_a_folder_are_the_same_model(path: Path, tmp_path: Path) -> None:
+    write_gguf(path, "llama", random_tensors("llama"), form="Q4_1")
+    file, folder = weights(path), tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(published_file(path, "config.json") or b"")
+    stored = {name: (tensor.dtype, tensor.shape, narrow(read(file, name), tensor.dtype)) for name, tensor in file.tensors.items()}
+    write_safetensors(folder / "model.safetensors", stored)
+    one, other = open_checkpoint(path), open_checkpoint(folder)
+    assert one.spec == other.spec
+    for name in one.layouts:
+        assert np.array_equal(one.tensor(name), other.tensor(name)), name
+
+
+def nibbles(block: bytes) -> list[int]:
+    return [byte & 15 for byte in block] + [byte >> 4 for byte in block]
+
+
+def q4_k(block: bytes) -> list[float]:
+    """One block by the definition of block_q4_K: two scales, 8 six-bit pairs of factors, 256 nibbles."""
+    scale, least = np.frombuffer(block[:4], np.float16).astype(np.float64)
+    packed, values = block[4:16], []
+    for part in range(8):
+        if part < 4:
+            factor, offset = packed[part] & 63, packed[part + 4] & 63
+        else:
+            factor = packed[part + 4] & 15 | packed[part - 4] >> 6 << 4
+            offset = packed[part + 4] >> 4 | packed[part] >> 6 << 4
+        raw = block[16 + part // 2 * 32 : 48 + part // 2 * 32]
+        values += [scale * factor * (byte >> 4 if part % 2 else byte & 15) - least * offset for byte in raw]
+    return values
+
+
+def q6_k(block: bytes) -> list[float]:
+    """One block by the definition of block_q6_K: 128 bytes of low nibbles, 64 of high pairs, 16 factors, one scale."""
+    low, high, factors = block[:128], block[128:192], np.frombuffer(block[192:208], np.int8)
+    scale = float(np.frombuffer(block[208:], np.float16)[0])
+    values = np.empty(256)
+    for half in range(2):
+        for i in range(32):
+            top = high[half * 32 + i]
+            for quarter in range(4):
+                byte = low[half * 64 + i + 32 * (quarter % 2)]
+                value = (byte >> 4 if quarter > 1 else byte & 15) | (top >> 2 * quarter & 3) << 4
+                place = half * 128 + quarter * 32 + i
+                values[place] = scale * float(factors[place // 16]) * (value - 32)
+    return list(values)
+
+
+@pytest.mark.parametrize(("form", "num_bytes", "twin", "scales"), [("Q4_K", 144, q4_k, (0, 2)), ("Q6_K", 210, q6_k, (208,))])
+def test_k_quants_follow_their_definition(
+    form: str, num_bytes: int, twin: Callable[[bytes], Any], scales: tuple[int, ...]
+) -> None:
+    raw = bytearray(np.random.default_rng(1).integers(0, 256, 8 * num_bytes, np.uint8).tobytes())
+    for block in range(8):
+        for place in scales:
+            raw[block * num_bytes + place : block * num_bytes + place + 2] = np.float16(0.01 * (block + 1)).tobytes()
+    expected = [value for block in range(8) for value in twin(bytes(raw[block * num_bytes : (block + 1) * num_bytes]))]
+    assert np.allclose(dequantised(raw, form), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_value_that_is_not_finite_is_named(path: Path) -> None:
+    tensors = random_tensors("llama")
+    write_gguf(path, "llama", tensors, form="Q4_0")
+    file = weights(path)
+    raw = bytearray(path.read_bytes())
+    tensor = file.sources["model.layers.0.mlp.up_proj.weight"].tensor
+    raw[tensor.begin : tensor.begin + 2] = b"\x00\x7c"
+    path.write_bytes(raw)
+    said = refusal(lambda: read(weights(path), "model.layers.0.mlp.up_proj.weight"))
+    assert "model.layers.0.mlp.up_proj.weight has a value that is not finite (element 0 of it)" in said
+    assert "was changed or replaced" in refusal(lambda: read(file, "model.norm.weight"))
+
+
+# ---- config ----
+def llama3_factors(factor: float) -> NDArray[np.float32]:
+    """As llama.cpp's converter computes them."""
+    found = []
+    for pair in range(HEAD_DIM // 2):
+        wavelength = 2 * np.pi * 5e5 ** (2 * pair / HEAD_DIM)
+        smooth = (8192 / wavelength - 1) / 3
+        found.append(1 if wavelength < 2048 else factor if wavelength > 8192 else 1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+def test_rotary_factors_are_llama_3_s_scaling(path: Path) -> None:
+    write_gguf(path, "llama", random_tensors("llama"), extra={"rope_freqs.weight": llama3_factors(32)})
+    config = json.loads(published_file(path, "config.json") or b"")
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    open_checkpoint(path)
+    for factors in (llama3_factors(32) * 2, np.ones(3, np.float32), np.full(HEAD_DIM // 2, np.nan, np.float32)):
+        write_gguf(path, "llama", random_tensors("llama"), extra={"rope_freqs.weight": factors})
+        assert "rope_freqs.weight is not how Llama 3" in refusal(lambda: spec_of_folder(path))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "scaling"),
+    [
+        ({"rope.scaling.type": "none"}, None),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_scaling_of_rotary_positions(path: Path, sizes: dict[str, Any], scaling: object) -> None:
+    write_gguf(path, "qwen2", random_tensors("qwen2"), sizes=sizes)
+    assert json.loads(published_file(path, "config.json") or b"").get("rope_scaling") == scaling
+    open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cause"),
+    [
+        ({"block_count": None}, "llama.block_count is missing"),
+        ({"block_count": "2"}, "llama.block_count must be an integer, got '2'"),
+        ({"attention.head_count": 0}, "llama.attention.head_count is 0"),
+        ({"attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv must be an integer, got [2, 1]"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "must be a number, got nan"),
+        ({"attention.value_length": 8}, "attention.value_length 8 is not the head size 16"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count 8 is not the head size 16"),
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope' is not supported"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "rope.scaling.original_context_length is missing"),
+        ({"expert_count": 8}, "'llama.expert_count' is not supported"),
+        ({"attention.sliding_window": 64}, "'llama.attention.sliding_window' is not supported"),
+        ({"vocab_size": 301}, "it has 301 tokens, but only 300 rows"),
+        ({"attention.key_length": 12}, "are no heads of 12"),
+        ({"block_count": 3}, "lacks tensor model.layers.2."),
+        ({"block_count": 1}, "model.layers.1."),
+    ],
+)
+def test_what_the_metadata_cannot_mean_is_refused_by_name(path: Path, sizes: dict[str, Any], cause: str) -> None:
+    if "attention.key_length" in sizes:
+        sizes = sizes | {"rope.dimension_count": sizes["attention.key_length"]}
+    write_gguf(path, "llama", random_tensors("llama"), sizes=sizes)
+    said = refusal(lambda: open_checkpoint(path))
+    assert cause in said
+    assert str(path) in said
+
+
+def test_other_architectures_and_parts_are_refused(path: Path) -> None:
+    write_gguf(path, "gemma3", {})
+    assert "general.architecture 'gemma3' is not supported; supported: llama, qwen2, qwen3" in refusal(
+        lambda: spec_of_folder(path)
+    )
+    write_gguf(path, "llama", random_tensors("llama"), metadata={"split.count": 3})
+    assert "one part of several" in refusal(lambda: spec_of_folder(path))
+
+
+def test_small_lists_of_one_number_are_that_number(path: Path) -> None:
+    write_gguf(path, "llama", random_tensors("llama"), sizes={"attention.head_count_kv": [2, 2]})
+    assert spec_of_folder(path).num_kv_heads == 2
+
+
+# ---- the folder it stands for ----
+def test_a_file_or_a_folder_with_one_is_a_model(path: Path, tmp_path: Path) -> None:
+    write_gguf(path, "llama", random_tensors("llama"))
+    assert model_folder(LaunchConfig(model=str(path))) == (path, "model")
+    for model in (path, tmp_path):
+        assert "float16, 1 file" in check(LaunchConfig(model=str(model), device="cpu", ranks=1), deep=True)
+    (tmp_path / "other.gguf").write_bytes(path.read_bytes())
+    assert "has 2 GGUF files ('model.gguf', 'other.gguf')" in refusal(lambda: open_checkpoint(tmp_path))
+    (tmp_path / "other.gguf").unlink()
+    path.rename(tmp_path.parent / "outside.gguf")
+    path.symlink_to(tmp_path.parent / "outside.gguf")
+    assert "leads out of the model folder" in refusal(lambda: open_checkpoint(tmp_path))
+
+
+def test_tokens_template_and_sampling_come_from_the_file_unless_files_lie_beside_it(path: Path, tmp_path: Path) -> None:
+    own = {"tokenizer.ggml.eot_token_id": 1, "general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    write_gguf(path, "llama", random_tensors("llama"), metadata=own)
+    tokenizer = Tokenizer.from_folder(path)
+    assert tokenizer is not None
+    assert tokenizer.eos_ids == read_eos_ids(path) == (0, 1)
+    assert tokenizer.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    assert tokenizer.encode("the<tool><|end|>") == [260, 2, 0]
+    sampling = read_sampling_defaults(path)
+    assert (sampling.temperature, sampling.top_k) == (0.5, 20)
+    template = ChatTemplate.from_folder(path, tokenizer.special_tokens)
+    assert template is not None
+    assert template.source == vocabulary()["tokenizer.chat_template"]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert read_eos_ids(tmp_path) == (5,)
+    assert read_eos_ids(path) == (0, 1), "the file itself was given"
+
+
+def test_without_a_vocabulary_it_takes_token_ids(path: Path) -> None:
+    keys = {key: None for key in vocabulary() if key != "tokenizer.ggml.eos_token_id"}
+    write_gguf(path, "llama", random_tensors("llama"), metadata=keys)
+    assert Tokenizer.from_folder(path) is None
+    assert spec_of_folder(path).vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not supported"),
+        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre 'default' is not supported"),
+        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre None is not supported"),
+        ({"tokenizer.ggml.tokens": ["a", "b", "a"], "tokenizer.ggml.token_type": [1, 1, 1]}, "token 'a' stands twice"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "no tokenizer.ggml.tokens, a list of texts"),
+        ({"tokenizer.ggml.token_type": [1]}, "has 1 entries for 300 tokens"),
+        ({"tokenizer.ggml.merges": ["t x"]}, "merge 't x' is no pair of tokens that make a token"),
+        ({"tokenizer.ggml.merges": ["th"]}, "merge 'th' is no pair"),
+        ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.bos_token_id": 300}, "bos_token_id 300 is no id of its 300 tokens"),
+        ({"tokenizer.ggml.add_bos_token": 1}, "add_bos_token must be true or false"),
+        ({"tokenizer.chat_template": 7}, "tokenizer.chat_template must be a text"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id 'x' is no id"),
+    ],
+)
+def test_vocabularies_that_cannot_be_are_refused(path: Path, changes: dict[str, Any], cause: str) -> None:
+    write_gguf(path, "llama", random_tensors("llama"), metadata=changes)
+    said = refusal(lambda: Tokenizer.from_folder(path))
+    assert cause in said
+    assert str(path) in said
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("qwen2", "the 1234", ["the", "Ġ", "1", "2", "3", "4"]),
+        ("llama-bpe", "the\n\n x", ["<|begin|>", "the", "Ċ", "Ċ", "Ġ", "x"]),
+        ("smollm", "12the", ["1", "2", "the"]),
+    ],
+)
+def test_texts_are_cut_as_the_named_rule_says(path: Path, pre: str, text: str, pieces: list[str]) -> None:
+    write_gguf(path, "llama", random_tensors("llama"), metadata={"tokenizer.ggml.pre": pre})
+    tokenizer = Tokenizer.from_folder(path)
+    assert tokenizer is not None
+    tokens = vocabulary()["tokenizer.ggml.tokens"]
+    ids = tokenizer.encode(text)
+    assert [tokens[token_id] for token_id in ids] == pieces
+    assert tokenizer.decode(ids) == text
+
+
+# ---- SentencePiece ----
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abc"]
+PIECES += ["ab", "bc", "abc", "\u2581a", "\u2581ab", "ca", "cab"]
+SCORES = {"ab": -1.0, "bc": -0.5, "abc": -3.0, "\u2581a": -2.0, "\u2581ab": -4.0, "ca": -2.5, "cab": -2.6}
+
+
+def merged_by_score(text: str) -> list[str]:
+    """SentencePiece's BPE: of all neighbours that make a piece the one with the best score, the leftmost of equals."""
+    pieces = ["\u2581" if letter == " " else letter for letter in " " + text]
+    while True:
+        best = max(
+            (i for i in range(len(pieces) - 1) if pieces[i] + pieces[i + 1] in SCORES),
+            key=lambda i: (SCORES[pieces[i] + pieces[i + 1]], -i), default=None,
+        )  # fmt: skip
+        if best is None:
+            return pieces
+        pieces[best : best + 2] = [pieces[best] + pieces[best + 1]]
+
+
+def sentence_piece() -> Tokenizer:
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(PIECES) - 259)]
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": PIECES, "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [SCORES.get(piece, 0.0) for piece in PIECES], "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    }  # fmt: skip
+    return Tokenizer(json.dumps(read_tokenizer(metadata)))
+
+
+SENTENCE_PIECE = sentence_piece()
+
+
+@given(st.text("abc ", min_size=1, max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_sentence_piece_merges_by_score(text: str) -> None:
+    ids = SENTENCE_PIECE.encode(text)
+    assert ids[0] == PIECES.index("<s>")
+    assert [PIECES[token_id] for token_id in ids[1:]] == merged_by_score(text)
+    assert SENTENCE_PIECE.decode(ids) == text
+
+
+def test_characters_that_no_piece_has_become_bytes() -> None:
+    assert [PIECES[token_id] for token_id in SENTENCE_PIECE.encode("é")] == ["<s>", "\u2581", "<0xC3>", "<0xA9>"]
+    assert SENTENCE_PIECE.decode(SENTENCE_PIECE.encode("aé")) == "aé"
+
+
+# ---- headers that lie ----
+def header(*, version: int = 3, num_tensors: int = 0, num_keys: int = 0, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + rest
+
+
+def entry(name: str = "x", sizes: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    return raw_text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("raw", "cause"),
+    [
+        (b"", "does not begin as a GGUF file"),
+        (b"GGUF", "does not begin as a GGUF file"),
+        (b"GGML" + bytes(60), "does not begin as a GGUF file"),
+        (header(version=1), "of version 1; supported"),
+        (header(version=3 << 24), "big-endian"),
+        (header(num_tensors=2**40), f"announces {2**40} tensors"),
+        (header(num_keys=MAX_GGUF_KEYS + 1), f"{MAX_GGUF_KEYS + 1} keys"),
+        (header(num_keys=1, rest=struct.pack("<Q", 2**50)), "the name of a key has 1125899906842624 bytes"),
+        (header(num_keys=1, rest=struct.pack("<Q", 200)), "beyond the end of the file"),
+        (header(num_keys=1, rest=raw_text("\xff") + struct.pack("<I", 99)), "is of type 99"),
+        (header(num_keys=1, rest=struct.pack("<Q", 1) + b"\xff"), "the name of a key is not UTF-8"),
+        (header(num_keys=1, rest=raw_text("a") + struct.pack("<IB", 7, 2)), "'a' must be true or false, got 2"),
+        (header(num_keys=2, rest=2 * (raw_text("a") + struct.pack("<IB", 0, 2))), "key 'a' stands twice"),
+        (header(num_keys=1, rest=raw_text("a") + struct.pack("<IIQ", 9, 4, MAX_GGUF_ITEMS + 1)), "at most"),
+        (header(num_keys=1, rest=raw_text("a") + struct.pack("<IIQ", 9, 4, 1000)), "beyond the end of the file"),
+        (header(num_keys=1, rest=raw_text("a") + struct.pack("<IIQ", 9, 9, 1)), "array of type 9"),
+        (header(num_tensors=1, rest=raw_text("x") + struct.pack("<I", 2**31)), "has 2147483648 dimensions"),
+        (header(num_tensors=1, rest=entry(sizes=(0,))), "has the shape [0]"),
+        (header(num_tensors=1, rest=entry(sizes=(2**40, 2**40))), "has the shape"),
+        (header(num_tensors=1, rest=entry(kind=13)), "is of type Q5_K, which is not supported; supported: F32"),
+        (header(num_tensors=1, rest=entry(kind=999)), "is of type 999"),
+        (header(num_tensors=1, rest=entry(sizes=(33,), kind=2)), "no whole blocks of 32 (Q4_0)"),
+        (header(num_tensors=1, rest=entry(offset=32)), "begins at byte 32 of the data, expected 0"),
+        (header(num_tensors=1, rest=entry()), "truncated"),
+        (header(num_tensors=2, rest=entry() + entry()), "tensor 'x' stands twice"),
+        (header(num_tensors=2, rest=entry("a") + entry("b")), "begins at byte 0 of the data, expected 128"),
+        (header(num_tensors=1, rest=entry(sizes=(8,)) + bytes(4096)), "belong to nothing"),
+        (header(num_keys=1, rest=raw_text("general.alignment") + struct.pack("<II", 4, 3)), "must be a power of two"),
+        (header(num_keys=1, rest=raw_text("general.alignment") + struct.pack("<II", 4, 0)), "must be a power of two"),
+    ],
+)  # fmt: skip
+def test_headers_that_lie_are_refused_in_a_sentence(path: Path, raw: bytes, cause: str) -> None:
+    path.write_bytes(raw)
+    said = refusal(lambda: open_checkpoint(path))
+    assert cause in said
+    assert said.startswith(str(path))
+
+
+def test_a_file_cut_anywhere_is_refused(path: Path) -> None:
+    write_gguf(path, "llama", random_tensors("llama"))
+    whole = path.read_bytes()
+    for end in (*range(0, 9000, 611), len(whole) // 2, len(whole) - 1000):
+        path.write_bytes(whole[:end])
+        refusal(lambda: open_checkpoint(path))
