@@ -41,6 +41,7 @@ def with_transformers(checkpoint: Any) -> Any:
         num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
         max_position_embeddings=spec.max_context, rms_norm_eps=spec.norm_eps, tie_word_embeddings=spec.tied_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     make: Any = LlamaForCausalLM
     model = make(config).eval()
@@ -80,9 +81,7 @@ def test_greedy_tokens_are_those_of_transformers(capsys: pytest.CaptureFixture[s
         our_s += time.perf_counter() - begin_s
         begin_s = time.perf_counter()
         with torch.no_grad():
-            theirs = model.generate(
-                torch.tensor([ids]), max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
-            )[0, len(ids) :].tolist()
+            theirs = model.generate(torch.tensor([ids]), max_new_tokens=NUM_TOKENS, do_sample=False)[0, len(ids) :].tolist()
         their_s += time.perf_counter() - begin_s
         for index, (own, other) in enumerate(zip(ours, theirs, strict=True)):
             if own != other:  # what follows is another text
