@@ -16,10 +16,10 @@ from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
+from kog_dist.workers.cuda.model_limits import unsupported
 
 MAX_CTAS = 128
 SHARED_BYTES = 232448
-MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 # Vectors whose sums of squares are kept. A matrix warp that begins one has handed over its sums of the one before, for which the
 # finaliser was done with the one two before that.
 NUM_SQUARES = 3
@@ -61,22 +61,7 @@ class KernelShape:
         findings = []
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
-        if spec.num_lanes > MAX_LANES:
-            findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
-        if spec.own_head_dim is not None:
-            findings.append(f"head_dim {spec.head_dim}, which is not hidden_size / num_attention_heads")
-        if spec.qkv_bias:
-            findings.append("biases of queries, keys and values")
-        if spec.qk_norm:
-            findings.append("norms of query and key heads")
-        if spec.head_dim % 16:
-            findings.append(f"head_dim {spec.head_dim} (a multiple of 16)")
-        if spec.lane_heads // spec.lane_kv_heads > 4:
-            findings.append(f"{spec.lane_heads // spec.lane_kv_heads} query heads per KV head (at most 4)")
-        if spec.lane_ffn % 4:
-            findings.append(f"{spec.lane_ffn} FFN columns in a lane (a multiple of 4)")
-        if spec.num_layers > 63:
-            findings.append(f"{spec.num_layers} layers (at most 63)")
+        findings += unsupported(spec)
         if self.weight_dtype not in FORMATS or self.kv_dtype not in FORMATS:
             findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
         if self.keeps_hashes and self.traced_step >= 0:
@@ -119,7 +104,7 @@ class KernelShape:
     @cached_property
     def out(self) -> OpShape:
         """Rows of the attention's output projection: those of the residual that the thread block owns."""
-        return self.geometry.op_shape(self._residual_rows, self.spec.lane_heads * self.spec.head_dim, self._residual_multiple)
+        return self.geometry.op_shape(self._residual_rows, self.spec.lane_heads * self.spec.head_dim, 2)
 
     @cached_property
     def gate_up(self) -> OpShape:
@@ -129,7 +114,7 @@ class KernelShape:
     @cached_property
     def down(self) -> OpShape:
         """Rows of the FFN's output projection; the same rows as `out`."""
-        return self.geometry.op_shape(self._residual_rows, self.spec.lane_ffn, self._residual_multiple)
+        return self.geometry.op_shape(self._residual_rows, self.spec.lane_ffn, 2)
 
     @cached_property
     def head(self) -> OpShape:
@@ -168,10 +153,6 @@ class KernelShape:
     @cached_property
     def _residual_rows(self) -> int:
         return owned_rows(self.spec.hidden_size, self.num_ctas, 2)
-
-    @cached_property
-    def _residual_multiple(self) -> int:
-        return 2
 
     @cached_property
     def products(self) -> list[Product]:
@@ -334,9 +315,8 @@ class KernelShape:
         attended = 2 * 4 * (spec.lane_heads // spec.lane_kv_heads) * spec.head_dim
         scores = 2 * self.head.cta_rows
         values = max_per * warps * 32  # x
-        values += warps * (
-            2 * self.geometry.tile_rows + NUM_SQUARES * 32 + 2 * lanes * self.num_ranks
-        )  # red, squares, head_squares
+        values += warps * (2 * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
+        values += warps * 2 * lanes * self.num_ranks  # head_squares
         values += lanes * rows * (1 + 2 * (spec.delay + 1))  # residual, history
         values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
@@ -375,9 +355,9 @@ class KernelShape:
         numbers["kLogSumWords"] = self.log_sum_words
         numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
         masks = {"kWindowMask": spec.window_layers}
-        for block, name in ((Sublayer.ATTENTION, "kAttention"), (Sublayer.MLP, "kMlp")):
+        for sublayer, name in ((Sublayer.ATTENTION, "kAttention"), (Sublayer.MLP, "kMlp")):
             for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED):
-                layers = [i for i in range(spec.num_layers) if spec.reduce_mode(i, block) is mode]
+                layers = [i for i in range(spec.num_layers) if spec.reduce_mode(i, sublayer) is mode]
                 masks[f"{name}{mode.value.capitalize()}"] = tuple(layers)
         # Binary16 reaches only 65504: its activations are scaled down on the way in, and back on the way out.
         x_scale = 1.0 if self.weight_dtype == "bfloat16" else 0.0625

@@ -1,0 +1,29 @@
+"""What a model must be so that the monokernel can run it, whatever the build."""
+
+from __future__ import annotations
+
+from kog_dist.model.spec import ModelSpec
+
+MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
+
+
+def unsupported(spec: ModelSpec) -> list[str]:
+    """What the model has and no build of the kernel can run, in words with the limit; empty: it can."""
+    findings = []
+    if spec.num_lanes > MAX_LANES:
+        findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
+    if spec.own_head_dim is not None:
+        findings.append(f"head_dim {spec.head_dim}, which is not hidden_size / num_attention_heads")
+    if spec.qkv_bias:
+        findings.append("biases of queries, keys and values")
+    if spec.qk_norm:
+        findings.append("norms of query and key heads")
+    if spec.head_dim % 16:
+        findings.append(f"head_dim {spec.head_dim} (a multiple of 16)")
+    if spec.lane_heads // spec.lane_kv_heads > 4:
+        findings.append(f"{spec.lane_heads // spec.lane_kv_heads} query heads per KV head (at most 4)")
+    if spec.lane_ffn % 4:
+        findings.append(f"{spec.lane_ffn} FFN columns in a lane (a multiple of 4)")
+    if spec.num_layers > 63:
+        findings.append(f"{spec.num_layers} layers (at most 63)")
+    return findings
