@@ -18,7 +18,7 @@ _OLDEST_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?[^;]*(?:;.*extra == ['\"](?P<extra>\w+))?"
 )
-EXTRAS = {"cuda": "GPUs", "mpi": "mpirun", "ray": "Ray", "bench": "plots"}  # what each is for
+EXTRAS = {"cuda": "GPUs", "gguf": "GGUF files", "mpi": "mpirun", "ray": "Ray", "bench": "plots"}  # what each is for
 
 
 def python() -> Iterator[Finding]:

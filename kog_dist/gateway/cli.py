@@ -12,7 +12,6 @@ import typer
 from kog_dist.config import LaunchConfig, resolve
 from kog_dist.env import variable
 from kog_dist.errors import ConfigError, KogError, LaunchError
-from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, with_flags
 from kog_dist.rpc.output import checked_stdout
 from kog_dist.runtime.python_child import harden
@@ -80,6 +79,8 @@ def _name(instance: str | None) -> str:
 
 
 def _folder(model: Path) -> Path:
+    from kog_dist.model.gguf.folder import gguf_of
+
     if not (model / "config.json").is_file() and gguf_of(model) is None:
         raise ConfigError(f"--model {model} is not the folder of a model: it has no config.json")
     return model.absolute()
