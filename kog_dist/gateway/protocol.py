@@ -4,6 +4,7 @@ on connections whose refusal has an OpenAI body."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import re
@@ -154,9 +155,9 @@ class BoundedHttp(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP at all gets an OpenAI error, too."""
         error = ApiError(400, INVALID_REQUEST, "bad_http", None, "this is not an HTTP/1.1 request that can be read")
+        self.on_refusal(error.status)
         self.transport.write(plain_response(error, b"Bad Request"))
         self._end_unread()
-        self.on_refusal(error.status)
 
     def _end_unread(self) -> None:
         """Close after an answer that came before the end of the request.
@@ -168,7 +169,8 @@ class BoundedHttp(H11Protocol):
             return
         self._unread_bytes = 0
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has read the answer and is gone
+                self.transport.write_eof()
         for timer in (self._head_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()

@@ -6,6 +6,8 @@ import asyncio
 import socket
 import time
 
+from kog_dist.gateway.limits import LIMITS
+from kog_dist.gateway.protocol import bounded
 from tests.unit.gateway.scripted_engine import WAIT_S, RunningGateway
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -39,3 +41,30 @@ def test_who_never_ends_is_cut(running: RunningGateway) -> None:
         except OSError:
             return
     raise AssertionError("the connection was open for ever")
+
+
+def test_who_is_gone_with_the_first_byte_of_the_answer_is_counted() -> None:
+    """The system refuses to shut down a socket whose other end is closed."""
+    counted: list[int] = []
+
+    class Gone:
+        def write(self, data: bytes) -> None:
+            assert data.startswith(b"HTTP/1.1 400 ")
+
+        def can_write_eof(self) -> bool:
+            return True
+
+        def write_eof(self) -> None:
+            raise OSError(107, "Transport endpoint is not connected")
+
+    class Loop:
+        def call_later(self, delay_s: float, call: object) -> None:
+            assert delay_s == LIMITS.unread_s
+
+    protocol = object.__new__(bounded(LIMITS, lambda: None, counted.append))
+    for name, value in {
+        "transport": Gone(), "loop": Loop(), "cycle": None, "_unread_bytes": -1, "_head_timer": None, "_stall_timer": None,
+    }.items():  # fmt: skip
+        setattr(protocol, name, value)
+    protocol.send_400_response("")
+    assert counted == [400]
