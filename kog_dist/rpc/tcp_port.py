@@ -7,7 +7,7 @@ from zmq.utils import z85
 
 from kog_dist.errors import LaunchError
 from kog_dist.rpc.file_port import HANDSHAKE_S, Gone
-from kog_dist.rpc.transport import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, PEER_HWM, Access
+from kog_dist.rpc.transport import PEER_HWM, Access, set_heartbeats
 from kog_dist.rpc.zmtp import ZmtpMessage
 from kog_dist.runtime.port_holder import holder_of_port
 
@@ -54,9 +54,7 @@ class TcpPort:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, server_secret)
         router.setsockopt(zmq.ZAP_DOMAIN, _CURVE_DOMAIN)
-        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        router.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+        set_heartbeats(router)
 
     def _bind(self, host: str, port: int) -> None:
         try:

@@ -117,6 +117,17 @@ def open_dealer(context: zmq.Context[zmq.Socket[bytes]], access: Access) -> zmq.
         raise LaunchError(
             f"the keys given for {access.address} are no CURVE keys; take them from the engine's {ACCESS_NAME}"
         ) from None
-    dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    set_heartbeats(dealer)
     return dealer
+
+
+def set_heartbeats(end: zmq.Socket[bytes]) -> None:
+    """Both ends of a TCP connection see a dead link after at most HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS.
+
+    An end whose send buffer is full sends no ping, so its own timeout never starts: an engine in the middle of a stream.
+    The time to live in the pings of the other end covers that: who hears none for so long closes the connection. A link
+    that dies within HEARTBEAT_MS of connecting, before the first ping, is left to the bounds of a client that does not read.
+    """
+    end.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    end.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    end.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)

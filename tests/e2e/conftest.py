@@ -13,6 +13,7 @@ from kog_dist.bench.engine.session import EngineSession, engine_session
 from kog_dist.model.checkpoint import random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 
+NUM_ENDLESS = 32_000  # of `tiny_model`: more tokens than any machine decodes while a test looks at the stream
 NUM_PLAIN_TOKENS = 96
 PLAIN_PROMPT = ("--prompt-ids=17,300,42,7,99,1024", "--ignore-eos", "--json", f"--max-tokens={NUM_PLAIN_TOKENS}")
 
@@ -22,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint without a tokenizer: random weights, four lanes, a context long enough to be interrupted in."""
     spec = ModelSpec(
         hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=4, intermediate_size=64, vocab_size=320,
-        max_context=8192, num_lanes=4, delay=1, sliding_window=16, window_layers=(0, 1),
+        max_context=32_768, num_lanes=4, delay=1, sliding_window=16, window_layers=(0, 1),
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("models") / "tiny"
     write_checkpoint(folder, spec, random_tensors(spec, seed=1))

@@ -66,8 +66,8 @@ WRONG_COMMANDS: list[Case] = [
     (["--ranks=1", "--prompt=text"], 2, "has no tokenizer.json; give token ids instead of text"),
     (["--ranks=1", "--prompt-ids=1,320"], 2, "prompt_ids[1] is 320, the vocabulary has ids 0 to 319"),
     (["--log-dir=/proc"], 3, "log file /proc/launcher.log cannot be opened: "),
-    (["--ranks=1", "--prompt-ids=" + "1," * 8192 + "1"], 2, "the prompt has 8193 tokens and the context 8192"),
-    (["--ranks=1", "--prompt-ids=1", "--max-tokens=9000"], 2, "exceed the context of 8192 tokens"),
+    (["--ranks=1", "--prompt-ids=" + "1," * 32_768 + "1"], 2, "the prompt has 32769 tokens and the context 32768"),
+    (["--ranks=1", "--prompt-ids=1", "--max-tokens=33000"], 2, "exceed the context of 32768 tokens"),
 ]
 # One interpreter for all of `WRONG`: most of the time of such a command is that of its start.
 RUN_ALL = """
@@ -278,7 +278,7 @@ def test_engine_is_unharmed_by_refused_requests(session: EngineSession, tiny_mod
         ["--prompt-ids=999"],
         ["--prompt=text"],
         ["--prompt-ids=1", "--temperature=1e-9"],
-        ["--prompt-ids=1", "--max-tokens=9000"],
+        ["--prompt-ids=1", "--max-tokens=33000"],
     ]
     with session.connect() as client:
         for arguments in wrong:

@@ -20,7 +20,7 @@ from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import ErrorCode, Tokens
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.runtime.instance import LEASE_FILE
-from tests.e2e.conftest import without_progress
+from tests.e2e.conftest import NUM_ENDLESS, without_progress
 
 RANKS = 4
 CLEAN_S = 2.0  # the promise: two seconds after the kill nothing is left
@@ -59,7 +59,7 @@ def test_an_engine_whose_files_were_removed_ends(session: EngineSession, tiny_mo
     launcher = session.launch(str(tiny_model), "--ranks=2", f"--log-dir={session.folder / 'logs'}")
     with session.connect() as client:
         until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
-        events = stream(client, 8000)
+        events = stream(client, NUM_ENDLESS)
         assert token_ids(events, 5)
         folder = session.instance_folder
         if removed == "folder":
@@ -68,7 +68,7 @@ def test_an_engine_whose_files_were_removed_ends(session: EngineSession, tiny_mo
             (folder / {"lease": LEASE_FILE, "socket": SOCKET_NAME}[removed]).unlink()
         begin_s = time.monotonic()
         with pytest.raises(RequestFailed) as caught:
-            token_ids(events, 8000)
+            token_ids(events, NUM_ENDLESS)
         took_s = time.monotonic() - begin_s
         assert caught.value.code is ErrorCode.ENGINE_LOST
         assert took_s < 3.0, f"the client was told after {took_s:.2f} s"
@@ -116,12 +116,12 @@ def test_kill_during_a_stream(
     launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", f"--log-dir={session.folder / 'logs'}")
     with session.connect() as client:
         whole = token_ids(stream(client, 60), 60)
-        events = stream(client, 8000)
+        events = stream(client, NUM_ENDLESS)
         received = token_ids(events, 5)
         pid = session.processes()[victim]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RequestFailed) as caught:
-            received += token_ids(events, 8000)
+            received += token_ids(events, NUM_ENDLESS)
         assert caught.value.code in codes
         assert len(str(caught.value).splitlines()) == 1
     assert launcher.wait(ENDED_S) == exit_code
@@ -136,7 +136,7 @@ def test_kill_during_a_stream(
 
 @pytest.mark.parametrize("victim", ["rank 1", "coordinator", "client", "launcher"])
 def test_kill_during_a_prompt(session: EngineSession, tiny_model: Path, victim: str) -> None:
-    launcher = session.launch(str(tiny_model), "--ranks=2", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos")
+    launcher = session.launch(str(tiny_model), "--ranks=2", "--prompt-ids=1,2", f"--max-tokens={NUM_ENDLESS}", "--ignore-eos")
     until(lambda: len(session.output(stream="out").split()) > 3, ENDED_S, session.output)
     pid = session.processes()[victim]
     os.kill(pid, signal.SIGKILL)
@@ -154,12 +154,12 @@ def test_kill_during_a_prompt(session: EngineSession, tiny_model: Path, victim: 
 def test_stopped_rank_counts_as_hung(session: EngineSession, tiny_model: Path) -> None:
     launcher = session.launch(str(tiny_model), "--ranks=2")
     with session.connect() as client:
-        events = stream(client, 8000)
+        events = stream(client, NUM_ENDLESS)
         token_ids(events, 5)
         pid = session.processes()["rank 1"]
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RequestFailed) as caught:
-            token_ids(events, 8000)
+            token_ids(events, NUM_ENDLESS)
         assert caught.value.code == ErrorCode.RANK_FAILED
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
@@ -171,7 +171,7 @@ def test_two_ranks_killed_one_after_the_other(session: EngineSession, tiny_model
     """The second one while the engine is stopped for the first: one loss is named, and all is gone in time."""
     launcher = session.launch(str(tiny_model), f"--ranks={RANKS}")
     with session.connect() as client:
-        events = stream(client, 8000)
+        events = stream(client, NUM_ENDLESS)
         token_ids(events, 5)
         pids = {rank: session.processes()[rank] for rank in ("rank 1", "rank 2")}
         for pid in pids.values():
@@ -179,7 +179,7 @@ def test_two_ranks_killed_one_after_the_other(session: EngineSession, tiny_model
                 os.kill(pid, signal.SIGKILL)
             time.sleep(apart_s)  # what is tested: the second fault falls into the first one's end
         with pytest.raises(RequestFailed):
-            token_ids(events, 8000)
+            token_ids(events, NUM_ENDLESS)
     assert launcher.wait(ENDED_S) == 4
     assert_clean(session)
     said = without_progress(session.output())
@@ -190,11 +190,11 @@ def test_two_ranks_killed_one_after_the_other(session: EngineSession, tiny_model
 def test_wait_that_runs_out_of_time_says_what_it_waited_for(session: EngineSession, tiny_model: Path) -> None:
     launcher = session.launch(str(tiny_model), f"--ranks={RANKS}", "--step-timeout=0.5", "--stall-timeout=60")
     with session.connect() as client:
-        events = stream(client, 8000)
+        events = stream(client, NUM_ENDLESS)
         token_ids(events, 5)
         os.kill(session.processes()["rank 2"], signal.SIGSTOP)
         with pytest.raises(RequestFailed) as caught:
-            token_ids(events, 8000)
+            token_ids(events, NUM_ENDLESS)
         assert "of rank 2" in str(caught.value)
     assert launcher.wait(ENDED_S) == 5
     assert_clean(session)
@@ -215,14 +215,14 @@ def test_clients_of_a_stopped_coordinator_are_told_in_time(session: EngineSessio
     launcher = session.launch(str(tiny_model), "--ranks=2")
     with session.connect() as client:
         until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
-        events = stream(client, 8000)
+        events = stream(client, NUM_ENDLESS)
         token_ids(events, 5)
         pids = session.processes()
         begin_s = time.monotonic()
         for victim in victims:
             os.kill(pids[victim], signal.SIGSTOP)
         with pytest.raises(RequestFailed) as caught:
-            token_ids(events, 8000)
+            token_ids(events, NUM_ENDLESS)
         took_s = time.monotonic() - begin_s
         assert caught.value.code == ErrorCode.ENGINE_LOST
         assert took_s < TOLD_S, f"the client was told after {took_s:.2f} s"
@@ -256,12 +256,12 @@ def test_a_stray_sigterm_is_a_loss(session: EngineSession, tiny_model: Path, vic
     launcher = session.launch(str(tiny_model), "--ranks=2")
     with session.connect() as client:
         until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
-        events = stream(client, 8000)
+        events = stream(client, NUM_ENDLESS)
         token_ids(events, 5)
         pid = session.processes()[victim]
         os.kill(pid, signal.SIGTERM)
         with pytest.raises(RequestFailed) as caught:
-            token_ids(events, 8000)
+            token_ids(events, NUM_ENDLESS)
         assert caught.value.code == code
     assert launcher.wait(ENDED_S) == 4
     assert_clean(session)
@@ -357,7 +357,7 @@ def test_killed_rank_is_named_after_a_pause_of_the_launcher(session: EngineSessi
     """Its peers ask for an abort while the launcher cannot see anything; what they say is the consequence."""
     launcher = session.launch(str(tiny_model), "--ranks=2", "--step-timeout=0.3")
     with session.connect() as client:
-        events = stream(client, 8000)
+        events = stream(client, NUM_ENDLESS)
         token_ids(events, 5)
         until(lambda: "ready after" in session.output(stream="out"), ENDED_S, session.output)
         launcher.send_signal(signal.SIGSTOP)
@@ -366,7 +366,7 @@ def test_killed_rank_is_named_after_a_pause_of_the_launcher(session: EngineSessi
         until(lambda: "rank 0" not in session.processes(), ENDED_S, lambda: f"{session.processes()}")
         launcher.send_signal(signal.SIGCONT)
         with pytest.raises(RequestFailed):
-            token_ids(events, 8000)
+            token_ids(events, NUM_ENDLESS)
     assert launcher.wait(ENDED_S) == 4
     assert_clean(session)
     assert (

@@ -14,7 +14,7 @@ from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.errors import RequestFailed
 from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.messages import Done
-from tests.e2e.conftest import lines_of
+from tests.e2e.conftest import NUM_ENDLESS, lines_of
 from tests.multi.mpi_command import FLAVOURS, mpirun_or_skip
 
 RANKS = 2
@@ -74,7 +74,7 @@ def test_kill_during_a_stream(session: EngineSession, tiny_model: Path, flavour:
     under_mpirun(session, flavour, RANKS)
     launcher = session.launch(str(tiny_model))
     with session.connect() as client:
-        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=NUM_ENDLESS, ignore_eos=True)
         next(events)
         until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
         pid = launcher.pid if victim == "mpirun" else session.processes()[victim]
@@ -124,7 +124,7 @@ def test_sigterm_to_mpirun_ends_all_in_order(session: EngineSession, tiny_model:
     launcher = session.launch(str(tiny_model))
     with session.connect() as client:
         until(lambda: "ready after" in session.output(stream="out"), LOADED_S, session.output)
-        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=200 if flavour == "MPICH" else 8000, ignore_eos=True)
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=200 if flavour == "MPICH" else NUM_ENDLESS, ignore_eos=True)
         next(events)
         launcher.send_signal(signal.SIGTERM)
         if flavour == "MPICH":

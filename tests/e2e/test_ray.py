@@ -24,7 +24,7 @@ from kog_dist.rpc.client import Client, StreamEvent
 from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens
 from kog_dist.rpc.transport import Access
 from tests.e2e.children import is_hardened, plant
-from tests.e2e.conftest import PLAIN_PROMPT, tokens_in
+from tests.e2e.conftest import NUM_ENDLESS, PLAIN_PROMPT, tokens_in
 from tests.e2e.ray_daemons import BIN, RayDaemons, ray_daemons
 
 pytestmark = pytest.mark.skipif(
@@ -88,7 +88,7 @@ def connect(session: EngineSession, name: str, generation: int) -> Client:
 
 
 def stream(client: Client) -> Iterator[StreamEvent]:
-    return client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+    return client.generate(prompt_ids=[1, 2, 3], max_tokens=NUM_ENDLESS, ignore_eos=True)
 
 
 @pytest.mark.timeout(240)

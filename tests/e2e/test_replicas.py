@@ -15,7 +15,7 @@ from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import ErrorCode, Tokens
 from kog_dist.rpc.transport import Access
-from tests.e2e.conftest import without_progress
+from tests.e2e.conftest import NUM_ENDLESS, without_progress
 
 from .replica_clients import Crowd, Stream, replay
 from .replica_engines import ENDED_S, READY_S, both_ready, launch
@@ -68,7 +68,7 @@ def check_kill_in_a_replica(
     """Its stream ends with one error, the other one's goes on, and the replica comes back."""
     with Client(access) as client:
         both_ready(session, client)
-        streams = [Stream((1, 2, 3), 8000), Stream((4, 5, 6), 8000)]  # longer than any `told_s`
+        streams = [Stream((1, 2, 3), NUM_ENDLESS), Stream((4, 5, 6), NUM_ENDLESS)]  # longer than any `told_s`
         crowd = Crowd(access, streams)
         for stream in streams:
             assert stream.has_begun.wait(ENDED_S)
@@ -99,7 +99,7 @@ def check_lost_router(session: EngineSession, access: Access, signum: int, how: 
     """Its clients have one error at once; another router serves the same replicas."""
     ranks = {role: pid for role, pid in session.processes().items() if role.startswith("rank")}
     with Client(access) as client:
-        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=NUM_ENDLESS, ignore_eos=True)
         while not isinstance(next(events), Tokens):
             pass
         pid = session.processes()["router"]
@@ -119,7 +119,7 @@ def check_lost_router(session: EngineSession, access: Access, signum: int, how: 
 
 def check_killed_launcher(session: EngineSession, access: Access) -> None:
     """Nothing outlives it, and its clients know."""
-    stream = Stream((1, 2, 3), 8000)
+    stream = Stream((1, 2, 3), NUM_ENDLESS)
     crowd = Crowd(access, [stream])
     assert stream.has_begun.wait(ENDED_S)
     os.kill(session.processes()["launcher"], signal.SIGKILL)
@@ -131,7 +131,7 @@ def check_killed_launcher(session: EngineSession, access: Access) -> None:
 
 def test_second_signal_does_not_wait(session: EngineSession, tiny_model: Path) -> None:
     access = launch(session, tiny_model, "--replicas=2", "--shutdown-timeout=60")
-    stream = Stream((1, 2, 3), 8000)
+    stream = Stream((1, 2, 3), NUM_ENDLESS)
     crowd = Crowd(access, [stream])
     assert stream.has_begun.wait(ENDED_S)
     pid = session.processes()["launcher"]

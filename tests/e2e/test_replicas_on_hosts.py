@@ -18,11 +18,12 @@ import pytest
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.rpc.client import Client
 from kog_dist.rpc.paths import ACCESS_NAME
-from kog_dist.rpc.transport import Access
+from kog_dist.rpc.transport import HEARTBEAT_MS, Access
+from tests.e2e.conftest import NUM_ENDLESS
 
 PARTITION_S = 1.5
 READY_S = 20.0
-STREAM = ("--prompt-ids=1,2,3", "--max-tokens=8000", "--ignore-eos")
+STREAM = ("--prompt-ids=1,2,3", f"--max-tokens={NUM_ENDLESS}", "--ignore-eos")
 
 
 class Hosts:
@@ -97,6 +98,11 @@ def start_engine(session: EngineSession, hosts: Hosts, model: Path, host: str, n
     return instance(session, name) / ACCESS_NAME
 
 
+def after_pings(connected_s: float) -> None:
+    """Return when a connection has had its first heartbeats: `set_heartbeats` promises nothing for a younger one."""
+    until(lambda: time.monotonic() - connected_s > 2 * HEARTBEAT_MS / 1000, READY_S, lambda: "the clock stands still")
+
+
 def seconds_until(begin_s: float, condition: Callable[[], object], failure: Callable[[], str]) -> float:
     until(condition, PARTITION_S + 5.0, failure)
     return time.monotonic() - begin_s
@@ -108,6 +114,7 @@ def test_cable_between_engine_and_client_is_pulled(session: EngineSession, tiny_
         arguments = ["generate", f"--key-file={key_file}", *STREAM]
         client = hosts.start(session, "a", "kog_dist.rpc.cli", "client", *arguments)
         until(lambda: len(session.output("client", "out").split()) > 5, READY_S, lambda: session.output("client"))
+        after_pings(time.monotonic())
         pulled_s = hosts.pull_cable()
         engine_s = seconds_until(pulled_s, lambda: local.status().running is None, lambda: "the engine still runs the request")
         client.wait(READY_S)
@@ -138,6 +145,7 @@ def test_cable_between_router_and_engine_is_pulled(session: EngineSession, tiny_
         ]
         for i in (0, 1):
             until(lambda i=i: len(session.output(f"s{i}", "out").split()) > 5, READY_S, lambda: f"{router.status()}")  # type: ignore[misc]
+        after_pings(time.monotonic())
         with Client(Access.from_folder(instance(session, "far"))) as far:
             pulled_s = hosts.pull_cable()
             engine_s = seconds_until(pulled_s, lambda: far.status().running is None, lambda: "the engine still runs it")

@@ -15,6 +15,7 @@ from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import ErrorCode
 from kog_dist.rpc.transport import Access
 
+from .conftest import NUM_ENDLESS
 from .ray_daemons import RayDaemons, ray_daemons
 from .replica_clients import Crowd, Stream, replay
 
@@ -45,7 +46,7 @@ def test_node_dies_under_a_hundred_streams(session: EngineSession, tiny_model: P
 
 def check_node_death(session: EngineSession, access: Access) -> None:
     """The stream that was being decoded there has one clear error; all others are complete and right."""
-    long = Stream((1, 2), 8000)
+    long = Stream((1, 2), NUM_ENDLESS)
     long_crowd = Crowd(access, [long])
     assert long.has_begun.wait(ENDED_S)
     streams = [Stream(tuple(range(3, 6 + i % NUM_PROMPTS)), NUM_TOKENS) for i in range(NUM_STREAMS - 1)]

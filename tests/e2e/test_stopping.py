@@ -21,7 +21,7 @@ from kog_dist.rpc.client import Client
 from kog_dist.rpc.messages import Done, ErrorCode, FinishReason, Tokens
 from kog_dist.rpc.paths import SOCKET_NAME
 from kog_dist.rpc.transport import Access
-from tests.e2e.conftest import without_progress
+from tests.e2e.conftest import NUM_ENDLESS, without_progress
 
 ENDED_S = 30.0  # no promise, only an end of waiting; a loaded machine is slow
 CLEAN_S = 3.0
@@ -45,7 +45,7 @@ def assert_clean(session: EngineSession) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_interrupting_one_prompt(session: EngineSession, tiny_model: Path, moment: str, signum: signal.Signals) -> None:
     launcher = session.launch(
-        str(tiny_model), "--ranks=2", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos", "--shutdown-timeout=0.2"
+        str(tiny_model), "--ranks=2", "--prompt-ids=1,2", f"--max-tokens={NUM_ENDLESS}", "--ignore-eos", "--shutdown-timeout=0.2"
     )
     until(lambda: MOMENTS[moment](session), ENDED_S, session.output)
     launcher.send_signal(signum)
@@ -83,7 +83,7 @@ def test_sigterm_drains(session: EngineSession, tiny_model: Path) -> None:
 def test_drain_has_a_limit(session: EngineSession, tiny_model: Path) -> None:
     launcher = session.launch(str(tiny_model), "--ranks=2", "--shutdown-timeout=0.3", f"--log-dir={session.folder / 'logs'}")
     with session.connect() as client:
-        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=NUM_ENDLESS, ignore_eos=True)
         next(events)
         launcher.send_signal(signal.SIGTERM)
         with pytest.raises(RequestFailed) as caught:
@@ -108,7 +108,7 @@ def test_client_drains_the_engine(session: EngineSession, tiny_model: Path) -> N
 def test_second_signal_does_not_wait(session: EngineSession, tiny_model: Path, signum: signal.Signals, code: int) -> None:
     launcher = session.launch(str(tiny_model), "--ranks=2", "--shutdown-timeout=60")
     with session.connect() as client:
-        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=8000, ignore_eos=True)
+        events = client.generate(prompt_ids=[1, 2, 3], max_tokens=NUM_ENDLESS, ignore_eos=True)
         next(events)
         launcher.send_signal(signum)
         until(lambda: "draining" in session.output(stream="out"), ENDED_S, session.output)
@@ -122,7 +122,7 @@ def test_second_signal_does_not_wait(session: EngineSession, tiny_model: Path, s
 def test_engine_survives_clients_that_vanish(session: EngineSession, tiny_model: Path) -> None:
     launcher = session.launch(str(tiny_model), "--ranks=2")
     with session.connect() as client:
-        arguments = ["generate", "--prompt-ids=1,2", "--max-tokens=8000", "--ignore-eos", "--instance=engine"]
+        arguments = ["generate", "--prompt-ids=1,2", f"--max-tokens={NUM_ENDLESS}", "--ignore-eos", "--instance=engine"]
         lost = session.start("kog_dist.rpc.cli", arguments, "lost")
         until(lambda: client.status().running is not None, ENDED_S, lambda: session.output("lost"))
         os.kill(lost.pid, signal.SIGKILL)
@@ -141,7 +141,7 @@ def test_cancel_leaves_all_ranks_at_the_same_step(session: EngineSession, tiny_m
         whole = [t for e in client.generate(prompt_ids=[5, 6], max_tokens=40, ignore_eos=True) if isinstance(e, Tokens)
                  for t in e.token_ids]  # fmt: skip
         for length in (0, 1, 2, 5, 9):
-            events = client.generate(prompt_ids=list(range(60)), max_tokens=8000, ignore_eos=True)
+            events = client.generate(prompt_ids=list(range(60)), max_tokens=NUM_ENDLESS, ignore_eos=True)
             for _ in range(length + 1):
                 next(events)
             events.close()  # cancels
