@@ -11,7 +11,7 @@ from kog_dist.bench.chaos.cell import CellRun
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import ChaosEngine
 from kog_dist.bench.chaos.table import KINDS, ROLES, Cell, Harm, Layout, cells
-from kog_dist.bench.engine.injection import FaultKind, Point
+from kog_dist.bench.engine.injection import FaultKind, Injected, Point
 
 QUESTION = Question("a", 4)
 ANSWER = ([1, 2, 3, 4], "wxyz")
@@ -87,3 +87,52 @@ def test_a_piece_after_the_end_is_found() -> None:
     log = log_of("wx", [1, 2], "rank_failed")
     log.piece("y", (3,))
     assert "a piece of the answer after the end" in findings(log)
+
+
+@pytest.mark.parametrize(
+    ("layout", "role", "told"),
+    [
+        (Layout.SINGLE, "rank 1", {"rank_failed", "status 503"}),
+        (Layout.SINGLE, "coordinator", {"engine_lost", "status 503"}),
+        (Layout.SINGLE, "gateway", {"broken off"}),
+        (Layout.SINGLE, "grammar process", {"constraint_failed"}),
+        (Layout.REPLICAS, "rank 0 of r0", {"rank_failed", "engine_lost", "status 503"}),
+        (Layout.REPLICAS, "router", {"engine_lost", "status 503"}),
+    ],
+)
+def test_what_clients_may_be_told_depends_on_who_was_lost(layout: Layout, role: str, told: set[str]) -> None:
+    assert Cell(layout, role, FaultKind.KILL, Point.DECODE).ends == told
+
+
+class Ended(Client):
+    """A client that was told something, so many seconds after the fault at 100 s."""
+
+    def __init__(self, how: str, after_s: float) -> None:
+        super().__init__(log_of("wx", [1, 2]))
+        self.log.ends.append((100.0 + after_s, how))
+
+    def is_alive(self) -> bool:
+        """See threading.Thread."""
+        return False
+
+
+@pytest.mark.parametrize(
+    ("how", "after_s", "asked_for", "sentence"),
+    [
+        ("rank_failed", 0.2, False, None),
+        ("rank_failed", 0.3, False, "a client had its end (rank_failed) after 0.30 s, promised are 0.25 s"),
+        ("slow_reader", 0.2, False, "a client was told slow_reader, not ['rank_failed', 'status 503']"),
+        ("drain_timeout", 6.2, True, None),
+        ("drain_timeout", 6.3, True, "a drain ended a request (drain_timeout) after 6.30 s, promised are 6.25 s"),
+    ],
+)
+def test_ends_are_judged_by_code_and_time(how: str, after_s: float, asked_for: bool, sentence: str | None) -> None:
+    class Silent:
+        class session:  # noqa: N801
+            """Says nothing."""
+
+            output = staticmethod(lambda: "")
+
+    run = CellRun(cast(ChaosEngine, Silent), CELL, {QUESTION: ANSWER}, random.Random(1))
+    run._judge_client_end(cast(Asking, Ended(how, after_s)), Injected(1, 100.0, 100.0), asked_for=asked_for)
+    assert [found.partition(";")[0] for found in run.played.violations] == ([sentence] if sentence else [])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kog_dist.bench.chaos.clients import Asking, ClientLog, Question
 from kog_dist.bench.chaos.engine import CONSTRAINED, DRAINED, LONG, PROBE, SHORT, ChaosEngine
-from kog_dist.bench.chaos.table import CLEAN_S, READY_LIMIT_S, Cell, Harm, Layout, Promise
+from kog_dist.bench.chaos.table import CLEAN_S, DRAIN_S, READY_LIMIT_S, READY_S, Cell, Harm, Layout, Promise
 from kog_dist.bench.engine.injection import FaultKind, Injected, Point, fault_of_process, find
 from kog_dist.bench.engine.session import TimedOut, until
 from kog_dist.errors import KogError, LaunchError
@@ -30,6 +30,7 @@ class Played:
 
     cell: Cell
     error_s: list[float] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)  # what clients were told whose requests were lost
     clean_s: float | None = None
     ready_s: float | None = None
     violations: list[str] = field(default_factory=list)
@@ -132,7 +133,7 @@ class CellRun:
         asked_for = self.cell.point is Point.DRAIN or (self.cell.role, self.cell.kind) == ("launcher", FaultKind.TERM)
         for client in self._clients:
             client.join(_HANG_S)
-            self._judge_client_end(client, injected, is_bounded=not asked_for or self.promise.codes != {0}, asked_for=asked_for)
+            self._judge_client_end(client, injected, asked_for=asked_for)
         try:
             until(lambda: self.engine.launcher.poll() is not None, _HANG_S, lambda: "the launcher has not ended")
             until(lambda: not self.engine.session.leftovers(), _HANG_S, lambda: f"left: {self.engine.session.leftovers()}")
@@ -144,22 +145,27 @@ class CellRun:
         is_cut = asked_for and any(client.log.how == "drain_timeout" for client in self._clients)
         if code not in self.promise.codes | ({_CUT} if is_cut else set()):
             self._violate(f"the launcher ended with {code}, not {sorted(self.promise.codes)}: {self._said()}")
-        if not asked_for:
-            self._limit("nothing was left", self.played.clean_s, self.promise.limit_s + CLEAN_S)
+        drain_s = DRAIN_S if asked_for else 0.0
+        self._limit("nothing was left", self.played.clean_s, max(drain_s, self.promise.limit_s) + CLEAN_S)
 
-    def _judge_client_end(self, client: Asking, injected: Injected, *, is_bounded: bool, asked_for: bool) -> None:
+    def _judge_client_end(self, client: Asking, injected: Injected, *, asked_for: bool) -> None:
         log = client.log
         if client.is_alive():
             self._violate(f"a client hung for {_HANG_S:g} s")
             return
-        if not log.is_harmed or (asked_for and log.how in _TOLD):
+        if not log.is_harmed:
             return
-        error_s = log.ends[0][0] - injected.begin_s
+        end_s = log.ends[0][0] - injected.begin_s
+        if asked_for and log.how in _TOLD:
+            self._limit(f"a drain ended a request ({log.how})", end_s, DRAIN_S + self.promise.limit_s)
+            return
         if not self._may_be_harmed(client):
             self.played.false_aborts.append(f"a request ended with {log.how}; {self._said()}")
-        self.played.error_s.append(error_s)
-        if is_bounded:
-            self._limit(f"a client had its end ({log.how})", error_s, self.promise.limit_s)
+        elif log.how not in self.cell.ends:
+            self._violate(f"a client was told {log.how}, not {sorted(self.cell.ends)}; {self._said()}")
+        self.played.error_s.append(end_s)
+        self.played.ends.append(log.how)
+        self._limit(f"a client had its end ({log.how})", end_s, self.promise.limit_s)
 
     def _judge_going_on(self, injected: Injected) -> None:
         """The launcher goes on: clients go on or have their end in time, and new requests are answered."""
@@ -186,7 +192,7 @@ class CellRun:
         for client in self._clients:
             client.join(_HANG_S)
             harmed += client.log.is_harmed
-            self._judge_client_end(client, injected, is_bounded=True, asked_for=False)
+            self._judge_client_end(client, injected, asked_for=False)
         if self.promise.harm is Harm.ONE and harmed > 1:
             self.played.false_aborts.append(f"{harmed} requests were lost with one replica; {self._said()}")
 
@@ -195,6 +201,9 @@ class CellRun:
         try:
             if self.cell.point is Point.LOAD:
                 engine.wait_ready()
+            has_waited = (
+                engine.launcher.poll() is None and not self._serves()
+            )  # else the time until here was that of streams that went on
             until(lambda: engine.launcher.poll() is not None or self._serves(), READY_LIMIT_S + self.slack_s, self._said)
         except (TimedOut, KogError) as error:
             self._violate(f"not serving again: {error}")
@@ -208,6 +217,8 @@ class CellRun:
         if self.promise.harm is not Harm.NONE or self.cell.role == "reaper":
             engine.restarts[engine.component(self.cell)] += 1
             self.played.ready_s = time.monotonic() - begin_s
+            if has_waited and self.cell.point is not Point.LOAD:
+                self._limit("all served again", self.played.ready_s, self.promise.limit_s + READY_S)
 
     def _serves(self) -> bool:
         both = self.engine.answers(PROBE, over_http=False) and self.engine.answers(PROBE, over_http=True)

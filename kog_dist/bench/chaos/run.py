@@ -115,6 +115,7 @@ class Chaos:
                 "error_ms": _summary([s for played in group for s in played.error_s]),
                 "clean_ms": _summary([played.clean_s for played in group if played.clean_s is not None]),
                 "ready_ms": _summary([played.ready_s for played in group if played.ready_s is not None]),
+                "ends": dict(Counter(end for played in group for end in played.ends)),
             }
             for name, group in sorted(groups.items())
         }

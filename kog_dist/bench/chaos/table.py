@@ -12,8 +12,8 @@ from kog_dist.bench.engine.injection import FaultKind, Point
 STALL_S = 1.0  # --stall-timeout
 KILLED_S, STOPPED_S = 0.25, STALL_S + 0.25  # until the client has its error
 CLEAN_S = 2.0  # from the end of that until nothing is left
-READY_S = 2.0  # until what is restarted serves again; beyond READY_LIMIT_S it is a violation
-READY_LIMIT_S = 60.0
+READY_S = 2.0  # from the error until what is restarted serves again
+READY_LIMIT_S = 60.0  # after which the judge gives it up
 STARTUP_S = 8.0  # --startup-timeout: a process that is stopped while it loads
 DRAIN_S = 6.0  # --shutdown-timeout
 
@@ -74,6 +74,21 @@ class Cell:
         if self.kind is FaultKind.PAUSE:
             return Promise(codes=_codes(0) if self.point is Point.DRAIN else _codes())
         return _PROMISES[self.layout](self.role, self.kind, self.point)
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """What a client may be told whose request is lost by it: a code, over HTTP 503 before the answer begins, or nothing."""
+        role = self.role.removesuffix(" of r0")
+        if role == "gateway":
+            return frozenset({"broken off"})
+        if role == "grammar process":
+            return frozenset({"constraint_failed"})
+        told = {"status 503", "rank_failed" if role.startswith("rank") else "engine_lost"}
+        if self.role == "launcher":  # the gateway dies with it
+            told.add("broken off")
+        if self.layout is Layout.REPLICAS:  # the router may see the connection close before it reads why
+            told.add("engine_lost")
+        return frozenset(told)
 
 
 ROLES = {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from typing import Any
 
+from kog_dist.bench.engine.injection import FaultKind, fault
 from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.errors import RequestFailed
@@ -22,15 +21,15 @@ def run(model: str | None, ranks: int, num_kills: int) -> None:
     before = machine()
     chance = random.Random(1)
     figures: dict[str, Any] = {}
-    for victim, signum in (
-        ("rank", signal.SIGKILL), ("coordinator", signal.SIGKILL), ("launcher", signal.SIGKILL), ("rank", signal.SIGSTOP)
+    for victim, kind in (
+        ("rank", FaultKind.KILL), ("coordinator", FaultKind.KILL), ("launcher", FaultKind.KILL), ("rank", FaultKind.STOP)
     ):  # fmt: skip
-        name = f"{victim} {'killed' if signum is signal.SIGKILL else 'stopped'}"
+        name = f"{victim} {'killed' if kind is FaultKind.KILL else 'stopped'}"
         samples = []
         for _ in range(num_kills):
             role = f"rank {chance.randrange(ranks)}" if victim == "rank" else victim
             with engine_session() as session:
-                samples.append(_one_fault(session, model, ranks, role, signum, chance.randrange(1, 40)))
+                samples.append(_one_fault(session, model, ranks, role, kind, chance.randrange(1, 40)))
         figures[name] = {key: _summary([sample[key] for sample in samples]) for key in samples[0]}
         print(
             f"{name}: " + "; ".join(f"{key} p50 {f['p50']:.1f} p99 {f['p99']:.1f}" for key, f in figures[name].items()),
@@ -40,26 +39,24 @@ def run(model: str | None, ranks: int, num_kills: int) -> None:
 
 
 def _one_fault(
-    session: EngineSession, model: str | None, ranks: int, role: str, signum: signal.Signals, num_tokens: int
+    session: EngineSession, model: str | None, ranks: int, role: str, kind: FaultKind, num_tokens: int
 ) -> dict[str, float]:
-    """Milliseconds from the signal to the client's error, and to nothing being left."""
+    """Milliseconds from the fault to the client's error, and to nothing being left."""
     session.launch(*([model] if model else []), f"--ranks={ranks}")
     with session.connect() as client:
-        pid = session.processes()[role]
         events = client.generate(prompt_ids=[1, 2, 3], max_tokens=_LONG_ANSWER, ignore_eos=True)
         received = 0
         while received < num_tokens:
             event = next(events)
             received += len(event.token_ids) if isinstance(event, Tokens) else 0
-        begin_s = time.monotonic()
-        os.kill(pid, signum)
+        begin_s = fault(session, role, kind).begin_s
         try:
             for _ in events:
                 pass
         except RequestFailed:
             error_s = time.monotonic() - begin_s
         else:
-            raise AssertionError(f"the stream ended well although {role} got signal {signum}")
+            raise AssertionError(f"the stream ended well although there was a {kind} of {role}")
     until(lambda: not session.leftovers(), _GONE_S, lambda: str(session.leftovers()))
     return {"client_error_ms": 1e3 * error_s, "clean_ms": 1e3 * (time.monotonic() - begin_s)}
 
