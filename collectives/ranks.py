@@ -9,7 +9,6 @@ on GPUs, of which rank r then uses number r, or with `ranks_per_gpu` number r //
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -27,13 +26,13 @@ from kog_dist.collectives.api import Communicator, MailboxSpec
 from kog_dist.errors import LaunchError
 from kog_dist.runtime import python_child
 from kog_dist.runtime.control import AbortCause, ControlPage
+from kog_dist.runtime.parent_death import die_with_parent
 from kog_dist.runtime.topology import LocalRendezvous, RankInfo, Rendezvous
 from kog_dist.runtime.wait import Deadline
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator
 
-_PR_SET_PDEATHSIG = 1
 _POLL_MS = 5
 _GRACE_S = 5.0
 
@@ -125,7 +124,7 @@ def run_ranks(
 
 def _main(order: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The supervisor of one run: fork, watch, report."""
-    _die_with_parent()
+    die_with_parent(os.getppid())
     module, _, name = order["body"].partition(":")
     body: Callable[[RankContext], Any] = getattr(importlib.import_module(module), name)
     world_size, deadline = int(order["world_size"]), Deadline.after(float(order["deadline_s"]))
@@ -149,7 +148,7 @@ def _run_rank(
     """Everything a rank does, in the forked child."""
     status = 1
     try:
-        _die_with_parent()
+        die_with_parent(os.getppid())
         os.dup2(2, 1)  # what libraries print must not mix with the supervisor's report
         control = ControlPage.from_fd(os.dup(info.control_fd))
         meeting = LocalRendezvous.from_fd(os.dup(info.rendezvous_fd), info.rank, aborted=control.aborted)
@@ -199,10 +198,6 @@ def _read_report(descriptor: int) -> dict[str, Any]:
     os.close(descriptor)
     report: dict[str, Any] = json.loads(raw) if raw else {}
     return report
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

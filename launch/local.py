@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,11 +16,10 @@ from kog_dist.launch.events import LogFile
 from kog_dist.launch.process import EngineProcess
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.runtime import python_child
+from kog_dist.runtime.parent_death import die_with_parent
 from kog_dist.workers.arguments import WorkerArgs
 
 WORKER_MODULE: Final = "kog_dist.workers.worker"
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Child(EngineProcess):
@@ -151,8 +149,7 @@ def _die_with(parent_pid: int) -> Callable[[], None]:
     """For the child between fork and exec: be killed when the parent dies, also if that has happened already."""
 
     def arrange() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:
+        if not die_with_parent(parent_pid):
             os._exit(1)
 
     return arrange

@@ -6,11 +6,8 @@ without harm to anybody else.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
-import os
-import resource
 import signal
 import socket
 import struct
@@ -28,13 +25,13 @@ from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.packing import packed, packed_error
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.served import ServedModel
+from kog_dist.runtime.python_child import begin_helper
 from kog_dist.sampling_params import SamplingParams
 
 LENGTH: Final = struct.Struct("<I")  # before a question's head, its body, and an answer
 CPU_S: Final = 3.0  # for one body; most take less than 0.3, a text of 4 MiB that turns out to be short in tokens 2
 OUT_OF_MEMORY: Final = 70  # exit code
 _MEMORY_BYTES: Final = 2 << 30  # private memory; beyond it allocations fail
-_PR_SET_PDEATHSIG: Final = 1
 _TOLD: Final = frozenset(item.name for item in dataclasses.fields(ServedModel)) - {"tokenizer", "chat_template", "defaults"}
 
 
@@ -61,11 +58,8 @@ def question(path: str, served: ServedModel) -> bytes:
 def main() -> int:
     """Serve until the gateway is gone. Returns the exit code."""
     args = BodyArgs(**json.loads(sys.argv[1]))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != args.parent_pid:
+    if not begin_helper(args.parent_pid, _MEMORY_BYTES):
         return 0  # the gateway was gone before it could be watched
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     try:
         tokenizer, template, _defaults = read_model(None if args.model is None else Path(args.model))
     except KogError as error:

@@ -59,6 +59,13 @@ def open_link(context: zmq.Context[zmq.Socket[bytes]], access: Access, on_readab
     return ZmqLink(context, access, on_readable)
 
 
+def _send(end: FileEnd | PortEnd, address: str, frame: bytes) -> None:
+    if end.closed:
+        raise LaunchError("the connection to the engine is closed")
+    if not end.send(frame):
+        raise LaunchError(f"the engine at {address} takes no more messages")
+
+
 class FileLink:
     """A connection to the Unix socket of an engine, as a DEALER."""
 
@@ -87,10 +94,7 @@ class FileLink:
 
     def send(self, frame: bytes) -> None:
         """See Link."""
-        if self.closed:
-            raise LaunchError("the connection to the engine is closed")
-        if not self._end.send(frame):
-            raise LaunchError(f"the engine at {self._address} takes no more messages")
+        _send(self._end, self._address, frame)
         self._watch_unsent()
 
     def _watch_unsent(self) -> None:
@@ -149,10 +153,7 @@ class ZmqLink:
 
     def send(self, frame: bytes) -> None:
         """See Link."""
-        if self.closed:
-            raise LaunchError("the connection to the engine is closed")
-        if not self._end.send(frame):
-            raise LaunchError(f"the engine at {self._address} takes no more messages")
+        _send(self._end, self._address, frame)
         self._loop.call_soon(self._on_readable)  # sending may have used up the edge that announces what came meanwhile
 
     def receive(self) -> bytes | None:

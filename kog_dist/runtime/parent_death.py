@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+from typing import Final
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None)  # found once: between fork and exec nothing is looked up
+
+
+def die_with_parent(parent_pid: int) -> bool:
+    """Be killed as soon as the parent dies. False if it is not the parent any more: it died before this was arranged."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return os.getppid() == parent_pid
 
 
 def continue_without_parent() -> None:
@@ -13,4 +22,4 @@ def continue_without_parent() -> None:
 
     It learns of the death by other means: a pidfd, a pipe that closes.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

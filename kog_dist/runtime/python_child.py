@@ -6,10 +6,13 @@ import ctypes
 import functools
 import resource
 import shutil
+import signal
 import site
 import sys
 from pathlib import Path
 from typing import Final
+
+from kog_dist.runtime.parent_death import die_with_parent
 
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _UNIFIED_MEMORY: Final = Path("/dev/nvidia-uvm")  # made by nvidia-modprobe, for the first program that uses CUDA
@@ -34,6 +37,18 @@ def harden() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if _UNIFIED_MEMORY.exists() or shutil.which("nvidia-modprobe") is None:  # a setuid program, without which CUDA cannot begin
         ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def begin_helper(parent_pid: int, memory_bytes: int) -> bool:
+    """For a process that works for its parent alone: it dies with it, leaves Ctrl-C to the launcher, and may use so much memory.
+
+    False: the parent is gone already, and so should this process be.
+    """
+    if not die_with_parent(parent_pid):
+        return False
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    return True
 
 
 @functools.cache

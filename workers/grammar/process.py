@@ -8,10 +8,7 @@ choose. Neither learns anything but a grammar and token ids; the coordinator nee
 
 from __future__ import annotations
 
-import ctypes
 import os
-import resource
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.pace import Pace
 from kog_dist.runtime.process_arguments import JsonArguments
+from kog_dist.runtime.python_child import begin_helper
 from kog_dist.runtime.wait import Deadline, sleep_precisely
 from kog_dist.workers.grammar.compiler import Constraint, ConstraintError, ConstraintKind, GrammarCompiler
 
@@ -33,7 +31,6 @@ MAX_PACKET_BYTES = 1 << 17  # a schema of the longest kind, and the rest of its 
 _MEMORY_BYTES = 2 << 30  # private memory of this process; beyond it allocations fail
 _RING_WAIT_S = 0.05  # an abort is seen this late
 _RING_POLL_S = 0.001  # tokens of writers that wake nobody
-_PR_SET_PDEATHSIG = 1
 READY = {"ready": True}
 
 
@@ -63,12 +60,8 @@ def run_message(seq: int, mask_epoch: int, constraint: Constraint) -> dict[str, 
 def main() -> int:
     """Serve until the coordinator is gone. Returns the exit code."""
     args = GrammarArgs.from_json(sys.argv[1])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != args.parent_pid:
+    if not begin_helper(args.parent_pid, args.memory_bytes):
         return 0  # the coordinator was gone before it could be watched
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to answer
-    resource.setrlimit(resource.RLIMIT_DATA, (args.memory_bytes, args.memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sleep_precisely()
     try:
         control = ControlPage.from_fd(args.control_fd)

@@ -15,11 +15,8 @@ from kog_dist.gateway.openai.planning import (
     Stamp,
     answer_limit,
     check_model,
-    choice_conversation,
     conversation_of,
-    ending_fields,
-    generate,
-    of_choice,
+    plan_choices,
     sampling_params,
     schema_text,
 )
@@ -47,24 +44,12 @@ def plan_chat(body: object, served: ServedModel) -> Planned:
     stamp = Stamp.new("chatcmpl-")
     conversation = conversation_of(request, beginning_of(request.messages))
     params = sampling_params(request, served, (request.top_logprobs or 0) if request.logprobs else None)
-    fields = {
-        **ending_fields(request),
+    prompt = {
         "prompt_ids": ids,
         "max_tokens": answer_limit((request.max_tokens, request.max_completion_tokens), len(ids), served, "messages"),
         "json_schema": use.json_schema or answer_schema,
     }
-    generates = tuple(
-        generate(
-            "messages",
-            {
-                **fields,
-                "request_id": stamp.choice_id(choice, num_choices),
-                "sampling": of_choice(params, choice),
-                "conversation": choice_conversation(conversation, choice),
-            },
-        )
-        for choice in range(num_choices)
-    )
+    generates = plan_choices("messages", request, stamp, [prompt], num_choices, params, conversation)
     form = ReplyForm.of(stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
     names = TokenNames(served.tokenizer) if request.logprobs else None
     return Planned(generates, form.stream, ChatReply(form, use, names))

@@ -15,12 +15,9 @@ from kog_dist.gateway.openai.planning import (
     Stamp,
     answer_limit,
     check_model,
-    choice_conversation,
     conversation_of,
     encode_prompt,
-    ending_fields,
-    generate,
-    of_choice,
+    plan_choices,
     sampling_params,
 )
 from kog_dist.gateway.openai.reply import Planned
@@ -46,25 +43,12 @@ def plan_completion(body: object, served: ServedModel) -> Planned:
     limits = (request.max_tokens, request.max_completion_tokens)
     if limits == (None, None):
         limits = (DEFAULT_MAX_TOKENS, None)
-    fields = {
-        **ending_fields(request),
-        "json_schema": format_schema(request.response_format, "response_format"),
-    }
-    conversation = conversation_of(request, ())
+    schema = {"json_schema": format_schema(request.response_format, "response_format")}
     params = sampling_params(request, served, request.logprobs)
-    generates = tuple(
-        generate(
-            "prompt",
-            {
-                **fields,
-                "request_id": stamp.choice_id(choice, num_choices),
-                **_prompt_fields(prompts[choice // per_prompt], limits, served),
-                "sampling": of_choice(params, choice % per_prompt),
-                "conversation": choice_conversation(conversation, choice),
-            },
-        )
-        for choice in range(num_choices)
-    )
+    generates = plan_choices(
+        "prompt", request, stamp, [{**_prompt_fields(one, limits, served), **schema} for one in prompts], per_prompt, params,
+        conversation_of(request, ()),
+    )  # fmt: skip
     form = ReplyForm.of(stamp, served.name, num_choices, per_prompt, request.stream, request.stream_options)
     names = TokenNames(served.tokenizer) if request.logprobs is not None else None
     return Planned(generates, form.stream, CompletionReply(form, names))

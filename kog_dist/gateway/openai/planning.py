@@ -70,7 +70,7 @@ def sampling_params(request: SamplingFields, served: ServedModel, logprobs: int 
         raise invalid(str(error).partition(" ")[0], str(error)) from None
 
 
-def ending_fields(request: SamplingFields) -> dict[str, Any]:
+def _ending_fields(request: SamplingFields) -> dict[str, Any]:
     """The fields of Generate that say where an answer ends."""
     stop = request.stop
     texts = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
@@ -86,12 +86,33 @@ def _logit_bias(raw: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     return bias
 
 
-def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+def plan_choices(
+    param: str, request: SamplingFields, stamp: Stamp, prompts: Sequence[Mapping[str, Any]], per_prompt: int,
+    params: SamplingParams, conversation: str | None,
+) -> tuple[Generate, ...]:  # fmt: skip
+    """The messages of a request: `per_prompt` choices of each prompt, one prompt after the other. Raises ApiError."""
+    num_choices = per_prompt * len(prompts)
+    return tuple(
+        _generate(
+            param,
+            {
+                **_ending_fields(request),
+                **prompts[choice // per_prompt],
+                "request_id": stamp.choice_id(choice, num_choices),
+                "sampling": _of_choice(params, choice % per_prompt),
+                "conversation": _choice_conversation(conversation, choice),
+            },
+        )
+        for choice in range(num_choices)
+    )
+
+
+def _of_choice(params: SamplingParams, choice: int) -> SamplingParams:
     """Those of one choice of a prompt: the request's own for the first one, so that n does not change it, then the next seeds."""
     return params if choice == 0 else replace(params, seed=(params.seed + choice) % (MAX_SEED + 1))
 
 
-def generate(param: str, fields: Mapping[str, Any]) -> Generate:
+def _generate(param: str, fields: Mapping[str, Any]) -> Generate:
     """The checked message. Raises ApiError with the message's own complaint; `param` is what prompts are called."""
     least, most = fields["sampling"].min_tokens, fields["max_tokens"]
     if least > most:
@@ -120,7 +141,7 @@ def conversation_of(request: SamplingFields, beginning: Sequence[str]) -> str | 
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def choice_conversation(conversation: str | None, choice: int) -> str | None:
+def _choice_conversation(conversation: str | None, choice: int) -> str | None:
     """That of the first choice goes on; the others have their own, so that replicas share them."""
     return conversation if conversation is None or choice == 0 else f"{conversation}.{choice}"
 

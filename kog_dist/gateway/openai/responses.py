@@ -14,8 +14,7 @@ from kog_dist.gateway.openai.planning import (
     answer_limit,
     check_model,
     conversation_of,
-    ending_fields,
-    generate,
+    plan_choices,
     sampling_params,
     schema_text,
 )
@@ -51,21 +50,15 @@ def plan_response(body: object, served: ServedModel) -> Planned:
     has_logprobs = request.top_logprobs is not None or LOGPROBS_INCLUDED in (request.include or ())
     stamp = Stamp.new("resp_")
     params = sampling_params(request, served, (request.top_logprobs or 0) if has_logprobs else None)
-    message = generate(
-        "input",
-        {
-            **ending_fields(request),
-            "request_id": stamp.id,
-            "prompt_ids": ids,
-            "max_tokens": answer_limit((request.max_output_tokens,), len(ids), served, "input"),
-            "json_schema": use.json_schema or answer_schema,
-            "sampling": params,
-            "conversation": conversation_of(request, beginning_of(messages)),
-        },
-    )
+    prompt = {
+        "prompt_ids": ids,
+        "max_tokens": answer_limit((request.max_output_tokens,), len(ids), served, "input"),
+        "json_schema": use.json_schema or answer_schema,
+    }
+    generates = plan_choices("input", request, stamp, [prompt], 1, params, conversation_of(request, beginning_of(messages)))
     outline = _outline(request, stamp, served, params)
     names = TokenNames(served.tokenizer) if has_logprobs else None
-    return Planned((message,), bool(request.stream), ResponseReply(outline, use, names, stream=bool(request.stream)))
+    return Planned(generates, bool(request.stream), ResponseReply(outline, use, names, stream=bool(request.stream)))
 
 
 def without_hosted_tools(body: object) -> object:
