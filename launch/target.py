@@ -67,9 +67,9 @@ def model_folder(settings: LaunchConfig) -> tuple[Path, str]:
         folder = Path(settings.model)
         if is_gguf(folder):
             return folder.resolve(), folder.stem
-        if not folder.is_dir():
-            if folder.exists() or not is_hub_name(settings.model):
-                what = "is neither a folder nor a .gguf file" if folder.exists() else "does not exist"
+        if not os.path.isdir(folder):
+            if os.path.exists(folder) or not is_hub_name(settings.model):
+                what = "is neither a folder nor a .gguf file" if os.path.exists(folder) else "does not exist"
                 raise CheckpointError(f"MODEL {folder} {what}; give the folder of a published checkpoint")
             folder = find_snapshot(settings.model, os.environ)
         folder = folder.resolve()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -78,7 +79,7 @@ def planned_checkpoint(folder: Path, *, context: int = 0) -> Checkpoint:
 
 def has_weights(folder: Path) -> bool:
     """Whether there is any file in which `open_checkpoint` would look for weights."""
-    return any((folder / name).exists() for name in (SINGLE_NAME, INDEX_NAME))
+    return any(os.path.exists(folder / name) for name in (SINGLE_NAME, INDEX_NAME))
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,10 +219,10 @@ def _check_names(folder: Path, place: Mapping[str, SafetensorsFile], wanted: set
 def _check_manifest(
     folder: Path, manifest: Manifest, files: tuple[SafetensorsFile, ...], layouts: Mapping[str, TensorLayout]
 ) -> None:
-    for name in {"config.json", *([INDEX_NAME] if (folder / INDEX_NAME).exists() else [])} - set(manifest.files):
+    for name in {"config.json", *([INDEX_NAME] if os.path.exists(folder / INDEX_NAME) else [])} - set(manifest.files):
         raise CheckpointError(f"{folder / MANIFEST_NAME} has no SHA-256 of {name}; remove it or write it anew")
     for name in manifest.files:
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise CheckpointError(f"{folder} has no {short(name)}, but {MANIFEST_NAME} lists it; copy the file again")
     read_small_file(folder, "config.json", manifest)
     if set(manifest.headers) != {file.path.name for file in files} or set(manifest.tensors) != set(layouts):

@@ -35,7 +35,7 @@ def find_snapshot(name: str, environ: Mapping[str, str]) -> Path:
     tree = cache / (_TREE_PREFIX + name.replace("/", "--"))
     reference = tree / "refs" / "main"
     download = f"`hf download {name}` downloads it"
-    if not tree.is_dir():
+    if not os.path.isdir(tree):
         raise CheckpointError(
             f"MODEL {name} does not exist, neither as a folder nor in the cache {cache}; if the Hub has it, {download}"
         )
@@ -49,7 +49,7 @@ def find_snapshot(name: str, environ: Mapping[str, str]) -> Path:
     if not _REVISION.fullmatch(revision):
         raise CheckpointError(f"{reference} holds {short(revision)}, which is no revision; {download}")
     folder = tree / "snapshots" / revision
-    if not folder.is_dir() or folder.resolve().parent != (tree / "snapshots").resolve():
+    if not os.path.isdir(folder) or folder.resolve().parent != (tree / "snapshots").resolve():
         raise CheckpointError(f"{reference} names revision {revision}, but {folder} is no folder of the cache; {download}")
     return folder.resolve()
 

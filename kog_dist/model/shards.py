@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def open_shards(folder: Path, manifest: Manifest | None) -> tuple[tuple[Safetens
     for file_name in names:
         path = folder / file_name
         check_inside(folder, path)
-        if not path.exists():
+        if not os.path.exists(path):
             raise CheckpointError(_missing_file(folder, file_name, weight_map))
         files[file_name] = SafetensorsFile.open(path)
     owner = {name: file for file in files.values() for name in file.tensors}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class IncrementalDecoder:
 
 def text_unavailable(folder: Path) -> RequestError:
     """The error for a request with text when the folder has no tokenizer."""
-    other = " (its tokenizer.model must be converted to tokenizer.json)" if (folder / "tokenizer.model").exists() else ""
+    other = " (its tokenizer.model must be converted to tokenizer.json)" if os.path.exists(folder / "tokenizer.model") else ""
     return RequestError("no_tokenizer", f"{folder} has no {TOKENIZER_NAME}{other}; give token ids instead of text")
 
 

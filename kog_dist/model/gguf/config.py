@@ -106,7 +106,8 @@ def _vocab_size(header: GgufHeader, given: Mapping[str, Any]) -> int:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise ValueError("it has no tensor token_embd.weight")
-    rows, named = embedding.shape[0], len(header.metadata.get("tokenizer.ggml.tokens") or [])
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    rows, named = embedding.shape[0], len(tokens) if isinstance(tokens, list) else 0  # what else they are, the tokenizer says
     told = _number(given, "vocab_size", int, rows)
     if told > rows or named > rows:
         raise ValueError(f"it has {max(told, named)} tokens, but only {rows} rows of token_embd.weight")

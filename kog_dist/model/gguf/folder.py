@@ -5,6 +5,7 @@ The small files that it stands for are made from its header; those that lie next
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +30,7 @@ def gguf_of(folder: Path) -> Path | None:
     """
     if is_gguf(folder):
         return folder
-    if not folder.is_dir() or any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
+    if not os.path.isdir(folder) or any(folder.glob("*.safetensors")) or os.path.lexists(folder / "model.safetensors.index.json"):
         return None
     found = sorted(path for path in folder.glob("*.gguf"))
     if len(found) > 1:

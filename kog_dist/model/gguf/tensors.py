@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -155,4 +156,4 @@ def _published_name(name: str) -> tuple[str, str]:
 
 def is_gguf(path: Path) -> bool:
     """Whether a file is called one."""
-    return path.suffix == ".gguf" and path.is_file()
+    return path.suffix == ".gguf" and os.path.isfile(path)
