@@ -9,12 +9,15 @@ from collections import Counter
 import numpy as np
 
 from kog_dist.config import LaunchConfig
+from kog_dist.errors import CheckpointError
 from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import architecture, predictions
-from kog_dist.launch.target import Target, plan_target
+from kog_dist.launch.target import Target, model_folder, plan_target
+from kog_dist.model.checkpoint import has_weights
+from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.model.spec import ModelSpec
 
 _PROBE_BYTES = 128 << 20
@@ -32,7 +35,12 @@ def check(settings: LaunchConfig, *, deep: bool = False) -> str:
     from kog_dist.gateway.model_files import read_model
     from kog_dist.workers.model_folder import ModelFolder
 
-    target = plan_target(settings)[0]
+    try:
+        target = plan_target(settings)[0]
+    except CheckpointError as error:
+        if has_weights(folder := model_folder(settings)[0]) or gguf_of(folder) is not None:
+            raise
+        raise CheckpointError(f"{error}; --dry-run shows what config.json alone says") from None
     opened = target.checkpoint
     served = ModelFolder.from_folder(target.folder, target.model_name)
     template = read_model(target.folder)[1]

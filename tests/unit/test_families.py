@@ -148,6 +148,15 @@ REAL: dict[str, dict[str, Any]] = {  # as published
         "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "qwen2.5-coder-7b": {
         "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
         "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
@@ -165,8 +174,8 @@ REAL: dict[str, dict[str, Any]] = {  # as published
         "vocab_size": 32768,
     },
 }  # fmt: skip
-PARAMETERS = {"llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920, "qwen2.5-coder-7b": 7_615_616_512,
-              "mistral-7b-v0.3": 7_248_023_552}  # fmt: skip
+PARAMETERS = {"llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360,
+              "qwen2.5-coder-7b": 7_615_616_512, "mistral-7b-v0.3": 7_248_023_552}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -248,7 +257,7 @@ def test_a_dry_run_needs_config_json_alone(name: str, tmp_path: Path, monkeypatc
     assert f"H200 at most {reached:,.0f} tokens/s" in text
     assert f"{spec.num_lanes} GPUs" in text
     assert f"{2 * spec.num_lanes} GPUs" not in text
-    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor .* --dry-run shows what config\.json alone"):
         inspection_check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1))
 
 
