@@ -157,13 +157,14 @@ class HttpGateway:
             self._watched.begin_stop()
 
     def close(self) -> None:
-        """Give it a moment, then kill it; the port is free afterwards. A second call does nothing."""
+        """Give it a moment, less if it is stopped, then kill it; the port is free afterwards. A second call does nothing."""
         self._is_stopping = True
         deadline = Deadline.after(TERM_GRACE_S)
         if self._watched is not None:
             child = self._watched.child
             while child.exit_code is None and not deadline.expired():
                 child.read_output()
+                self._watched.look()
                 select.select([child.ended_fd], [], [], _POLL_S)
             self._watched.kill()
             self._watched = None

@@ -280,5 +280,6 @@ class FleetLauncher:
         deadline = Deadline.after(STOP_S)
         while not self._replicas.ended() and not deadline.expired():
             self._wait()
+            self._gateway_ended()  # one that is stopped is killed in time, so that its clients know
         self._replicas.close()
         self._router.close()
