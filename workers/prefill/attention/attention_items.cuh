@@ -3,6 +3,7 @@
 
 #include "hopper.cuh"
 #include "pdl.cuh"
+#include "slot_ring.cuh"
 #include "attention_shape.cuh"
 
 namespace kog {
@@ -70,13 +71,7 @@ __device__ __forceinline__ u32 item_index(u32 pass) {
     return pass * gridDim.x + (pass & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-struct Ring {
-    u32 slot = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++slot == kSlots) slot = 0, parity ^= 1;
-    }
-};
+using Ring = SlotRing<kSlots>;
 
 struct Memory {
     u32 base;

@@ -13,6 +13,7 @@
 #pragma once
 #include "hopper.cuh"
 #include "pdl.cuh"
+#include "slot_ring.cuh"
 
 namespace kog {
 
@@ -47,14 +48,7 @@ struct Tile {
     }
 };
 
-struct Ring {
-    u32 slot = 0, parity;
-
-    __device__ __forceinline__ explicit Ring(u32 parity) : parity(parity) {}
-    __device__ __forceinline__ void advance() {
-        if (++slot == kSlots) slot = 0, parity ^= 1;
-    }
-};
+using Ring = SlotRing<kSlots>;
 
 struct Memory {
     u32 base;
@@ -92,7 +86,7 @@ __device__ __forceinline__ void queue_copies(const KogTileParams& params, const 
     const u32 first = blockIdx.x / kCluster;
     for (u32 step = 0; step < kSlots; ++step) load_matrix(Tile(params, first), step, step);  // nobody's result, so that it need not wait
     await_predecessors();
-    Ring ring(1);
+    Ring ring{0, 1};
     for (u32 index = first; index < params.num_tiles; index += gridDim.x / kCluster) {
         const Tile tile(params, index);
         const u32 row = tile.row + rank * kTileRows, stream = params.is_shared ? 0 : tile.lane;
@@ -110,7 +104,7 @@ struct Consumer {
     const KogTileParams& params;
     Memory memory;
     u32 rank, group;  // of the thread block in its cluster; in the thread block
-    Ring ring{0};
+    Ring ring{0, 0};
     float sums[kSums];
     Tail tail;
 
