@@ -53,13 +53,13 @@ class Definition:
         known.update({Value(Kind.STREAM, 0, lane): h[lane] for lane in lanes})
         partials: dict[tuple[int, int], list[Term]] = {}
         for layer in range(spec.num_layers):
-            for block in Sublayer:
-                if block is Sublayer.ATTENTION:
+            for sublayer in Sublayer:
+                if sublayer is Sublayer.ATTENTION:
                     outputs = [self._attention(known, before, layer, lane, h[lane]) for lane in lanes]
                 else:
                     outputs = [self._mlp(known, layer, lane, h[lane]) for lane in lanes]
-                partials[block, layer] = outputs
-                h = self._reduce(known, partials, layer, block, h)
+                partials[sublayer, layer] = outputs
+                h = self._reduce(known, partials, layer, sublayer, h)
         self._head(known, h)
         return known
 
@@ -79,26 +79,26 @@ class Definition:
         return partial
 
     def _reduce(
-        self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, block: Sublayer, h: list[Term]
+        self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, sublayer: Sublayer, h: list[Term]
     ) -> list[Term]:
-        """The streams after one block (LANEFORMER's three cases)."""
+        """The streams after one sublayer (LANEFORMER's three cases)."""
         spec, term = self.spec, self.term
-        mode, own = spec.reduce_mode(layer, block), partials[block, layer]
+        mode, own = spec.reduce_mode(layer, sublayer), partials[sublayer, layer]
         if mode is ReduceMode.BLOCKING:
-            total = self._total(known, partials, layer, block)
+            total = self._total(known, partials, layer, sublayer)
             after = [term("h + total", h[lane], total) for lane in range(spec.num_lanes)]
         elif mode is ReduceMode.LOCAL:
             after = [term("h + sqrt(L) p", h[lane], own[lane]) for lane in range(spec.num_lanes)]
         else:
-            past = partials[block, layer - spec.delay]
-            total = self._total(known, partials, layer - spec.delay, block)
+            past = partials[sublayer, layer - spec.delay]
+            total = self._total(known, partials, layer - spec.delay, sublayer)
             after = [term("h + (p + (total - past p))", h[lane], own[lane], total, past[lane]) for lane in range(spec.num_lanes)]
-        known.update({Value(Kind.STREAM, 2 * layer + block + 1, lane): after[lane] for lane in range(spec.num_lanes)})
+        known.update({Value(Kind.STREAM, 2 * layer + sublayer + 1, lane): after[lane] for lane in range(spec.num_lanes)})
         return after
 
-    def _total(self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, block: Sublayer) -> Term:
-        total = self.tree(partials[block, layer])
-        known[Value(Kind.TOTAL, layer, NONE, block)] = total
+    def _total(self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, site: Sublayer) -> Term:
+        total = self.tree(partials[site, layer])
+        known[Value(Kind.TOTAL, layer, NONE, site)] = total
         return total
 
     def _head(self, known: dict[Value, Term], h: list[Term]) -> None:

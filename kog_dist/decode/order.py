@@ -7,8 +7,8 @@ Lanes take turns, so that one lane's waits are covered by another's work. Two th
   the reverse. Many small ones in a row stop the stream.
 
 So with two lanes or more, and from the first layer on in which no lane waits for another's current work, half of the lanes run
-half a layer behind the others: while these are in their attention block, those go through their MLP block, and a small product
-stands beside each large one. OUT comes as late as it can (docs/history/monokernel.md has the times of other orders).
+half a layer behind the others: while these are in attention, those go through their MLP, and a small product stands beside each
+large one. OUT comes as late as it can (docs/history/monokernel.md has the times of other orders).
 
 At both ends half of the lanes are alone, and a product stands elsewhere for their sake. In the first such layer QKV of the lanes
 behind comes before OUT of those ahead, and covers some of their attention. In the last one OUT of the lanes behind comes before
@@ -33,7 +33,7 @@ class Product:
 
 
 _MIN_STAGGERED_LANES = 2
-_HALVES = ((Phase.QKV, Phase.OUT), (Phase.GATE_UP, Phase.DOWN))  # the products of an attention and of an MLP block
+_HALVES = ((Phase.QKV, Phase.OUT), (Phase.GATE_UP, Phase.DOWN))  # the products of an attention and of an MLP sublayer
 
 
 def product_order(spec: ModelSpec, lanes: range) -> list[Product]:
@@ -74,9 +74,9 @@ def plain_order(lanes: range, num_layers: int) -> list[Product]:
 
 
 def _is_free(spec: ModelSpec, first_layer: int) -> bool:
-    """Whether no block from this layer on waits for the present work of other lanes."""
+    """Whether no sublayer from this layer on waits for the present work of other lanes."""
     return all(
-        spec.reduce_mode(layer, block) is not ReduceMode.BLOCKING
+        spec.reduce_mode(layer, sublayer) is not ReduceMode.BLOCKING
         for layer in range(first_layer, spec.num_layers)
-        for block in Sublayer
+        for sublayer in Sublayer
     )

@@ -21,9 +21,9 @@ def with_place(spec: ModelSpec, record: WaitRecord) -> WaitRecord:
 
     CPU ranks and GPUs name their mailboxes alike, and a layer's slot is its place among those that are summed.
     """
-    for block, phase in _SUMMED.items():
-        if record.label == block.name.lower():
-            layers = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, block)]
+    for sublayer, phase in _SUMMED.items():
+        if record.label == sublayer.name.lower():
+            layers = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, sublayer)]
             layer = layers[record.slot] if record.slot < len(layers) else NONE
             return replace(record, phase=phase, layer=layer)
     return replace(record, phase=_OTHERS[record.label]) if record.label in _OTHERS else record

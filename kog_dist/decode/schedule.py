@@ -26,9 +26,9 @@ class Scheduler:
         self.steps: list[Step] = []
         self.written: set[Value] = set()  # partials and totals, by the steps so far
         self.sequence: dict[tuple[int, int], int] = {}  # of the message of (site, layer)
-        for block in Sublayer:
-            summed = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, block)]
-            self.sequence |= {(block, layer): sequence for sequence, layer in enumerate(summed)}
+        for sublayer in Sublayer:
+            summed = [layer for layer in range(spec.num_layers) if is_summed(spec, layer, sublayer)]
+            self.sequence |= {(sublayer, layer): sequence for sequence, layer in enumerate(summed)}
 
     def rank_plan(self) -> RankPlan:
         """All steps of a token, and the rows of each compute CTA."""
@@ -90,8 +90,8 @@ class Scheduler:
         """What follows the outputs of `lanes`: the own lanes' sum if anybody needs it and it is whole now, and the streams' next
         revision: of `lanes`, or of all lanes where the sum is blocking.
         """
-        spec, block, past = self.spec, Sublayer(site), layer - self.spec.delay
-        mode = spec.reduce_mode(layer, block)
+        spec, sublayer, past = self.spec, Sublayer(site), layer - self.spec.delay
+        mode = spec.reduce_mode(layer, sublayer)
         own = [partial(site, layer, lane) for lane in self.lanes]
         self.written |= {partial(site, layer, lane) for lane in lanes}
         is_whole = self.written.issuperset(own)
@@ -204,13 +204,13 @@ def balanced(units: int, num_ctas: int, first_extra: int) -> list[tuple[int, int
     return rows
 
 
-def is_summed(spec: ModelSpec, layer: int, block: Sublayer) -> bool:
-    """Whether anybody needs the sum over lanes of this block's outputs, now or `delay` layers later."""
-    return spec.reduce_mode(layer, block) is ReduceMode.BLOCKING or spec.feeds_layer(layer, block) is not None
+def is_summed(spec: ModelSpec, layer: int, sublayer: Sublayer) -> bool:
+    """Whether anybody needs the sum over lanes of this sublayer's outputs, now or `delay` layers later."""
+    return spec.reduce_mode(layer, sublayer) is ReduceMode.BLOCKING or spec.feeds_layer(layer, sublayer) is not None
 
 
 def stream(revision: int, lane: int) -> Value:
-    """The residual stream of a lane after `revision` blocks."""
+    """The residual stream of a lane after `revision` sublayers."""
     return Value(Kind.STREAM, revision, lane)
 
 
@@ -225,12 +225,12 @@ def activation(layer: int, lane: int) -> Value:
 
 
 def partial(site: Site, layer: int, lane: int) -> Value:
-    """A lane's own output of a block."""
+    """A lane's own output of a sublayer."""
     return Value(Kind.PARTIAL, layer, lane, site)
 
 
 def total(site: Site, layer: int) -> Value:
-    """The sum over all lanes of a block's outputs."""
+    """The sum over all lanes of a sublayer's outputs."""
     return Value(Kind.TOTAL, layer, site=site)
 
 

@@ -60,12 +60,12 @@ class When(enum.IntEnum):
 class Kind(enum.IntEnum):
     """What a value is."""
 
-    STREAM = 0  # residual stream of a lane; number counts its revisions: 0 = embedding, 2 * layer + site + 1 after each block
+    STREAM = 0  # residual stream of a lane; number counts its revisions: 0 = embedding, 2 * layer + site + 1 after each sublayer
     QUERY = 1
     CACHE = 2  # keys and values of a lane and layer, positions 0 .. current
     MIXED = 3  # attention output of a lane's heads
     ACTIVATION = 4  # silu(gate) * up
-    PARTIAL = 5  # a lane's own output of a block: p_l of LANEFORMER's formula
+    PARTIAL = 5  # a lane's own output of a sublayer: p_l of LANEFORMER's formula
     OWN_SUM = 6  # tree sum over this rank's lanes
     TOTAL = 7  # tree sum over all lanes
     HEAD_INPUT = 8
@@ -90,8 +90,8 @@ _LASTING = (Kind.PARTIAL, Kind.OWN_SUM, Kind.TOTAL)
 def place(value: Value, delay: int) -> tuple[int, ...]:
     """Where an engine keeps a value, lane left out: writing a value ends the life of the one that had its place.
 
-    A lane has one residual stream, one query and so on, whatever the layer. Outputs and sums of a block live until the block
-    `delay` + 1 layers later.
+    A lane has one residual stream, one query and so on, whatever the layer. Outputs and sums of a sublayer live until the same
+    sublayer `delay` + 1 layers later.
     """
     if value.kind in _REPLACED:
         return (value.kind,)

@@ -302,18 +302,18 @@ class Laneformer(nn.Module):
         return stream
 
     def _reduce(
-        self, stream: Tensor, partial: Tensor, layer_idx: int, block: Sublayer, partials: dict[tuple[int, Sublayer], Tensor]
+        self, stream: Tensor, partial: Tensor, layer_idx: int, sublayer: Sublayer, partials: dict[tuple[int, Sublayer], Tensor]
     ) -> Tensor:
-        """Add a block's partial sums to the streams; keeps them in `partials` for the layer that they feed."""
+        """Add a sublayer's partial sums to the streams; keeps them in `partials` for the layer that they feed."""
         spec = self.spec
-        if spec.feeds_layer(layer_idx, block) is not None:
-            partials[layer_idx, block] = partial
-        mode = spec.reduce_mode(layer_idx, block)
+        if spec.feeds_layer(layer_idx, sublayer) is not None:
+            partials[layer_idx, sublayer] = partial
+        mode = spec.reduce_mode(layer_idx, sublayer)
         if mode is ReduceMode.BLOCKING:
             return stream + partial.sum(0, keepdim=True)
         if mode is ReduceMode.LOCAL:
             return stream + partial * math.sqrt(spec.num_lanes)
-        past = partials.pop((layer_idx - spec.delay, block))
+        past = partials.pop((layer_idx - spec.delay, sublayer))
         return stream + (partial + (past.sum(0, keepdim=True) - past))
 
     def logits(self, stream: Tensor) -> Tensor:

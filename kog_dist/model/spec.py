@@ -24,7 +24,7 @@ class Sublayer(enum.IntEnum):
 
 
 class ReduceMode(enum.Enum):
-    """How a block's lane-partial outputs reach the residual streams."""
+    """How a sublayer's lane-partial outputs reach the residual streams."""
 
     DELAYED = "delayed"  # h_l += p_l + sum over the other lanes of what they produced `delay` layers ago
     BLOCKING = "blocking"  # h_l += sum over all lanes of this layer's p
@@ -184,9 +184,9 @@ class ModelSpec:
         return (self.num_parameters - embedding) * weight_bytes
 
     # ---- behaviour per layer ----
-    def reduce_mode(self, layer_idx: int, block: Sublayer) -> ReduceMode:
-        """How the output of `block` of layer `layer_idx` is added to the residual streams."""
-        comm = self.attention_comm if block is Sublayer.ATTENTION else self.mlp_comm
+    def reduce_mode(self, layer_idx: int, sublayer: Sublayer) -> ReduceMode:
+        """How the output of `sublayer` of layer `layer_idx` is added to the residual streams."""
+        comm = self.attention_comm if sublayer is Sublayer.ATTENTION else self.mlp_comm
         if not comm:
             return ReduceMode.LOCAL
         if self.delay == 0:
@@ -195,12 +195,12 @@ class ModelSpec:
             return ReduceMode.DELAYED
         return ReduceMode.BLOCKING if self.early_comm else ReduceMode.LOCAL
 
-    def feeds_layer(self, layer_idx: int, block: Sublayer) -> int | None:
+    def feeds_layer(self, layer_idx: int, sublayer: Sublayer) -> int | None:
         """The later layer that consumes this layer's partials with DELAYED reduction, or None."""
         target = layer_idx + self.delay
         if self.delay == 0 or target >= self.num_layers:
             return None
-        return target if self.reduce_mode(target, block) is ReduceMode.DELAYED else None
+        return target if self.reduce_mode(target, sublayer) is ReduceMode.DELAYED else None
 
     def window(self, layer_idx: int) -> int | None:
         """Positions that a token of this layer sees, itself included; None = all before it."""

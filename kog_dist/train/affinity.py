@@ -7,8 +7,8 @@ The coupling of a unit u to a unit v of a later module is the energy of what u w
 
 with W_u the unit's columns of wo or w2, a_u its activation (FFN: silu(w1 x) * w3 x; attention: its values, as if it looked at one
 token), R_v the rows of wq, wk, wv or of w1, w3 that v owns, g the scale of the norm in front of them. The expectation is over
-given inputs of the modules. With a delay of d, what a block of layer i writes reaches other lanes at the end of the same block of
-layer i + d: modules between hear it only inside the lane. `regroup` moves units, as many in every lane as before, so that the
+given inputs of the modules. With a delay of d, what a sublayer of layer i writes reaches other lanes at the end of the same one
+of layer i + d: modules between hear it only inside the lane. `regroup` moves units, as many in every lane as before, so that the
 coupling of such pairs inside lanes grows: for one module after the other it exchanges units of two lanes while that gains
 (others fixed, so the sum never falls), in sweeps over all modules.
 """
@@ -66,14 +66,14 @@ class _Units:
 
 @torch.no_grad()
 def module_inputs(module: Laneformer, token_ids: Tensor) -> dict[Module, Tensor]:
-    """The normalised inputs (tokens, D) of every block while the model reads `token_ids` (batch, time). Needs delay 0."""
+    """The normalised inputs (tokens, D) of every sublayer while the model reads `token_ids` (batch, time). Needs delay 0."""
     inputs: dict[Module, Tensor] = {}
     handles = []
     for layer_idx, layer in enumerate(module.model.layers):
         assert isinstance(layer, LaneLayer)
-        for block, norm in ((Sublayer.ATTENTION, layer.attention_norm), (Sublayer.MLP, layer.ffn_norm)):
+        for sublayer, norm in ((Sublayer.ATTENTION, layer.attention_norm), (Sublayer.MLP, layer.ffn_norm)):
 
-            def keep(_module: object, _arguments: object, x: Tensor, key: Module = (layer_idx, block)) -> None:
+            def keep(_module: object, _arguments: object, x: Tensor, key: Module = (layer_idx, sublayer)) -> None:
                 inputs[key] = x[0].flatten(0, 1)
 
             handles.append(norm.register_forward_hook(keep))
@@ -90,7 +90,7 @@ def regroup(spec: ModelSpec, tensors: Mapping[str, Tensor], inputs: Mapping[Modu
     """Reassign heads and FFN columns of a model of delay 0 for training with `delay`. Raises ConfigError for another model."""
     if spec.delay != 0 or not spec.shared_norm_scale:
         raise ConfigError("only a model of delay 0 with shared norm scales keeps its function when units change lanes")
-    modules = [(layer_idx, block) for layer_idx in range(spec.num_layers) for block in Sublayer]
+    modules = [(layer_idx, sublayer) for layer_idx in range(spec.num_layers) for sublayer in Sublayer]
     units = {key: _units(spec, tensors, key, inputs[key]) for key in modules}
     pairs = [(writer, reader) for writer in modules for reader in modules if _is_late(writer, reader, delay)]
     before = _share(units, pairs, spec.num_lanes)
@@ -144,7 +144,7 @@ def exchange(lane_of: NDArray[np.int64], affinity: NDArray[np.float64]) -> int:
 
 
 def _is_late(writer: Module, reader: Module, delay: int) -> bool:
-    """Whether the reader comes after the writer and not behind the end of the writer's block `delay` layers later."""
+    """Whether the reader comes after the writer and not behind the end of the writer's sublayer `delay` layers later."""
     return writer < reader <= (writer[0] + delay, writer[1])
 
 
@@ -159,14 +159,14 @@ def _share(units: Mapping[Module, _Units], pairs: list[tuple[Module, Module]], n
 
 
 def _units(spec: ModelSpec, tensors: Mapping[str, Tensor], key: Module, x: Tensor) -> _Units:
-    layer_idx, block = key
+    layer_idx, sublayer = key
     prefix, d = f"model.layers.{layer_idx}.", spec.hidden_size
     x = x.double()
 
     def matrix(name: str) -> Tensor:
         return tensors[f"{prefix}{name}.weight"].double()
 
-    if block is Sublayer.MLP:
+    if sublayer is Sublayer.MLP:
         w1, w3 = (matrix(f"feed_forward.{name}").flatten(0, 1) for name in ("w1", "w3"))
         activation = (functional.silu(x @ w1.T) * (x @ w3.T)).square().mean(0).sqrt()
         reads = torch.stack((w1, w3), dim=1)
@@ -180,18 +180,18 @@ def _units(spec: ModelSpec, tensors: Mapping[str, Tensor], key: Module, x: Tenso
         reads = torch.cat((wq, wk, wv), dim=1)
         by_query = matrix("attention.wo").transpose(1, 2).reshape(kv_heads, -1, head_dim, d)  # (kv, queries of it, head_dim, D)
         writes = torch.einsum("hqvd,hvw->hdqw", by_query, root).flatten(2)
-    norm = "attention_norm" if block is Sublayer.ATTENTION else "ffn_norm"
+    norm = "attention_norm" if sublayer is Sublayer.ATTENTION else "ffn_norm"
     lanes = np.repeat(np.arange(spec.num_lanes), len(reads) // spec.num_lanes)
     return _Units(reads * matrix(norm), writes, lanes)
 
 
 def _reordered(spec: ModelSpec, tensors: Mapping[str, Tensor], key: Module, order: NDArray[np.int64]) -> dict[str, Tensor]:
     """The module's tensors with its units in another order."""
-    layer_idx, block = key
+    layer_idx, sublayer = key
     chosen = torch.from_numpy(order)
-    stem = f"model.layers.{layer_idx}." + ("attention." if block is Sublayer.ATTENTION else "feed_forward.")
+    stem = f"model.layers.{layer_idx}." + ("attention." if sublayer is Sublayer.ATTENTION else "feed_forward.")
     moved = {}
-    for name, outward in (("wq", False), ("wk", False), ("wv", False), ("wo", True)) if block is Sublayer.ATTENTION else (
+    for name, outward in (("wq", False), ("wk", False), ("wv", False), ("wo", True)) if sublayer is Sublayer.ATTENTION else (
         ("w1", False), ("w3", False), ("w2", True),
     ):  # fmt: skip
         weight = tensors[f"{stem}{name}.weight"]

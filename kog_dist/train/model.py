@@ -28,14 +28,14 @@ _GRAPHS_PER_FUNCTION = 64  # kinds of reduction x lanes x shapes; torch.compile 
 
 
 class Residual(enum.Enum):
-    """How blocks are joined. Both forms have the same weights."""
+    """How sublayers are joined. Both forms have the same weights."""
 
     LANES = "lanes"  # as the spec says: delayed, blocking or no reductions
-    LADDER = "ladder"  # x_k = x_{k-1} + sum over lanes of f_k(x_{k-2}): blocking sums that the next block does not wait for
+    LADDER = "ladder"  # x_k = x_{k-1} + sum over lanes of f_k(x_{k-2}): blocking sums that the next sublayer does not wait for
 
 
 def reduced(stream: Tensor, partial: Tensor, mode: ReduceMode, past: Tensor | None) -> Tensor:
-    """`stream` plus a block's partial sums (lanes, batch, time, hidden) by the rule of `mode`."""
+    """`stream` plus a sublayer's partial sums (lanes, batch, time, hidden) by the rule of `mode`."""
     if mode is ReduceMode.BLOCKING:
         return stream + partial.sum(0, keepdim=True)
     if mode is ReduceMode.LOCAL:
@@ -57,7 +57,7 @@ def lane_layer(
 def ladder_layer(
     layer: LaneLayer, behind: Tensor, stream: Tensor, angles: Angles, window_mask: BlockMask | None
 ) -> tuple[Tensor, Tensor]:
-    """One layer in Ladder form. `behind` is the stream before the last block; returns the new pair (behind, stream)."""
+    """One layer in Ladder form. `behind` is the stream before the last sublayer; returns the new pair (behind, stream)."""
     attention = layer.attention(layer.attention_norm(behind), *angles, None, window_mask).sum(0, keepdim=True)
     mlp = layer.feed_forward(layer.ffn_norm(stream)).sum(0, keepdim=True)
     behind = stream + attention
@@ -119,14 +119,14 @@ class TrainingModel(Laneformer):
         spec, partials = self.spec, dict[tuple[int, Sublayer], Tensor]()
         for layer_idx, layer in enumerate(self.model.layers):
             modes = spec.reduce_mode(layer_idx, Sublayer.ATTENTION), spec.reduce_mode(layer_idx, Sublayer.MLP)
-            pasts = [partials.pop((layer_idx - spec.delay, block), None) for block in Sublayer]
+            pasts = [partials.pop((layer_idx - spec.delay, sublayer), None) for sublayer in Sublayer]
             if stream.shape[0] == 1 and modes != (ReduceMode.BLOCKING, ReduceMode.BLOCKING):
                 # copied, not expanded: a first delayed layer then has the graph of all others
                 stream = stream.repeat(spec.num_lanes, 1, 1, 1)
             stream, *own = self._lane_layer(layer, modes, stream, tuple(pasts), angles, self._mask(layer_idx))
-            for block, partial in zip(Sublayer, own, strict=True):
-                if spec.feeds_layer(layer_idx, block) is not None:
-                    partials[layer_idx, block] = partial
+            for sublayer, partial in zip(Sublayer, own, strict=True):
+                if spec.feeds_layer(layer_idx, sublayer) is not None:
+                    partials[layer_idx, sublayer] = partial
         return stream
 
     def _ladder(self, stream: Tensor, angles: Angles) -> Tensor:

@@ -126,22 +126,22 @@ def test_the_path_through_the_gateway_is_measured() -> None:
 
 
 def test_the_hosts_way_to_a_first_token_is_measured() -> None:
-    done = run("first-token", "--prompts=16,300", "--blocks-ms=5,20", "--rest-ms=2", "--head-ms=3", "--repeats=2")
+    done = run("first-token", "--prompts=16,300", "--chunks-ms=5,20", "--rest-ms=2", "--head-ms=3", "--repeats=2")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["figures"]
     assert [figure["prompt"] for figure in figures] == [16, 300]
-    for figure, blocks_ms in zip(figures, (5, 20), strict=True):
-        assert figure["ms"] > blocks_ms + 2 + 3, "the played GPU works for so long"
+    for figure, chunks_ms in zip(figures, (5, 20), strict=True):
+        assert figure["ms"] > chunks_ms + 2 + 3, "the played GPU works for so long"
         for steps in (figure["steps_ms"], figure["rested_steps_ms"]):
             assert tuple(steps) == STEPS
-            assert steps["launched"] + steps["prefilled"] >= blocks_ms + 2
+            assert steps["launched"] + steps["prefilled"] >= chunks_ms + 2
 
 
 @pytest.mark.parametrize("wrong", ["1", "1,x", "1,0", "1,nan"])
 def test_times_of_a_played_gpu_are_checked(wrong: str) -> None:
-    done = run("first-token", "--prompts=16,300", f"--blocks-ms={wrong}")
+    done = run("first-token", "--prompts=16,300", f"--chunks-ms={wrong}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"--blocks-ms must be a number of milliseconds for each of --prompts, below 10000, got {wrong!r}" in done.stderr
+    assert f"--chunks-ms must be a number of milliseconds for each of --prompts, below 10000, got {wrong!r}" in done.stderr
 
 
 def test_chat_finds_the_ranks(url: str) -> None:

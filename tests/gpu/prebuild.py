@@ -32,7 +32,7 @@ from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import sizes_within
 from kog_dist.workers.prefill.prefill_abi import prefill_header, sums_header
 
-BLOCKS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest block, where it is not the default
+CHUNK_ROWS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest chunk, where it is not the default
 
 
 def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
@@ -68,7 +68,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
             yield partial(build_without_delayed_sums, shape)
         return
     yield from (partial(build, shape.headers(), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
-    rows = spec.max_context + BLOCKS.get(group, max(sizes_within(spec.max_context)))
+    rows = spec.max_context + CHUNK_ROWS.get(group, max(sizes_within(spec.max_context)))
     header = prefill_header(layout, num_positions=rows, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     yield partial(compiled.build, "prefill", header)
     yield partial(

@@ -131,7 +131,7 @@ def test_answers_are_those_of_one_gpu(session: EngineSession, count: int, prefil
     alone, together = found
     assert len(alone["greedy"]["tokens"]) == 2000
     assert len(set(alone["long"]["digests"])) > 50
-    if prefill == "off":  # else positions that were decoded, or stood in other blocks, are rounded otherwise
+    if prefill == "off":  # else positions that were decoded, or stood in other chunks, are rounded otherwise
         assert alone["longer"]["tokens"] == alone["anew"]["tokens"]
     for name, expected in alone.items():
         assert together[name] == expected, name

@@ -45,7 +45,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "of one lane": {"head_type": HeadType.LANE, "num_lanes": 1, "delay": 0},
     "by lane": {"head_type": HeadType.VOCAB_PARALLEL, "shared_norm_scale": False},
     "by lane, all blocking": {"head_type": HeadType.VOCAB_PARALLEL, "num_lanes": 4, "delay": 0},
-    "by lane, blocks left over": {
+    "by lane, thread blocks left over": {
         "hidden_size": 640, "num_heads": 40, "num_kv_heads": 40, "intermediate_size": 608, "vocab_size": 1000,
         "head_type": HeadType.VOCAB_PARALLEL,
     },

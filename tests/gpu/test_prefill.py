@@ -35,7 +35,7 @@ from kog_dist.workers.notes import Watch
 from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gpu import Tuning, exact_products, matrices_for, prefill_by, prefill_for, runner_for
-from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES, EXACT_SIZE
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.operations import TorchOperations
@@ -340,7 +340,7 @@ def test_2b_logits_and_bits(big: tuple[Monokernel, Matrices]) -> None:
 
 
 def test_our_products_have_the_bits_of_cublas(big: tuple[Monokernel, Matrices]) -> None:
-    """What blocks of different sizes, and ranks with other numbers of lanes, rest on."""
+    """What chunks of different sizes, and ranks with other numbers of lanes, rest on."""
     kernel, matrices = big
     runner, layer = runner_for(kernel, matrices), 1
     of_layer, do, buffers = matrices.layers()[layer], runner.layers.operations, runner.buffers
@@ -383,8 +383,8 @@ def test_products_have_the_same_bits_for_fewer_lanes(big: tuple[Monokernel, Matr
     with torch.no_grad(), exact_products():
         for name in ("wqkv", "wo", "w13", "w2"):
             matrix = getattr(matrices, name)
-            of_blocks = [(size, torch.float32 if name == "wqkv" else torch.float16) for size in BLOCK_SIZES]
-            for size, dtype in [*of_blocks, (EXACT_SIZE if name == "wo" else 2 * EXACT_SIZE, torch.float32)]:
+            of_chunks = [(size, torch.float32 if name == "wqkv" else torch.float16) for size in CHUNK_SIZES]
+            for size, dtype in [*of_chunks, (EXACT_SIZE if name == "wo" else 2 * EXACT_SIZE, torch.float32)]:
                 x = torch.randn(8, size, matrix.shape[2], device="cuda", dtype=torch.float16, generator=generator)
                 whole = torch.bmm(x, matrix.transpose(1, 2), out_dtype=dtype)
                 part = torch.bmm(x[:num_lanes], matrix[:num_lanes].transpose(1, 2), out_dtype=dtype)
@@ -401,7 +401,7 @@ def _check_stop(prefill: Prefill) -> None:
         asked_at.append(time.perf_counter())
         return len(asked_at) > 1
 
-    assert prefill.run(IDS_2B[:3800], 0, should_stop=stop) == 3072  # 3,999 are one block
+    assert prefill.run(IDS_2B[:3800], 0, should_stop=stop) == 3072  # 3,999 are one chunk
     assert time.perf_counter() - asked_at[1] < 0.1
 
 

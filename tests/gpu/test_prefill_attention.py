@@ -83,7 +83,7 @@ def of_2b() -> Attention:
 
 
 @pytest.mark.parametrize("window", [512, None])
-def test_a_row_has_the_same_bits_in_every_block(of_2b: Attention, window: int | None) -> None:
+def test_a_row_has_the_same_bits_in_every_chunk(of_2b: Attention, window: int | None) -> None:
     query, keys, values = tensors(SHAPE_2B, MAX_CONTEXT)
 
     def run(start: int, size: int) -> torch.Tensor:

@@ -97,7 +97,7 @@ def of_2b(request: pytest.FixtureRequest) -> Tiles:
     return tiles_on_gpu(SHAPES[request.param])
 
 
-def test_a_row_has_the_same_bits_in_every_block(of_2b: Tiles) -> None:
+def test_a_row_has_the_same_bits_in_every_chunk(of_2b: Tiles) -> None:
     x, matrix, inverse_rms = operands(of_2b.shape, LANES, LARGEST)
     whole = run(of_2b, x, matrix, inverse_rms)
     for start, size in ((0, 2048), (2048, 2048), (1024, 1024), (77, 512), (3584, 512), (3840, 256)):
@@ -175,7 +175,7 @@ def test_queries_keys_and_values(spec: ModelSpec, lanes: int, size: int, start: 
         for found, reference, limit in (*pairs, (values[start:, lane], sums[:, heads + kv_heads :], rounding)):
             assert float((found.double() - reference).norm() / reference.norm()) < limit
     assert bool(keys[:start].isnan().all())
-    assert bool(values[:start].isnan().all()), "what stands before the block is left alone"
+    assert bool(values[:start].isnan().all()), "what stands before the chunk is left alone"
     assert int(overflow) == 0
     x[lanes - 1, 17, 3] = torch.inf
     tiles.run(x, matrix, inverse_rms=inverse_rms, **fields)

@@ -101,7 +101,7 @@ def test_benchmarks_get_as_far_as_the_gpu(words: tuple[str, ...], monkeypatch: p
 def test_limits_leave_room_and_groups_exist() -> None:
     assert all(step.limit_s >= 1.25 * step.about_s and step.gpus in (1, 2, 4) for step in STEPS.values())
     groups = {group.partition(":")[0] for step in STEPS.values() for group in step.builds}
-    assert all(group in prebuild.BLOCKS or next(prebuild.models(group)) for group in groups)
+    assert all(group in prebuild.CHUNK_ROWS or next(prebuild.models(group)) for group in groups)
     assert len(prebuild.builds_of(["2b:1,2"])) == 10 + 7 + 2  # products of one rank; of two the exchange, and the sums
 
 

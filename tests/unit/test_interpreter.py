@@ -59,22 +59,22 @@ def twin_logits(spec: ModelSpec, tensors: dict[str, NDArray[np.float32]], tokens
     outputs: dict[tuple[int, Sublayer], list[Array]] = {}
     for layer in range(spec.num_layers):
         stem = f"model.layers.{layer}"
-        for block in Sublayer:
-            if block is Sublayer.ATTENTION:
+        for sublayer in Sublayer:
+            if sublayer is Sublayer.ATTENTION:
                 p = [
                     twin_attention(spec, w, layer, lane, norm(f"{stem}.attention_norm", lane, h[lane]), kv_round)
                     for lane in lanes
                 ]
             else:
                 p = [twin_mlp(w, layer, lane, norm(f"{stem}.ffn_norm", lane, h[lane])) for lane in lanes]
-            outputs[layer, block] = p
-            mode = spec.reduce_mode(layer, block)
+            outputs[layer, sublayer] = p
+            mode = spec.reduce_mode(layer, sublayer)
             if mode is ReduceMode.BLOCKING:
                 h = [h[lane] + sum(p) for lane in lanes]
             elif mode is ReduceMode.LOCAL:
                 h = [h[lane] + spec.num_lanes**0.5 * p[lane] for lane in lanes]
             else:
-                past = outputs[layer - spec.delay, block]
+                past = outputs[layer - spec.delay, sublayer]
                 h = [h[lane] + p[lane] + sum(past[other] for other in lanes if other != lane) for lane in lanes]
     assert all(x.shape == (time, spec.hidden_size) for x in h)
     if spec.head_type is HeadType.VOCAB_PARALLEL:

@@ -21,7 +21,7 @@ SPEC = ModelSpec(
     hidden_size=3072, num_layers=15, num_heads=128, num_kv_heads=64, intermediate_size=12288, vocab_size=32000, max_context=512,
     num_lanes=8, delay=2,
 )  # fmt: skip
-# What the finaliser will do with a block of rows, and the sampler with candidates: it must compile, and fit into few registers.
+# What the finaliser will do with a row tile, and the sampler with candidates: it must compile, and fit into few registers.
 PROBE = """
 #include "peers.cuh"
 #include "peers_shape.cuh"

@@ -16,7 +16,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 SMALL = ModelSpec(
     hidden_size=16, num_layers=7, num_heads=8, num_kv_heads=8, intermediate_size=16, vocab_size=24, num_lanes=8, delay=2
 )  # fmt: skip
-BLOCKS = {Phase.OUT: Sublayer.ATTENTION, Phase.DOWN: Sublayer.MLP}
+SUBLAYERS = {Phase.OUT: Sublayer.ATTENTION, Phase.DOWN: Sublayer.MLP}
 CHAIN = (Phase.QKV, Phase.OUT, Phase.GATE_UP, Phase.DOWN)
 VARIANTS = [
     replace(SMALL, num_layers=num_layers, delay=delay, early_comm=early, attention_comm=attention, mlp_comm=mlp)
@@ -42,22 +42,22 @@ def test_the_finaliser_finds_the_partials_that_it_adds(lanes: range) -> None:
     """A row's owner keeps the partials of `delay` + 1 layers (`history` in finalize.cuh). When the last lane's is there, all are:
     then the sum goes to the peers. A blocking one is added then, too, and no lane may go on before it."""
     for spec in VARIANTS:
-        history: dict[tuple[Sublayer, int, int], int] = {}  # block, layer modulo delay + 1, lane -> layer
-        streams = dict.fromkeys(lanes, 0)  # blocks that have been added
+        history: dict[tuple[Sublayer, int, int], int] = {}  # sublayer, layer modulo delay + 1, lane -> layer
+        streams = dict.fromkeys(lanes, 0)  # sublayers that have been added
         for product in product_order(spec, lanes):
             layer, lane = product.layer, product.lane
             assert streams[lane] == 2 * layer + (product.phase in (Phase.GATE_UP, Phase.DOWN)), (spec, product)
-            if product.phase not in BLOCKS:
+            if product.phase not in SUBLAYERS:
                 continue
-            block = BLOCKS[product.phase]
-            mode = spec.reduce_mode(layer, block)
+            sublayer = SUBLAYERS[product.phase]
+            mode = spec.reduce_mode(layer, sublayer)
             if mode is ReduceMode.DELAYED:
                 past = layer - spec.delay
-                found = [history[block, past % (spec.delay + 1), other] for other in lanes]
+                found = [history[sublayer, past % (spec.delay + 1), other] for other in lanes]
                 assert found == [past] * len(lanes), (spec, product)
-            history[block, layer % (spec.delay + 1), lane] = layer
+            history[sublayer, layer % (spec.delay + 1), lane] = layer
             if lane == lanes[-1]:
-                assert [history[block, layer % (spec.delay + 1), other] for other in lanes] == [layer] * len(lanes), (
+                assert [history[sublayer, layer % (spec.delay + 1), other] for other in lanes] == [layer] * len(lanes), (
                     spec,
                     product,
                 )

@@ -226,8 +226,8 @@ def test_a_layer_cannot_be_windowed_and_unclamped() -> None:
         read_config(base | {"swa_layers": [1, 2], "unclamped_layers": [2]})
 
 
-def modes(spec: ModelSpec, block: Sublayer) -> str:
-    return "".join(spec.reduce_mode(i, block).value[0] for i in range(spec.num_layers))  # d(elayed), b(locking), l(ocal)
+def modes(spec: ModelSpec, sublayer: Sublayer) -> str:
+    return "".join(spec.reduce_mode(i, sublayer).value[0] for i in range(spec.num_layers))  # d(elayed), b(locking), l(ocal)
 
 
 def test_reduce_modes() -> None:

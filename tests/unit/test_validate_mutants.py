@@ -41,24 +41,24 @@ def expected_tokens(spec: ModelSpec) -> list[tuple[int, int]]:
         h = [mix(Phase.EMBED, token) for _ in lanes]
         made: dict[tuple[int, int], list[int]] = {}
         for layer in range(spec.num_layers):
-            for block in Sublayer:
+            for sublayer in Sublayer:
                 p = []
                 for lane in lanes:
-                    if block is Sublayer.ATTENTION:
+                    if sublayer is Sublayer.ATTENTION:
                         query = mix(Phase.QKV, layer, lane, h[lane])
                         caches[layer, lane] = mix(caches.get((layer, lane), 0), query)
                         mixed = mix(Phase.ATTEND, layer, lane, query, caches[layer, lane])
                         p.append(mix(Phase.OUT, layer, lane, mixed))
                     else:
                         p.append(mix(Phase.DOWN, layer, lane, mix(Phase.GATE_UP, layer, lane, h[lane])))
-                made[layer, block] = p
-                mode = spec.reduce_mode(layer, block)
+                made[layer, sublayer] = p
+                mode = spec.reduce_mode(layer, sublayer)
                 if mode is ReduceMode.BLOCKING:
                     h = [(x + sum(p)) % PRIME for x in h]
                 elif mode is ReduceMode.LOCAL:
                     h = [(x + SQRT_LANES * y) % PRIME for x, y in zip(h, p, strict=True)]
                 else:
-                    past = made[layer - spec.delay, block]
+                    past = made[layer - spec.delay, sublayer]
                     h = [(x + y + sum(past) - z) % PRIME for x, y, z in zip(h, p, past, strict=True)]
         normed = [mix(Phase.FINAL_NORM, lane, h[lane]) for lane in lanes]
         if spec.head_type is HeadType.VOCAB_PARALLEL:

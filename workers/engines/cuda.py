@@ -48,7 +48,7 @@ HEARTBEAT_MARGIN_S = 2.5  # a wait that runs out of time says more than silence,
 POLL_S = 20e-6
 FIRST_TOKEN_SPIN_S = 0.004  # behind prefill it comes within about a millisecond, and whoever asked waits for it
 REFILL_TOKENS = 16
-MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a block takes as long as reading the weights
+MIN_PREFILL_TOKENS = 3  # fewer are faster one by one: a chunk takes as long as reading the weights
 ALONE_WAIT_US = 500_000  # longest wait on the device
 FIRST_MASK_TIMEOUT_S = 5.0
 AMONG_PEERS_WAIT_US = 2_000_000  # hosts start their launches at different times; a stopped one is found sooner, by its heartbeat
@@ -105,7 +105,7 @@ class CudaEngine:
         return kernel
 
     def _link(self, prefill_tokens: int) -> CudaHeap | None:
-        """The memory that all ranks have mapped, with room for prefill in blocks of so many tokens; None for one rank."""
+        """The memory that all ranks have mapped, with room for prefill in chunks of so many tokens; None for one rank."""
         if self._peers is None:
             return None
         self._control.set_state(self._rank, RankState.LINKING)
@@ -170,7 +170,7 @@ class CudaEngine:
         prefill.forget(0)
         self._control.set_prefill(self._rank)
         if self._rank == 0:
-            note("prompts go through prefill, in blocks of many tokens")
+            note("prompts go through prefill, in chunks of many tokens")
         return prefill
 
     # ---- requests ----

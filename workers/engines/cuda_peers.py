@@ -83,7 +83,7 @@ class CudaPeers:
     def link(self, device: int, prefill_tokens: int = 0) -> CudaHeap:
         """Map the peers' memory and try it. Returns the heap with the mailboxes of the monokernel, which come first.
 
-        `prefill_tokens`: most tokens in a block of prefill; 0: there is none.
+        `prefill_tokens`: most tokens in a chunk of prefill; 0: there is none.
         """
         shape = self._shapes[self._rank]
         self._prefill_tokens = prefill_tokens

@@ -56,7 +56,7 @@ class Prefiller(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is started with. `link` maps the peers' memory, with room for blocks of so many tokens; None: no peers."""
+    """What a rank is started with. `link` maps the peers' memory, with room for chunks of so many tokens; None: no peers."""
 
     args: WorkerArgs
     shape: KernelShape

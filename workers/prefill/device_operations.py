@@ -1,7 +1,7 @@
-"""The operations of a block on a GPU: products by kernels of our own, with what comes behind them, or by cuBLAS, where those do
+"""The operations of a chunk on a GPU: products by kernels of our own, with what comes behind them, or by cuBLAS, where those do
 not fit or are not worth it; attention of our own, or torch's; and the fused kernels of prefill.cu for the rest.
 
-All of it is queued on torch's current stream and reads positions from device memory, so a block can be captured once and replayed
+All of it is queued on torch's current stream and reads positions from device memory, so a chunk can be captured once and replayed
 for any place in any prompt.
 """
 

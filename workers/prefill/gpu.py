@@ -1,4 +1,4 @@
-"""Prefill beside a monokernel: each size of blocks is one CUDA graph, captured at the start and replayed ever after."""
+"""Prefill beside a monokernel: each size of chunks is one CUDA graph, captured at the start and replayed ever after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kog_dist.workers.prefill.device_operations import DeviceOperations, observe
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
 from kog_dist.workers.prefill.model.buffers import Buffers, Rows
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES, EXACT_SIZE, SPLIT_SIZE, Block, sizes_within
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 class Tuning:
     """What decides about speed, not about the function. `kog-bench prefill --choices all` measures others than the defaults."""
 
-    sizes: tuple[int, ...] = BLOCK_SIZES
-    exact_size: int = EXACT_SIZE  # of the block of a short prompt, not one of `sizes`; 0: none. This one decides about bits
-    split_size: int = SPLIT_SIZE  # of the largest block whose streams are sums of two; this one, too
+    sizes: tuple[int, ...] = CHUNK_SIZES
+    exact_size: int = EXACT_SIZE  # of the chunk of a short prompt, not one of `sizes`; 0: none. This one decides about bits
+    split_size: int = SPLIT_SIZE  # of the largest chunk whose streams are sums of two; this one, too
 
     def within(self, max_context: int) -> Tuning:
-        """The same without blocks that no prompt of such a context needs."""
+        """The same without chunks that no prompt of such a context needs."""
         return replace(self, sizes=sizes_within(max_context, self.sizes))
 
 
@@ -84,7 +84,7 @@ def prefill_for(
 ) -> Prefill:
     """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
 
-    Takes some hundred ms, and seconds at the first start on a machine: compiles or loads the fused kernels, runs a block of each
+    Takes some hundred ms, and seconds at the first start on a machine: compiles or loads the fused kernels, runs a chunk of each
     size without the peers, for which algorithms of products may have to be chosen, and captures it. `ended` is told each step.
     Raises CompileError, LaunchError, or ConfigError for a model that it cannot run.
     """
@@ -132,9 +132,9 @@ def runner_for(
 
 
 class GraphRunner:
-    """See `Runner`. Each size is captured once; what differs between blocks is in device memory.
+    """See `Runner`. Each size is captured once; what differs between chunks is in device memory.
 
-    `prepared` is called when a block of each size has run, before the first is captured.
+    `prepared` is called when a chunk of each size has run, before the first is captured.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class GraphRunner:
         self.layers, self.buffers, self.stream = layers, buffers, stream
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size
-        self.ends: dict[int, torch.cuda.CUDAGraph] = {}  # what is left for the prompt's last token, by the size of its block
+        self.ends: dict[int, torch.cuda.CUDAGraph] = {}  # what is left for the prompt's last token, by the size of its chunk
         self._rows = {size: buffers.rows(size) for size in tuning.sizes}  # the graphs have their addresses
         if tuning.exact_size:
             self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
@@ -172,7 +172,7 @@ class GraphRunner:
         stream.synchronize()
         self._stream_ptr = stream.cuda_stream
         # By size: what is launched without torch, which looks up device, stream and random numbers first.
-        self._blocks, self._ends = (
+        self._chunks, self._ends = (
             {size: graph.raw_cuda_graph_exec() for size, graph in graphs.items()} for graphs in (self.graphs, self.ends)
         )
 
@@ -186,7 +186,7 @@ class GraphRunner:
         self.layers.exchange = exchange
 
     def rows(self, size: int) -> Rows:
-        """The memory of a block."""
+        """The memory of a chunk."""
         return self._rows[size]
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
@@ -198,11 +198,11 @@ class GraphRunner:
             with torch.cuda.stream(self.stream):
                 self.layers.operations.load_cache(held, start)
 
-    def queue(self, block: Block) -> Callable[[], bool]:
+    def queue(self, chunk: Chunk) -> Callable[[], bool]:
         """See `Runner`."""
         import torch
 
-        launch_graph(self._blocks[block.size], self._stream_ptr)
+        launch_graph(self._chunks[chunk.size], self._stream_ptr)
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ended.record(self.stream)
         return ended.query
@@ -212,9 +212,9 @@ class GraphRunner:
         """See `Runner`."""
         return self.buffers.streams
 
-    def queue_end(self, block: Block) -> None:
+    def queue_end(self, chunk: Chunk) -> None:
         """See `Runner`."""
-        launch_graph(self._ends[block.size], self._stream_ptr)
+        launch_graph(self._ends[chunk.size], self._stream_ptr)
 
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""

@@ -1,6 +1,6 @@
-"""The operations of a block in plain torch: what they mean, and what runs on a CPU.
+"""The operations of a chunk in plain torch: what they mean, and what runs on a CPU.
 
-Values are stored in the products' type T and computed in float32. No row depends on how many rows of a block are padding.
+Values are stored in the products' type T and computed in float32. No row depends on how many rows of a chunk are padding.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Operations(Protocol):
     """One rank's arithmetic. Every operation works on what `Buffers` and `Rows` hold; on a GPU they are queued in order."""
 
     def begin(self, rows: Rows) -> None:
-        """The next block: `place` of its rows; `next_start` = where the one after it begins."""
+        """The next chunk: `place` of its rows; `next_start` = where the one after it begins."""
 
     def embed(self, rows: Rows, scale: Tensor) -> None:
         """Streams of all lanes = the tokens' embedding rows, times `scale` (lanes or 1, D); `inverse_rms` of them without it.
-        Rows behind the prompt's last token are 0; a GPU leaves them so in large blocks, which draws less power.
+        Rows behind the prompt's last token are 0; a GPU leaves them so in large chunks, which draws less power.
 
-        `rows` may be `Rows.shared`, here and below, where a model has one scale for all lanes and the block is not exact.
+        `rows` may be `Rows.shared`, here and below, where a model has one scale for all lanes and the chunk is not exact.
         """
 
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:

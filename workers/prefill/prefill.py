@@ -1,4 +1,4 @@
-"""A prompt into the KV cache, block by block: `Prefill.run`."""
+"""A prompt into the KV cache, chunk by chunk: `Prefill.run`."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Protocol
 from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.prefill.model.buffers import Buffers, Rows
-from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES, Block, blocks
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, Chunk, chunks
 from kog_dist.workers.prefill.model.layers import Layers
 
-BLOCKS_QUEUED = 2  # the next one starts without the host
-ROWS_QUEUED = 4096  # of several blocks together: what a stop waits for
+CHUNKS_QUEUED = 2  # the next one starts without the host
+ROWS_QUEUED = 4096  # of several chunks together: what a stop waits for
 POLL_S = 20e-6
 
 
 class Runner(Protocol):
-    """Runs the blocks of one prompt, one after the other."""
+    """Runs the chunks of one prompt, one after the other."""
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """A new prompt, whose first `start` tokens are in the monokernel's cache, and whose first `held` <= `start` ones stand in
         the plain keys and values, too. What was queued before must have ended.
         """
 
-    def queue(self, block: Block) -> Callable[[], bool]:
-        """Queue the next block; what comes back says whether it has ended."""
+    def queue(self, chunk: Chunk) -> Callable[[], bool]:
+        """Queue the next chunk; what comes back says whether it has ended."""
 
     @property
     def streams(self) -> LastStreams:
         """What `queue_end` makes; invalid if `store` stores nothing."""
 
-    def queue_end(self, block: Block) -> None:
-        """Queue behind the block of the prompt's last token: that one's streams behind the last layer."""
+    def queue_end(self, chunk: Chunk) -> None:
+        """Queue behind the chunk of the prompt's last token: that one's streams behind the last layer."""
 
     def store(self, first: int, last: int) -> None:
-        """Queue behind all blocks: these positions go to the monokernel's cache if all values are finite."""
+        """Queue behind all chunks: these positions go to the monokernel's cache if all values are finite."""
 
     def has_ended(self) -> bool:
         """Whether all that was queued has ended, after `store`."""
@@ -54,7 +54,7 @@ class Prefill:
     """Fills the KV cache of one rank. One request at a time, never while the monokernel runs.
 
     With several ranks `run` is collective, and `should_stop` must say the same on all ranks each time that it is asked, which is
-    once before each block.
+    once before each chunk.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Prefill:
         runner: Runner,
         *,
         max_context: int,
-        sizes: Sequence[int] = BLOCK_SIZES,
+        sizes: Sequence[int] = CHUNK_SIZES,
         exact_size: int = 0,
     ) -> None:
         self._runner, self._max_context, self._sizes = runner, max_context, tuple(sizes)
@@ -90,10 +90,10 @@ class Prefill:
     ) -> int:
         """Go on behind the first `start` tokens, which are in the cache; returns how many it holds then.
 
-        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every block, and what is queued by
+        That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every chunk, and what is queued by
         then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
         `start` comes back; the monokernel can go on from there. `on_progress` is called with the number of positions after every
-        block, and `on_queued` once, when all is queued, unless it was stopped before: a launch that begins with `streams` may be
+        chunk, and `on_queued` once, when all is queued, unless it was stopped before: a launch that begins with `streams` may be
         queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
@@ -103,7 +103,7 @@ class Prefill:
             raise ConfigError(
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
-        waiting = deque(blocks(start, len(token_ids), self._sizes, self._exact_size))
+        waiting = deque(chunks(start, len(token_ids), self._sizes, self._exact_size))
         if not waiting:
             return start
         self._runner.begin(token_ids, start, min(self._held, start))
@@ -120,7 +120,7 @@ class Prefill:
 
     def _queue(
         self,
-        waiting: deque[Block],
+        waiting: deque[Chunk],
         start: int,
         num_tokens: int,
         should_stop: Callable[[], bool],
@@ -129,7 +129,7 @@ class Prefill:
         on_queued: Callable[[], None],
     ) -> int:
         """Queue what is waiting, and return when it has ended: one past the last position."""
-        queued: deque[tuple[Block, Callable[[], bool]]] = deque()  # and whether it has ended
+        queued: deque[tuple[Chunk, Callable[[], bool]]] = deque()  # and whether it has ended
         end = start
         is_stored = is_stopped = False
         while queued or not is_stored or not self._runner.has_ended():
@@ -137,15 +137,15 @@ class Prefill:
                 self._runner.stop()
                 waiting.clear()
                 is_stopped = True
-            elif waiting and _has_room([block for block, _ in queued], waiting[0]):
+            elif waiting and _has_room([chunk for chunk, _ in queued], waiting[0]):
                 if should_stop():
                     waiting.clear()
                     continue
-                block = waiting.popleft()
-                end = block.end
-                queued.append((block, self._runner.queue(block)))
+                chunk = waiting.popleft()
+                end = chunk.end
+                queued.append((chunk, self._runner.queue(chunk)))
                 if end == num_tokens:
-                    self._runner.queue_end(block)
+                    self._runner.queue_end(chunk)
             elif not waiting and not is_stored:
                 self._runner.store(start, end)
                 is_stored = True
@@ -160,15 +160,15 @@ class Prefill:
         return end
 
 
-def _has_room(queued: Sequence[Block], block: Block) -> bool:
-    """Whether another block may be queued behind these."""
-    return not queued or (len(queued) < BLOCKS_QUEUED and sum(one.size for one in queued) + block.size <= ROWS_QUEUED)
+def _has_room(queued: Sequence[Chunk], chunk: Chunk) -> bool:
+    """Whether another chunk may be queued behind these."""
+    return not queued or (len(queued) < CHUNKS_QUEUED and sum(one.size for one in queued) + chunk.size <= ROWS_QUEUED)
 
 
 class HostRunner:
-    """Runs blocks on a CPU, at once: for tests, and as the definition of what a GPU does."""
+    """Runs chunks on a CPU, at once: for tests, and as the definition of what a GPU does."""
 
-    def __init__(self, layers: Layers, buffers: Buffers, sizes: Sequence[int] = BLOCK_SIZES, *, exact_size: int = 0) -> None:
+    def __init__(self, layers: Layers, buffers: Buffers, sizes: Sequence[int] = CHUNK_SIZES, *, exact_size: int = 0) -> None:
         self._layers, self._buffers = layers, buffers
         self._rows: dict[int, Rows] = {size: buffers.rows(size) for size in sizes}
         if exact_size:
@@ -181,9 +181,9 @@ class HostRunner:
         if held < start:
             self._layers.operations.load_cache(held, start)
 
-    def queue(self, block: Block) -> Callable[[], bool]:
+    def queue(self, chunk: Chunk) -> Callable[[], bool]:
         """See `Runner`."""
-        self._layers.run(self._rows[block.size])
+        self._layers.run(self._rows[chunk.size])
         return lambda: True
 
     @property
@@ -191,9 +191,9 @@ class HostRunner:
         """See `Runner`."""
         return self._buffers.streams
 
-    def queue_end(self, block: Block) -> None:
+    def queue_end(self, chunk: Chunk) -> None:
         """See `Runner`."""
-        self._layers.finish(self._rows[block.size], self._last)
+        self._layers.finish(self._rows[chunk.size], self._last)
 
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""

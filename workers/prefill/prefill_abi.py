@@ -13,15 +13,15 @@ from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
 MAX_THREADS = 512  # of a thread block
 HELD_LANES = 8  # most lanes of a row whose values a thread of `residual` asks for at once
 APPEND_ROWS = 4  # that a thread block of `append` takes at a time
-# Rows at the end of a block of 1,024 and more among which `residual` looks for padding, to leave it out; more than `blocks` pads.
+# Rows at the end of a chunk of 1,024 and more among which `residual` looks for padding, to leave it out; more than `chunks` pads.
 MOST_PADDING = 256
 PREFILL_PARAMS = Struct(
     "PrefillParams",
     "Parameters of one launch; passed by value. Pointers are device addresses; a kernel reads those that it needs.",
     (
-        Field("prompt_ptr", "u64", "uint32 (max_context + largest block)"),
-        Field("place_ptr", "u64", "int32: start of the block; 0, end of its keys"),
-        Field("next_start_ptr", "u64", "int32: where the next block begins"),
+        Field("prompt_ptr", "u64", "uint32 (max_context + largest chunk)"),
+        Field("place_ptr", "u64", "int32: start of the chunk; 0, end of its keys"),
+        Field("next_start_ptr", "u64", "int32: where the next chunk begins"),
         Field("overflow_ptr", "u64", "int32: set to 1 when a value is not finite"),
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
@@ -48,7 +48,7 @@ PREFILL_PARAMS = Struct(
         Field("last_partial_ptr", "u64", "float32 (lanes, 2, hidden): where `partial` goes; 0 = not wanted"),
         Field("last_past_ptr", "u64", "the same for `past`"),
         Field("last_streams_ptr", "u64", "float32 (lanes, hidden): the token's streams behind the last layer"),
-        Field("size", "u32", "rows of the block"),
+        Field("size", "u32", "rows of the chunk"),
         Field("is_shared", "u32", "1: the streams read are one for all lanes"),
         Field("num_written", "u32", "streams to be written: all lanes, or one for all of them"),
         Field("first", "u32", "first position to copy; of append: of the groups of four values of a row"),
@@ -60,7 +60,7 @@ SUM_PARAMS = Struct(
     "Parameters of a launch of allreduce.cu, which a `KogPeers` follows; passed by value. Pointers are device addresses.",
     (
         Field("own_sum_ptr", "u64", "float32 (size, width): sum over the hosted lanes"),
-        Field("num_blocks_ptr", "u64", "uint64: blocks that have begun; of share_overflow: its calls"),
+        Field("num_chunks_ptr", "u64", "uint64: chunks that have begun; of share_overflow: its calls"),
         Field("overflow_ptr", "u64", "int32, of share_overflow: set to 1 when a wait was given up, or a peer's is set"),
         Field("stopped_ptr", "u64", "uint32: not 0 = waits end; writer: host, or a wait whose time is up"),
         Field("record_ptr", "u64", "WaitRecord of that wait"),
@@ -72,21 +72,21 @@ SUM_PARAMS = Struct(
         Field("num_slots", "u32", "slots of this kind, used in turn"),
         Field("mailbox", "u32", "its index, for the record"),
         Field("total_word", "u32", "total, float32 (size, width): the sum over all lanes, in the heap of every rank"),
-        Field("total_flag_word", "u32", "first of its flags, one for each chunk"),
+        Field("total_flag_word", "u32", "first of its flags, one for each row tile"),
         Field("total_slot", "u32", "its slot, for the record"),
         Field("total_mailbox", "u32", "index of the mailbox of totals, for the record"),
-        Field("per_block", "u32", "sums of this kind in a block of tokens"),
+        Field("per_chunk", "u32", "sums of this kind in a chunk of tokens"),
         Field("index", "u32", "which of them"),
-        Field("size", "u32", "rows of the block"),
+        Field("size", "u32", "rows of the chunk"),
         Field("width", "u32", "values of a row"),
     ),
 )
 SUM_THREADS = 512
-CHUNK_ROWS = 8  # rows that one flag stands for, and that one rank adds up
+ROW_TILE = 8  # rows that one flag stands for, and that one rank adds up
 
 
 def threads_for(num_items: int) -> int:
-    """Threads of a block for so many items, each of which one thread takes: whole warps."""
+    """Threads of a thread block for so many items, each of which one thread takes: whole warps."""
     return min(MAX_THREADS, -(-num_items // 32) * 32)
 
 
@@ -116,7 +116,7 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
 
 def sums_header(num_ranks: int) -> str:
     """`allreduce_shape.cuh`."""
-    numbers = {"kRanks": num_ranks, "kSumThreads": SUM_THREADS, "kChunkRows": CHUNK_ROWS}
+    numbers = {"kRanks": num_ranks, "kSumThreads": SUM_THREADS, "kRowTile": ROW_TILE}
     lines = [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     structs = device_header("kog_dist.workers.prefill.prefill_abi", (WAIT_RECORD, PEERS, SUM_PARAMS))
     return "\n".join([structs, "namespace kog {", *lines, "}  // namespace kog", ""])

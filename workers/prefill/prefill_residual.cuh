@@ -85,7 +85,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
     store_inverse_rms(squares, reinterpret_cast<float*>(params.inverse_rms_ptr), row, size);
 }
 
-// Whether a row of the block stands behind the prompt.
+// Whether a row of the chunk stands behind the prompt.
 __device__ __forceinline__ bool is_padding(const KogPrefillParams& params, u32 row) {
     const int start = *reinterpret_cast<const int*>(params.place_ptr), last = *reinterpret_cast<const int*>(params.last_position_ptr);
     return start + static_cast<int>(row) > last;
@@ -104,7 +104,7 @@ template <Mode kMode, Form kForm>
 __device__ __forceinline__ void residual_row(const KogPrefillParams& params) {
     constexpr bool kMayShare = kForm != Form::kExact && kLanes > 1 && kScales == 1;
     let_successors_begin();
-    // Padding stays 0. It is not looked for where that would be waited for and is little: in small blocks, and far from the end.
+    // Padding stays 0. It is not looked for where that would be waited for and is little: in small chunks, and far from the end.
     if (params.size >= 4 * kMostPadding && blockIdx.x + kMostPadding >= params.size && is_padding(params, blockIdx.x)) {
         if (kMayShare && params.is_shared && params.num_written > 1) clear_row<Kept<kForm != Form::kPlain>>(params, blockIdx.x);
         return;

@@ -60,7 +60,7 @@ struct HeldUnit {
     Unit value;
     __device__ __forceinline__ Unit unit() const { return value; }
 };
-// How a block keeps a value. Exact ones have twice the rows: binary16 values that go into products and what rounding left of them,
+// How a chunk keeps a value. Exact ones have twice the rows: binary16 values that go into products and what rounding left of them,
 // `size` rows later; and float32 results of both, to be added up.
 template <bool kExact>
 struct Kept {
@@ -139,7 +139,7 @@ static_assert(kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "lanes are a power o
 
 constexpr bool kHoldsLanes = kLanes <= kHeldLanes;
 
-// 1 / rms of a row in every lane from the threads' sums of squares. Called by all threads of a block, whole warps.
+// 1 / rms of a row in every lane from the threads' sums of squares. Called by all threads of a thread block, whole warps.
 __device__ __forceinline__ void store_inverse_rms(float (&squares)[kLanes], float* inverse_rms, u32 row, u32 size) {
     __shared__ float sums[kRowThreads / 32][kLanes];
     const u32 warp = threadIdx.x / 32, num_warps = blockDim.x / 32;

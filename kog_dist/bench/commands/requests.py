@@ -22,7 +22,7 @@ def requests(
     tokens: Annotated[int, typer.Option(help="Tokens of these answers.")] = 400,
     repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after some seconds.")] = 10,
     aborts: Annotated[str, typer.Option(help="When engines are aborted, one for each: prefill,decode.")] = "prefill,decode",
-    prefill: Annotated[str, typer.Option(help="Prompts in blocks of tokens: auto (on 1, 2 or 4 GPUs), on or off.")] = "auto",
+    prefill: Annotated[str, typer.Option(help="Prompts in chunks of tokens: auto (on 1, 2 or 4 GPUs), on or off.")] = "auto",
 ) -> None:
     """Whole requests through an engine: first tokens, sampling, JSON schemas, cancels, aborts. Code 1: one went wrong."""
     from kog_dist.bench.engine import requests as benchmark

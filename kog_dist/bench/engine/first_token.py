@@ -28,10 +28,10 @@ _DRAIN_S = 5.0
 def run(play: Play, *, repeats: int) -> None:
     """Measure each prompt of `play`; prints a line for each and the stages, then the JSON object. Raises LaunchError."""
     before = machine()
-    workload = Workload(tuple(play.blocks_ms), kept=0, new=0, context=0, tokens=0, repeats=repeats)
+    workload = Workload(tuple(play.chunks_ms), kept=0, new=0, context=0, tokens=0, repeats=repeats)
     spec = ModelSpec(
         hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=16, vocab_size=1000,
-        max_context=max(play.blocks_ms) + FIRST_OF, num_lanes=4,
+        max_context=max(play.chunks_ms) + FIRST_OF, num_lanes=4,
     )  # fmt: skip
     with _engine(spec, play) as access:
         client = RequestClient(access)

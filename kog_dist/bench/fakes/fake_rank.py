@@ -28,23 +28,23 @@ _IDLE_S = 0.2
 class Play:
     """How long the GPU works, in milliseconds."""
 
-    blocks_ms: Mapping[int, float]  # of all blocks of a prompt, by its tokens; other prompts take those of the next longer one
-    rest_ms: float  # of prefill behind the last block: the last token's last layer, and the copy to the cache
+    chunks_ms: Mapping[int, float]  # of all chunks of a prompt, by its tokens; other prompts take those of the next longer one
+    rest_ms: float  # of prefill behind the last chunk: the last token's last layer, and the copy to the cache
     head_ms: float  # from there to the first token
 
     def to_json(self) -> str:
         """One line for the command line."""
-        return json.dumps([list(self.blocks_ms.items()), self.rest_ms, self.head_ms])
+        return json.dumps([list(self.chunks_ms.items()), self.rest_ms, self.head_ms])
 
     @classmethod
     def from_json(cls, text: str) -> Play:
         """The inverse of `to_json`."""
-        blocks_ms, rest_ms, head_ms = json.loads(text)
-        return cls(dict(blocks_ms), rest_ms, head_ms)
+        chunks_ms, rest_ms, head_ms = json.loads(text)
+        return cls(dict(chunks_ms), rest_ms, head_ms)
 
-    def blocks_of(self, num_tokens: int) -> float:
-        """Milliseconds of a prompt's blocks."""
-        return self.blocks_ms[min((length for length in self.blocks_ms if length >= num_tokens), default=max(self.blocks_ms))]
+    def chunks_of(self, num_tokens: int) -> float:
+        """Milliseconds of a prompt's chunks."""
+        return self.chunks_ms[min((length for length in self.chunks_ms if length >= num_tokens), default=max(self.chunks_ms))]
 
 
 class FakeRank:
@@ -72,14 +72,14 @@ class FakeRank:
         num_prompt = len(request.prompt)
         control.set_progress(0, seq, request.kv.num_cached)
         control.stamp(0, RankStage.UPLOADED)
-        begin_ns, blocks_ms = time.monotonic_ns(), play.blocks_of(num_prompt)
-        _work(begin_ns, min(_LAUNCHED_MS, blocks_ms))
+        begin_ns, chunks_ms = time.monotonic_ns(), play.chunks_of(num_prompt)
+        _work(begin_ns, min(_LAUNCHED_MS, chunks_ms))
         self._tell(RankStage.LAUNCHED)
-        _work(begin_ns, blocks_ms)
+        _work(begin_ns, chunks_ms)
         control.set_progress(0, seq, num_prompt - 1)
-        _work(begin_ns, blocks_ms + play.rest_ms)
+        _work(begin_ns, chunks_ms + play.rest_ms)
         self._tell(RankStage.PREFILLED)
-        _work(begin_ns, blocks_ms + play.rest_ms + play.head_ms)
+        _work(begin_ns, chunks_ms + play.rest_ms + play.head_ms)
         control.stamp(0, RankStage.CHOSEN)
         last = request.max_tokens - 1
         for index in range(last):

@@ -35,7 +35,7 @@ from kog_dist.workers.prefill.gpu import (
     prefill_by,
     runner_for,
 )
-from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_TO_1024, _TO_2048 = (tuple(size for size in BLOCK_SIZES if size <= largest) for largest in (1024, 2048))
+_TO_1024, _TO_2048 = (tuple(size for size in CHUNK_SIZES if size <= largest) for largest in (1024, 2048))
 CHOICES = {  # what could be the default
     "default": DEFAULT,
     "to 1024": replace(DEFAULT, sizes=_TO_1024),
@@ -193,7 +193,7 @@ def _graph_us(runner: GraphRunner, graph: torch.cuda.CUDAGraph) -> float:
 
 
 def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Microseconds of every operation by itself, in a block at position 0 and one at the end of the context."""
+    """Microseconds of every operation by itself, in a chunk at position 0 and one at the end of the context."""
     figures: list[dict[str, Any]] = []
     for size in sizes:
         cells = []
@@ -225,7 +225,7 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
     for name, x, matrix, out in shapes:
         yield name, partial(do.products, x, matrix, out), 2 * size * matrix.numel(), 0
     down = partial(do.product, rows.activation, matrices.w2, rows.partials[0][0])
-    yield "down as in blocks", down, 2 * size * matrices.w2.numel(), 0
+    yield "down as in chunks", down, 2 * size * matrices.w2.numel(), 0
     yield "qkv and append", partial(do.append, rows, matrices.wqkv, 0), 2 * size * matrices.wqkv.numel(), 0
     yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
 
@@ -256,7 +256,7 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
 
 
 def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
-    """Of one run among many in a graph. Small matrices are then found in the L2 cache, which in a block they are not."""
+    """Of one run among many in a graph. Small matrices are then found in the L2 cache, which in a chunk they are not."""
     import torch
 
     torch.cuda.synchronize()
@@ -277,7 +277,7 @@ def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
 
 
 def _row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, bool]]:
-    """Whether each product gives a row the same bits in a block of every size as in the largest one."""
+    """Whether each product gives a row the same bits in a chunk of every size as in the largest one."""
     import torch
 
     found: dict[str, dict[str, bool]] = {}
@@ -294,7 +294,7 @@ def _row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, 
                 runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
             largest = outputs[max(sizes)]
             found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}
-    print(f"  rows have the bits of the largest block: {found}", flush=True)
+    print(f"  rows have the bits of the largest chunk: {found}", flush=True)
     return found
 
 

@@ -16,7 +16,7 @@ from kog_dist.model.spec import ModelSpec
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.prefill.exchange import peer_exchange
 from kog_dist.workers.prefill.gpu import DEFAULT, Tuning, matrices_for, prefill_for
-from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES
 
 if TYPE_CHECKING:
     from kog_dist.collectives.cuda import CudaCommunicator
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _DEADLINE_S = 150.0
 _LIMIT_S = 2.0
 _LONGEST_TOKEN_S = 10.0
-_TO_512, _TO_2048 = (tuple(size for size in BLOCK_SIZES if size <= largest) for largest in (512, 2048))
+_TO_512, _TO_2048 = (tuple(size for size in CHUNK_SIZES if size <= largest) for largest in (512, 2048))
 CHOICES = {  # tuning, and thread blocks that send or collect a sum
     "default": (DEFAULT, peer_exchange.DEFAULT_CTAS),
-    "8 blocks": (DEFAULT, 8),
-    "32 blocks": (DEFAULT, 32),
+    "8 thread blocks": (DEFAULT, 8),
+    "32 thread blocks": (DEFAULT, 32),
     "to 2048": (Tuning(_TO_2048), peer_exchange.DEFAULT_CTAS),
     "to 512": (Tuning(_TO_512), peer_exchange.DEFAULT_CTAS),
 }

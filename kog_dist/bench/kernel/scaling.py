@@ -87,7 +87,7 @@ class _Simulation:
         """Simulate a token; when its last product was finished."""
         costs, lanes = self.costs, range(self.shape.num_lanes)
         ready = dict.fromkeys(lanes, self.begin_us)  # of each lane's next input
-        partial: dict[tuple[Sublayer, int], float] = {}  # when all own lanes had finished a block's output
+        partial: dict[tuple[Sublayer, int], float] = {}  # when all own lanes had finished a sublayer's output
         finished = self.begin_us
         for work in tape:
             product = work.product
@@ -100,30 +100,30 @@ class _Simulation:
             elif product.phase is Phase.GATE_UP:
                 ready[product.lane] = finished + costs.hop_us
             else:
-                block = Sublayer.ATTENTION if product.phase is Phase.OUT else Sublayer.MLP
-                self._residual(block, product, finished, ready, partial)
+                sublayer = Sublayer.ATTENTION if product.phase is Phase.OUT else Sublayer.MLP
+                self._residual(sublayer, product, finished, ready, partial)
         self.begin_us = finished + max(costs.hop_us, self.exchange_us) + costs.token_end_us
         self.begin_us += costs.peers_us if self.exchange_us else 0.0
         return finished
 
     def _residual(
         self,
-        block: Sublayer,
+        sublayer: Sublayer,
         product: Product,
         finished: float,
         ready: dict[int, float],
         partial: dict[tuple[Sublayer, int], float],
     ) -> None:
         layer, spec = product.layer, self.spec
-        partial[block, layer] = max(finished, partial.get((block, layer), 0.0))
-        mode = spec.reduce_mode(layer, block)
+        partial[sublayer, layer] = max(finished, partial.get((sublayer, layer), 0.0))
+        mode = spec.reduce_mode(layer, sublayer)
         if mode is ReduceMode.DELAYED:
-            finished = max(finished, partial[block, layer - spec.delay] + self.exchange_us)
+            finished = max(finished, partial[sublayer, layer - spec.delay] + self.exchange_us)
         if mode is not ReduceMode.BLOCKING:
             ready[product.lane] = finished + self.costs.hop_us
         elif product.lane == self.shape.num_lanes - 1:
             for lane in ready:
-                ready[lane] = partial[block, layer] + self.exchange_us + self.costs.hop_us
+                ready[lane] = partial[sublayer, layer] + self.exchange_us + self.costs.hop_us
 
     def _multiply(self, work: _Work, ready_us: float) -> float:
         """When the product's rows were published; its tiles come through the ring."""

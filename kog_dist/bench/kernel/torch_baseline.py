@@ -43,8 +43,8 @@ class TorchDecoder:
         self.final_norm = tensors(norm_name(spec, "model.norm"))
         self.layers = [self._layer(tensors, layer_prefix(i)) for i in range(spec.num_layers)]
         self.modes = [
-            spec.reduce_mode(i, block).value for i in range(spec.num_layers) for block in Sublayer
-        ]  # by block of the stack
+            spec.reduce_mode(i, sublayer).value for i in range(spec.num_layers) for sublayer in Sublayer
+        ]  # by sublayer of the stack
         device, dtype = self.embedding.device, self.embedding.dtype
         cos, sin = rope_table(spec, spec.max_context)
         self.cos, self.sin = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
@@ -73,7 +73,7 @@ class TorchDecoder:
         import torch
 
         stream = self.embedding[token]  # (lanes or 1, hidden): one row as long as all lanes hold the same
-        partials: list[Tensor] = []  # by block of the stack: attention and MLP of layer 0, of layer 1, ...
+        partials: list[Tensor] = []  # by sublayer of the stack: attention and MLP of layer 0, of layer 1, ...
         for layer_idx, weights in enumerate(self.layers):
             mixed = self._attention(layer_idx, weights, self._norm(stream, weights["attention_norm"]), position)
             stream = self._reduce(stream, self._times(weights["wo"], mixed), partials)
@@ -126,7 +126,7 @@ class TorchDecoder:
         return turned.flatten(-2).to(heads.dtype)
 
     def _reduce(self, stream: Tensor, partial: Tensor, partials: list[Tensor]) -> Tensor:
-        """Add the next block's partial sums to the streams."""
+        """Add the next sublayer's partial sums to the streams."""
         mode = self.modes[len(partials)]
         partials.append(partial)
         if mode == "blocking":

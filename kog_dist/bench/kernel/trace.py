@@ -70,11 +70,11 @@ class Trace:
             return [("attended", self._index["qkv", layer, lane])]
         if phase == "down":
             return [("published", self._index["gate_up", layer, lane])]
-        block = Sublayer.ATTENTION if phase == "gate_up" else Sublayer.MLP
+        sublayer = Sublayer.ATTENTION if phase == "gate_up" else Sublayer.MLP
         layer = layer if phase == "gate_up" else layer - 1
         if layer < 0:
             return []
-        is_blocking = self.shape.spec.reduce_mode(layer, block) is ReduceMode.BLOCKING
+        is_blocking = self.shape.spec.reduce_mode(layer, sublayer) is ReduceMode.BLOCKING
         lanes = self.shape.hosted_lanes
         # A blocking sum goes to all lanes' streams when the last lane has its partial.
         sources = lanes[-1:] if is_blocking else lanes if phase == "head" else (lane,)
@@ -132,7 +132,7 @@ class Trace:
     def text(self) -> str:
         """The summary as a table: `mean (p99)` in us."""
         token_us = float(np.nanmax(self.stamps))
-        lines = [f"{self.shape.num_lanes} lanes, token of {token_us:.1f} us; mean (p99) in us over blocks, layers and lanes"]
+        lines = [f"{self.shape.num_lanes} lanes, token of {token_us:.1f} us; us, mean (p99) over thread blocks, layers and lanes"]
         for phase, stages in self.summary().items():
             cells = [f"{stage} {values['mean']:.2f} ({values['p99']:.2f})" for stage, values in stages.items()]
             lines.append(f"  {phase:8} {'  '.join(cells)}")

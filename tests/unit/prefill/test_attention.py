@@ -27,14 +27,14 @@ def test_items_of_the_2b_shape() -> None:
     }
     of_one_group = {key for key, made in plans.items() if made.num_groups == 1}
     assert of_one_group == {(1, None), (1, 512), (64, 512), (128, 512), (256, 512)}
-    assert {size for (size, _), made in plans.items() if made.num_chunks} == {1, 64, 128, 256}
+    assert {size for (size, _), made in plans.items() if made.num_partitions} == {1, 64, 128, 256}
     for (size, window), made in plans.items():
         assert (made.num_tiles - 1) * made.num_groups * 32 < size <= made.num_tiles * made.num_groups * 32
-        assert made.is_chunked == (window is None), "bits depend on the window alone"
-        assert made.num_items == made.num_tiles * 16 * (made.num_chunks or 1)
+        assert made.is_partitioned == (window is None), "bits depend on the window alone"
+        assert made.num_items == made.num_tiles * 16 * (made.num_partitions or 1)
         assert made.num_ctas == min(made.num_items, NUM_SMS)
-        if made.num_chunks:
-            assert made.num_chunks * attention_abi.CHUNK_KEYS >= MAX_CONTEXT - 1 + size
+        if made.num_partitions:
+            assert made.num_partitions * attention_abi.PARTITION_KEYS >= MAX_CONTEXT - 1 + size
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_other_heads_are_named() -> None:
 
 
 def emulated(folder: Path, shape: AttentionShape, max_context: int) -> tuple[Attention, Attention]:
-    """attention.cu on a CPU, as on two multiprocessors, and on so many that chunks are items of their own."""
+    """attention.cu on a CPU, as on two multiprocessors, and on so many that partitions are items of their own."""
     path = compiled(folder, "attention", shape.constants(), ("attend", "combine"), "AttentionLaunch", optimize="-O1")
     library = ctypes.CDLL(str(path))
     launchers = {name: launcher(library, name, ATTENTION_PARAMS.size_bytes) for name in ("attend", "combine")}
@@ -84,7 +84,7 @@ def wanted(shape: AttentionShape, query: Any, keys: Any, values: Any, start: int
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("attention.hopper_attention", "attention.attention_abi"):
-        monkeypatch.setattr(f"kog_dist.workers.prefill.{module}.CHUNK_KEYS", 128)
+        monkeypatch.setattr(f"kog_dist.workers.prefill.{module}.PARTITION_KEYS", 128)
     max_context, shape = 300, AttentionShape(48, num_heads=2, num_kv_heads=1, lane_heads=1, keys=64)
     few, many = emulated(tmp_path, shape, max_context)
     generator = torch.Generator().manual_seed(1)
@@ -98,7 +98,7 @@ def test_the_kernel_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         reference = wanted(shape, query[start : start + size], keys, values, start, window)
         assert float((found.double() - reference).norm() / reference.norm()) < 1e-3, (window, start, size)
         if window is None:
-            assert torch.equal(found, few.run(*arguments)), "chunks that are items of their own change bits"
+            assert torch.equal(found, few.run(*arguments)), "partitions that are items of their own change bits"
         if size > 1:
             row = torch.tensor([start + size - 2], dtype=torch.int32)
             alone = many.run(query[start + size - 2 : start + size - 1].contiguous(), keys, values, row, window)

@@ -51,7 +51,7 @@ def test_kernels_are_the_twin(
     if overrides:
         monkeypatch.setattr("kog_dist.workers.prefill.model.layers.LATE_SIZE", 1)
     kv_dtype, spec = "bfloat16", ModelSpec(**{**TINY, **overrides})
-    assert overrides or {spec.reduce_mode(layer, block) for layer in range(4) for block in Sublayer} == set(ReduceMode)
+    assert overrides or {spec.reduce_mode(layer, sublayer) for layer in range(4) for sublayer in Sublayer} == set(ReduceMode)
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
     rank = Rank(
         open_checkpoint(tmp_path),
@@ -68,7 +68,7 @@ def test_kernels_are_the_twin(
     runner = HostRunner(layers, buffers, (2,), exact_size=3)
     emulated = Prefill(runner, max_context=spec.max_context, sizes=(2,), exact_size=3)
     ids = token_ids(spec, 5)
-    # An exact block; one that begins with the cache of that, as a rank among others; an ordinary one; an exact one among others.
+    # An exact chunk; one that begins with the cache of that, as a rank among others; an ordinary one; an exact one among others.
     for found, start, asked in ((3, 0, False), (5, 3, True), (4, 0, False), (3, 0, True)):
         layers.exchange = Asked() if asked else OneRank()
         assert rank.run(ids[:found], start) == found
@@ -87,7 +87,7 @@ def test_kernels_are_the_twin(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_padding_is_zero_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MAX_THREADS", 32)
-    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in blocks from 4 on
+    monkeypatch.setattr("kog_dist.workers.prefill.prefill_abi.MOST_PADDING", 1)  # in chunks from 4 on
     spec = ModelSpec(**{**TINY, "attention_comm": True})
     write_checkpoint(tmp_path, spec, random_tensors(spec, 3), manifest=False)
     rank = Rank(open_checkpoint(tmp_path), dtype=torch.float16, sizes=(8,), split_size=0)

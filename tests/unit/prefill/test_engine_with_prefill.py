@@ -26,7 +26,7 @@ BLOCK = 16
 
 
 class ScriptedPrefill:
-    """Blocks of 16 tokens. `gives_up`: it stores nothing."""
+    """Chunks of 16 tokens. `gives_up`: it stores nothing."""
 
     streams = LastStreams(0x5000, 0x6000)
 
@@ -34,7 +34,7 @@ class ScriptedPrefill:
         self.calls: list[tuple[int, int]] = []  # tokens, start
         self.forgotten: list[int] = []
         self.gives_up = False
-        self.before_block: Callable[[], None] = lambda: None
+        self.before_chunk: Callable[[], None] = lambda: None
 
     def run(
         self,
@@ -49,7 +49,7 @@ class ScriptedPrefill:
         self.calls.append((len(token_ids), start))
         position = start
         while position < len(token_ids) and not aborted() and not should_stop():
-            self.before_block()
+            self.before_chunk()
             position = min(position + BLOCK, len(token_ids))
             on_progress(position)
         if position == len(token_ids):
@@ -164,15 +164,15 @@ def test_few_tokens_are_left_to_the_kernel(parts: Parts) -> None:
 
 def test_a_cancel_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:
     engine, kernel, prefill = parts
-    blocks: list[int] = []
+    chunks: list[int] = []
 
     def cancel_in_the_second() -> None:
-        blocks.append(1)
-        if len(blocks) == 2:
+        chunks.append(1)
+        if len(chunks) == 2:
             control.cancel(1)
             kernel.cancelled = True  # the scripted kernel runs whole launches at once; the real one looks while it runs
 
-    prefill.before_block = cancel_in_the_second
+    prefill.before_chunk = cancel_in_the_second
     assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
     assert kernel.begun == [(100, 2 * BLOCK)]
     assert kernel.streams is None
@@ -189,14 +189,14 @@ class Rank0:
         return int(len(self.given) == 2), finish
 
 
-def test_ranks_stop_at_the_block_that_rank_0_names(control: ControlPage, parts: Parts) -> None:
+def test_ranks_stop_at_the_chunk_that_rank_0_names(control: ControlPage, parts: Parts) -> None:
     engine, kernel, prefill = parts
     peers: Any = Rank0()
     engine._peers, kernel.cancelled = peers, True
-    prefill.before_block = lambda: control.cancel(1)  # this rank sees it first
+    prefill.before_chunk = lambda: control.cancel(1)  # this rank sees it first
     assert engine.run(1, DecodeRequest(prompt=tuple(range(100)), max_tokens=5)) is Finish.CANCELLED
     assert kernel.begun == [(100, 2 * BLOCK)]
-    assert peers.given == [1, 1], "the first block is not asked about"
+    assert peers.given == [1, 1], "the first chunk is not asked about"
 
 
 def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Parts) -> None:
@@ -210,17 +210,17 @@ def test_the_kernel_takes_what_prefill_gives_up(control: ControlPage, parts: Par
 
 def test_an_abort_during_prefill_ends_the_request(control: ControlPage, parts: Parts) -> None:
     engine, kernel, prefill = parts
-    blocks: list[int] = []
+    chunks: list[int] = []
 
     def abort_in_the_second() -> None:
-        blocks.append(1)
-        if len(blocks) == 2:
+        chunks.append(1)
+        if len(chunks) == 2:
             control.set_abort(AbortCause.SHUTDOWN)
 
-    prefill.before_block = abort_in_the_second
+    prefill.before_chunk = abort_in_the_second
     with pytest.raises(AbortedError, match="left request 1"):
         engine.run(1, request(num_prompt=100, max_tokens=5))
-    assert len(blocks) == 2
+    assert len(chunks) == 2
     assert kernel.begun == []
     assert kernel.aborted
     assert answer(control) == []
@@ -236,7 +236,7 @@ def test_what_prefill_gives_up_is_said_once(parts: Parts, capfd: pytest.CaptureF
     )
 
 
-def test_a_cancel_before_the_first_block_is_no_overflow(
+def test_a_cancel_before_the_first_chunk_is_no_overflow(
     control: ControlPage, parts: Parts, capfd: pytest.CaptureFixture[str]
 ) -> None:
     engine, kernel, _ = parts

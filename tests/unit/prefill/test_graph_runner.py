@@ -1,4 +1,4 @@
-"""Blocks captured once and replayed: the runner's order of things, with CUDA graphs played by Python."""
+"""Chunks captured once and replayed: the runner's order of things, with CUDA graphs played by Python."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_graphs_fill_the_same_cache(made: tuple[Rank, Rank, GraphRunner]) -> Non
     assert {size: graph.num_replays for size, graph in graphs.items()} == {16: 10, 8: 3, 12: 1}
 
 
-def test_all_blocks_have_run_before_the_first_is_captured(made: tuple[Rank, Rank, GraphRunner]) -> None:
+def test_all_chunks_have_run_before_the_first_is_captured(made: tuple[Rank, Rank, GraphRunner]) -> None:
     _, rank, _ = made
     happened = list[str]()
     operations: Any = rank.layers.operations
@@ -178,7 +178,7 @@ def test_the_first_graph_waits_for_one_copy_and_nothing_else(
     monkeypatch.setattr(torch.cuda, "stream", context)
     prefill = Prefill(runner, max_context=rank.spec.max_context, sizes=SIZES, exact_size=EXACT_SIZE)
     assert prefill.run(token_ids(rank.spec, 16), 0, should_stop=lambda: False) == 16
-    assert order == ["load", "launch", "event", "launch", "context"], "a block, the last token, and then the rest"
+    assert order == ["load", "launch", "event", "launch", "context"], "a chunk, the last token, and then the rest"
     prefill.forget(14)  # the kernel has decoded
     order.clear()
     assert prefill.run(token_ids(rank.spec, 20), 16, should_stop=lambda: False) == 20

@@ -35,11 +35,11 @@ def test_memory_is_counted_beforehand(tmp_path: Path, variant: str) -> None:
 def test_ranks_share_it() -> None:
     alone, first = (prefill_bytes(KernelShape(laneformer_2b(), range(8 // n), num_ranks=n)) for n in (1, 2))
     assert 4.2e9 < alone["prefill weights"] < 4.5e9
-    assert 3.0e9 < alone["prefill"] < 4e9, "blocks of up to 4,096 tokens"
+    assert 3.0e9 < alone["prefill"] < 4e9, "chunks of up to 4,096 tokens"
     assert first["prefill weights"] < 0.6 * alone["prefill weights"]
 
 
-def test_a_short_context_needs_no_large_blocks() -> None:
+def test_a_short_context_needs_no_large_chunks() -> None:
     longest, short = (prefill_bytes(KernelShape(replace(laneformer_2b(), max_context=n), range(8))) for n in (4096, 1024))
     assert short["prefill"] < 0.5 * longest["prefill"]
 

@@ -31,7 +31,7 @@ from tests.unit.prefill.emulated import compiled
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, token_ids
 
 SIZES = (8, 32)
-EXACT = 12  # of one chunk and a half
+EXACT = 12  # of one row tile and a half
 PROMPT = 75
 JOIN_S = 30.0
 Libraries = Callable[[int], list[ctypes.CDLL]]
@@ -193,13 +193,13 @@ class Recorder(OneRank):
     def begin_last(self) -> None:
         self.is_last = True  # its sums have slots of their own
 
-    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
         if not self.is_last:
-            self.calls.append(("publish", block, layer))
+            self.calls.append(("publish", sublayer, layer))
 
-    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         if not self.is_last:
-            self.calls.append(("total", block, layer))
+            self.calls.append(("total", sublayer, layer))
         return own_sum
 
 
@@ -210,17 +210,17 @@ def test_no_slot_is_written_before_it_was_read(tmp_path: Path, variant: str) -> 
     recorder, spec = Recorder(), checkpoint.spec
     rank = Rank(checkpoint, exchange=recorder, sizes=(8,))
     rank.run(token_ids(spec, 24))
-    layers = {block: summed_layers(spec, block) for block in Sublayer}
-    published = [(block, layer) for what, block, layer in recorder.calls if what == "publish"]
+    layers = {sublayer: summed_layers(spec, sublayer) for sublayer in Sublayer}
+    published = [(sublayer, layer) for what, sublayer, layer in recorder.calls if what == "publish"]
     assert published == 3 * sorted(
-        ((block, layer) for block in Sublayer for layer in layers[block]), key=lambda place: place[::-1]
+        ((sublayer, layer) for sublayer in Sublayer for layer in layers[sublayer]), key=lambda place: place[::-1]
     )
     assert lost(recorder.calls, spec.delay + 1) == (0, 0)
     if variant == "no early communication":
         assert min(lost(recorder.calls, spec.delay - 1)) > 0, "the test would see it"
 
 
-Sum = tuple[Sublayer, int]  # of a kind of blocks, and its epoch
+Sum = tuple[Sublayer, int]  # of a kind of chunks, and its epoch
 
 
 class Ahead:
@@ -231,14 +231,14 @@ class Ahead:
         self.sent, self.added, self.arrived = set[Sum](), set[Sum](), set[Sum]()
         self.reads, self.place = Counter[Sum](), dict[Sum, int]()  # of a total that are still to come; its layer
         num_published, latest = dict.fromkeys(Sublayer, 0), dict[tuple[Sublayer, int], Sum]()
-        for what, block, layer in calls:
+        for what, sublayer, layer in calls:
             if what == "publish":
-                num_published[block] += 1
-                latest[block, layer] = (block, num_published[block])
-                self.place[latest[block, layer]] = layer
+                num_published[sublayer] += 1
+                latest[sublayer, layer] = (sublayer, num_published[sublayer])
+                self.place[latest[sublayer, layer]] = layer
             else:
-                self.reads[latest[block, layer]] += 1
-            self.main.append((what, latest[block, layer]))
+                self.reads[latest[sublayer, layer]] += 1
+            self.main.append((what, latest[sublayer, layer]))
 
 
 def lost(calls: list[tuple[str, Sublayer, int]], num_slots: int) -> tuple[int, int]:
@@ -255,8 +255,8 @@ def lost(calls: list[tuple[str, Sublayer, int]], num_slots: int) -> tuple[int, i
             own.reads[one] -= 1
             return True
         own.collecting += [("add", one), ("await", one)]
-        block, epoch = one
-        lost_parts.update({(block, epoch - num_slots)} & own.sent - peer.added)
+        sublayer, epoch = one
+        lost_parts.update({(sublayer, epoch - num_slots)} & own.sent - peer.added)
         own.sent.add(one)
         return True
 
@@ -283,7 +283,7 @@ def lost(calls: list[tuple[str, Sublayer, int]], num_slots: int) -> tuple[int, i
 
 def test_a_rehearsal_needs_nobody() -> None:
     own, rehearsal = torch.ones(2, 4), Rehearsal()
-    rehearsal.begin_block()
+    rehearsal.begin_chunk()
     rehearsal.publish(Sublayer.MLP, 0, own)
     assert rehearsal.total(Sublayer.MLP, 0, own) is own
     assert not rehearsal.is_alone

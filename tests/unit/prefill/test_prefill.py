@@ -26,7 +26,7 @@ from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.prefill.exchange.lane_sums import CommunicatorExchange, mailbox
 from kog_dist.workers.prefill.model.buffers import Buffers
-from kog_dist.workers.prefill.model.chunks import Block
+from kog_dist.workers.prefill.model.chunks import Chunk
 from kog_dist.workers.prefill.model.layers import num_shared_streams
 from tests.multi.test_bits import Board, ThreadExchange
 from tests.unit.prefill.models import SMALL, VARIANTS, Rank, interpreter, layout_of, relative_error, token_ids
@@ -152,7 +152,7 @@ def test_the_same_bits_however_often_it_is_stopped(make: Make) -> None:
     assert torch.equal(whole.cache, cut.cache)
     assert torch.equal(whole.buffers.last_streams, cut.buffers.last_streams)
     others = Rank(checkpoint, dtype=torch.float16)
-    others.run([*ids[:64], *ids[30:60]])  # a conversation that leaves the first one at the end of a block
+    others.run([*ids[:64], *ids[30:60]])  # a conversation that leaves the first one at the end of a chunk
     others.run(ids, 64)
     assert torch.equal(whole.cache, others.cache)
 
@@ -207,13 +207,13 @@ def test_a_stop_waits_for_few_rows(make: Make, monkeypatch: pytest.MonkeyPatch, 
     checkpoint = make({})
     rank = Rank(checkpoint)
     runner: Any = rank.prefill._runner
-    run_block = runner.queue
+    run_chunk = runner.queue
     under_way, most = list[int](), 0
 
-    def queue(block: Block) -> Callable[[], bool]:
+    def queue(chunk: Chunk) -> Callable[[], bool]:
         nonlocal most
-        run_block(block)
-        under_way.append(block.size)
+        run_chunk(chunk)
+        under_way.append(chunk.size)
         most = max(most, sum(under_way))
         polls = iter(range(5))
 
@@ -226,7 +226,7 @@ def test_a_stop_waits_for_few_rows(make: Make, monkeypatch: pytest.MonkeyPatch, 
         return has_ended
 
     monkeypatch.setattr(runner, "queue", queue)
-    assert rank.run(token_ids(checkpoint.spec, 133)) == 133, "eight blocks of 16, and one of 8"
+    assert rank.run(token_ids(checkpoint.spec, 133)) == 133, "eight chunks of 16, and one of 8"
     assert most == wanted
 
 
@@ -317,7 +317,7 @@ def test_memory_is_counted() -> None:
     spec = ModelSpec(**SMALL)
     buffers = Buffers(layout_of(spec, 4), torch.float16, 16, "cpu")
     small, large = buffers.rows(8), buffers.rows(16)
-    assert small.stream.data_ptr() == large.stream.data_ptr(), "blocks of different sizes share the memory"
+    assert small.stream.data_ptr() == large.stream.data_ptr(), "chunks of different sizes share the memory"
     kept = 2 * spec.num_layers * (256 + 16) * 8 * spec.head_dim * 2
     assert kept < buffers.num_bytes < kept + 2**20
     assert np.prod(large.partials[0][0].shape) == 4 * 16 * 64

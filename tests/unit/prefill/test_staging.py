@@ -15,7 +15,7 @@ NUM_ROWS, PADDING, STREAM = 20, 6, 7
 
 
 @pytest.mark.parametrize("prompt", [(5, 6, 7), array("I", (5, 6, 7))])
-def test_tokens_and_flags_are_where_blocks_look_for_them(prompt: Sequence[int]) -> None:
+def test_tokens_and_flags_are_where_chunks_look_for_them(prompt: Sequence[int]) -> None:
     held = Staging(NUM_ROWS, "cpu")
     held.load(range(100, 115), 0, PADDING, 0)
     held.load(prompt, 2, PADDING, 0)

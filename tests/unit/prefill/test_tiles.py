@@ -37,7 +37,7 @@ def test_other_shapes_are_named() -> None:
     assert tile_shapes(layout_of(ModelSpec(**SMALL), 2), "bfloat16") == {}
 
 
-def test_blocks_that_are_worth_it() -> None:
+def test_chunks_that_are_worth_it() -> None:
     def never(*_: object) -> None:
         raise AssertionError
 
@@ -128,7 +128,7 @@ def test_queries_keys_and_values(tmp_path: Path) -> None:
     assert error(query, turned[:, :, :heads].double()) < 3e-4
     for found, wanted in ((keys, turned[:, :, heads:]), (values, scaled[:, :, heads + kv_heads :])):
         rounded = wanted.bfloat16().half()
-        assert bool((found[:start] == 7).all()), "what stands before the block is left alone"
+        assert bool((found[:start] == 7).all()), "what stands before the chunk is left alone"
         assert (found[start:] != rounded).float().mean() < 0.01
         assert error(found[start:], wanted.double()) < 3e-3
     assert int(overflow) == 0

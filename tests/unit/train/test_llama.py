@@ -116,7 +116,7 @@ def test_regrouping_moves_units_and_keeps_the_function(tmp_path: Path) -> None:
     module = Laneformer(spec, seed=None)
     module.load_state_dict(tensors)
     inputs = module_inputs(module, torch.tensor(TOKEN_IDS))
-    assert set(inputs) == {(layer, block) for layer in range(3) for block in Sublayer}
+    assert set(inputs) == {(layer, sublayer) for layer in range(3) for sublayer in Sublayer}
     found = regroup(spec, tensors, inputs, delay=2)
     assert 0.15 < found.share_before < 0.35  # four lanes of random weights: a quarter
     assert found.share_after > found.share_before + 0.02
@@ -138,7 +138,7 @@ def test_units_that_belong_together_find_each_other(tmp_path: Path) -> None:
             for lane in range(4):
                 own[lane, 8 * lane : 8 * lane + 8] = 1.0
             weight *= own[:, :, None] if name.endswith(("wo.weight", "w2.weight")) else own[:, None, :]
-    inputs = {(i, block): torch.randn(64, 32, generator=torch.Generator().manual_seed(i)) for i in range(3) for block in Sublayer}
+    inputs = {(i, part): torch.randn(64, 32, generator=torch.Generator().manual_seed(i)) for i in range(3) for part in Sublayer}
     assert regroup(spec, tensors, inputs, delay=2).share_before == pytest.approx(1.0)
     shuffled = dict(tensors)
     for kind in ("w1", "w3", "w2"):

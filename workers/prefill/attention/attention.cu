@@ -1,4 +1,4 @@
-// Attention of a block of tokens, binary16 with float32 scores and sums, on Hopper's matrix units.
+// Attention of a chunk of tokens, binary16 with float32 scores and sums, on Hopper's matrix units.
 //
 // An item is one or two groups of 64 rows (kPack query heads that share a KV head, of neighbouring positions) and the keys they see,
 // in tiles of kKeys. A thread queues tensor copies into a ring of slots, which hold a tile of keys or of values each; every group of
@@ -6,8 +6,8 @@
 // products in turn, so that exponentials of one are made beside products of the other.
 //
 // Bits: tiles of keys stand at fixed positions, and a tile that a row does not see changes nothing of it. Where a row may see many
-// keys, they are attended to in chunks of kChunkTiles tiles, each from nothing, and merged in order: in one thread block, or in as
-// many as there are chunks and a second launch (`combine`). So a row has the same bits wherever it stands, in blocks of every size.
+// keys, they are attended to in partitions of kPartitionTiles tiles, each from nothing, and merged in order: in one thread block, or in as
+// many as there are partitions and a second launch (`combine`). So a row has the same bits wherever it stands, in chunks of every size.
 #include "attention_consumer.cuh"
 
 namespace kog {
@@ -47,21 +47,21 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1) attend(const
     }
 }
 
-// The chunks of a group's rows, a thread block for each group, in the order in which one thread block would have merged them.
+// The partitions of a group's rows, a thread block for each group, in the order in which one thread block would have merged them.
 __global__ void __launch_bounds__(kGroupThreads) combine(const __grid_constant__ AttentionLaunch launch) {
     const KogAttentionParams& params = launch.params;
     const u32 group = blockIdx.x % params.num_groups, rows = blockIdx.x / params.num_groups;
-    const u32 num_rows = params.num_tiles * kPackedHeads;  // items, but for chunks
+    const u32 num_rows = params.num_tiles * kPackedHeads;  // items, but for partitions
     Item item(params, rows, *reinterpret_cast<const int*>(params.place_ptr));
     item.see(params, *reinterpret_cast<const int*>(params.place_ptr));
     float top[2] = {-INFINITY, -INFINITY};
     State total{};
-    for (int chunk = item.first / kChunkTiles; chunk * kChunkTiles < item.end; ++chunk) {
-        const Parts parts(params, chunk * num_rows + rows, group);
+    for (int partition = item.first / kPartitionTiles; partition * kPartitionTiles < item.end; ++partition) {
+        const Parts parts(params, partition * num_rows + rows, group);
         const float4 sums = parts.sums[0];
-        const float chunk_top[2] = {sums.x, sums.y}, chunk_sum[2] = {sums.z, sums.w};
+        const float partition_top[2] = {sums.x, sums.y}, partition_sum[2] = {sums.z, sums.w};
         float factor[4];
-        merge(top, total.sum, factor, chunk_top, chunk_sum);
+        merge(top, total.sum, factor, partition_top, partition_sum);
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             const float4 part = parts.values[i * kGroupThreads];

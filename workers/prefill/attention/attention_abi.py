@@ -9,7 +9,7 @@ from kog_dist.collectives.cuda_abi import device_header
 from kog_dist.runtime.abi import Field, Struct
 from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUPS, SHARED_BYTES, product
 
-CHUNK_KEYS = 1024  # keys that are attended to from nothing; decides about bits, as `AttentionShape.keys` does
+PARTITION_KEYS = 1024  # keys that are attended to from nothing; decides about bits, as `AttentionShape.keys` does
 MAX_HEAD_DIM = 128
 _MAX_SLOTS = 6
 ATTENTION_PARAMS = Struct(
@@ -21,15 +21,15 @@ ATTENTION_PARAMS = Struct(
         Field("values_map", "u64", "like keys", count=16),
         Field("place_ptr", "u64", "int32: position of the first row"),
         Field("out_ptr", "u64", "binary16 (lanes, size, heads of a lane, head_dim)"),
-        Field("parts_ptr", "u64", "float32 (items, groups, head_dim / 8, threads, 4): sums of values, of chunks"),
+        Field("parts_ptr", "u64", "float32 (items, groups, head_dim / 8, threads, 4): sums of values, of partitions"),
         Field("part_sums_ptr", "u64", "float32 (items, groups, threads, 4): largest scores of two rows, sums of exponentials"),
-        Field("size", "u32", "rows of the block"),
+        Field("size", "u32", "rows of the chunk"),
         Field("window", "u32", "positions that a token sees, itself among them; 0: all before it"),
-        Field("is_chunked", "u32", "1: keys are attended to in chunks"),
+        Field("is_partitioned", "u32", "1: keys are attended to in partitions"),
         Field("num_groups", "u32", "groups of an item: 1 or 2"),
         Field("num_tiles", "u32", "tiles of rows: what a head has items for"),
-        Field("num_chunks", "u32", "chunks that are items of their own; 0: an item has all chunks of its rows"),
-        Field("num_items", "u32", "tiles times items' heads, times chunks if there are any"),
+        Field("num_partitions", "u32", "partitions that are items of their own; 0: an item has all partitions of its rows"),
+        Field("num_items", "u32", "tiles times items' heads, times partitions if there are any"),
     ),
     size_multiple=64,
 )
@@ -63,7 +63,7 @@ class AttentionShape:
     @property
     def slots(self) -> int:
         """Tiles of keys or of values in shared memory at once."""
-        rest = SHARED_BYTES - 1024 - 256 - GROUPS * GROUP_ROWS * self.head_dim * 6  # queries, sums of chunks
+        rest = SHARED_BYTES - 1024 - 256 - GROUPS * GROUP_ROWS * self.head_dim * 6  # queries, sums of partitions
         return min(_MAX_SLOTS, rest // (self.keys * self.head_dim * 2))
 
     @property
@@ -85,7 +85,7 @@ class AttentionShape:
         numbers = {
             "kHeadDim": self.head_dim, "kPanel": self.panel, "kPack": self.pack, "kShare": self.share,
             "kLaneHeads": self.lane_heads, "kPackedHeads": self.num_heads // self.pack,
-            "kGroups": GROUPS, "kKeys": self.keys, "kSlots": self.slots, "kChunkTiles": CHUNK_KEYS // self.keys,
+            "kGroups": GROUPS, "kKeys": self.keys, "kSlots": self.slots, "kPartitionTiles": PARTITION_KEYS // self.keys,
             "kSharedBytes": self.shared_bytes,
         }  # fmt: skip
         lines = [device_header("kog_dist.workers.prefill.attention.attention_abi", (ATTENTION_PARAMS,)), "namespace kog {"]

@@ -199,7 +199,7 @@ struct Consumer {
                 from = until;
             }
             state.sum[0] = sum[0], state.sum[1] = sum[1];
-            if (params.num_chunks == 0) {
+            if (params.num_partitions == 0) {
                 store_rows(params, item, group, state);
                 continue;
             }

@@ -37,19 +37,19 @@ __device__ __forceinline__ u64 columns_at(u32 address, u32 panel_bytes) {
 }
 
 struct Item {
-    u32 tile, head, chunk;  // `head`: kPack neighbouring query heads
+    u32 tile, head, partition;  // `head`: kPack neighbouring query heads
     int first, end;         // tiles of keys
 
-    // `start`: position of the block's first row.
+    // `start`: position of the chunk's first row.
     __device__ __forceinline__ Item(const KogAttentionParams& params, u32 index, int start) {
         head = index % kPackedHeads;
         const u32 rest = index / kPackedHeads;
-        tile = params.num_chunks ? rest % params.num_tiles : params.num_tiles - 1 - rest;  // the longest first
-        chunk = params.num_chunks ? rest / params.num_tiles : 0;
+        tile = params.num_partitions ? rest % params.num_tiles : params.num_tiles - 1 - rest;  // the longest first
+        partition = params.num_partitions ? rest / params.num_tiles : 0;
         see(params, start);
-        if (params.num_chunks) {
-            first = max(first, static_cast<int>(chunk) * kChunkTiles);
-            end = min(end, static_cast<int>(chunk + 1) * kChunkTiles);
+        if (params.num_partitions) {
+            first = max(first, static_cast<int>(partition) * kPartitionTiles);
+            end = min(end, static_cast<int>(partition + 1) * kPartitionTiles);
         }
     }
     __device__ __forceinline__ void see(const KogAttentionParams& params, int start) {
@@ -62,7 +62,7 @@ struct Item {
     }
     // One past the last tile that belongs together with tile `from`.
     __device__ __forceinline__ int run_end(const KogAttentionParams& params, int from) const {
-        return params.is_chunked ? min(end, (from / kChunkTiles + 1) * kChunkTiles) : end;
+        return params.is_partitioned ? min(end, (from / kPartitionTiles + 1) * kPartitionTiles) : end;
     }
 };
 

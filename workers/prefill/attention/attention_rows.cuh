@@ -1,4 +1,4 @@
-// What a thread keeps of its rows, how chunks are merged, and where the outputs go.
+// What a thread keeps of its rows, how partitions are merged, and where the outputs go.
 #pragma once
 
 #include "attention_items.cuh"
@@ -17,15 +17,15 @@ struct State {
 
 __device__ __forceinline__ float reference(float top) { return top == -INFINITY ? 0.0f : top; }
 
-// One more chunk behind those merged before.
-__device__ __forceinline__ void merge(float (&top)[2], float (&sum)[2], float (&factor)[4], const float (&chunk_top)[2],
-                                      const float (&chunk_sum)[2]) {
+// One more partition behind those merged before.
+__device__ __forceinline__ void merge(float (&top)[2], float (&sum)[2], float (&factor)[4], const float (&partition_top)[2],
+                                      const float (&partition_sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float higher = fmaxf(top[r], chunk_top[r]), zero = reference(higher);
+        const float higher = fmaxf(top[r], partition_top[r]), zero = reference(higher);
         factor[r] = exp2_approx((top[r] - zero) * kScale);
-        factor[2 + r] = exp2_approx((chunk_top[r] - zero) * kScale);
-        sum[r] = fmaf(sum[r], factor[r], chunk_sum[r] * factor[2 + r]);
+        factor[2 + r] = exp2_approx((partition_top[r] - zero) * kScale);
+        sum[r] = fmaf(sum[r], factor[r], partition_sum[r] * factor[2 + r]);
         top[r] = higher;
     }
 }
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_rows(const KogAttentionParams& params, con
     }
 }
 
-struct Parts {  // of items whose chunks are attended to by several thread blocks
+struct Parts {  // of items whose partitions are attended to by several thread blocks
     float4 *values, *sums;
 
     __device__ __forceinline__ Parts(const KogAttentionParams& params, u32 index, u32 group) {

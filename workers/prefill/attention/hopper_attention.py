@@ -1,4 +1,4 @@
-"""Attention of a block of tokens by Hopper's matrix units (attention.cu), queued on torch's current stream."""
+"""Attention of a chunk of tokens by Hopper's matrix units (attention.cu), queued on torch's current stream."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 from kog_dist.cuda import build as compiler
 from kog_dist.cuda.driver import Kernel, tensor_map
 from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, CHUNK_KEYS, AttentionShape
+from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, PARTITION_KEYS, AttentionShape
 from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUP_THREADS, NUM_THREADS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAX_CHUNKS = 16  # as items of their own: memory for what each of them gives
+_MAX_PARTITIONS = 16  # as items of their own: memory for what each of them gives
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How the rows of a block are cut into items; a function of its size and of the window, never of its position."""
+    """How the rows of a chunk are cut into items; a function of its size and of the window, never of its position."""
 
     num_groups: int  # of an item
     num_tiles: int  # of rows
-    is_chunked: bool  # whether keys are attended to in chunks; decides about bits, and nothing else here does
-    num_chunks: int  # that are items of their own; 0: none
+    is_partitioned: bool  # whether keys are attended to in partitions; decides about bits, and nothing else here does
+    num_partitions: int  # that are items of their own; 0: none
     num_items: int
     num_ctas: int
 
@@ -37,17 +37,17 @@ class AttentionPlan:
 def plan(shape: AttentionShape, size: int, window: int | None, max_positions: int, num_sms: int) -> AttentionPlan:
     """The items of `size` rows, of which none stands at `max_positions` or behind.
 
-    Where multiprocessors would be left over, chunks become items of their own, and items have one group, which is faster alone.
+    Where multiprocessors would be left over, partitions become items of their own, and items have one group: faster alone.
     """
     positions, heads = GROUP_ROWS // shape.pack, shape.num_heads // shape.pack  # positions of a group
-    is_chunked = window is None or window > CHUNK_KEYS
-    num_chunks = -(-max_positions // CHUNK_KEYS)
-    if not is_chunked or not 1 < num_chunks <= _MAX_CHUNKS or 2 * heads * -(-size // (2 * positions)) > num_sms:
-        num_chunks = 0
-    num_groups = 1 if size <= positions or heads * -(-size // positions) * (num_chunks or 1) <= num_sms else 2
+    is_partitioned = window is None or window > PARTITION_KEYS
+    num_partitions = -(-max_positions // PARTITION_KEYS)
+    if not is_partitioned or not 1 < num_partitions <= _MAX_PARTITIONS or 2 * heads * -(-size // (2 * positions)) > num_sms:
+        num_partitions = 0
+    num_groups = 1 if size <= positions or heads * -(-size // positions) * (num_partitions or 1) <= num_sms else 2
     num_tiles = -(-size // (num_groups * positions))
-    num_items = num_tiles * heads * (num_chunks or 1)
-    return AttentionPlan(num_groups, num_tiles, is_chunked, num_chunks, num_items, min(num_items, num_sms))
+    num_items = num_tiles * heads * (num_partitions or 1)
+    return AttentionPlan(num_groups, num_tiles, is_partitioned, num_partitions, num_items, min(num_items, num_sms))
 
 
 def build(shape: AttentionShape) -> compiler.Cubin:
@@ -101,18 +101,18 @@ class Attention:
         params["query_map"] = self._query_map(query)
         params["keys_map"], params["values_map"] = self._key_map(keys), self._key_map(values)
         params["place_ptr"], params["out_ptr"] = place.data_ptr(), out.data_ptr()
-        params["size"], params["window"], params["is_chunked"] = size, window or 0, made.is_chunked
-        for name in ("num_groups", "num_tiles", "num_chunks", "num_items"):
+        params["size"], params["window"], params["is_partitioned"] = size, window or 0, made.is_partitioned
+        for name in ("num_groups", "num_tiles", "num_partitions", "num_items"):
             params[name] = getattr(made, name)
-        if made.num_chunks:
+        if made.num_partitions:
             count = made.num_items * made.num_groups * GROUP_THREADS
             parts = torch.empty(count * (shape.head_dim // 2 + 4), dtype=torch.float32, device=query.device)
             params["parts_ptr"] = parts.data_ptr()
             params["part_sums_ptr"] = parts[count * shape.head_dim // 2 :].data_ptr()
         self._launchers["attend"](made.num_ctas, NUM_THREADS, params.tobytes(), True)
-        if made.num_chunks:
+        if made.num_partitions:
             self._launchers["combine"](
-                made.num_items // made.num_chunks * made.num_groups, GROUP_THREADS, params.tobytes(), False
+                made.num_items // made.num_partitions * made.num_groups, GROUP_THREADS, params.tobytes(), False
             )
         return out
 

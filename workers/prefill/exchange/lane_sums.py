@@ -17,7 +17,7 @@ MAILBOX = "prefill"
 
 
 class SumExchange(Protocol):
-    """Collective: all ranks run the same blocks and layers in the same order.
+    """Collective: all ranks run the same chunks and layers in the same order.
 
     On a GPU both calls queue work (and may be captured in a graph): `publish` should send on a stream of its own, behind what is
     queued, and `total` make the current stream wait for what has arrived. Up to `delay` layers lie between the two.
@@ -27,20 +27,20 @@ class SumExchange(Protocol):
     def is_alone(self) -> bool:
         """Whether this rank hosts all lanes. Delayed sums are then made where they are used, and not published."""
 
-    def begin_block(self) -> None:
-        """A block of tokens begins."""
+    def begin_chunk(self) -> None:
+        """A chunk of tokens begins."""
 
     def begin_last(self) -> None:
-        """Until the next block begins, sums are of the prompt's last token alone, one row; one of each kind at most."""
+        """Until the next chunk begins, sums are of the prompt's last token alone, one row; one of each kind at most."""
 
-    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
         """Send this rank's `own_sum` (size, D) float32 of a layer; it stays unchanged for `delay` more layers."""
 
-    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         """The sum (size, D) over all ranks of what they published, as a binary tree of neighbours. May be called twice."""
 
     def share_overflow(self, overflow: Tensor) -> None:
-        """Behind the last block: `overflow` (int32, 1 value) becomes 1 if it is on any rank, or if a wait was given up."""
+        """Behind the last chunk: `overflow` (int32, 1 value) becomes 1 if it is on any rank, or if a wait was given up."""
 
     def stop(self) -> None:
         """End all waits for peers, from the host: what is under way gives wrong sums, and overflows."""
@@ -54,16 +54,16 @@ class OneRank:
 
     is_alone = True
 
-    def begin_block(self) -> None:
+    def begin_chunk(self) -> None:
         """See `SumExchange`."""
 
     def begin_last(self) -> None:
         """See `SumExchange`."""
 
-    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
         """Nothing to send."""
 
-    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         """The own sum."""
         return own_sum
 
@@ -89,7 +89,7 @@ def mailbox(spec: ModelSpec, max_size: int) -> MailboxSpec:
 
 
 class CommunicatorExchange:
-    """Ranks that a communicator of CPU ranks connects. Both kinds of blocks take turns in one mailbox."""
+    """Ranks that a communicator of CPU ranks connects. Both kinds of chunks take turns in one mailbox."""
 
     is_alone = False
 
@@ -100,24 +100,24 @@ class CommunicatorExchange:
         self._sent: dict[tuple[Sublayer, int], tuple[int, int]] = {}  # layer and epoch of what was published last, by place
         self._totals: dict[tuple[Sublayer, int], tuple[int, Tensor]] = {}
 
-    def begin_block(self) -> None:
+    def begin_chunk(self) -> None:
         """See `SumExchange`."""
 
     def begin_last(self) -> None:
         """See `SumExchange`."""
 
-    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
         """See `SumExchange`."""
         self._epoch += 1
-        self._sent[block, layer % self._kept_layers] = (layer, self._epoch)
-        self._totals.pop((block, layer % self._kept_layers), None)
+        self._sent[sublayer, layer % self._kept_layers] = (layer, self._epoch)
+        self._totals.pop((sublayer, layer % self._kept_layers), None)
         self._comm.publish(MAILBOX, self._epoch % self._box.num_slots, self._epoch, self._padded(own_sum))
 
-    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         """See `SumExchange`."""
         import torch
 
-        place = (block, layer % self._kept_layers)
+        place = (sublayer, layer % self._kept_layers)
         if place not in self._totals:
             sent_layer, epoch = self._sent[place]
             assert sent_layer == layer, f"the sum of layer {layer} was not published; its place holds layer {sent_layer}"

@@ -1,7 +1,7 @@
 """Sums over the lanes of all ranks between GPUs, beside the products (allreduce.cu): each rank adds up some of the rows for all.
 
 A sum is sent on one side stream, added up and awaited on another, so that what a layer adds up travels while the next layers
-compute; the main stream waits only where a total is used. Blocks captured in a graph keep that shape. Slots of parts are used in
+compute; the main stream waits only where a total is used. Chunks captured in a graph keep that shape. Slots of parts are used in
 turn, delay + 1 of each kind, and so are totals: when a rank writes one again, what it has received proves that its peers are done
 with it (docs/prefill.md).
 """
@@ -23,7 +23,7 @@ from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
 from kog_dist.runtime.abi import WAIT_RECORD, WaitRecord
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.model.staging import staged
-from kog_dist.workers.prefill.prefill_abi import CHUNK_ROWS, SUM_PARAMS, SUM_THREADS, sums_header
+from kog_dist.workers.prefill.prefill_abi import ROW_TILE, SUM_PARAMS, SUM_THREADS, sums_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,9 +34,9 @@ PARTS, TOTALS, LAST_PARTS, LAST_TOTALS, ENDS = (
     "prefill parts", "prefill totals", "prefill parts of the last token", "prefill totals of the last token", "prefill ends"
 )  # fmt: skip
 DEFAULT_CTAS = 16  # thread blocks that send one sum, or add it up, beside the products
-WAIT_THREADS = 64  # that look for totals, of a few chunks each
+WAIT_THREADS = 64  # that look for totals, of a few row tiles each
 _KERNELS = ("begin_sums", "send_parts", "add_parts", "await_totals", "share_overflow")
-_NUM_BLOCKS, _NUM_ENDS, _NUM_LASTS, _STOPPED, _RECORD = 0, 8, 16, 64, 128  # bytes of the state
+_NUM_CHUNKS, _NUM_ENDS, _NUM_LASTS, _STOPPED, _RECORD = 0, 8, 16, 64, 128  # bytes of the state
 _STATE_BYTES = _RECORD + WAIT_RECORD.size_bytes
 _FIRST_OF_PRODUCTS = -1  # launch priority: among products a thread block would get no place until they end
 
@@ -57,57 +57,57 @@ class Queues(Protocol):
 
 
 def mailboxes(spec: ModelSpec, max_size: int, num_ranks: int) -> list[MailboxSpec]:
-    """What the ranks' heaps need for blocks of up to `max_size` tokens.
+    """What the ranks' heaps need for chunks of up to `max_size` tokens.
 
-    A row of parts has the float32 values of one rank's share, then a flag for each chunk. A slot of totals has those of all rows,
-    then a flag for each chunk; it takes its `num_ranks` rows together, between which there is no gap.
+    A row of parts has the float32 values of one rank's share, then a flag for each row tile. A slot of totals has those of all
+    rows, then a flag for each row tile; it takes its `num_ranks` rows together, between which there is no gap.
     """
     boxes = []
     for parts, totals, num_slots, size in (
         (PARTS, TOTALS, spec.delay + 1, max_size),
         (LAST_PARTS, LAST_TOTALS, 1, 1),  # all ranks share their overflows between one last token and the next
     ):
-        num_chunks, share = _num_chunks(size), _share(size, num_ranks)
-        boxes.append(MailboxSpec(parts, 2 * num_slots, _value_words(spec, share * CHUNK_ROWS) + share))
-        boxes.append(MailboxSpec(totals, 2 * num_slots, -(-(_value_words(spec, size) + num_chunks) // num_ranks)))
+        num_row_tiles, share = _num_row_tiles(size), _share(size, num_ranks)
+        boxes.append(MailboxSpec(parts, 2 * num_slots, _value_words(spec, share * ROW_TILE) + share))
+        boxes.append(MailboxSpec(totals, 2 * num_slots, -(-(_value_words(spec, size) + num_row_tiles) // num_ranks)))
     return [*boxes, MailboxSpec(ENDS, 2, 1)]
 
 
-def summed_layers(spec: ModelSpec, block: Sublayer) -> list[int]:
-    """Layers whose sums a block publishes: those that are added at once, or feed a layer before the last one."""
+def summed_layers(spec: ModelSpec, sublayer: Sublayer) -> list[int]:
+    """Layers whose sums a chunk publishes: those that are added at once, or feed a layer before the last one."""
     layers = range(spec.num_layers - 1)
-    feeds = {layer: spec.feeds_layer(layer, block) for layer in layers}
+    feeds = {layer: spec.feeds_layer(layer, sublayer) for layer in layers}
     return [
         layer
         for layer in layers
-        if spec.reduce_mode(layer, block) is ReduceMode.BLOCKING or (feeds[layer] or spec.num_layers) < spec.num_layers - 1
+        if spec.reduce_mode(layer, sublayer) is ReduceMode.BLOCKING or (feeds[layer] or spec.num_layers) < spec.num_layers - 1
     ]
 
 
 class _Sums:
-    """Where sums lie: those of a prompt's blocks, or of its last token. First the slots of attention, then those of FFNs."""
+    """Where sums lie: those of a prompt's chunks, or of its last token. First the slots of attention, then those of FFNs."""
 
-    def __init__(self, spec: ModelSpec, max_size: int, parts: Mailbox, totals: Mailbox, num_blocks_ptr: int) -> None:
+    def __init__(self, spec: ModelSpec, max_size: int, parts: Mailbox, totals: Mailbox, num_chunks_ptr: int) -> None:
         self._parts, self._totals, self._width = parts, totals, spec.hidden_size
-        self.num_blocks_ptr = num_blocks_ptr
+        self.num_chunks_ptr = num_chunks_ptr
         self.num_slots = parts.spec.num_slots // 2
-        self._flag_word = _value_words(spec, _share(max_size, parts.world_size) * CHUNK_ROWS)
+        self._flag_word = _value_words(spec, _share(max_size, parts.world_size) * ROW_TILE)
         self._total_flags = _value_words(spec, max_size)
 
-    def place(self, params: Any, block: Sublayer, total: int) -> None:
+    def place(self, params: Any, sublayer: Sublayer, total: int) -> None:
         """Fill in where a sum's parts lie, and its total, the `total`-th of its kind."""
-        slot = block * self.num_slots + total
-        params["num_blocks_ptr"] = self.num_blocks_ptr
+        slot = sublayer * self.num_slots + total
+        params["num_chunks_ptr"] = self.num_chunks_ptr
         params["first_word"], params["row_words"] = self._parts.first_word, self._parts.row_words
         params["flag_word"], params["mailbox"] = self._flag_word, self._parts.index
-        params["first_slot"], params["num_slots"] = block * self.num_slots, self.num_slots
+        params["first_slot"], params["num_slots"] = sublayer * self.num_slots, self.num_slots
         params["total_word"] = self._totals.row(slot, 0)
         params["total_flag_word"] = self._totals.row(slot, 0) + self._total_flags
         params["total_slot"], params["total_mailbox"] = slot, self._totals.index
 
-    def total(self, heap: Tensor, block: Sublayer, total: int, size: int) -> Tensor:
+    def total(self, heap: Tensor, sublayer: Sublayer, total: int, size: int) -> Tensor:
         """That total in the own heap, which is `heap` as float32 values."""
-        first = 2 * self._totals.row(block * self.num_slots + total, 0)
+        first = 2 * self._totals.row(sublayer * self.num_slots + total, 0)
         return heap[first : first + size * self._width].view(size, self._width)
 
 
@@ -142,10 +142,10 @@ class PeerExchange:
         self._seen, self._one = (staged(count, torch.uint8, is_cuda=is_cuda) for count in (_STATE_BYTES, 4))
         self._one.fill_(1)
         self._stop_stream = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
-        self._layers = {block: summed_layers(spec, block) for block in Sublayer}
+        self._layers = {sublayer: summed_layers(spec, sublayer) for sublayer in Sublayer}
         start = self._state.data_ptr()
         parts, totals, last_parts, last_totals, self._ends = boxes
-        self._of_blocks = _Sums(spec, max_size, parts, totals, start + _NUM_BLOCKS)
+        self._of_chunks = _Sums(spec, max_size, parts, totals, start + _NUM_CHUNKS)
         self._of_last = _Sums(spec, 1, last_parts, last_totals, start + _NUM_LASTS)
         self._num_ranks = parts.world_size
         self._arrived: dict[
@@ -155,7 +155,7 @@ class PeerExchange:
         self._params["stopped_ptr"], self._params["record_ptr"] = start + _STOPPED, start + _RECORD
         self._params["limit_ns"], self._params["width"] = round(limit_s * 1e9), spec.hidden_size
 
-    def begin_block(self) -> None:
+    def begin_chunk(self) -> None:
         """See `SumExchange`."""
         self._begin(is_last=False)
 
@@ -163,26 +163,26 @@ class PeerExchange:
         """See `SumExchange`."""
         self._begin(is_last=True)
 
-    def publish(self, block: Sublayer, layer: int, own_sum: Tensor) -> None:
+    def publish(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> None:
         """See `SumExchange`. Adds up and awaits, too, as soon as the peers' parts are there."""
         params, sums, size = self._params.copy(), self._sums, len(own_sum)
         place = layer % sums.num_slots
-        sums.place(params, block, place)
-        layers = [layer] if self._is_last else self._layers[block]
-        params["per_block"], params["index"] = len(layers), layers.index(layer)
+        sums.place(params, sublayer, place)
+        layers = [layer] if self._is_last else self._layers[sublayer]
+        params["per_chunk"], params["index"] = len(layers), layers.index(layer)
         params["own_sum_ptr"], params["size"] = own_sum.data_ptr(), size
         whole = params.tobytes() + self._peers
-        num_ctas = min(self._num_ctas, _num_chunks(size))
+        num_ctas = min(self._num_ctas, _num_row_tiles(size))
         with self._queues.sending():
             self._launch("send_parts", num_ctas, SUM_THREADS, whole)
         with self._queues.collecting():
             self._launch("add_parts", min(self._num_ctas, _share(size, self._num_ranks)), SUM_THREADS, whole)
             self._launch("await_totals", 1, WAIT_THREADS, whole)
-        self._arrived[block, place] = (layer, self._queues.collected(), sums.total(self._heap, block, place, size))
+        self._arrived[sublayer, place] = (layer, self._queues.collected(), sums.total(self._heap, sublayer, place, size))
 
-    def total(self, block: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
+    def total(self, sublayer: Sublayer, layer: int, own_sum: Tensor) -> Tensor:
         """See `SumExchange`."""
-        found_layer, wait, total = self._arrived[block, layer % self._sums.num_slots]
+        found_layer, wait, total = self._arrived[sublayer, layer % self._sums.num_slots]
         assert found_layer == layer, f"the sum of layer {layer} was not published; its place holds layer {found_layer}"
         wait()
         return total
@@ -190,7 +190,7 @@ class PeerExchange:
     def share_overflow(self, overflow: Tensor) -> None:
         """See `SumExchange`."""
         params = self._params.copy()
-        params["num_blocks_ptr"], params["overflow_ptr"] = self._state.data_ptr() + _NUM_ENDS, overflow.data_ptr()
+        params["num_chunks_ptr"], params["overflow_ptr"] = self._state.data_ptr() + _NUM_ENDS, overflow.data_ptr()
         params["first_word"], params["row_words"], params["mailbox"] = (
             self._ends.first_word,
             self._ends.row_words,
@@ -219,12 +219,12 @@ class PeerExchange:
 
     @property
     def _sums(self) -> _Sums:
-        return self._of_last if self._is_last else self._of_blocks
+        return self._of_last if self._is_last else self._of_chunks
 
     def _begin(self, *, is_last: bool) -> None:
         self._is_last = is_last
         params = self._params.copy()
-        params["num_blocks_ptr"] = self._sums.num_blocks_ptr
+        params["num_chunks_ptr"] = self._sums.num_chunks_ptr
         self._launch("begin_sums", 1, 1, params.tobytes() + self._peers)
 
 
@@ -292,13 +292,13 @@ def _launch(kernels: dict[str, Kernel], name: str, num_ctas: int, num_threads: i
     compiled.launch(kernels[name], num_ctas, num_threads, params, priority=_FIRST_OF_PRODUCTS)
 
 
-def _num_chunks(size: int) -> int:
-    return -(-size // CHUNK_ROWS)
+def _num_row_tiles(size: int) -> int:
+    return -(-size // ROW_TILE)
 
 
 def _share(size: int, num_ranks: int) -> int:
-    """Most chunks that belong to one rank."""
-    return -(-_num_chunks(size) // num_ranks)
+    """Most row tiles that belong to one rank."""
+    return -(-_num_row_tiles(size) // num_ranks)
 
 
 def _value_words(spec: ModelSpec, max_size: int) -> int:

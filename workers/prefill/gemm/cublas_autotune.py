@@ -1,4 +1,4 @@
-"""Products of a block by cuBLAS, each with the fastest of its algorithms for its shape, found once before graphs are captured.
+"""Products of a chunk by cuBLAS, each with the fastest of its algorithms for its shape, found once before graphs are captured.
 
 The algorithm that cuBLAS would take is up to 15 % slower than another (docs/prefill.md). Only such are taken as give its bits, so
 it does not matter for results that another may be the fastest at another time. What was chosen is kept for the next start.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _REPEATS = 4  # of a product in a graph, and of the graph
 _MANY_ROWS = 512  # from here on a product waits for the matrix units, below for memory
-_FLUSHED = (8192, 4096)  # float32, more than the L2 cache has: small products find nothing in it when a block is run
+_FLUSHED = (8192, 4096)  # float32, more than the L2 cache has: small products find nothing in it when a chunk is run
 _WORTH = 0.99  # of the time of the algorithm before it, to be taken instead
 _HOPELESS = 1.1  # times the best so far, after two replays
 _LONG_MS = 4.0  # of replays, of which no more are needed then

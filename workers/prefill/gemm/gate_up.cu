@@ -1,4 +1,4 @@
-// Gates and ups of a block of tokens, and SwiGLU of them: activation = silu(s g) * s u, where g and u are the block's streams times the
+// Gates and ups of a chunk of tokens, and SwiGLU of them: activation = silu(s g) * s u, where g and u are the chunk's streams times the
 // transposed rows of gates and of ups, rounded to binary16, and s = 1 / rms of the stream.
 #include "gate_up_shape.cuh"
 #include "gemm.cuh"

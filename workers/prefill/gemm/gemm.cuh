@@ -1,4 +1,4 @@
-// Products of a block of tokens and each lane's matrix, binary16 with float32 sums, on Hopper's matrix units. What becomes of the sums is up to
+// Products of a chunk of tokens and each lane's matrix, binary16 with float32 sums, on Hopper's matrix units. What becomes of the sums is up to
 // the file that includes this: its `Tail`.
 //
 // A tile is 128 rows of a lane times 256 rows of its matrix. Thread blocks stay and take tiles in turn, two at a time, one above the other,
@@ -9,7 +9,7 @@
 // What a tile does with its sums leaves the matrix units idle. So a tail rounds them into registers, and an eighth of what else it does runs
 // beside each of the next tile's first eight steps (two eighths, where there are fewer steps).
 //
-// Bits: a sum runs over k from first to last in one thread block, whatever tile and size of blocks it is in.
+// Bits: a sum runs over k from first to last in one thread block, whatever tile and size of chunks it is in.
 #pragma once
 #include "hopper.cuh"
 #include "pdl.cuh"

@@ -26,7 +26,7 @@ TILE_PARAMS = Struct(
         Field("inverse_rms_ptr", "u64", "float32 (lanes, rows)"),
         Field("out_ptr", "u64", "binary16 (lanes, rows, results)"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
-        Field("place_ptr", "u64", "int32: start of the block"),
+        Field("place_ptr", "u64", "int32: start of the chunk"),
         Field("query_ptr", "u64", "binary16 (rows, lanes * heads, head_dim)"),
         Field("keys_ptr", "u64", "binary16 (positions, lanes * KV heads, head_dim)"),
         Field("values_ptr", "u64", "like keys"),

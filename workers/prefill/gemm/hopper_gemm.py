@@ -1,4 +1,4 @@
-"""Products of large blocks by Hopper's matrix units, with what comes behind them in the same kernel (gemm.cuh), queued on
+"""Products of large chunks by Hopper's matrix units, with what comes behind them in the same kernel (gemm.cuh), queued on
 torch's current stream.
 """
 
@@ -59,7 +59,7 @@ class Tiles:
         self._launch, self._make_map = launch, make_map
 
     def is_worth(self, lanes: int, size: int) -> bool:
-        """Whether blocks of `size` rows fit, and have enough of them to be faster than with a product of cuBLAS."""
+        """Whether chunks of `size` rows fit, and have enough of them to be faster than with a product of cuBLAS."""
         return size % CLUSTER_ROWS == 0 and self._num_tiles(lanes, size) >= _LEAST_TILES
 
     def fits(self, matrix: Tensor) -> bool:

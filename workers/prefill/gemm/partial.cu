@@ -1,4 +1,4 @@
-// Partial sums of a block of tokens, of attention or of the FFN: a product, rounded to binary16.
+// Partial sums of a chunk of tokens, of attention or of the FFN: a product, rounded to binary16.
 #include "partial_shape.cuh"
 #include "gemm.cuh"
 

@@ -1,4 +1,4 @@
-// Queries, keys and values of a block of tokens: products of its streams, times 1 / rms; queries and keys turned to their positions; keys and
+// Queries, keys and values of a chunk of tokens: products of its streams, times 1 / rms; queries and keys turned to their positions; keys and
 // values rounded to the cache's type and put behind those that are there. What prefill.cu's `append` makes of a product, with its bits.
 #include "qkv_shape.cuh"
 #include "gemm.cuh"
@@ -13,7 +13,7 @@ static_assert(kQueryColumns + 2 * kKeyColumns == kWidth && kHeadDim % 32 == 0, "
 struct Turned {
     u32 values[kSums / 2];
     float scale[2];
-    u32 lane, row, tile_column, column, start;  // of the first results; `start`: position of the block's first row
+    u32 lane, row, tile_column, column, start;  // of the first results; `start`: position of the chunk's first row
     float4 turns[2][kPeriod][2];   // of both rows: cosine and sine of 8 columns
 
     static __device__ __forceinline__ BoxPlace box_place(u32 lane, u32 box) { return plain_box(lane, box); }

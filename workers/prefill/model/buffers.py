@@ -1,4 +1,4 @@
-"""Memory that prefill works in: activations of one block, keys and values of the whole context, and where the block stands."""
+"""Memory that prefill works in: activations of one chunk, keys and values of the whole context, and where the chunk stands."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MAX_HEAD_DIM = 256  # of flash attention
 
 @dataclass(frozen=True)
 class Rows:
-    """Views for a block of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type.
+    """Views for a chunk of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type.
 
-    `partials[block][slot]` is p of layer i at slot i % (delay + 1), and so are `own_sums`, its sum over the hosted lanes.
+    `partials[sublayer][slot]` is p of layer i at slot i % (delay + 1), and so are `own_sums`, its sum over the hosted lanes.
 
-    An exact block has P = 2 planes (else 1): what is multiplied is a sum of two values of T, `size` rows apart, and what comes of
-    it a sum of two float32 values. R: T, but float32 in an exact block. S: planes of the streams and of what QKV gives; 2 in an
-    exact block and in a small one.
+    An exact chunk has P = 2 planes (else 1): what is multiplied is a sum of two values of T, `size` rows apart, and what comes of
+    it a sum of two float32 values. R: T, but float32 in an exact chunk. S: planes of the streams and of what QKV gives; 2 in an
+    exact chunk and in a small one.
     """
 
     size: int
@@ -42,7 +42,7 @@ class Rows:
     activation: Tensor  # (L, P * size, F) T
     partials: tuple[tuple[Tensor, ...], ...]  # (L, P * size, D) R; attention's outputs have one plane, so their second is ever 0
     own_sums: tuple[tuple[Tensor, ...], ...]  # (size, D) float32
-    place: Tensor  # int32: first position of the block; 0 and one past its last row, the bounds of its keys
+    place: Tensor  # int32: first position of the chunk; 0 and one past its last row, the bounds of its keys
     query_bounds: Tensor  # int32: 0, size
 
     @property
@@ -72,10 +72,10 @@ class Rows:
 
 
 class Buffers:
-    """Everything that blocks of at most `max_size` tokens need, on `device`. Blocks of different sizes share the memory.
+    """Everything that chunks of at most `max_size` tokens need, on `device`. Chunks of different sizes share the memory.
 
     Keys and values are kept for all positions of the context, rounded to the cache's type, as values of T. Padding may reach
-    beyond the context. Blocks of up to `split_size` rows have split streams. Raises ConfigError for shapes that the fused kernels
+    beyond the context. Chunks of up to `split_size` rows have split streams. Raises ConfigError for shapes that the fused kernels
     cannot take.
     """
 
@@ -98,7 +98,7 @@ class Buffers:
         shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next block begins; 1: a value was not finite
+        self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next chunk begins; 1: a value was not finite
         self.last_position = self.flags[2:]  # of the prompt
         self.last_streams = torch.zeros(layout.num_lanes, spec.hidden_size, device=device)  # of it, behind the last layer
 
@@ -119,7 +119,7 @@ class Buffers:
         return sum(array.nbytes for array in (*held, *self._memory.values()))
 
     def rows(self, size: int, *, is_exact: bool = False) -> Rows:
-        """The views of a block of `size` tokens. Exact blocks share nothing with blocks of other sizes."""
+        """The views of a chunk of `size` tokens. Exact chunks share nothing with chunks of other sizes."""
         import torch
 
         assert size <= self.max_size
@@ -132,14 +132,14 @@ class Buffers:
         bounds = torch.tensor([0, size], dtype=torch.int32, device=self.device)
 
         def view(name: str, *shape: int, dtype: torch.dtype = self.dtype, part: int = size, largest: int = max_size) -> Tensor:
-            """The front of the memory `name`, which is made for the largest block: `part` of it is `largest` there."""
+            """The front of the memory `name`, which is made for the largest chunk: `part` of it is `largest` there."""
             key = f"{name} exact {size}" if is_exact else name
             if key not in self._memory:
                 self._memory[key] = torch.zeros(prod(shape) // part * largest, dtype=dtype, device=self.device)
             return self._memory[key][: prod(shape)].view(shape)
 
         def by_slot(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> tuple[tuple[Tensor, ...], ...]:
-            return tuple(tuple(view(f"{name} {block} {slot}", *shape, dtype=dtype) for slot in slots) for block in range(2))
+            return tuple(tuple(view(f"{name} {sublayer} {slot}", *shape, dtype=dtype) for slot in slots) for sublayer in range(2))
 
         return Rows(
             size=size,
@@ -165,7 +165,7 @@ class Buffers:
 
 
 def stream_rows_of(size: int, max_size: int, split_size: int) -> tuple[int, int]:
-    """Rows of a lane's stream in a block of `size` tokens that is not exact, and the most of any block of up to `max_size`."""
+    """Rows of a lane's stream in a chunk of `size` tokens that is not exact, and the most of any chunk of up to `max_size`."""
     return (2 * size if size <= split_size else size), max(max_size, 2 * min(max_size, split_size))
 
 

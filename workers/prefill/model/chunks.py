@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Rows of a block. The smallest takes about as long as reading the weights; larger ones use the matrix units better. Few rows are
+# Rows of a chunk. The smallest takes about as long as reading the weights; larger ones use the matrix units better. Few rows are
 # what an agent's conversation goes on with, so small sizes lie close together.
-BLOCK_SIZES = (128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 3072, 4096)
-# A prompt that is no longer goes through one block of so many rows. Its values are kept as sums of two, so products see twice as
+CHUNK_SIZES = (128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 3072, 4096)
+# A prompt that is no longer goes through one chunk of so many rows. Its values are kept as sums of two, so products see twice as
 # many rows: in short prompts little averages roundings out, and weights are waited for anyway.
 EXACT_SIZE = 64
-# Blocks of at most so many rows keep streams as such sums, too, and multiply both for queries, keys and values alone.
+# Chunks of at most so many rows keep streams as such sums, too, and multiply both for queries, keys and values alone.
 SPLIT_SIZE = 128
 
 
-def sizes_within(max_context: int, sizes: Sequence[int] = BLOCK_SIZES) -> tuple[int, ...]:
-    """Those of `sizes`, which ascend, that `blocks` uses in a context of so many positions."""
+def sizes_within(max_context: int, sizes: Sequence[int] = CHUNK_SIZES) -> tuple[int, ...]:
+    """Those of `sizes`, which ascend, that `chunks` uses in a context of so many positions."""
     return tuple(size for size in sizes if size == sizes[0] or size - max_context < sizes[0])
 
 
-class Block(NamedTuple):
+class Chunk(NamedTuple):
     """Neighbouring positions. Rows behind `num_tokens` are padding, whose results nobody reads."""
 
     start: int
@@ -33,22 +33,22 @@ class Block(NamedTuple):
         return self.start + self.num_tokens
 
 
-def blocks(start: int, end: int, sizes: Sequence[int] = BLOCK_SIZES, exact_size: int = 0) -> list[Block]:
-    """The blocks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them.
+def chunks(start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size: int = 0) -> list[Chunk]:
+    """The chunks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them.
 
-    A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast blocks were
-    queued. Largest blocks come first: where a prompt was left at the end of one, going on there gives the blocks that the whole
-    prompt has. A rest is padded if that wastes less than the smallest block, which takes as long as reading the weights, however
+    A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast chunks were
+    queued. Largest chunks come first: where a prompt was left at the end of one, going on there gives the chunks that the whole
+    prompt has. A rest is padded if that wastes less than the smallest chunk, which takes as long as reading the weights, however
     few rows it has; else cut again.
     """
     if start < end <= exact_size:
-        return [Block(start, exact_size, end - start)]
+        return [Chunk(start, exact_size, end - start)]
     found = []
     while start < end:
         rest = end - start
         holding = next((size for size in sizes if size >= rest), None)
         if holding is None or holding - rest >= sizes[0]:
             holding = max(size for size in sizes if size <= rest)
-        found.append(Block(start, holding, min(holding, rest)))
+        found.append(Chunk(start, holding, min(holding, rest)))
         start += holding
     return found

@@ -1,4 +1,4 @@
-"""A rank's weights as matrices: a second copy, beside the monokernel's tape, which whole blocks of tokens are multiplied with."""
+"""A rank's weights as matrices: a second copy, beside the monokernel's tape, which whole chunks of tokens are multiplied with."""
 
 from __future__ import annotations
 

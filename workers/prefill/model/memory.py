@@ -19,7 +19,7 @@ _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within g
 
 
 def obstacle_to_prefill(spec: ModelSpec) -> str:
-    """Why ranks of this machine cannot go through prompts in blocks; empty if they can (with a torch that uses GPUs)."""
+    """Why ranks of this machine cannot go through prompts in chunks; empty if they can (with a torch that uses GPUs)."""
     if finding := misfit(spec):
         return f"the model has {finding}"
     return "" if find_spec("torch") is not None else "the package torch is not installed"
@@ -47,7 +47,7 @@ def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
 
 
 def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, split_size: int = SPLIT_SIZE) -> int:
-    """Of `Buffers` with the rows of all these blocks."""
+    """Of `Buffers` with the rows of all these chunks."""
     spec, largest = layout.spec, max(sizes)
     num_rows = spec.max_context + largest
     kept = 2 * 2 * spec.num_layers * num_rows * layout.heads * spec.head_dim

@@ -20,7 +20,7 @@ _FLAG_WORDS = 8  # the prompt begins at a multiple of 32 bytes
 
 
 class Staging:
-    """`prompt` (num_rows,) and `flags` (3,), int32 on `device`: position of the next block's first token; 1 if a value was not
+    """`prompt` (num_rows,) and `flags` (3,), int32 on `device`: position of the next chunk's first token; 1 if a value was not
     finite; position of the prompt's last token.
     """
 
@@ -38,7 +38,7 @@ class Staging:
         self._device_ptr, self._host_ptr = self._on_device.data_ptr(), self._on_host.data_ptr()
 
     def load(self, token_ids: Sequence[int], start: int, num_padding: int, stream_ptr: int) -> None:
-        """Queue a prompt on a CUDA stream, from whose position `start` on blocks begin; at most `num_padding` rows behind it are
+        """Queue a prompt on a CUDA stream, from whose position `start` on chunks begin; at most `num_padding` rows behind it are
         looked at. The copy before must have ended.
         """
         ids, words = token_ids if isinstance(token_ids, array) else array("I", token_ids), self._words

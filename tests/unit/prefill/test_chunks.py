@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from kog_dist.workers.prefill.model.chunks import BLOCK_SIZES, Block, blocks, sizes_within
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, Chunk, chunks, sizes_within
 
 
-def test_blocks_cover_every_position_once_and_waste_little() -> None:
+def test_chunks_cover_every_position_once_and_waste_little() -> None:
     for start in (0, 1, 128, 500, 3900):
         for end in range(start, start + 1300, 7):
-            found = blocks(start, end)
-            assert [p for block in found for p in range(block.start, block.end)] == list(range(start, end))
-            assert all(block.size in BLOCK_SIZES and 0 < block.num_tokens <= block.size for block in found)
-            assert all(block.num_tokens == block.size for block in found[:-1]), "only the last one is padded"
+            found = chunks(start, end)
+            assert [p for chunk in found for p in range(chunk.start, chunk.end)] == list(range(start, end))
+            assert all(chunk.size in CHUNK_SIZES and 0 < chunk.num_tokens <= chunk.size for chunk in found)
+            assert all(chunk.num_tokens == chunk.size for chunk in found[:-1]), "only the last one is padded"
             wasted = found[-1].size - found[-1].num_tokens if found else 0
             assert wasted < 128
 
 
-def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
+def test_going_on_at_the_end_of_a_chunk_gives_the_same_chunks() -> None:
     for end in (64, *range(1, 9000, 13)):
-        whole = blocks(0, end, exact_size=64)
-        for done, block in enumerate(whole):
-            assert blocks(block.start, end, exact_size=64) == whole[done:]
+        whole = chunks(0, end, exact_size=64)
+        for done, chunk in enumerate(whole):
+            assert chunks(chunk.start, end, exact_size=64) == whole[done:]
 
 
 @pytest.mark.parametrize(
@@ -53,17 +53,17 @@ def test_going_on_at_the_end_of_a_block_gives_the_same_blocks() -> None:
     ],
 )
 def test_sizes(end: int, sizes: list[int]) -> None:
-    assert [block.size for block in blocks(0, end)] == sizes
+    assert [chunk.size for chunk in chunks(0, end)] == sizes
 
 
 @pytest.mark.parametrize("max_context", [60, 128, 300, 1408, 1409, 2048, 3968, 3969, 4096])
 def test_a_context_has_the_sizes_that_its_prompts_need(max_context: int) -> None:
     sizes = sizes_within(max_context)
-    needed = {block.size for end in range(1, max_context + 1) for block in blocks(0, end)}
+    needed = {chunk.size for end in range(1, max_context + 1) for chunk in chunks(0, end)}
     assert needed == set(sizes)
-    assert all(blocks(0, end) == blocks(0, end, sizes) for end in range(1, max_context + 1, 7))
+    assert all(chunks(0, end) == chunks(0, end, sizes) for end in range(1, max_context + 1, 7))
 
 
-def test_a_block_knows_its_padding() -> None:
-    assert blocks(3900, 3950) == [Block(3900, 128, 50)]
-    assert blocks(7, 7) == []
+def test_a_chunk_knows_its_padding() -> None:
+    assert chunks(3900, 3950) == [Chunk(3900, 128, 50)]
+    assert chunks(7, 7) == []
