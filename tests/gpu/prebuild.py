@@ -42,11 +42,11 @@ def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
 
         for overrides in (*VARIANTS.values(), *HEADS.values()):
             for dtype, kv_dtype in DTYPES:
-                yield ModelSpec(**{**DEMO, **overrides}), {"weight_dtype": dtype, "kv_dtype": kv_dtype, "part_batches": 1}
+                yield ModelSpec(**{**DEMO, **overrides}), {"weight_dtype": dtype, "kv_dtype": kv_dtype, "partition_batches": 1}
     elif group == "ranks":
         from tests.gpu.rank_bodies import VARIANTS as OF_RANKS
 
-        yield from ((spec, options) for spec in OF_RANKS.values() for options in ({"part_batches": 1}, {}))
+        yield from ((spec, options) for spec in OF_RANKS.values() for options in ({"partition_batches": 1}, {}))
     elif group == "demo":
         checkpoint = open_checkpoint(Path(str(resources.files("kog_dist"))) / "models" / "demo", verify=False)
         dtypes = ({"weight_dtype": checkpoint.dtype, "kv_dtype": kv_dtype} for kv_dtype in ("bfloat16", "float16"))

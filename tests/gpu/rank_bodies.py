@@ -78,6 +78,6 @@ def _kernel(context: RankContext, *, processors: bool) -> AbstractContextManager
     from kog_dist.workers.cuda.device_weights import random_weights
 
     variant = VARIANTS[str(context.arguments["variant"])]
-    shape = rank_shape(context, variant, part_batches=1)  # 128 positions: answers come to attention's second part
+    shape = rank_shape(context, variant, partition_batches=1)  # 128 positions: answers come to attention's second part
     prepare(context, [shape], processors=processors)
     return rank_kernel(context, shape, random_weights(shape, 5), processors=processors)

@@ -63,7 +63,7 @@ class Prepared:
         self.spec = spec
         self.oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
         self.oracle.round_keys_and_values(getattr(torch, kv_dtype))
-        options = {"part_batches": 1, **options}  # attention's parts are 128 positions, so that these contexts have several
+        options = {"partition_batches": 1, **options}  # attention's parts are 128 positions, so that these contexts have several
         self.shape = KernelShape(spec, range(spec.num_lanes), weight_dtype=dtype, kv_dtype=kv_dtype, **options)
         self.weights = load_weights(self.shape, open_checkpoint(folder))
         self.ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()

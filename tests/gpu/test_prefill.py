@@ -65,7 +65,9 @@ class Prepared:
         write_checkpoint(folder, self.spec, random_tensors(self.spec, 7), manifest=False)
         self.oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
         self.oracle.round_keys_and_values(getattr(torch, kv_dtype))
-        self.shape = KernelShape(self.spec, range(self.spec.num_lanes), kv_dtype=kv_dtype, part_batches=1)  # as test_monokernel's
+        self.shape = KernelShape(
+            self.spec, range(self.spec.num_lanes), kv_dtype=kv_dtype, partition_batches=1
+        )  # as test_monokernel's
         collected, observe = matrices_for(self.shape)
         self.kernel = Monokernel(self.shape, load_weights(self.shape, open_checkpoint(folder), observe))
         self.collected, self.matrices = collected, collected.layers()

@@ -34,7 +34,9 @@ PARTS = {48: 8, 64: 4}  # batches of a part, by the values of a head: three part
 LOADED, STORED = "load_global(from + i * kStride, v)", "(to + i * kStride) ="
 # Words of a part have other writers in another layer, which come to it behind the ones before.
 PUBLISHES = "        constexpr u32 kWarpColumns = OutOp::kPer * 32;\n"
-NOTED = "        if (tag % (kLayers + 1) == (kFirstFull + 1) % (kLayers + 1)) twin::write_words(lane_idx, part, row, unit);\n"
+NOTED = (
+    "        if (tag % (kLayers + 1) == (kFirstFull + 1) % (kLayers + 1)) twin::write_words(lane_idx, partition, row, unit);\n"
+)
 HEADS = {  # values of a head, so registers of a share: in pairs; more than one chunk of four
     48: ModelSpec(
         hidden_size=192, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=64, vocab_size=76, max_context=CONTEXT,
@@ -67,9 +69,9 @@ def test_attention_far_into_a_context_goes_on_from_what_prefill_has_kept(
     with torch.no_grad():
         wanted = oracle(torch.from_numpy(ids.astype(np.int64))[None], kept)[0].numpy()
 
-    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, part_batches=PARTS[head_dim])
+    shape = KernelShape(spec, range(spec.num_lanes), max_ctas=5, copies=2, max_slots=6, partition_batches=PARTS[head_dim])
     layout = CacheLayout.of(shape)
-    assert (shape.window_batches, shape.full_batches, shape.num_parts) == (9, 19, {48: 3, 64: 5}[head_dim])
+    assert (shape.window_batches, shape.full_batches, shape.num_partitions) == (9, 19, {48: 3, 64: 5}[head_dim])
     prepare(shape, model, ids, tmp_path)
     rows = [layer.to(torch.bfloat16).transpose(1, 2) for layer in (part[:, 0] for part in kept._layers)]
     before = {}
@@ -103,9 +105,9 @@ def check_later_parts(shape: KernelShape, words: Words, first: int) -> None:
     """Parts that the context has not come to have the tag of the last step, and nothing in them."""
     epoch, first_full = (FIRST.index(first) + 1) * STEPS - 1, shape.full_layers[0]
     published, tag = Published(shape, words, epoch), (epoch * (shape.spec.num_layers + 1) + first_full + 1) & 0xFFFF
-    num_used = shape.parts_at(first_full, first + STEPS - 1)
+    num_used = shape.partitions_at(first_full, first + STEPS - 1)
     num_words = shape.spec.lane_heads * shape.splits * shape.spec.head_dim // 2
-    for part in range(num_used, shape.num_parts):
+    for part in range(num_used, shape.num_partitions):
         for copy in range(shape.num_lanes * shape.replicas):
             sums, tags = value_payloads(published._log_sums(copy, part))
             assert set(tags.tolist()) == {tag}

@@ -48,13 +48,13 @@ def test_pair_words_round_trip() -> None:
 class MadeUp:
     """The words that a right kernel would leave, made of what the interpreter has."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, num_layers: int, *, num_parts: int = 1, num_used: int = 1) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, num_layers: int, *, num_partitions: int = 1, num_used: int = 1) -> None:
         """`num_used` of the parts of a split have attention items."""
         write_checkpoint(folder, spec, random_tensors(spec, 2), manifest=False)
         weights = limited_weights(open_checkpoint(folder).rank_weights(range(spec.num_lanes)), num_layers)
         self.spec = limited(spec, num_layers)
-        self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2, part_batches=1)
-        assert self.shape.num_parts == num_parts
+        self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2, partition_batches=1)
+        assert self.shape.num_partitions == num_partitions
         self.num_used = num_used
         self.expected = Expected(self.spec, weights, IDS, "bfloat16")
         self.words = np.zeros(self.shape.num_words, np.uint64)
@@ -68,7 +68,7 @@ class MadeUp:
         for source in (expected.stream, expected.middle, expected.activation):
             self._put([pair_words(source(lane), self.tag) for lane in lanes for _ in range(2)])
         self._put([pair_words(expected.qkv(lane), self.tag) for lane in lanes])
-        rng, splits, num_parts = np.random.default_rng(4), self.shape.splits * self.num_used, self.shape.num_parts
+        rng, splits, num_partitions = np.random.default_rng(4), self.shape.splits * self.num_used, self.shape.num_partitions
         outputs, sums = [], []
         for lane in lanes:
             wanted = expected.attended(lane).reshape(spec.lane_heads, 1, spec.head_dim)
@@ -78,8 +78,8 @@ class MadeUp:
             weights = np.exp2(log_sums) / np.exp2(log_sums).sum(axis=1, keepdims=True)
             parts = wanted + noise - (weights * noise).sum(axis=1, keepdims=True)
             parts[:, -1] = 0
-            words = np.zeros((num_parts, parts.size // 2 // self.num_used), np.uint64)
-            of_a_warp = np.zeros((num_parts, self.shape.log_sum_words), np.uint64)
+            words = np.zeros((num_partitions, parts.size // 2 // self.num_used), np.uint64)
+            of_a_warp = np.zeros((num_partitions, self.shape.log_sum_words), np.uint64)
             for part in range(self.num_used):
                 own = slice(part * self.shape.splits, (part + 1) * self.shape.splits)
                 words[part] = pair_words(parts[:, own].astype(np.float32).reshape(-1), self.tag)
@@ -131,7 +131,7 @@ def test_right_words_are_right(tmp_path: Path, variant: str) -> None:
 
 @pytest.mark.parametrize("num_used", [1, 2, 3])
 def test_parts_that_the_context_has_come_to_are_merged(tmp_path: Path, num_used: int) -> None:
-    made = MadeUp(tmp_path, replace(SPEC, max_context=300), 4, num_parts=3, num_used=num_used)
+    made = MadeUp(tmp_path, replace(SPEC, max_context=300), 4, num_partitions=3, num_used=num_used)
     position = 128 * num_used - 1
     found = Published(made.shape, made.words, EPOCH).attended(1, position)
     assert (found.num_wrong_tags, found.replicas_agree) == (0, True)
@@ -139,7 +139,7 @@ def test_parts_that_the_context_has_come_to_are_merged(tmp_path: Path, num_used:
     last = made.place("LogSum") + (num_used - 1) * made.shape.log_sum_words
     made.words[last] ^= np.uint64(1 << 40)
     assert Published(made.shape, made.words, EPOCH).attended(0, position).num_wrong_tags == 1
-    if num_used < made.shape.num_parts:
+    if num_used < made.shape.num_partitions:
         missing = Published(made.shape, made.words, EPOCH).attended(1, position + 1)
         assert missing.num_wrong_tags > 0, "of a part that nobody published"
 

@@ -36,7 +36,7 @@ class KernelShape:
     """Everything static about one build of the monokernel. Raises ConfigError for a model that it cannot run.
 
     `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share; in layers
-    without a window an item has `part_batches` batches of 16 of them, and the next ones are another item's.
+    without a window an item has `partition_batches` batches of 16 of them, and the next ones are another item's.
     """
 
     spec: ModelSpec
@@ -45,7 +45,7 @@ class KernelShape:
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
     splits: int = 8
-    part_batches: int = 0  # 0: see `batches_of_part`
+    partition_batches: int = 0  # 0: see `batches_of_partition`
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
@@ -66,8 +66,8 @@ class KernelShape:
             findings.append(f"{self.weight_dtype} weights with a {self.kv_dtype} KV cache (16-bit formats)")
         if self.keeps_hashes and self.traced_step >= 0:
             findings.append("hashes and a trace (one of them)")
-        if self.part_batches < 0:
-            findings.append(f"parts of {self.part_batches} batches (1 or more, or 0)")
+        if self.partition_batches < 0:
+            findings.append(f"partitions of {self.partition_batches} batches (1 or more, or 0)")
         if self.splits % 8:
             findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
         if self.head.cta_rows >= 4095:
@@ -245,18 +245,18 @@ class KernelShape:
         return -(-self.spec.max_context // (16 * self.splits))
 
     @property
-    def num_parts(self) -> int:
+    def num_partitions(self) -> int:
         """Attention items that share a split of a layer which sees everything, at the end of the context."""
-        return -(-self.full_batches // self.batches_of_part) if self.full_layers else 1
+        return -(-self.full_batches // self.batches_of_partition) if self.full_layers else 1
 
-    def parts_at(self, layer: int, position: int) -> int:
-        """Items that share a split of a layer at a position; `num_parts` of layout.cuh."""
-        return position // (16 * self.batches_of_part * self.splits) + 1 if layer in self.full_layers else 1
+    def partitions_at(self, layer: int, position: int) -> int:
+        """Items that share a split of a layer at a position; `num_partitions` of layout.cuh."""
+        return position // (16 * self.batches_of_partition * self.splits) + 1 if layer in self.full_layers else 1
 
     @property
-    def batches_of_part(self) -> int:
-        """1,536 positions of eight splits, or a quarter of a longer context, since in each token unread parts are written."""
-        return self.part_batches or max(12, -(-self.full_batches // 4))
+    def batches_of_partition(self) -> int:
+        """1,536 positions of eight splits, or a quarter of a longer context: in each token unread partitions are written."""
+        return self.partition_batches or max(12, -(-self.full_batches // 4))
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -282,8 +282,8 @@ class KernelShape:
             "Middle": (spec.hidden_size // 2, copies),
             "Activation": (spec.lane_ffn // 2, copies),
             "Qkv": ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2, lanes),
-            "Attended": (self.num_parts * query_rows * self.splits // 2, copies),
-            "LogSum": (self.geometry.matrix_warps * self.num_parts * self.log_sum_words, copies),
+            "Attended": (self.num_partitions * query_rows * self.splits // 2, copies),
+            "LogSum": (self.geometry.matrix_warps * self.num_partitions * self.log_sum_words, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
             "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
             "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
@@ -292,7 +292,7 @@ class KernelShape:
 
     @property
     def log_sum_words(self) -> int:
-        """Words of the log-sums of a part that one matrix warp reads. Each has its own: all of them would read the same lines."""
+        """Words of the log-sums of a partition that one matrix warp reads. Each has its own: all would read the same lines."""
         return -(-self.spec.lane_heads * self.splits // 16) * 16
 
     @property
@@ -338,7 +338,8 @@ class KernelShape:
             "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
-            "kReplicas": self.replicas, "kSplits": self.splits, "kParts": self.num_parts, "kPartBatches": self.batches_of_part,
+            "kReplicas": self.replicas, "kSplits": self.splits, "kPartitions": self.num_partitions,
+            "kPartitionBatches": self.batches_of_partition,
             "kFirstFull": min(self.full_layers, default=0),
             "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,

@@ -178,8 +178,8 @@ class Monokernel:
         head, words that are there from the last step that ran its layers might have the tag that layer 0 of the next one gives
         (`layer_tag` in layout.cuh). Such words are of the last layer; of the one before where the last layer's streams go to all
         ranks' mailboxes; or nobody wrote them yet, and 0 is the tag behind the last layer of epoch -1. Words of attention's
-        parts may stand until the first layer without a window waits for them, from that one or from the last one. Epochs left out
-        are never waited for by anybody; their number is even, since candidates have two slots in turn.
+        partitions may stand until the first layer without a window waits for them, from that one or from the last one. Epochs
+        left out are never waited for by anybody; their number is even, since candidates have two slots in turn.
         """
         if epoch - self._epoch > self._num_heads_alone:
             self._whole_epoch = epoch - 1

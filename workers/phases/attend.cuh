@@ -1,6 +1,6 @@
 // Attention of one position. An item is a KV head and a split: positions p with p % kSplits == split. A layer without a window has
-// more items far into a context: each takes the next kPartBatches batches of a split. Items are spread over the thread blocks by a
-// map that depends on layer, lane and part only, and the batches of an item over the warps by their number. So the thread that appends its share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its
+// more items far into a context: each takes the next kPartitionBatches batches of a split. Items are spread over the thread blocks by a
+// map that depends on layer, lane and partition only, and the batches of an item over the warps by their number. So the thread that appends its share of a row of K and V is the one that reads it later, and the append needs no fence. A split keeps its
 // rows in batches of 16 (K by rows, V by pairs of positions, as the matrix unit wants them); windowed layers keep a ring of batches.
 // The new position does not come back from memory: its warp reads the words and passes them on in shared memory (`fresh`), and the
 // threads that hold its row of the batch put it into their registers.
@@ -140,9 +140,9 @@ struct Attender : CacheReader {
         load_values(rows, next, batch);
     }
 
-    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 part, u32 position, u32 tag) {
+    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position, u32 tag) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
-        const Rows rows = rows_of(layer, lane_idx, item_idx, part, position);
+        const Rows rows = rows_of(layer, lane_idx, item_idx, partition, position);
         // Two batches are on their way, or here before the query is.
         Batch even, odd;
         load_keys(rows, warp, even), load_values(rows, warp, even);
@@ -159,48 +159,48 @@ struct Attender : CacheReader {
             if (batch + kAttendWarps < rows.num_batches) mix(rows, batch + kAttendWarps, batch + 3 * kAttendWarps, query, odd, mixed);
         }
         if (warp == 0) stamp(role, kMixed, step, product);
-        const bool ok = merge(kv_head, split, part, lane_idx, tag, mixed);
+        const bool ok = merge(kv_head, split, partition, lane_idx, tag, mixed);
         if (warp == 0) stamp(role, kAttended, step, product);
         return ok;
     }
 
     // Four values of unit `unit` of an item's outputs, and with a head's first ones the log-sum. `row`: head and split.
-    __device__ __forceinline__ void publish(u32 row, u32 part, u32 lane_idx, u32 unit, u64 first, u64 second, float log_sum, u32 tag) const {
+    __device__ __forceinline__ void publish(u32 row, u32 partition, u32 lane_idx, u32 unit, u64 first, u64 second, float log_sum, u32 tag) const {
         u64* base = reinterpret_cast<u64*>(params.words_ptr);
         // Every matrix warp that takes columns of this head finds the log-sum among its own words.
         constexpr u32 kWarpColumns = OutOp::kPer * 32;
         const u32 place = unit % kHeadUnits, column = row / kSplits * kHeadDim + place * 4;
 #pragma unroll
         for (int replica = 0; replica < kReplicas; ++replica) {
-            store_relaxed_x2(base + kAttendedOffset + (lane_idx * kReplicas + replica) * kAttendedStride + part * kAttendedPart +
+            store_relaxed_x2(base + kAttendedOffset + (lane_idx * kReplicas + replica) * kAttendedStride + partition * kAttendedPartition +
                                  (row * kHeadUnits + place) * 2, first, second);
             if (place == 0 || column % kWarpColumns == 0)
                 store_relaxed(base + kLogSumOffset + (lane_idx * kReplicas + replica) * kLogSumStride +
-                                  (column / kWarpColumns * kParts + part) * kLogSumWords + row, make_value_word(__float_as_uint(log_sum), tag));
+                                  (column / kWarpColumns * kPartitions + partition) * kLogSumWords + row, make_value_word(__float_as_uint(log_sum), tag));
         }
     }
     static constexpr int kHeadUnits = kHeadDim / 4;
 
-    // Nobody reads the words of a part that the context has not come to. They are written all the same, once in a token, since their
-    // tags come again after thousands of tokens; by the threads that write them when the first layer with this part has come to it.
+    // Nobody reads the words of a partition that the context has not come to. They are written all the same, once in a token, since their
+    // tags come again after thousands of tokens; by the threads that write them when the first layer with this partition has come to it.
     __device__ __forceinline__ void keep_apart(u32 position, u32 tag) const {
 #pragma unroll 1
-        for (u32 i = num_parts(kFirstFull, position) * kLanes; i < kParts * kLanes; ++i) {
-            const u32 part = i / kLanes, lane_idx = i % kLanes;
+        for (u32 i = num_partitions(kFirstFull, position) * kLanes; i < kPartitions * kLanes; ++i) {
+            const u32 partition = i / kLanes, lane_idx = i % kLanes;
 #pragma unroll 1
-            for (u32 item = first_item(role, kFirstFull, lane_idx, part); item < kItems; item += kNumCtas) {
+            for (u32 item = first_item(role, kFirstFull, lane_idx, partition); item < kItems; item += kNumCtas) {
 #pragma unroll 1
                 for (u32 unit = warp * 32 + lane; unit < kGroup * kHeadUnits; unit += kAttendThreads) {
                     const u64 nothing = make_pair_word(0, 0, tag);
                     const u32 row = (item / kSplits * kGroup + unit / kHeadUnits) * kSplits + item % kSplits;
-                    publish(row, part, lane_idx, unit, nothing, nothing, -INFINITY, tag);
+                    publish(row, partition, lane_idx, unit, nothing, nothing, -INFINITY, tag);
                 }
             }
         }
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 part, u32 lane_idx, u32 tag, const Mixed& own) {
+    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 tag, const Mixed& own) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, head = lane & 3;
         const u32 half = num_items++ & 1;
@@ -241,7 +241,7 @@ struct Attender : CacheReader {
             const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
             const u64 first = make_pair_word(mixed.x * inverse, mixed.y * inverse, tag);
             const u64 second = make_pair_word(mixed.z * inverse, mixed.w * inverse, tag);
-            publish((kv_head * kGroup + head) * kSplits + split, part, lane_idx, unit, first, second, log_sum, tag);
+            publish((kv_head * kGroup + head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag);
         }
         return true;
     }
@@ -259,11 +259,11 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             attender.product = kQkvProducts[i];
             const Place at(attender.product);
 #pragma unroll 1
-            for (u32 part = 0; part < num_parts(at.layer(), position); ++part) {
-                const u32 first = first_item(role, at.layer(), at.lane(), part);
+            for (u32 partition = 0; partition < num_partitions(at.layer(), position); ++partition) {
+                const u32 first = first_item(role, at.layer(), at.lane(), partition);
 #pragma unroll 1
                 for (u32 item = first; item < kItems; item += kNumCtas)
-                    if (!attender.item(at.layer(), at.lane(), item, part, position, layer_tag(role.first_epoch + step, at.layer()))) return;
+                    if (!attender.item(at.layer(), at.lane(), item, partition, position, layer_tag(role.first_epoch + step, at.layer()))) return;
             }
         }
         attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);

@@ -40,9 +40,9 @@ __device__ __forceinline__ void store_share(unsigned char* to, const u32 (&from)
     }
 }
 
-// The first of the items of a layer, a lane and a part that this thread block has; the next one is kNumCtas further on.
-__device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_idx, u32 part) {
-    const u32 first_cta = ((layer * kLanes + lane_idx) * kItems + part * (kNumCtas / kParts)) % kNumCtas;
+// The first of the items of a layer, a lane and a partition that this thread block has; the next one is kNumCtas further on.
+__device__ __forceinline__ u32 first_item(const Role& role, u32 layer, u32 lane_idx, u32 partition) {
+    const u32 first_cta = ((layer * kLanes + lane_idx) * kItems + partition * (kNumCtas / kPartitions)) % kNumCtas;
     return role.cta >= first_cta ? role.cta - first_cta : role.cta + kNumCtas - first_cta;
 }
 
@@ -63,7 +63,7 @@ struct CacheReader {
         u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
         u32 fresh_batch;               // that gets the current position's row, or none
     };
-    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 part, u32 position) const {
+    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position) const {
         const u32 split = item_idx % kSplits;
         const bool windowed = in_mask(kWindowMask, layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
@@ -74,11 +74,11 @@ struct CacheReader {
         const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
         Rows rows{first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
                   position % kSplits == split ? last >> 4 : kNoBatch};
-        if (kParts > 1 && !windowed) {  // batches and slots are counted from the part's first ones
-            const u32 skipped = part * kPartBatches;
+        if (kPartitions > 1 && !windowed) {  // batches and slots are counted from the partition's first ones
+            const u32 skipped = partition * kPartitionBatches;
             rows.first_batch += skipped, rows.last -= skipped * 16;
-            rows.num_batches = rows.num_batches > skipped ? min(rows.num_batches - skipped, static_cast<u32>(kPartBatches)) : 0;
-            if (rows.fresh_batch != kNoBatch) rows.fresh_batch = rows.fresh_batch / kPartBatches == part ? rows.fresh_batch - skipped : kNoBatch;
+            rows.num_batches = rows.num_batches > skipped ? min(rows.num_batches - skipped, static_cast<u32>(kPartitionBatches)) : 0;
+            if (rows.fresh_batch != kNoBatch) rows.fresh_batch = rows.fresh_batch / kPartitionBatches == partition ? rows.fresh_batch - skipped : kNoBatch;
         }
         return rows;
     }

@@ -18,16 +18,16 @@ struct AttendedGatherer : VectorGatherer {
         if (unit >= kOutUnits) unit = 0, reader = 0;  // padding: read something that will be there
         const u32 head = unit / kHeadUnits, place = unit % kHeadUnits;
         return {words + kAttendedOffset + copy * kAttendedStride + ((head * kSplits + first) * kHeadUnits + place) * 2,
-                words + kLogSumOffset + copy * kLogSumStride + reader * (kParts * kLogSumWords) + head * kSplits + first,
+                words + kLogSumOffset + copy * kLogSumStride + reader * (kPartitions * kLogSumWords) + head * kSplits + first,
                 layer_tag(role.first_epoch + step, at.layer())};
     }
-    // The parts' words are read in turn into one half of `got` and the other.
+    // The partitions' words are read in turn into one half of `got` and the other.
     static __device__ __forceinline__ Splits behind(const Splits& from) {
-        return {from.outputs + kAttendedPart, from.log_sums + kLogSumWords, from.tag};
+        return {from.outputs + kAttendedPartition, from.log_sums + kLogSumWords, from.tag};
     }
     template <int kHalf = 0>
     __device__ __forceinline__ void load_splits(const Splits& from) {
-        constexpr int kOutputs = kHalf * kPartLoads, kLogSums = kOutputs + kSplitsOfThread;
+        constexpr int kOutputs = kHalf * kPartitionLoads, kLogSums = kOutputs + kSplitsOfThread;
 #pragma unroll
         for (int i = 0; i < kSplitsOfThread; ++i) got[kOutputs + i] = load_relaxed_x2(from.outputs + i * kHeadUnits * 2);
 #pragma unroll
@@ -35,7 +35,7 @@ struct AttendedGatherer : VectorGatherer {
     }
     template <int kHalf>
     __device__ __forceinline__ bool splits_ready(const Splits& from) {
-        constexpr int kOutputs = kHalf * kPartLoads, kLogSums = kOutputs + kSplitsOfThread;
+        constexpr int kOutputs = kHalf * kPartitionLoads, kLogSums = kOutputs + kSplitsOfThread;
         u32 wrong = 0;
 #pragma unroll
         for (int i = 0; i < kSplitsOfThread; ++i) wrong |= tag_difference(got[kOutputs + i], from.tag);
@@ -46,7 +46,7 @@ struct AttendedGatherer : VectorGatherer {
     }
     template <int kHalf>
     __device__ __forceinline__ float log_sum(int i) const {
-        const ulonglong2& pair = got[kHalf * kPartLoads + kSplitsOfThread + i / 2];
+        const ulonglong2& pair = got[kHalf * kPartitionLoads + kSplitsOfThread + i / 2];
         return payload(i & 1 ? pair.y : pair.x);
     }
     // Outputs of the splits so far, with weights relative to the largest log-sum. Four neighbouring threads hold the splits of a unit.
@@ -68,7 +68,7 @@ struct AttendedGatherer : VectorGatherer {
         for (int i = 0; i < kSplitsOfThread; ++i) {
             const float weight = exp2_approx(log_sum<kHalf>(i) - mixture.peak);
             mixture.total += weight;
-            mixture.sum = add_scaled(mixture.sum, weight, values(got[kHalf * kPartLoads + i]));
+            mixture.sum = add_scaled(mixture.sum, weight, values(got[kHalf * kPartitionLoads + i]));
         }
     }
     template <int kHalf>
@@ -100,7 +100,7 @@ struct AttendedGatherer : VectorGatherer {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) {
                 const u64* all = reinterpret_cast<const u64*>(params.words_ptr) + kAttendedOffset +
-                                 (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride + number * kAttendedPart;
+                                 (at.lane() * kReplicas + role.cta % kReplicas) * kAttendedStride + number * kAttendedPartition;
                 note_wait(kOutPhase, at.layer(), at.lane(), from.tag, all, kSplits * kQueryRows / 2);
             }
             load_splits<kHalf>(from);
@@ -115,19 +115,19 @@ struct AttendedGatherer : VectorGatherer {
                 if (!wait_until_near<kOutPhase>(role, at.lane(), at.index())) return false;
                 load_splits(from);
             }
-            const u32 parts = num_parts(at.layer(), role.first_position + step);
+            const u32 partitions = num_partitions(at.layer(), role.first_position + step);
             Splits next = behind(from);
-            if (parts > 1) load_splits<kPartsLoaded - 1>(next);
+            if (partitions > 1) load_splits<kPartitionsLoaded - 1>(next);
             if (!wait_for_splits<0>(at, from, 0)) return false;
             Mixture mixture{peak_of_splits<0>()};
             add_splits<0>(mixture);
-            for (u32 number = 1; number < parts; number += 2) {
+            for (u32 number = 1; number < partitions; number += 2) {
                 from = behind(next);
-                if (number + 1 < parts) load_splits<0>(from);
-                if (!add_part<kPartsLoaded - 1>(at, next, number, mixture)) return false;
-                if (number + 1 == parts) break;
+                if (number + 1 < partitions) load_splits<0>(from);
+                if (!add_part<kPartitionsLoaded - 1>(at, next, number, mixture)) return false;
+                if (number + 1 == partitions) break;
                 next = behind(from);
-                if (number + 2 < parts) load_splits<kPartsLoaded - 1>(next);
+                if (number + 2 < partitions) load_splits<kPartitionsLoaded - 1>(next);
                 if (!add_part<0>(at, from, number + 1, mixture)) return false;
             }
             write_mixture(group, mixture);

@@ -8,8 +8,8 @@ namespace kog {
 constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring values) of a thread
 constexpr int kSplitsOfThread = kSplits / 4;        // of a unit of the attention's output: four threads share a unit
 static_assert(kSplits % 8 == 0, "a thread reads the log-sums of its splits two at a time");
-constexpr int kPartLoads = kSplitsOfThread + kSplitsOfThread / 2, kPartsLoaded = kParts > 1 ? 2 : 1;  // of a part; parts under way
-constexpr int kGot = kMany > kPartLoads * kPartsLoaded ? kMany : kPartLoads * kPartsLoaded;
+constexpr int kPartitionLoads = kSplitsOfThread + kSplitsOfThread / 2, kPartitionsLoaded = kPartitions > 1 ? 2 : 1;  // of a partition; partitions under way
+constexpr int kGot = kMany > kPartitionLoads * kPartitionsLoaded ? kMany : kPartitionLoads * kPartitionsLoaded;
 
 // What a warp knows and holds while it gathers; and vectors whose words it takes one by one (streams, activations).
 struct VectorGatherer {
@@ -56,7 +56,7 @@ struct VectorGatherer {
         WaitNote& note = role.shared->note;
         note.phase = phase + 1, note.layer = layer, note.lane = lane_idx;
         note.wanted = tag, note.set_words(words, num_words);
-        static_assert(kAttendedPart <= WaitNote::kMostWords && kHidden <= WaitNote::kMostWords && kFfn <= WaitNote::kMostWords, "counts");
+        static_assert(kAttendedPartition <= WaitNote::kMostWords && kHidden <= WaitNote::kMostWords && kFfn <= WaitNote::kMostWords, "counts");
     }
 
     __device__ __forceinline__ void begin(u32 step_, u32 token_) { step = step_, token = token_, loaded = false; }

@@ -23,8 +23,8 @@ constexpr int kQueryRows = kHeads * kHeadDim;        // of one lane
 constexpr int kKvRows = kKvHeads * kHeadDim;
 constexpr int kQkvRows = kQueryRows + 2 * kKvRows;
 constexpr int kItems = kKvHeads * kSplits;           // attention items of one lane and layer
-// A split's batches in layers without a window come in parts, which have items of their own: words of the outputs of a part's items.
-constexpr u32 kPartPositions = kPartBatches * 16 * kSplits, kAttendedPart = kQueryRows * kSplits / 2;
+// A split's batches in layers without a window come in partitions, which have items of their own: words of the outputs of a partition's items.
+constexpr u32 kPartitionPositions = kPartitionBatches * 16 * kSplits, kAttendedPartition = kQueryRows * kSplits / 2;
 constexpr int kModelLanes = kLanes * kRanks;
 // The LM head of the forms `lane` and `vocab_parallel` is made of products of single streams, which the finaliser scales like QKV's. Only
 // with `vocab_parallel` a rank needs no other rank's last streams.
@@ -168,9 +168,9 @@ __device__ __forceinline__ bool has_head(const Role& role, u32 step) {
     return role.first_position + step + 1 >= role.num_prompt;
 }
 __device__ __forceinline__ bool in_mask(u64 mask, u32 layer) { return (mask >> layer) & 1; }
-// Parts of the positions up to `position` that have items of their own in this layer.
-__device__ __forceinline__ u32 num_parts(u32 layer, u32 position) {
-    return kParts == 1 || in_mask(kWindowMask, layer) ? 1 : position / kPartPositions + 1;
+// Partitions of the positions up to `position` that have items of their own in this layer.
+__device__ __forceinline__ u32 num_partitions(u32 layer, u32 position) {
+    return kPartitions == 1 || in_mask(kWindowMask, layer) ? 1 : position / kPartitionPositions + 1;
 }
 
 // Wait until token `step` of this launch is known. False: leave, there is none or an abort was called.
