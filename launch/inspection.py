@@ -15,7 +15,7 @@ from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import architecture, predictions
-from kog_dist.launch.target import Target, model_folder, plan_target
+from kog_dist.launch.target import Target, cpu_matrix_bytes, model_folder, plan_target
 from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.model.spec import ModelSpec
@@ -111,7 +111,7 @@ def _engines(settings: LaunchConfig) -> str:
 
 
 def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
-    """Memory of a CPU rank by use, float32: `weights` it keeps, `read` of them per token, `cache` of keys and values."""
+    """Memory of a CPU rank by use, in bytes: `weights` it keeps, `read` of them per token, `cache` of keys and values."""
     spec = target.checkpoint.spec
     lanes = spec.lanes_of_rank(rank, target.world_size)
     share = len(lanes) / spec.num_lanes
@@ -120,9 +120,10 @@ def cpu_rank_bytes(target: Target, rank: int) -> dict[str, int]:
     head_width = spec.hidden_size * (spec.num_lanes if spec.head_type.value == "lane" else 1)
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     layers = int(spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size) * share)
-    read = layers + norms * (1 if spec.shared_norm_scale else spec.num_lanes) + head_rows * head_width
+    matrices = layers + head_rows * head_width
+    read = cpu_matrix_bytes(target.checkpoint) * matrices + 4 * norms * (1 if spec.shared_norm_scale else spec.num_lanes)
     cache = 2 * spec.num_layers * spec.max_context * spec.lane_kv_heads * spec.head_dim * len(lanes)
-    return {"weights": 4 * (read + embedding), "read": 4 * read, "cache": 4 * cache}
+    return {"weights": read + 4 * embedding, "read": read, "cache": 4 * cache}
 
 
 def _place(target: Target, rank: int) -> str:
@@ -141,7 +142,8 @@ def _memory(target: Target, rank: int) -> str:
         }  # fmt: skip
         return ", ".join(f"{_size(uses[use])} {text}" for use, text in shown.items() if use in uses)
     uses = cpu_rank_bytes(target, rank)
-    weights = f"{_size(uses['weights'])} weights as float32 ({_size(uses['read'])} read per token)"
+    kept = "16 bit" if cpu_matrix_bytes(target.checkpoint) == 2 else "float32"
+    weights = f"{_size(uses['weights'])} weights in {kept} ({_size(uses['read'])} read per token)"
     return f"{weights}, at most {target.num_kv_caches} x {_size(uses['cache'])} KV cache"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kog_dist.config import LaunchConfig
+from kog_dist.decode import half_products
 from kog_dist.errors import CheckpointError, ConfigError, KogError, LaunchError
 from kog_dist.hardware.cpu_lists import format_cpu_list
 from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
@@ -19,7 +20,7 @@ from kog_dist.model.gguf.tensors import is_gguf
 from kog_dist.model.hub_cache import find_snapshot, hub_name, is_hub_name
 
 CPU_KV_CACHES = 4  # unless told otherwise
-_CPU_BYTES = 4  # of a weight, key or value of a CPU rank: float32
+_CPU_BYTES = 4  # of a key or value of a CPU rank: float32
 _SHARE_OF_MEMORY = 80  # percent of what is free, for KV caches
 _CONTEXT_STEP = 256
 
@@ -137,6 +138,11 @@ def _ranks_for(num_lanes: int) -> int:
     return max(n for n in range(1, num_lanes + 1) if num_lanes % n == 0 and n <= max(num_cores, 1))
 
 
+def cpu_matrix_bytes(checkpoint: Checkpoint) -> int:
+    """Of a value of a matrix that CPU ranks keep: as it is stored if it is 16 bit and can be multiplied so, else float32."""
+    return 2 if checkpoint.dtype != "float32" and half_products.library() is not None else _CPU_BYTES
+
+
 def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     """The same with a shorter context if the KV caches of the model's would not fit this machine's free memory.
 
@@ -146,10 +152,11 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
     import psutil  # type: ignore[import-untyped]
 
     spec, available = target.checkpoint.spec, int(psutil.virtual_memory().available)
-    weights = _CPU_BYTES * spec.num_parameters
+    embedding, width = spec.vocab_size * spec.hidden_size, cpu_matrix_bytes(target.checkpoint)
+    weights = width * (spec.num_parameters - embedding * (not spec.tied_embeddings)) + _CPU_BYTES * embedding
     if weights > available:
-        have = f"{available / 2**30:.1f} GiB of memory are free here"
-        error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights as float32, and {have}; use GPUs")
+        have, kept = f"{available / 2**30:.1f} GiB of memory are free here", "16 bit" if width == 2 else "float32"
+        error = LaunchError(f"CPU ranks would keep {weights / 2**30:.1f} GiB of weights in {kept}, and {have}; use GPUs")
         return target, (error,)
     per_position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _CPU_BYTES * target.num_kv_caches
     room = (available - weights) * _SHARE_OF_MEMORY // 100 // per_position

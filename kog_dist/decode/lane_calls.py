@@ -57,11 +57,11 @@ class LaneCalls:
         own = self.find.own(group)
         weight, eps = self._norm_weight(self._lane_weights(group, norm)), self.spec.norm_eps
         inverse, normed = self.inverse[own], self.normed[own]
-        triples = list(zip(self._lane_weights(group, matrix), normed, products, strict=True))
+        multiply = lane_math.products(list(zip(self._lane_weights(group, matrix), normed, products, strict=True)))
 
         def run() -> None:
             lane_math.rms_norm(streams, weight, eps, inverse, normed)
-            lane_math.matrix_vector(triples)
+            multiply()
 
         return run
 
@@ -147,8 +147,7 @@ class LaneCalls:
     def _out(self, group: Group) -> Run:
         (mixed,), (partials,) = self.find.of(group, (Kind.MIXED,), (Kind.PARTIAL,))
         flat = mixed.reshape(len(mixed), -1)
-        triples = list(zip(self._lane_weights(group, "wo"), flat, partials, strict=True))
-        return lambda: lane_math.matrix_vector(triples)
+        return lane_math.products(list(zip(self._lane_weights(group, "wo"), flat, partials, strict=True)))
 
     def _gate_up(self, group: Group) -> Run:
         (streams,), (activations,) = self.find.of(group, (Kind.STREAM,), (Kind.ACTIVATION,))
@@ -163,8 +162,7 @@ class LaneCalls:
 
     def _down(self, group: Group) -> Run:
         (activations,), (partials,) = self.find.of(group, (Kind.ACTIVATION,), (Kind.PARTIAL,))
-        triples = list(zip(self._lane_weights(group, "w2"), activations, partials, strict=True))
-        return lambda: lane_math.matrix_vector(triples)
+        return lane_math.products(list(zip(self._lane_weights(group, "w2"), activations, partials, strict=True)))
 
     def _residual(self, group: Group) -> Run:
         kinds = tuple(value.kind for value in group.steps[0].reads)
@@ -210,8 +208,7 @@ class LaneCalls:
             first, last = self.spec.vocab_slice(step.lane)
             targets.append(self.memory.row(step.writes[0])[: last - first])
         heads = [self.weights.heads[step.lane] for step in group.steps]
-        triples = [triple for triple in zip(heads, inputs, targets, strict=True) if len(triple[0])]
-        return lambda: lane_math.matrix_vector(triples)
+        return lane_math.products([triple for triple in zip(heads, inputs, targets, strict=True) if len(triple[0])])
 
 
 def _add_in_place(streams: Array, total: Array) -> None:

@@ -16,6 +16,8 @@ from kog_dist.model.layout import EMBEDDING, TensorLayout, head_name, layer_pref
 from kog_dist.model.spec import HeadType, ModelSpec
 
 Array = NDArray[Any]  # float32 or float64, C-contiguous; starts at a multiple of 64 bytes unless it is called a view
+BFLOAT16 = np.dtype(np.uint16)  # of a matrix that is kept as it is stored: NumPy has no type for such values
+_KEPT: Mapping[str, np.dtype[Any]] = {"BF16": BFLOAT16, "F16": np.dtype(np.float16)}  # by the name in safetensors files
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class LayerWeights:
     """One layer of one lane. Q, K, F: its query values (lane_heads * head_dim), key values and FFN columns; D: the hidden size.
 
     None: the model has no such weights. Matrices that are applied to the same vector are one array, since a decode step is
-    bounded by matrix-vector products.
+    bounded by matrix-vector products. Matrices may be of 16 bit (`Checkpoint.rank_weights`).
     """
 
     attention_norm: Array  # (D,)
@@ -142,6 +144,9 @@ class TensorSource(Protocol):
     def verify(self) -> bool:
         """Whether values are checked as they are read."""
 
+    def stored_dtype(self, name: str) -> str:
+        """How a tensor is stored: `BF16`, `F16` or `F32`."""
+
     def read_part(self, name: str, part_idx: int, out: Array, *, verify: bool) -> None:
         """Fill `out` with the rows of one part of a tensor."""
 
@@ -157,6 +162,7 @@ class RankReader:
     lanes: tuple[int, ...]
     vocab_lanes: tuple[int, ...]
     dtype: np.dtype[Any]
+    keeps_halves: bool = False  # matrices that are stored in 16 bit stay so
     arena: WeightArena = field(default_factory=WeightArena)
 
     def read(self) -> RankWeights:
@@ -239,20 +245,43 @@ class RankReader:
     def _stacked(self, names: list[str], lane: int) -> Array:
         """The lane's matrices of several lane-first tensors, one below the other."""
         shapes = [self.checkpoint.layouts[name].shape for name in names]
-        out = self._empty(sum(rows for _, rows, _ in shapes), shapes[0][2])
+        out = self._matrix(names, sum(rows for _, rows, _ in shapes), shapes[0][2])
         start = 0
         for name, (_, rows, _) in zip(names, shapes, strict=True):
-            self.checkpoint.read_part(name, lane, out[start : start + rows], verify=self.checkpoint.verify)
+            self._read_rows(name, lane, out[start : start + rows])
             start += rows
         return out
+
+    def _matrix(self, names: list[str], rows: int, columns: int) -> Array:
+        """Room for a matrix that is made of these tensors."""
+        stored = {self.checkpoint.stored_dtype(name) for name in names} if self.keeps_halves else set()
+        kept = _KEPT.get(stored.pop()) if len(stored) == 1 else None
+        return self.arena.empty((rows, columns), kept or self.dtype)
+
+    def _read_rows(self, name: str, part_idx: int, out: Array) -> None:
+        """Fill rows of a `_matrix`."""
+        read = out if out.dtype == self.dtype else aligned_empty(out.shape, np.dtype(np.float32))
+        self.checkpoint.read_part(name, part_idx, read, verify=self.checkpoint.verify)
+        if read is not out:
+            _narrow(read, out)
 
     def _head(self, lane: int, embedding: Array) -> Array:
         spec, name = self.checkpoint.spec, head_name(self.checkpoint.spec)
         first, last = spec.vocab_slice(lane)
         if spec.tied_embeddings:
-            return self._copy(embedding[first:last])
+            tied = self._matrix([EMBEDDING], last - first, spec.hidden_size)
+            _narrow(embedding[first:last], tied)
+            return tied
         if spec.head_type is HeadType.VOCAB_PARALLEL:
             return self._stacked([name], lane)
-        out = self._empty(last - first, self.checkpoint.layouts[name].shape[1])
-        self.checkpoint.read_part(name, lane, out, verify=self.checkpoint.verify)
+        out = self._matrix([name], last - first, self.checkpoint.layouts[name].shape[1])
+        self._read_rows(name, lane, out)
         return out
+
+
+def _narrow(values: Array, out: Array) -> None:
+    """Write values that were widened from the type of `out`: exactly."""
+    if out.dtype == BFLOAT16:
+        np.right_shift(values.view(np.uint32), 16, out=out, casting="unsafe")
+    else:
+        np.copyto(out, values, casting="same_kind")

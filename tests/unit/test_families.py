@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from kog_dist.config import LaunchConfig
+from kog_dist.decode import half_products
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.validate import check
@@ -261,13 +262,22 @@ def test_a_dry_run_needs_config_json_alone(name: str, tmp_path: Path, monkeypatc
         inspection_check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1))
 
 
-def test_the_context_follows_the_memory_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("library", "kept"),
+    [(None, "5.6 GiB of weights in float32, and 5.6"), (Path("x.so"), "3.3 GiB of weights in 16 bit, and 3.3")],
+)
+def test_the_context_follows_the_memory_that_is_free(
+    library: Path | None, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REAL["llama-3.2-1b"]))
     spec = read_config(REAL["llama-3.2-1b"])
     per_position = 2 * 16 * 8 * 64 * 4 * 4  # float32, four caches
+    monkeypatch.setattr(half_products, "library", lambda: library)
+    embedding = spec.vocab_size * spec.hidden_size  # float32; its rows are the LM head's, too, and there as stored
+    weights = (2 if library else 4) * spec.num_parameters + 4 * embedding
 
     def target(free_bytes: int, **settings: Any) -> tuple[Target, tuple[KogError, ...]]:
-        memory = SimpleNamespace(available=4 * spec.num_parameters + free_bytes)
+        memory = SimpleNamespace(available=weights + free_bytes)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
         return plan_target(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1, **settings), needs_weights=False)
 
@@ -279,6 +289,6 @@ def test_the_context_follows_the_memory_that_is_free(tmp_path: Path, monkeypatch
     asked, _ = target(per_position * 10_000, context=9000)
     assert (asked.checkpoint.spec.max_context, asked.note) == (9000, "")
     _, (obstacle,) = target(-1)
-    assert "CPU ranks would keep 4.6 GiB of weights as float32, and 4.6 GiB of memory are free here" in str(obstacle)
+    assert f"CPU ranks would keep {kept} GiB of memory are free here" in str(obstacle)
     with pytest.raises(ConfigError, match="context 131073 exceeds the 131072 tokens of the model"):
         target(0, context=131_073)

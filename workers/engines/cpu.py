@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.cpu import CpuCommunicator
+from kog_dist.decode import half_products
 from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.places import with_place
@@ -61,13 +62,18 @@ class CpuEngine:
                 f"rank {rank}: the model's context is {spec.max_context} tokens, but the control page was made for "
                 f"{self._control.max_context}; the checkpoint was changed during start-up"
             )
-        weights = checkpoint.rank_weights(spec.lanes_of_rank(rank, self._world_size))
+        products = half_products.library()
+        lanes = spec.lanes_of_rank(rank, self._world_size)
+        weights = checkpoint.rank_weights(lanes, keeps_halves=products is not None)
         plan = make_plan(spec, self._world_size)
         check(plan)
         self._control.set_state(rank, RankState.LINKING)
         aborted = self._control.aborted
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, rank, aborted=aborted)
-        terms = common_terms(args, checkpoint, plan.digest()) | {"numpy": np.__version__}
+        terms = common_terms(args, checkpoint, plan.digest()) | {
+            "numpy": np.__version__,
+            "products": products.name if products else "",
+        }
         agree(self._rendezvous, terms, deadline)
         self._comm = CpuCommunicator.create(
             [MailboxSpec(box.name, box.num_slots, box.length) for box in plan.mailboxes],

@@ -1,0 +1,79 @@
+/* Products of 16-bit matrices and float32 vectors, for CPU ranks. A row's sum has an order that its length alone decides, so
+   its bits depend neither on the other rows nor on how many there are. */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { kWidth = 16 }; /* values of a vector register */
+
+typedef float floats __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t words __attribute__((vector_size(4 * kWidth)));
+
+/* `product` (rows) = `matrix` (rows, columns) times `vector` (columns). */
+struct half_product {
+    const uint16_t *matrix;
+    const float *vector;
+    float *product;
+    uint64_t rows, columns;
+};
+
+static inline floats loaded(const float *at) {
+    floats values;
+    memcpy(&values, at, sizeof values);
+    return values;
+}
+
+static inline float total(floats v) {
+    v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return v[0] + v[1];
+}
+
+enum format { kBfloat16, kFloat16 };
+
+/* Two neighbouring values are one word. The lower and the upper one of each as float32; of binary16 divided by 2^112: its exponent
+   is taken as it stands. Powers of two that make up for that change no bit of a sum. */
+static inline __attribute__((always_inline)) floats lower(words pairs, enum format format) {
+    return (floats)(format == kBfloat16 ? pairs << 16 : (pairs & 0x8000u) << 16 | (pairs & 0x7fffu) << 13);
+}
+static inline __attribute__((always_inline)) floats upper(words pairs, enum format format) {
+    return (floats)(format == kBfloat16 ? pairs & 0xffff0000u : (pairs & 0x80000000u) | (pairs >> 3 & 0x0fffe000u));
+}
+static inline float scale_of(enum format format) { return format == kBfloat16 ? 1.0f : 0x1p56f; } /* of vectors, and of sums */
+
+/* The product of a row and a vector. `even` and `odd` have the vector's values, times the scale, and zeros behind the last ones.
+   One row after the other reads memory in order, which is what it does fastest. */
+static inline __attribute__((always_inline)) float row_times(
+    const uint16_t *row, const float *even, const float *odd, size_t columns, enum format format) {
+    floats lows = {}, highs = {};
+    size_t at = 0;
+    for (; at + 2 * kWidth <= columns; at += 2 * kWidth) {
+        words pairs;
+        memcpy(&pairs, row + at, sizeof pairs);
+        lows += lower(pairs, format) * loaded(even + at / 2);
+        highs += upper(pairs, format) * loaded(odd + at / 2);
+    }
+    if (at < columns) {
+        words pairs = {};
+        memcpy(&pairs, row + at, (columns - at) * sizeof *row);
+        lows += lower(pairs, format) * loaded(even + at / 2);
+        highs += upper(pairs, format) * loaded(odd + at / 2);
+    }
+    return total(lows + highs) * scale_of(format);
+}
+
+static inline __attribute__((always_inline)) void multiply(const struct half_product *products, size_t count, enum format format) {
+    for (const struct half_product *one = products; one < products + count; ++one) {
+        const size_t columns = one->columns;
+        float even[columns / 2 + kWidth + 1], odd[columns / 2 + kWidth + 1];
+        memset(even + columns / 2, 0, (kWidth + 1) * sizeof *even);
+        memset(odd + columns / 2, 0, (kWidth + 1) * sizeof *odd);
+        for (size_t at = 0; at < columns; ++at) (at & 1 ? odd : even)[at / 2] = one->vector[at] * scale_of(format);
+        for (size_t row = 0; row < one->rows; ++row)
+            one->product[row] = row_times(one->matrix + row * columns, even, odd, columns, format);
+    }
+}
+
+void kog_bfloat16_products(const struct half_product *products, size_t count) { multiply(products, count, kBfloat16); }
+void kog_float16_products(const struct half_product *products, size_t count) { multiply(products, count, kFloat16); }

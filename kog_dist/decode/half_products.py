@@ -1,0 +1,101 @@
+"""Products of 16-bit matrices for CPU ranks: C (half_products.c), built for this machine at the first use and kept.
+
+A decode step is bounded by the bytes of the weights, and NumPy multiplies nothing narrower than float32. Values are widened to
+float32 as they are read, so results differ from NumPy's by the order of additions alone. Without a C compiler weights are
+float32 (`library` is None), and slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kog_dist.model.weights import BFLOAT16
+from kog_dist.runtime.files import write_at_once
+
+Array = NDArray[Any]
+_SOURCE: Final = "half_products.c"
+_OPTIONS: Final = ("-O3", "-march=native", "-std=gnu17", "-ffp-contract=fast", "-shared", "-fPIC")
+_BUILD_S: Final = 60.0
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        ("matrix", ctypes.c_void_p), ("vector", ctypes.c_void_p), ("product", ctypes.c_void_p),
+        ("rows", ctypes.c_uint64), ("columns", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
+    """A call that does product (rows,) = matrix (rows, columns) @ vector (columns,) for each (matrix, vector, product).
+
+    Matrices are all float16, or all bfloat16 (`BFLOAT16`); vectors and products float32. All are C-contiguous, and stay where
+    they are.
+    """
+    dtype, path = triples[0][0].dtype, library()
+    assert path is not None, "nobody has such matrices where there is no library"
+    loaded = ctypes.CDLL(str(path))
+    function = loaded.kog_bfloat16_products if dtype == BFLOAT16 else loaded.kog_float16_products
+    function.restype, count = None, ctypes.c_size_t(len(triples))
+    table = (_Product * len(triples))()
+    for entry, (matrix, vector, product) in zip(table, triples, strict=True):
+        assert matrix.dtype == dtype
+        assert vector.dtype == product.dtype == np.float32
+        assert matrix.shape == (*product.shape, *vector.shape)
+        assert all(array.flags.c_contiguous for array in (matrix, vector, product))
+        entry.matrix, entry.vector, entry.product = matrix.ctypes.data, vector.ctypes.data, product.ctypes.data
+        entry.rows, entry.columns = matrix.shape
+    kept = tuple(triples)  # the table knows addresses alone
+
+    def run() -> None:
+        assert kept is not None
+        function(table, count)
+
+    return run
+
+
+@functools.cache
+def library() -> Path | None:
+    """The built library, None where it cannot be had: no C compiler, or nowhere to keep it."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None
+    source = (resources.files("kog_dist.decode") / _SOURCE).read_text(encoding="utf-8")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kog_dist" / "host"
+    try:
+        version = _output(compiler, "--version")
+        key = hashlib.sha256("\0".join([source, *_OPTIONS, version, _processor()]).encode()).hexdigest()[:32]
+        path = folder / f"half_products-{key}.so"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix="kog-build-") as made:
+                (Path(made) / _SOURCE).write_text(source, encoding="utf-8")
+                _output(compiler, *_OPTIONS, "-o", f"{made}/out.so", f"{made}/{_SOURCE}")
+                write_at_once(path, (Path(made) / "out.so").read_bytes())
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return path
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_S, stdin=subprocess.DEVNULL).stdout
+
+
+def _processor() -> str:
+    """What `-march=native` stands for: a home folder may be that of several machines."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    told = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return "\n".join([platform.machine(), *sorted(told)])
