@@ -69,7 +69,7 @@ def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
 
 @functools.cache
 def library() -> Path | None:
-    """The built library, None where it cannot be had: no C compiler, or nowhere to keep it."""
+    """The built library, None where it cannot be had: no C compiler, nowhere to keep it, or a folder that runs nothing."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None
@@ -85,6 +85,7 @@ def library() -> Path | None:
                 (Path(made) / _SOURCE).write_text(source, encoding="utf-8")
                 _output(compiler, *_OPTIONS, "-o", f"{made}/out.so", f"{made}/{_SOURCE}")
                 write_at_once(path, (Path(made) / "out.so").read_bytes())
+        ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None
     return path

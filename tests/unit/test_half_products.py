@@ -123,7 +123,7 @@ def test_without_a_compiler_weights_are_float32(fresh: None, tmp_path: Path, mon
 
 
 @needs_compiler
-@pytest.mark.parametrize("fault", ["no folder", "broken compiler"])
+@pytest.mark.parametrize("fault", ["no folder", "broken compiler", "no library"])
 def test_what_cannot_be_built_or_kept_is_done_without(
     fault: str, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,12 @@ def test_what_cannot_be_built_or_kept_is_done_without(
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     else:
-        (tmp_path / "cc").write_text("#!/bin/sh\nexit 1\n")
+        says = (
+            "exit 1"
+            if fault == "broken compiler"
+            else 'for last; do :; done; test "$1" = --version || echo > "${last%/*}/out.so"'
+        )
+        (tmp_path / "cc").write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / "cc").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
