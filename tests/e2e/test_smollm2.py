@@ -11,9 +11,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kog_dist.decode import half_products
 from kog_dist.decode.interpreter import Interpreter
 from kog_dist.decode.plan import make_plan
 from kog_dist.model.checkpoint import open_checkpoint
+from kog_dist.model.generation_config import read_eos_ids
+from kog_dist.model.gguf.folder import published_file
+from kog_dist.model.safetensors_file import narrow, write_safetensors
 from kog_dist.model.tokenizer import Tokenizer
 from kog_dist.sampling_params import SamplingParams
 
@@ -62,7 +66,8 @@ def test_greedy_tokens_are_those_of_transformers(capsys: pytest.CaptureFixture[s
     checkpoint = open_checkpoint(FOLDER)
     tokenizer = Tokenizer.from_folder(FOLDER)
     assert tokenizer is not None
-    engine = Interpreter(make_plan(checkpoint.spec, 1), 0, checkpoint.rank_weights([0]), None)
+    weights = checkpoint.rank_weights([0], keeps_halves=half_products.library() is not None)  # as CPU ranks do
+    engine = Interpreter(make_plan(checkpoint.spec, 1), 0, weights, None)
     model = with_transformers(checkpoint)
     num_ties, our_s, their_s = 0, 0.0, 0.0
     for prompt in PROMPTS:
@@ -92,3 +97,27 @@ def test_greedy_tokens_are_those_of_transformers(capsys: pytest.CaptureFixture[s
     with capsys.disabled():
         print(f"{total} tokens, {num_ties} prompts with a tie; {total / our_s:.1f} tokens/s, transformers {total / their_s:.1f}")
     assert their_s > our_s, "as fast as transformers in float32"
+
+
+def test_a_folder_with_its_files_is_the_same_model(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(FOLDER)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        content = published_file(FOLDER, name)
+        assert content is not None
+        (tmp_path / name).write_bytes(content)
+    tensors = {}
+    for name, stored in checkpoint.names.items():
+        in_file = checkpoint.owner[name].tensors[stored.name]
+        values = np.empty(in_file.shape, np.float32)
+        checkpoint.owner[name].read(stored.name, 0, in_file.shape[0], values, verify=True)
+        tensors[stored.name] = (in_file.dtype, in_file.shape, narrow(values, in_file.dtype))
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    folder = open_checkpoint(tmp_path)
+    assert folder.spec == checkpoint.spec
+    for name in checkpoint.names:
+        assert folder.part_digests(name) == checkpoint.part_digests(name)
+    for prompt in PROMPTS:
+        tokenizers = (Tokenizer.from_folder(FOLDER), Tokenizer.from_folder(tmp_path))
+        first, second = (tokenizer.encode(prompt) for tokenizer in tokenizers if tokenizer is not None)
+        assert first == second
+    assert read_eos_ids(tmp_path) == read_eos_ids(FOLDER)
