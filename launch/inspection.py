@@ -17,7 +17,6 @@ from kog_dist.launch.gpu_choice import gpu_rank_bytes
 from kog_dist.launch.prediction import architecture, predictions
 from kog_dist.launch.target import Target, cpu_matrix_bytes, model_folder, plan_target
 from kog_dist.model.checkpoint import has_weights
-from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.model.spec import ModelSpec
 
 _PROBE_BYTES = 128 << 20
@@ -38,7 +37,7 @@ def check(settings: LaunchConfig, *, deep: bool = False) -> str:
     try:
         target = plan_target(settings)[0]
     except CheckpointError as error:
-        if has_weights(folder := model_folder(settings)[0]) or gguf_of(folder) is not None:
+        if has_weights(model_folder(settings)[0]):
             raise
         raise CheckpointError(f"{error}; --dry-run shows what config.json alone says") from None
     opened = target.checkpoint

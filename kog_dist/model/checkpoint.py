@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.families.stored import Names
+from kog_dist.model.gguf.folder import gguf_of
 from kog_dist.model.hub_cache import check_blob
 from kog_dist.model.layout import EMBEDDING, TensorLayout, tensor_layouts
 from kog_dist.model.manifest import (
@@ -78,8 +79,8 @@ def planned_checkpoint(folder: Path, *, context: int = 0) -> Checkpoint:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there is any file in which `open_checkpoint` would look for weights."""
-    return any(os.path.exists(folder / name) for name in (SINGLE_NAME, INDEX_NAME))
+    """Whether there is a file in which `open_checkpoint` would look for weights. Raises CheckpointError for two GGUF files."""
+    return any(os.path.exists(folder / name) for name in (SINGLE_NAME, INDEX_NAME)) or gguf_of(folder) is not None
 
 
 @dataclass(frozen=True, eq=False)

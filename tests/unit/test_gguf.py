@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import CheckpointError
-from kog_dist.launch.inspection import check
+from kog_dist.launch.inspection import check, dry_run
 from kog_dist.launch.target import model_folder
 from kog_dist.model.chat_template import ChatTemplate
 from kog_dist.model.checkpoint import open_checkpoint
@@ -266,7 +266,9 @@ def test_a_file_or_a_folder_with_one_is_a_model(path: Path, tmp_path: Path) -> N
     write_gguf(path, "llama", random_tensors("llama"))
     assert model_folder(LaunchConfig(model=str(path))) == (path, "model")
     for model in (path, tmp_path):
-        assert "float16, 1 file" in check(LaunchConfig(model=str(model), device="cpu", ranks=1), deep=True)
+        config = LaunchConfig(model=str(model), device="cpu", ranks=1)
+        assert "float16, 1 file" in check(config, deep=True)
+        assert "parameters, float16 on disk" in dry_run(config)
     (tmp_path / "other.gguf").write_bytes(path.read_bytes())
     assert "has 2 GGUF files ('model.gguf', 'other.gguf')" in refusal(lambda: open_checkpoint(tmp_path))
     (tmp_path / "other.gguf").unlink()
