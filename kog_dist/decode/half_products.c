@@ -63,10 +63,12 @@ static inline __attribute__((always_inline)) float row_times(
     return total(lows + highs) * scale_of(format);
 }
 
-static inline __attribute__((always_inline)) void multiply(const struct half_product *products, size_t count, enum format format) {
+/* `scratch` has room for the longest vector and 2 * (kWidth + 1) values more. */
+static inline __attribute__((always_inline)) void multiply(
+    const struct half_product *products, size_t count, float *scratch, enum format format) {
     for (const struct half_product *one = products; one < products + count; ++one) {
-        const size_t columns = one->columns;
-        float even[columns / 2 + kWidth + 1], odd[columns / 2 + kWidth + 1];
+        const size_t columns = one->columns, half = columns / 2 + kWidth + 1;
+        float *even = scratch, *odd = scratch + half;
         memset(even + columns / 2, 0, (kWidth + 1) * sizeof *even);
         memset(odd + columns / 2, 0, (kWidth + 1) * sizeof *odd);
         for (size_t at = 0; at < columns; ++at) (at & 1 ? odd : even)[at / 2] = one->vector[at] * scale_of(format);
@@ -75,5 +77,9 @@ static inline __attribute__((always_inline)) void multiply(const struct half_pro
     }
 }
 
-void kog_bfloat16_products(const struct half_product *products, size_t count) { multiply(products, count, kBfloat16); }
-void kog_float16_products(const struct half_product *products, size_t count) { multiply(products, count, kFloat16); }
+void kog_bfloat16_products(const struct half_product *products, size_t count, float *scratch) {
+    multiply(products, count, scratch, kBfloat16);
+}
+void kog_float16_products(const struct half_product *products, size_t count, float *scratch) {
+    multiply(products, count, scratch, kFloat16);
+}

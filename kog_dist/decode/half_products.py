@@ -30,6 +30,7 @@ Array = NDArray[Any]
 _SOURCE: Final = "half_products.c"
 _OPTIONS: Final = ("-O3", "-march=native", "-std=gnu17", "-ffp-contract=fast", "-shared", "-fPIC")
 _BUILD_S: Final = 60.0
+_SCRATCH: Final = 34  # values that the library wants beside the longest vector: 2 * (kWidth + 1)
 
 
 class _Product(ctypes.Structure):
@@ -58,11 +59,12 @@ def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
         assert all(array.flags.c_contiguous for array in (matrix, vector, product))
         entry.matrix, entry.vector, entry.product = matrix.ctypes.data, vector.ctypes.data, product.ctypes.data
         entry.rows, entry.columns = matrix.shape
-    kept = tuple(triples)  # the table knows addresses alone
+    scratch = np.empty(max(len(vector) for _, vector, _ in triples) + _SCRATCH, np.float32)
+    at, kept = ctypes.c_void_p(scratch.ctypes.data), (scratch, *triples)  # the table knows addresses alone
 
     def run() -> None:
-        assert kept is not None
-        function(table, count)
+        assert kept
+        function(table, count, at)
 
     return run
 
