@@ -17,7 +17,8 @@ def all_checks() -> list[Check]:
             "devices": gpus.devices, "visible": gpus.visible, "nvlink": links.nvlink, "peer access": links.peer_access,
             "fabric": links.fabric,
         },
-        "CPUs": {"cpus": processors.cpus, "numa": processors.numa, "huge pages": processors.huge_pages},
+        "CPUs": {"cpus": processors.cpus, "numa": processors.numa, "huge pages": processors.huge_pages,
+                 "16-bit products": compilers.half_products},
         "Memory": {
             "available": memory.available, "memfd": memory.unnamed_shared, "/dev/shm": memory.named_shared,
             "locked memory": memory.locked,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kog_dist.doctor.commands import output_of, python_output
 from kog_dist.doctor.gpus import graded
-from kog_dist.doctor.report import Finding, ok
+from kog_dist.doctor.report import Finding, ok, warning
 from kog_dist.hardware.gpus import read_inventory
 
 _OLDEST_CUDA = (13, 0)
@@ -64,3 +64,19 @@ def cubin_cache() -> Iterator[Finding]:
         yield ok(f"built kernels are kept in {folder}")
     else:
         yield graded(inventory, f"built kernels cannot be kept in {folder}: {existing} cannot be written; set XDG_CACHE_HOME")
+
+
+def half_products() -> Iterator[Finding]:
+    """What CPU ranks multiply 16-bit weights with."""
+    from kog_dist.decode import half_products as products
+
+    path, instead = products.library(), "CPU ranks widen weights to float32, twice the memory and half as fast"
+    if path is not None:
+        yield ok("CPU ranks multiply 16-bit weights as they are", library=str(path))
+    elif shutil.which("cc") is None:
+        yield warning(f"no C compiler (cc): {instead}; install gcc")
+    else:
+        yield warning(
+            f"the C compiler (cc) cannot build products of 16-bit weights, so {instead}; install gcc 12 or newer, and make the "
+            f"cache folder (XDG_CACHE_HOME) one that can be written"
+        )
