@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -71,7 +72,10 @@ def bound(triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], None]:
 
 @functools.cache
 def library() -> Path | None:
-    """The built library, None where it cannot be had: no C compiler, nowhere to keep it, or a folder that runs nothing."""
+    """The built library, None where it cannot be had: no C compiler, nowhere to keep it, or a folder that runs nothing.
+
+    A folder that somebody else can write to is not used: what lies there would run as this user.
+    """
     compiler = shutil.which("cc")
     if compiler is None:
         return None
@@ -81,16 +85,32 @@ def library() -> Path | None:
         version = _output(compiler, "--version")
         key = hashlib.sha256("\0".join([source, *_OPTIONS, version, _processor()]).encode()).hexdigest()[:32]
         path = folder / f"half_products-{key}.so"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_safe(folder):
+            return None
         if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix="kog-build-") as made:
                 (Path(made) / _SOURCE).write_text(source, encoding="utf-8")
                 _output(compiler, *_OPTIONS, "-o", f"{made}/out.so", f"{made}/{_SOURCE}")
-                write_at_once(path, (Path(made) / "out.so").read_bytes())
+                write_at_once(path, (Path(made) / "out.so").read_bytes(), is_private=True)
+        if not _is_safe(path):
+            return None
         ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None
     return path
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether only this user and root can change what stands there, or on the way there. Raises OSError."""
+    whole = path.resolve()
+    for place in (whole, *whole.parents):
+        info = place.stat()
+        others = stat.S_IWOTH | (stat.S_IWGRP if info.st_gid != os.getegid() else 0)  # many users have a group of their own
+        is_shared = info.st_mode & others and not (place != whole and info.st_mode & stat.S_ISVTX)
+        if is_shared or info.st_uid not in (0, os.geteuid()):
+            return False
+    return True
 
 
 def _output(*command: str) -> str:

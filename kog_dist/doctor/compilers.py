@@ -77,6 +77,6 @@ def half_products() -> Iterator[Finding]:
         yield warning(f"no C compiler (cc): {instead}; install gcc")
     else:
         yield warning(
-            f"the C compiler (cc) cannot build products of 16-bit weights, so {instead}; install gcc 12 or newer, and make the "
-            f"cache folder (XDG_CACHE_HOME) one that can be written"
+            f"the C compiler (cc) cannot build products of 16-bit weights, so {instead}; install gcc 12 or newer, and give "
+            f"this user a cache folder (XDG_CACHE_HOME) that nobody else can write to"
         )

@@ -144,6 +144,17 @@ def test_what_cannot_be_built_or_kept_is_done_without(
 
 
 @needs_compiler
+@pytest.mark.parametrize("what", ["folder", "parent", "library"])
+def test_what_others_can_write_is_not_run(what: str, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = half_products.library()
+    assert path is not None
+    half_products.library.cache_clear()
+    {"folder": path.parent, "parent": path.parent.parent, "library": path}[what].chmod(0o777)
+    assert half_products.library() is None
+
+
+@needs_compiler
 def test_it_is_built_once(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = half_products.library()
