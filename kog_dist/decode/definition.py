@@ -45,12 +45,12 @@ class Definition:
         return self._tokens[token - 1]
 
     def _next_token(self, token: int) -> dict[Value, Term]:
-        spec, term = self.spec, self.term
+        spec = self.spec
         lanes = range(spec.num_lanes)
         known: dict[Value, Term] = {}
         before = self._tokens[-1] if self._tokens else {}
-        h = [term("embedding", token) for _ in lanes]
-        known.update({Value(Kind.STREAM, 0, lane): h[lane] for lane in lanes})
+        h = [self.term("embedding", token) for _ in lanes]
+        self._know_streams(known, 0, h)
         partials: dict[tuple[int, int], list[Term]] = {}
         for layer in range(spec.num_layers):
             for sublayer in Sublayer:
@@ -93,8 +93,15 @@ class Definition:
             past = partials[sublayer, layer - spec.delay]
             total = self._total(known, partials, layer - spec.delay, sublayer)
             after = [term("h + (p + (total - past p))", h[lane], own[lane], total, past[lane]) for lane in range(spec.num_lanes)]
-        known.update({Value(Kind.STREAM, 2 * layer + sublayer + 1, lane): after[lane] for lane in range(spec.num_lanes)})
+        self._know_streams(known, 2 * layer + sublayer + 1, after)
         return after
+
+    def _know_streams(self, known: dict[Value, Term], revision: int, h: list[Term]) -> None:
+        """Of every lane, or the one that all share: then the lanes' terms are equal."""
+        if self.spec.has_one_stream:
+            (known[Value(Kind.STREAM, revision)],) = set(h)
+        else:
+            known.update({Value(Kind.STREAM, revision, lane): term for lane, term in enumerate(h)})
 
     def _total(self, known: dict[Value, Term], partials: dict[tuple[int, int], list[Term]], layer: int, site: Sublayer) -> Term:
         total = self.tree(partials[site, layer])
@@ -104,9 +111,11 @@ class Definition:
     def _head(self, known: dict[Value, Term], h: list[Term]) -> None:
         spec, term = self.spec, self.term
         lanes = range(spec.num_lanes)
-        normed = [term("final norm", lane, h[lane]) for lane in lanes]
+        normed = [term("final norm", NONE if spec.has_one_stream else lane, h[lane]) for lane in lanes]
         shared = Value(Kind.HEAD_INPUT)
-        if spec.head_type is HeadType.VOCAB_PARALLEL:
+        if spec.has_one_stream:
+            known[shared], inputs = normed[0], normed
+        elif spec.head_type is HeadType.VOCAB_PARALLEL:
             known.update({Value(Kind.HEAD_INPUT, lane=lane): normed[lane] for lane in lanes})
             inputs = normed
         else:

@@ -53,17 +53,22 @@ class LaneCalls:
         return run
 
     def _normed_product(self, group: Group, streams: Array, norm: str, matrix: str, products: Array) -> Run:
-        """Norm of the streams, then one product per lane."""
-        own = self.find.own(group)
+        """Norm of the streams (n, D), or of the one that the lanes share (D,), then one product per lane."""
         weight, eps = self._norm_weight(self._lane_weights(group, norm)), self.spec.norm_eps
-        inverse, normed = self.inverse[own], self.normed[own]
-        multiply = lane_math.products(list(zip(self._lane_weights(group, matrix), normed, products, strict=True)))
+        inverse, normed = self._scratch(group, streams)
+        inputs = normed if streams.ndim > 1 else [normed] * len(group.steps)
+        multiply = lane_math.products(list(zip(self._lane_weights(group, matrix), inputs, products, strict=True)))
 
         def run() -> None:
             lane_math.rms_norm(streams, weight, eps, inverse, normed)
             multiply()
 
         return run
+
+    def _scratch(self, group: Group, streams: Array) -> tuple[Array, Array]:
+        """`inverse` and `normed` for a norm of the streams of a group, or of the one that all lanes share."""
+        own = self.find.own(group) if streams.ndim > 1 else 0
+        return self.inverse[own], self.normed[own]
 
     def _qkv(self, group: Group) -> Run:
         operands = self.find.of(group, (Kind.STREAM,), (Kind.QUERY, Kind.CACHE))
@@ -195,8 +200,9 @@ class LaneCalls:
     def _final_norm(self, group: Group) -> Run:
         target = group.steps[0].writes[0].kind
         (streams,), (normed,) = self.find.of(group, (Kind.STREAM,), (target,))
-        weight = self._norm_weight([self.weights.norms[step.lane] for step in group.steps])
-        inverse, eps = self.inverse[self.find.own(group)], self.spec.norm_eps
+        lanes = self.memory.lanes if streams.ndim == 1 else [step.lane for step in group.steps]
+        weight, eps = self._norm_weight([self.weights.norms[lane] for lane in lanes]), self.spec.norm_eps
+        inverse, _ = self._scratch(group, streams)
         return lambda: lane_math.rms_norm(streams, weight, eps, inverse, normed)
 
     def _head(self, group: Group) -> Run:

@@ -14,7 +14,7 @@ from kog_dist.model.spec import HeadType, ModelSpec
 from kog_dist.model.weights import aligned_empty
 
 Array = NDArray[Any]
-_PER_LANE = (Kind.STREAM, Kind.QUERY, Kind.CACHE, Kind.MIXED, Kind.ACTIVATION, Kind.PARTIAL, Kind.LOGITS)
+_PER_LANE = (Kind.QUERY, Kind.CACHE, Kind.MIXED, Kind.ACTIVATION, Kind.PARTIAL, Kind.LOGITS)
 
 
 class Memory:
@@ -78,7 +78,8 @@ class Memory:
             Kind.LOGITS: (spec.vocab_slice(0)[1],),
             Kind.ALL_LOGITS: (spec.vocab_size,),
         }
-        if value.kind not in shapes or (value.kind in _PER_LANE) != (value.lane != NONE and value.kind is not Kind.HEAD_INPUT):
+        per_lane = value.kind in _PER_LANE or (value.kind is Kind.STREAM and not spec.has_one_stream)
+        if value.kind not in shapes or per_lane != (value.lane != NONE and value.kind is not Kind.HEAD_INPUT):
             raise PlanError(f"the plan keeps {value} in an array, which it has not")
         return shapes[value.kind]
 

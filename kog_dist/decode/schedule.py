@@ -21,6 +21,7 @@ class Scheduler:
         self.spec, self.rank, self.world_size, self.num_ctas = spec, rank, world_size, num_ctas
         hosted = spec.lanes_of_rank(rank, world_size)
         self.lanes = tuple(hosted)
+        self.streams = (NONE,) if spec.has_one_stream else self.lanes  # by the lane that they belong to
         self.products = product_order(spec, hosted) if staggered else plain_order(hosted, spec.num_layers)
         self.peers = tuple(peer for peer in range(world_size) if peer != rank)
         self.steps: list[Step] = []
@@ -33,7 +34,7 @@ class Scheduler:
     def rank_plan(self) -> RankPlan:
         """All steps of a token, and the rows of each compute CTA."""
         self.steps, self.written = [], set()
-        self._per_lane(Phase.EMBED, lambda lane: ((), (stream(0, lane),)), self.lanes)
+        self._per_lane(Phase.EMBED, lambda lane: ((), (self._stream(0, lane),)), self.streams)
         add = {Phase.QKV: self._add_qkv, Phase.OUT: self._add_out, Phase.GATE_UP: self._add_gate_up, Phase.DOWN: self._add_down}
         for (phase, layer), products in groupby(self.products, key=lambda product: (product.phase, product.layer)):
             add[phase](layer, [product.lane for product in products])
@@ -51,7 +52,7 @@ class Scheduler:
             count = sum(key[0] == site for key in self.sequence)
             if count:  # one slot per layer: a slot is rewritten one token later
                 boxes.append(PlannedMailbox(site.name.lower(), count, spec.hidden_size, count))
-        if spec.head_type is not HeadType.VOCAB_PARALLEL:
+        if spec.head_type is not HeadType.VOCAB_PARALLEL and not spec.has_one_stream:
             lanes_in_row = num_lanes if spec.head_type is HeadType.LANE else 1
             boxes.append(PlannedMailbox("final", 1, spec.hidden_size * lanes_in_row, 1))
         boxes.append(PlannedMailbox("logits", 1, spec.vocab_slice(0)[1] * num_lanes, 1))
@@ -59,17 +60,20 @@ class Scheduler:
         boxes.append(PlannedMailbox("candidates", 2, CANDIDATE_VALUES * num_lanes + STOP_VALUES, 1))
         return tuple(boxes)
 
+    def _stream(self, revision: int, lane: int) -> Value:
+        return stream(revision, NONE if self.spec.has_one_stream else lane)
+
     def _per_lane(
         self, phase: Phase, values: Callable[[int], tuple[Values, Values]], lanes: Iterable[int], layer: int = NONE,
         site: int = NONE, when: When = When.ALWAYS,
     ) -> None:  # fmt: skip
-        """One step for each lane; `values(lane)` is what it reads and writes."""
+        """One step for each lane, or NONE; `values(lane)` is what it reads and writes."""
         for lane in lanes:
             reads, writes = values(lane)
             self.steps.append(Step(phase, layer, lane, site, reads, writes, when=when))
 
     def _add_qkv(self, layer: int, lanes: Sequence[int]) -> None:
-        self._per_lane(Phase.QKV, lambda lane: ((stream(2 * layer, lane),), appended(layer, lane)), lanes, layer)
+        self._per_lane(Phase.QKV, lambda lane: ((self._stream(2 * layer, lane),), appended(layer, lane)), lanes, layer)
 
     def _add_out(self, layer: int, lanes: Sequence[int]) -> None:
         def mixed(lane: int) -> Values:
@@ -80,7 +84,10 @@ class Scheduler:
         self._add_reduction(Site.ATTENTION, layer, lanes)
 
     def _add_gate_up(self, layer: int, lanes: Sequence[int]) -> None:
-        self._per_lane(Phase.GATE_UP, lambda lane: ((stream(2 * layer + 1, lane),), (activation(layer, lane),)), lanes, layer)
+        def values(lane: int) -> tuple[Values, Values]:
+            return (self._stream(2 * layer + 1, lane),), (activation(layer, lane),)
+
+        self._per_lane(Phase.GATE_UP, values, lanes, layer)
 
     def _add_down(self, layer: int, lanes: Sequence[int]) -> None:
         self._per_lane(Phase.DOWN, lambda lane: ((activation(layer, lane),), (partial(Site.MLP, layer, lane),)), lanes, layer)
@@ -100,19 +107,19 @@ class Scheduler:
         if mode is ReduceMode.BLOCKING:
             if not is_whole:
                 return
-            lanes = self.lanes
+            lanes = self.streams
             self._add_total(site, layer)
         elif mode is ReduceMode.DELAYED and total(site, past) not in self.written:  # else: of a blocking layer, or of other lanes
             self._add_total(site, past)
 
         def residual(lane: int) -> tuple[Values, Values]:
-            before, own = stream(2 * layer + site, lane), partial(site, layer, lane)
+            before, own = self._stream(2 * layer + site, lane), partial(site, layer, lane)
             reads: Values = (before, own)
             if mode is ReduceMode.BLOCKING:
                 reads = (before, total(site, layer))
             elif mode is ReduceMode.DELAYED:
                 reads = (before, own, total(site, past), partial(site, past, lane))
-            return reads, (stream(2 * layer + site + 1, lane),)
+            return reads, (self._stream(2 * layer + site + 1, lane),)
 
         self._per_lane(Phase.RESIDUAL, residual, lanes, layer, site)
 
@@ -136,15 +143,22 @@ class Scheduler:
         spec, sampled = self.spec, When.SAMPLED
         last = 2 * spec.num_layers
         per_lane = spec.head_type is HeadType.VOCAB_PARALLEL
+        shared = Value(Kind.HEAD_INPUT)
 
         def normed(lane: int) -> Value:
+            if spec.has_one_stream:
+                return shared
             return Value(Kind.HEAD_INPUT, lane=lane) if per_lane else partial(Site.FINAL, NONE, lane)
 
+        def final_norm(lane: int) -> tuple[Values, Values]:
+            return (self._stream(last, lane),), (normed(lane),)
+
         if not spec.pre_norm_lane_agg:
-            self._per_lane(Phase.FINAL_NORM, lambda lane: ((stream(last, lane),), (normed(lane),)), self.lanes, when=sampled)
-        terms = tuple(stream(last, lane) if spec.pre_norm_lane_agg else normed(lane) for lane in self.lanes)
-        shared = Value(Kind.HEAD_INPUT)
-        if spec.head_type is HeadType.REPLICATE:
+            self._per_lane(Phase.FINAL_NORM, final_norm, self.streams, when=sampled)
+        terms = tuple(self._stream(last, lane) if spec.pre_norm_lane_agg else normed(lane) for lane in self.lanes)
+        if spec.has_one_stream:
+            pass  # its norm is what the head multiplies
+        elif spec.head_type is HeadType.REPLICATE:
             self._add_sum(Site.FINAL, NONE, terms, sampled)
             self._add_total(Site.FINAL, NONE, sampled)
             self.steps.append(Step(Phase.HEAD_INPUT, NONE, NONE, Site.FINAL, (total(Site.FINAL, NONE),), (shared,), when=sampled))
@@ -210,7 +224,7 @@ def is_summed(spec: ModelSpec, layer: int, sublayer: Sublayer) -> bool:
 
 
 def stream(revision: int, lane: int) -> Value:
-    """The residual stream of a lane after `revision` sublayers."""
+    """The residual stream of a lane, or NONE's which all share, after `revision` sublayers."""
     return Value(Kind.STREAM, revision, lane)
 
 

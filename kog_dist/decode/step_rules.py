@@ -22,6 +22,8 @@ def malformed(spec: ModelSpec, part: RankPlan, step: Step) -> Iterator[str]:
         step.phase in (Phase.SUM, Phase.TOTAL) and site != Site.FINAL
     )
     per_lane = step.phase not in (Phase.SUM, Phase.TOTAL, Phase.HEAD_INPUT, Phase.GATHER, Phase.SAMPLE)
+    if spec.has_one_stream and step.phase in (Phase.EMBED, Phase.RESIDUAL, Phase.FINAL_NORM):
+        per_lane = False
     if (0 <= layer < spec.num_layers) != per_layer or (not per_layer and layer != NONE):
         yield f"layer {layer} does not fit the phase"
         return
@@ -75,7 +77,7 @@ def _written(spec: ModelSpec, part: RankPlan, step: Step) -> tuple[Value, ...]:
             return (Value(Kind.TOTAL, layer, site=site),)
         case Phase.RESIDUAL:
             return (Value(Kind.STREAM, 2 * layer + site + 1, lane),)
-        case Phase.FINAL_NORM if spec.head_type is HeadType.VOCAB_PARALLEL:
+        case Phase.FINAL_NORM if spec.head_type is HeadType.VOCAB_PARALLEL or spec.has_one_stream:
             return (Value(Kind.HEAD_INPUT, lane=lane),)
         case Phase.FINAL_NORM:
             return (Value(Kind.PARTIAL, NONE, lane, Site.FINAL),)

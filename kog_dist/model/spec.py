@@ -43,8 +43,8 @@ class HeadType(enum.Enum):
 class ModelSpec:
     """Everything static about a model. Validated on construction; `ConfigError` names the field that is wrong.
 
-    An ordinary Llama-like model is `num_lanes` lanes with `delay` 0: every reduction is then BLOCKING, and all lanes' streams are
-    equal. `own_head_dim`: values per head where they are not hidden_size / num_heads. `qkv_bias`: added to queries, keys and
+    An ordinary Llama-like model is `num_lanes` lanes with `delay` 0: every reduction is then BLOCKING, and the lanes share one
+    residual stream (`has_one_stream`). `own_head_dim`: values per head where they are not hidden_size / num_heads. `qkv_bias`: added to queries, keys and
     values. `qk_norm`: an RMS norm of every query and key head before it is rotated.
     """
 
@@ -194,6 +194,12 @@ class ModelSpec:
         if layer_idx >= self.delay:
             return ReduceMode.DELAYED
         return ReduceMode.BLOCKING if self.early_comm else ReduceMode.LOCAL
+
+    @property
+    def has_one_stream(self) -> bool:
+        """Whether all lanes share one residual stream: every sum over lanes is awaited, and norms and LM head are alike in all."""
+        blocking = self.delay == 0 and self.attention_comm and self.mlp_comm
+        return blocking and self.shared_norm_scale and self.head_type is HeadType.REPLICATE and not self.pre_norm_lane_agg
 
     def feeds_layer(self, layer_idx: int, sublayer: Sublayer) -> int | None:
         """The later layer that consumes this layer's partials with DELAYED reduction, or None."""
