@@ -60,7 +60,9 @@ class When(enum.IntEnum):
 class Kind(enum.IntEnum):
     """What a value is."""
 
-    STREAM = 0  # residual stream of a lane, or without one where all share it; number counts its revisions: 0 = embedding, 2 * layer + site + 1 after each sublayer
+    # Residual stream of a lane, or without a lane where all share it. The number counts its revisions: 0 = embedding,
+    # 2 * layer + site + 1 after each sublayer.
+    STREAM = 0
     QUERY = 1
     CACHE = 2  # keys and values of a lane and layer, positions 0 .. current
     MIXED = 3  # attention output of a lane's heads
@@ -90,8 +92,8 @@ _LASTING = (Kind.PARTIAL, Kind.OWN_SUM, Kind.TOTAL)
 def place(value: Value, delay: int) -> tuple[int, ...]:
     """Where an engine keeps a value, lane left out: writing a value ends the life of the one that had its place.
 
-    A lane has one query and so on, whatever the layer; lane or rank has one residual stream. Outputs and sums of a sublayer live until the same
-    sublayer `delay` + 1 layers later.
+    A lane has one query and so on, whatever the layer; a lane or a rank has one residual stream. Outputs and sums of a sublayer
+    live until the same sublayer `delay` + 1 layers later.
     """
     if value.kind in _REPLACED:
         return (value.kind,)

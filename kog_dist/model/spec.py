@@ -44,8 +44,8 @@ class ModelSpec:
     """Everything static about a model. Validated on construction; `ConfigError` names the field that is wrong.
 
     An ordinary Llama-like model is `num_lanes` lanes with `delay` 0: every reduction is then BLOCKING, and the lanes share one
-    residual stream (`has_one_stream`). `own_head_dim`: values per head where they are not hidden_size / num_heads. `qkv_bias`: added to queries, keys and
-    values. `qk_norm`: an RMS norm of every query and key head before it is rotated.
+    residual stream (`has_one_stream`). `own_head_dim`: values per head where they are not hidden_size / num_heads.
+    `qkv_bias`: added to queries, keys and values. `qk_norm`: an RMS norm of every query and key head before it is rotated.
     """
 
     hidden_size: int
@@ -197,7 +197,7 @@ class ModelSpec:
 
     @property
     def has_one_stream(self) -> bool:
-        """Whether all lanes share one residual stream: every sum over lanes is awaited, and norms and LM head are alike in all."""
+        """Whether all lanes share one residual stream: every sum over lanes is awaited, norms and LM head are alike in all."""
         blocking = self.delay == 0 and self.attention_comm and self.mlp_comm
         return blocking and self.shared_norm_scale and self.head_type is HeadType.REPLICATE and not self.pre_norm_lane_agg
 

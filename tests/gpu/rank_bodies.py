@@ -25,6 +25,8 @@ VARIANTS = {
     "delayed": SPEC,
     "delay 1": replace(SPEC, delay=1, vocab_size=997),
     "all blocking": replace(SPEC, delay=0),
+    "all blocking, norm scales per lane": replace(SPEC, delay=0, shared_norm_scale=False),
+    "biases, normed heads": replace(SPEC, delay=0, num_heads=40, own_head_dim=32, qkv_bias=True, qk_norm=True),
     "late": replace(SPEC, early_comm=False),
     "attention alone": replace(SPEC, mlp_comm=False),
     "sum before norm": replace(SPEC, pre_norm_lane_agg=True),

@@ -34,6 +34,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm scales per lane": {"shared_norm_scale": False},
     "no attention communication": {"attention_comm": False, "early_comm": False},
     "one lane, all blocking": {"num_lanes": 1, "delay": 0},
+    "one stream": {"delay": 0},
+    "one stream, biases, five normed heads of their own size": {
+        "delay": 0, "num_lanes": 4, "num_heads": 20, "num_kv_heads": 4, "own_head_dim": 64, "qkv_bias": True, "qk_norm": True,
+    },
+    "one stream, seven heads of 128": {
+        "delay": 0, "num_lanes": 2, "num_heads": 14, "num_kv_heads": 2, "own_head_dim": 128, "qk_norm": True,
+    },
+    "65 layers": {"delay": 0, "num_lanes": 2, "num_layers": 65, "window_layers": (0, 63, 64)},
     "nothing divides": {
         "hidden_size": 192, "num_heads": 12, "num_kv_heads": 4, "num_lanes": 4, "intermediate_size": 592, "vocab_size": 1001,
         "delay": 1, "sliding_window": 37,
@@ -102,12 +110,13 @@ def test_logits_of_all_heads_match_the_oracle(tmp_path: Path, head: str) -> None
 def compare_with_oracle(prepared: Prepared, name: str, kv_dtype: str) -> None:
     kernel = prepared.kernel()
     wanted = prepared.oracle_logits(700)
+    limit = LIMITS[kv_dtype] * max(1.0, (prepared.spec.num_layers / 16) ** 0.5)  # what each layer rounds adds up
     for position in (0, 1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 300, 699):
         (token,) = kernel.generate(prepared.ids[: position + 1], 1)
         found = logits_of(kernel)
         error = np.linalg.norm(found.astype(np.float64) - wanted[position]) / np.linalg.norm(wanted[position])
         print(f"{name}, position {position}: relative error {error:.2e}")
-        assert error < LIMITS[kv_dtype], f"position {position}: relative error {error:.2e}"
+        assert error < limit, f"position {position}: relative error {error:.2e}"
         assert token == sample(found, position, SamplingParams())
 
 

@@ -45,7 +45,19 @@ VARIANTS = {
     "vocab_parallel, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, delay=0),
     "lane, one norm, late": replace(SPEC, head_type=HeadType.LANE, shared_norm_scale=True, early_comm=False),
     "sum before norm": replace(SPEC, pre_norm_lane_agg=True),
+    "dense": replace(SPEC, shared_norm_scale=True, delay=0),  # one stream
+    "dense, biases, normed heads of their own size": replace(
+        SPEC,
+        shared_norm_scale=True,
+        delay=0,
+        num_heads=20,
+        own_head_dim=32,
+        num_layers=3,
+        qkv_bias=True,
+        qk_norm=True,
+    ),
 }
+USUAL = ("replicate, one norm", "lane", "vocab_parallel", "dense, biases, normed heads of their own size")
 RUNS_ALL = os.environ.get("DECODE_TWIN") == "all"
 DTYPES = ("bfloat16", "float16") if RUNS_ALL else ("bfloat16",)
 PROMPT = [3, 70, 11]
@@ -126,8 +138,9 @@ def answer(model: Model, num_ranks: int, folder: Path, matrix_warps: int = 0) ->
     np.array(PROMPT, np.uint32).tofile(folder / "prompt.bin")
     for rank, shape in enumerate(shapes):
         weights = model.weights(shape)
-        for name in ("tape", "norms", "final_norm"):
-            np.ascontiguousarray(getattr(weights, name)).tofile(folder / f"{name}.{rank}.bin")
+        for name in ("tape", "norms", "final_norm", "qkv_bias", "head_norms"):
+            held = getattr(weights, name)
+            np.ascontiguousarray(np.zeros(0, np.uint16) if held is None else held).tofile(folder / f"{name}.{rank}.bin")
         weights.embedding.tofile(folder / "embedding.bin")
         np.ascontiguousarray(weights.rope, np.float32).tofile(folder / "rope.bin")
     heap_words = sum(box.num_words for box in place(shapes[0].boxes.specs(), num_ranks))
@@ -165,7 +178,7 @@ def _read_answer(shapes: list[KernelShape], folder: Path) -> tuple[list[int], An
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS if RUNS_ALL else ("replicate, one norm", "lane", "vocab_parallel"))
+@pytest.mark.parametrize("variant", VARIANTS if RUNS_ALL else USUAL)
 def test_ranks_have_the_logits_of_the_oracle_and_equal_bits(
     variant: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,8 +65,9 @@ class MadeUp:
     def _write(self) -> None:
         """In the order of the header's offsets."""
         spec, lanes, expected = self.spec, range(self.spec.num_lanes), self.expected
-        for source in (expected.stream, expected.middle, expected.activation):
-            self._put([pair_words(source(lane), self.tag) for lane in lanes for _ in range(2)])
+        streams = lanes[: self.shape.num_streams]
+        for source, sources in ((expected.stream, streams), (expected.middle, streams), (expected.activation, lanes)):
+            self._put([pair_words(source(lane), self.tag) for lane in sources for _ in range(2)])
         self._put([pair_words(expected.qkv(lane), self.tag) for lane in lanes])
         rng, splits, num_partitions = np.random.default_rng(4), self.shape.splits * self.num_used, self.shape.num_partitions
         outputs, sums = [], []

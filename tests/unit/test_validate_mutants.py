@@ -61,9 +61,7 @@ def expected_tokens(spec: ModelSpec) -> list[tuple[int, int]]:
                     past = made[layer - spec.delay, sublayer]
                     h = [(x + y + sum(past) - z) % PRIME for x, y, z in zip(h, p, past, strict=True)]
         normed = [mix(Phase.FINAL_NORM, NONE if spec.has_one_stream else lane, h[lane]) for lane in lanes]
-        if spec.has_one_stream:
-            inputs = normed
-        elif spec.head_type is HeadType.VOCAB_PARALLEL:
+        if spec.has_one_stream or spec.head_type is HeadType.VOCAB_PARALLEL:
             inputs = normed
         elif spec.head_type is HeadType.LANE:
             inputs = [mix(Phase.HEAD_INPUT, *normed)] * spec.num_lanes

@@ -35,6 +35,8 @@ class DeviceWeights:
     norms: GpuArray  # (layers, 2, lanes or 1, hidden)
     final_norm: GpuArray  # (KernelShape.final_norm_lanes, hidden)
     rope: GpuArray  # (max_context, head_dim / 2, 2) float32
+    qkv_bias: GpuArray | None = None  # (layers, lanes, QKV rows)
+    head_norms: GpuArray | None = None  # (layers, 2, head_dim): of query heads, of key heads
 
 
 def to_words(values: GpuArray, dtype: str) -> GpuArray:
@@ -109,6 +111,8 @@ def from_tensors(shape: KernelShape, tensors: TensorSource) -> DeviceWeights:
         norms=np.stack(layer.norms).reshape(spec.num_layers, 2, -1, spec.hidden_size),
         final_norm=layer.final_norm,
         rope=cupy.asarray(np.stack(rope_table(spec, spec.max_context), axis=-1)),  # cosines and sines, side by side
+        qkv_bias=np.stack(layer.biases) if layer.biases else None,
+        head_norms=np.stack(layer.head_norms) if layer.head_norms else None,
     )
 
 
@@ -118,6 +122,8 @@ class _LayerTensors:
     def __init__(self, shape: KernelShape, tensors: TensorSource, embedding: GpuArray) -> None:
         self.shape, self.tensors, self.embedding = shape, tensors, embedding
         self.norms: list[GpuArray] = []  # attention, MLP, of layer 0, 1, ...
+        self.biases: list[GpuArray] = []  # by layer, (hosted lanes, QKV rows)
+        self.head_norms: list[GpuArray] = []  # by layer, (2, head_dim)
         self.final_norm: GpuArray = None
         self._head: GpuArray = None
         self._layer = -1
@@ -137,6 +143,11 @@ class _LayerTensors:
         prefix, tensors = layer_prefix(layer), self.tensors
         self.norms.append(self._norm(f"{prefix}attention_norm"))
         query, key, value, out = (tensors(f"{prefix}attention.{name}.weight") for name in ("wq", "wk", "wv", "wo"))
+        if self.shape.spec.qkv_bias:
+            parts = [tensors(f"{prefix}attention.{name}.bias") for name in ("wq", "wk", "wv")]
+            self.biases.append(np.concatenate(parts, axis=1))
+        if self.shape.spec.qk_norm:
+            self.head_norms.append(np.stack([tensors(f"{prefix}attention.{name}.weight") for name in ("q_norm", "k_norm")]))
         self.norms.append(self._norm(f"{prefix}ffn_norm"))
         gate, up, down = (tensors(f"{prefix}feed_forward.{name}.weight") for name in ("w1", "w3", "w2"))
         self._matrices |= {Phase.QKV: (query, key, value), Phase.OUT: (out,), Phase.GATE_UP: (gate, up), Phase.DOWN: (down,)}
@@ -186,7 +197,7 @@ def random_tensor(spec: ModelSpec, name: str, seed: int, dtype: str = "bfloat16"
     shape = tensor_layouts(spec)[name].shape
     generator = cupy.random.default_rng(seed << 32 | zlib.crc32(name.encode()))
     values = generator.standard_normal(shape, dtype=cupy.float32)
-    if "norm." in name:
+    if "norm." in name:  # of heads, too
         values = np.float32(1.0) + np.float32(0.1) * values
     elif name != EMBEDDING:
         fan_in = shape[-1] * (spec.num_lanes if name.endswith(("wo.weight", "w2.weight")) else 1)  # those are summed over lanes

@@ -18,7 +18,7 @@ STREAMS_KERNEL_NAME = "kog_publish_streams"
 class LastStreams:
     """The streams of a prompt's last token behind the last layer, by GPU addresses. They may be made by what is queued still."""
 
-    values_ptr: int  # float32 (hosted lanes, hidden)
+    values_ptr: int  # float32 (hosted lanes, hidden); the first one counts where all lanes share it
     invalid_ptr: int  # int32: not 0 = there are none, and nothing of the prompt was stored
 
 
@@ -30,7 +30,7 @@ class HeadStart:
 
     def __init__(self, shape: KernelShape, peers: bytes, kernel_name: str, *, processors: bool) -> None:
         headers = shape.headers()
-        self._peers, self._num_pairs = peers, shape.num_lanes * shape.spec.hidden_size // 2
+        self._peers, self._num_pairs = peers, shape.num_streams * shape.spec.hidden_size // 2
         self._publisher = Kernel(build(headers, STREAMS_SOURCE).path, STREAMS_KERNEL_NAME, 0)
         self.plain = Kernel(build(headers, PLAIN_HEAD_SOURCE).path, kernel_name, SHARED_BYTES)
         self.processors = Kernel(build(headers, PROCESSORS_HEAD_SOURCE).path, kernel_name, SHARED_BYTES) if processors else None

@@ -17,6 +17,8 @@ DECODE_PARAMS = Struct(
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden)"),
         Field("norms_ptr", "u64", "16-bit (layers, 2, lanes or 1, hidden)"),
         Field("final_norm_ptr", "u64", "16-bit (lanes or 1, hidden)"),
+        Field("qkv_bias_ptr", "u64", "16-bit (layers, lanes, QKV rows); 0 without biases"),
+        Field("head_norms_ptr", "u64", "16-bit (layers, 2, head_dim): of query heads, of key heads; 0 without such norms"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
         Field("kv_ptr", "u64", "KV cache, zeroed before the first launch"),
         Field("words_ptr", "u64", "words that thread blocks exchange, zeroed before the first launch"),

@@ -15,7 +15,7 @@ from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
-from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
+from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
 from kog_dist.workers.cuda.model_limits import unsupported
 
 MAX_CTAS = 128
@@ -129,8 +129,20 @@ class KernelShape:
         return max(self.num_ctas // self.num_lanes, 1) if self.spec.head_type is HeadType.VOCAB_PARALLEL else self.num_ctas
 
     @property
+    def num_streams(self) -> int:
+        """Residual streams of this rank: one of each hosted lane, or one that all share."""
+        return 1 if self.spec.has_one_stream else self.num_lanes
+
+    @property
+    def gathers_streams(self) -> bool:
+        """Whether the LM head reads other ranks' last streams."""
+        return self.num_ranks > 1 and self.spec.head_type is not HeadType.VOCAB_PARALLEL and not self.spec.has_one_stream
+
+    @property
     def head_lanes(self) -> range:
-        """Lanes whose last streams enter this rank's logits."""
+        """Lanes whose last streams enter this rank's logits; the first hosted one where all share it."""
+        if self.spec.has_one_stream:
+            return self.hosted_lanes[:1]
         alone = self.num_ranks == 1 or self.spec.head_type is HeadType.VOCAB_PARALLEL
         return self.hosted_lanes if alone else range(self.spec.num_lanes)
 
@@ -270,16 +282,22 @@ class KernelShape:
         batches = windowed * self.window_batches + (self.spec.num_layers - windowed) * self.full_batches
         return batches * self.num_lanes * self.spec.lane_kv_heads * self.splits * 2 * 16 * self.spec.head_dim * 2
 
+    @property
+    def set_heads(self) -> int:
+        """Query heads of a KV head that attention takes at a time: the matrix unit's eight columns are two for each."""
+        group = self.spec.lane_heads // self.spec.lane_kv_heads
+        return -(-group // -(-group // 4))
+
     # ---- words ----
     @cached_property
     def _word_lists(self) -> dict[str, tuple[int, int]]:
         """By name: words of one copy (whole lines), and number of copies."""
         spec, lanes = self.spec, self.num_lanes
         query_rows = spec.lane_heads * spec.head_dim
-        copies = lanes * self.replicas
+        copies, stream_copies = lanes * self.replicas, self.num_streams * self.replicas
         sizes = {
-            "Stream": (spec.hidden_size // 2, copies),
-            "Middle": (spec.hidden_size // 2, copies),
+            "Stream": (spec.hidden_size // 2, stream_copies),
+            "Middle": (spec.hidden_size // 2, stream_copies),
             "Activation": (spec.lane_ffn // 2, copies),
             "Qkv": ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2, lanes),
             "Attended": (self.num_partitions * query_rows * self.splits // 2, copies),
@@ -312,12 +330,12 @@ class KernelShape:
         """Bytes of `Shared` (phases/layout.cuh) of the build with processors, but for ring slots, and at most so much padding."""
         spec, lanes, rows, warps = self.spec, self.num_lanes, self.out.cta_rows, self.geometry.matrix_warps
         max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
-        attended = 2 * 4 * (spec.lane_heads // spec.lane_kv_heads) * spec.head_dim
+        attended = 2 * 4 * self.set_heads * spec.head_dim
         scores = 2 * self.head.cta_rows
         values = max_per * warps * 32  # x
         values += warps * (2 * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
-        values += lanes * rows * (1 + 2 * (spec.delay + 1))  # residual, history
+        values += rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
         values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
@@ -334,8 +352,9 @@ class KernelShape:
         """`shape.cuh`."""
         spec, registers = self.spec, self.geometry.registers(self.num_ranks)
         numbers = {
-            "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": self.num_lanes, "kDelay": spec.delay,
-            "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn,
+            "kHidden": spec.hidden_size, "kLayers": spec.num_layers, "kLanes": self.num_lanes, "kStreams": self.num_streams,
+            "kDelay": spec.delay, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads, "kHeadDim": spec.head_dim,
+            "kSetHeads": self.set_heads, "kFfn": spec.lane_ffn,
             "kVocabRows": self.vocab_rows[1] - self.vocab_rows[0],
             "kMaxContext": spec.max_context, "kWindow": spec.sliding_window or spec.max_context, "kNumCtas": self.num_ctas,
             "kReplicas": self.replicas, "kSplits": self.splits, "kPartitions": self.num_partitions,
@@ -355,11 +374,13 @@ class KernelShape:
         }  # fmt: skip
         numbers["kLogSumWords"] = self.log_sum_words
         numbers |= {"kMaxTop": MAX_TOP_LOGPROBS, "kReportEntry": REPORT_WORDS}
-        masks = {"kWindowMask": spec.window_layers}
-        for sublayer, name in ((Sublayer.ATTENTION, "kAttention"), (Sublayer.MLP, "kMlp")):
-            for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED):
-                layers = [i for i in range(spec.num_layers) if spec.reduce_mode(i, sublayer) is mode]
-                masks[f"{name}{mode.value.capitalize()}"] = tuple(layers)
+        by_mode = {
+            mode: [
+                layer_mask([i for i in range(spec.num_layers) if spec.reduce_mode(i, sublayer) is mode], spec.num_layers)
+                for sublayer in Sublayer
+            ]
+            for mode in (ReduceMode.BLOCKING, ReduceMode.DELAYED)
+        }
         # Binary16 reaches only 65504: its activations are scaled down on the way in, and back on the way out.
         x_scale = 1.0 if self.weight_dtype == "bfloat16" else 0.0625
         floats = {
@@ -368,7 +389,12 @@ class KernelShape:
         }  # fmt: skip
         lines = ["// Generated by kog_dist.workers.cuda.kernel_shape; do not edit.", "#pragma once", "namespace kog {"]
         lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-        lines += [f"constexpr u64 {name} = {sum(1 << i for i in layers):#x}ull;" for name, layers in masks.items()]
+        mask_type = "LayerMask<kLayers>"
+        windowed = layer_mask(spec.window_layers, spec.num_layers)
+        lines += [f"__device__ __forceinline__ {mask_type} window_layers() {{ return {windowed}; }}"]
+        lines += [
+            by_kind(mask_type, f"{mode.value}_layers", [mask_type + code for code in codes]) for mode, codes in by_mode.items()
+        ]
         lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
         codes = [p.phase | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
         end = spec.num_layers << 8  # the LM head's place, and what comes after it
@@ -378,7 +404,8 @@ class KernelShape:
             lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
         flags = {
             "kPreNormSum": spec.pre_norm_lane_agg, "kLaneHead": spec.head_type is HeadType.LANE,
-            "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL,
+            "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
+            "kGathersStreams": self.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
         }  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kog_dist.model.spec import ModelSpec
 
+MAX_GROUP = 8  # query heads that share a KV head: two sets of the matrix unit's columns
+MAX_LAYERS = 128  # bits of two words
 MAX_LANES = 32  # of the model: a warp has a thread for the scale of each lane's last stream
 
 
@@ -12,18 +14,12 @@ def unsupported(spec: ModelSpec) -> list[str]:
     findings = []
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
-    if spec.own_head_dim is not None:
-        findings.append(f"head_dim {spec.head_dim}, which is not hidden_size / num_attention_heads")
-    if spec.qkv_bias:
-        findings.append("biases of queries, keys and values")
-    if spec.qk_norm:
-        findings.append("norms of query and key heads")
     if spec.head_dim % 16:
         findings.append(f"head_dim {spec.head_dim} (a multiple of 16)")
-    if spec.lane_heads // spec.lane_kv_heads > 4:
-        findings.append(f"{spec.lane_heads // spec.lane_kv_heads} query heads per KV head (at most 4)")
+    if spec.lane_heads // spec.lane_kv_heads > MAX_GROUP:
+        findings.append(f"{spec.lane_heads // spec.lane_kv_heads} query heads per KV head (at most {MAX_GROUP})")
     if spec.lane_ffn % 4:
         findings.append(f"{spec.lane_ffn} FFN columns in a lane (a multiple of 4)")
-    if spec.num_layers > 63:
-        findings.append(f"{spec.num_layers} layers (at most 63)")
+    if spec.num_layers > MAX_LAYERS:
+        findings.append(f"{spec.num_layers} layers (at most {MAX_LAYERS})")
     return findings

@@ -240,6 +240,7 @@ class Monokernel:
             "rope": weights.rope, "kv": self.kv, "words": self.words, "logits": self.logits, "prompt": self._prompt,
             "state": self._state, "record": self._record,
         }  # fmt: skip
+        arrays |= {name: held for name in ("qkv_bias", "head_norms") if (held := getattr(weights, name)) is not None}
         for name, held in arrays.items():
             params[f"{name}_ptr"] = held.data.ptr
         params["host_ptr"], params["ring_ptr"] = self._host.ctypes.data, self._ring.ctypes.data
@@ -306,7 +307,7 @@ class Monokernel:
             if not record.num_missing:
                 return replace(record, peer=self.rank)
             return with_place(self.shape.spec, replace(record, label=self.shape.boxes.specs()[record.mailbox].name))
-        if record.phase != Phase.HEAD or len(self.shape.head_lanes) == self.shape.num_lanes:
+        if record.phase != Phase.HEAD or not self.shape.gathers_streams:
             return replace(record, peer=self.rank)
         if not record.num_missing:
             record = self._with_missing_stream(record)

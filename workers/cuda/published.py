@@ -85,7 +85,7 @@ class Published:
 
     def middle(self, lane: int) -> Vector:
         """The lane's residual stream after attention."""
-        return self._pairs("Middle", self._copies(lane), self.shape.spec.hidden_size)
+        return self._pairs("Middle", self._stream_copies(lane), self.shape.spec.hidden_size)
 
     def activation(self, lane: int) -> Vector:
         """silu(gate) * up of the lane's FFN columns."""
@@ -93,7 +93,7 @@ class Published:
 
     def stream(self, lane: int) -> Vector:
         """The lane's residual stream after the layer."""
-        return self._pairs("Stream", self._copies(lane), self.shape.spec.hidden_size)
+        return self._pairs("Stream", self._stream_copies(lane), self.shape.spec.hidden_size)
 
     def best_candidate(self) -> tuple[float, int, int]:
         """Score and token id of the best candidate, ties to the lower id, and how many words carry another tag."""
@@ -104,6 +104,9 @@ class Published:
 
     def _copies(self, lane: int) -> list[int]:
         return [lane * self.shape.replicas + replica for replica in range(self.shape.replicas)]
+
+    def _stream_copies(self, lane: int) -> list[int]:
+        return self._copies(0 if self.shape.spec.has_one_stream else lane)
 
     def _slice(self, name: str, copy: int, num_words: int, behind: int = 0) -> Words:
         first = self._constants[f"k{name}Offset"] + copy * self._constants[f"k{name}Stride"] + behind

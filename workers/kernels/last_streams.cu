@@ -6,7 +6,7 @@
 namespace kog {
 
 constexpr u32 kStreamThreads = 256;  // STREAM_THREADS of the host
-constexpr u32 kStreamPairs = kLanes * (kHidden / 2);
+constexpr u32 kStreamPairs = kStreams * (kHidden / 2);
 
 }  // namespace kog
 
@@ -15,7 +15,7 @@ struct KogStreamLaunch {
     KogPeers peers;
 };
 
-// A thread for each pair of neighbouring values of a lane's stream.
+// A thread for each pair of neighbouring values of a stream.
 extern "C" __global__ void __launch_bounds__(kog::kStreamThreads) kog_publish_streams(const __grid_constant__ KogStreamLaunch launch) {
     using namespace kog;
     const KogStreamParams& params = launch.params;

@@ -10,12 +10,40 @@
 namespace kog {
 
 struct Attender : CacheReader {
+    // Norm and rotation of pairs of a head's values, for models whose query and key heads are normed: the finaliser has no whole heads.
+    // They are read before the words have come.
+    template <int kPairs>
+    struct HeadNorm {
+        u32 weights[kPairs];
+        float2 turns[kPairs];
+
+        __device__ __forceinline__ void load(const KogDecodeParams& params, int i, u32 layer, u32 is_key, u32 position, u32 pair) {
+            weights[i] = reinterpret_cast<const u32*>(params.head_norms_ptr)[(2 * layer + is_key) * (kHeadDim / 2) + pair];
+            turns[i] = reinterpret_cast<const float2*>(params.rope_ptr)[position * (kHeadDim / 2) + pair];
+        }
+        __device__ __forceinline__ float2 apply(int i, float inverse_rms, float a, float b) const {
+            const float x = a * inverse_rms * WeightFormat::low(weights[i]), y = b * inverse_rms * WeightFormat::high(weights[i]);
+            return make_float2(x * turns[i].x - y * turns[i].y, x * turns[i].y + y * turns[i].x);
+        }
+    };
+    static __device__ __forceinline__ float inverse_rms(float squares) { return inverse_root_approx(squares * (1.0f / kHeadDim) + kNormEps); }
+
     // Wait for the query of the thread's head, in high and low halves; the warp that has the batch of the new row stages K and V of it in
     // shared memory. Neighbouring groups of threads need the high and the low parts of the same values: each reads half of the words.
-    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 kv_head, bool has_fresh, u32 tag, u32 (&query)[kDimRegisters]) {
+    __device__ __forceinline__ bool wait_for_query(const u64* words, u32 layer, u32 kv_head, u32 set, u32 position, bool has_fresh, u32 tag,
+                                                   u32 (&query)[kDimRegisters]) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3, is_low = group & 1;
+        [[maybe_unused]] HeadNorm<kQkNorm ? kHalf : 1> query_norm;
+        [[maybe_unused]] HeadNorm<kQkNorm ? kNewKeys : 1> key_norm;
+        if constexpr (kQkNorm) {
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) query_norm.load(params, i, layer, 0, position, key_pair(part, is_low * kHalf + i));
+#pragma unroll
+            for (int i = 0; i < kNewKeys; ++i)
+                if (i * 32 + lane < kNewWords / 2) key_norm.load(params, i, layer, 1, position, i * 32 + lane);
+        }
         if (!counter_wait<600>(role.stopped(), role.base + KOG_OFFSET(num_finalized), first_vector + product + 1)) return false;
-        const u64* query_words = words + ((kv_head * kGroup + head_of(group)) * kHeadDim) / 2;
+        const u64* query_words = words + ((kv_head * kGroup + set * kSetHeads + head_of(group, set)) * kHeadDim) / 2;
         const u64* new_words = words + (kQueryRows + kv_head * kHeadDim) / 2 + lane;
         u64 got[kHalf], got_new[kNew];
         while (true) {
@@ -43,26 +71,55 @@ struct Attender : CacheReader {
             if (__all_sync(kFullWarp, ready)) break;
             if (must_leave(role.stopped())) return false;
         }
+        [[maybe_unused]] float query_rms = 1, key_rms = 1;
+        if constexpr (kQkNorm) {
+            float squares = 0;
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) squares += first_of(got[i]) * first_of(got[i]) + second_of(got[i]) * second_of(got[i]);
+#pragma unroll
+            for (int offset = 1; offset < 8; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+            query_rms = inverse_rms(squares);
+        }
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
-            const float a = first_of(got[i]), b = second_of(got[i]);
+            float a = first_of(got[i]), b = second_of(got[i]);
+            if constexpr (kQkNorm) {
+                const float2 turned = query_norm.apply(i, query_rms, a, b);
+                a = turned.x, b = turned.y;
+            }
             const u32 high = KvFormat::pack(a, b), low = pack_rest<KvFormat>(a, b, high);
             const u32 theirs = __shfl_xor_sync(kFullWarp, is_low ? high : low, 4);
             query[i] = is_low ? theirs : high;
             query[kHalf + i] = is_low ? low : theirs;
         }
         if (has_fresh) {
+            if constexpr (kQkNorm) {
+                float squares = 0;
 #pragma unroll
-            for (int i = 0; i < kNew; ++i)
-                if (i * 32 + lane < kNewWords)
-                    store_shared(role.base + KOG_OFFSET(fresh) + (i * 32 + lane) * 4, KvFormat::pack(first_of(got_new[i]), second_of(got_new[i])));
+                for (int i = 0; i < kNewKeys; ++i)
+                    if (i * 32 + lane < kNewWords / 2)
+                        squares += first_of(got_new[i]) * first_of(got_new[i]) + second_of(got_new[i]) * second_of(got_new[i]);
+#pragma unroll
+                for (int offset = 1; offset < 32; offset <<= 1) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+                key_rms = inverse_rms(squares);
+            }
+#pragma unroll
+            for (int i = 0; i < kNew; ++i) {
+                if (i * 32 + lane >= kNewWords) continue;
+                float2 pair = make_float2(first_of(got_new[i]), second_of(got_new[i]));
+                if constexpr (kQkNorm)
+                    if (i < kNewKeys && i * 32 + lane < kNewWords / 2) pair = key_norm.apply(i < kNewKeys ? i : 0, key_rms, pair.x, pair.y);
+                store_shared(role.base + KOG_OFFSET(fresh) + (i * 32 + lane) * 4, KvFormat::pack(pair.x, pair.y));
+            }
             __syncwarp();
         }
         return true;
     }
     static constexpr int kHalf = kDimRegisters / 2, kQueryLoad = kHalf % 2 == 0 ? 2 : 1;  // registers of the query; words of a load
-    static constexpr int kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32;
-    static __device__ __forceinline__ u32 head_of(u32 group) { return (group >> 1) < kGroup ? group >> 1 : kGroup - 1; }
+    static constexpr int kNewWords = kHeadDim, kNew = (kNewWords + 31) / 32, kNewKeys = (kNewWords / 2 + 31) / 32;
+    // Query heads of a set; the one whose columns a group of threads has, the last one for those left over.
+    static __device__ __forceinline__ u32 num_heads(u32 set) { return kGroup % kSetHeads == 0 || set + 1 < kSets ? kSetHeads : kGroup % kSetHeads; }
+    static __device__ __forceinline__ u32 head_of(u32 group, u32 set) { return (group >> 1) < num_heads(set) ? group >> 1 : num_heads(set) - 1; }
 
     // The staged row goes into the registers of the threads that hold its place, and into the cache.
     __device__ __forceinline__ void put_fresh(const Rows& rows, Batch& batch) const {
@@ -98,7 +155,7 @@ struct Attender : CacheReader {
         float peak = -INFINITY, sum = 0;
     };
     // Work on a batch, then have its registers filled with batch `next`.
-    __device__ __forceinline__ void mix(const Rows& rows, u32 number, u32 next, const u32 (&query)[kDimRegisters], Batch& batch, Mixed& mixed) {
+    __device__ __forceinline__ void mix(const Rows& rows, u32 set, u32 number, u32 next, const u32 (&query)[kDimRegisters], Batch& batch, Mixed& mixed) {
         const u32 lane = opaque(this->lane), group = lane >> 2, part = lane & 3;
         if (number == rows.fresh_batch) put_fresh(rows, batch);
         // Scores: rows `group` and `group + 8` of the batch, for query head `part`.
@@ -125,7 +182,7 @@ struct Attender : CacheReader {
         const float weight0 = exp2_approx(score0 - base), weight1 = exp2_approx(score1 - base);
         mixed.sum = mixed.sum * shrink + (weight0 + weight1);
         mixed.peak = next_peak;
-        const int from = part * 8 + head_of(group);  // the thread that holds this head's weight of position 2 * part
+        const int from = part * 8 + head_of(group, set);  // the thread that holds this head's weight of position 2 * part
         const float a = __shfl_sync(kFullWarp, weight0, from), b = __shfl_sync(kFullWarp, weight0, from + 4);
         const float c = __shfl_sync(kFullWarp, weight1, from), d = __shfl_sync(kFullWarp, weight1, from + 4);
         u32 first = KvFormat::pack(a, b), second = KvFormat::pack(c, d);
@@ -140,9 +197,11 @@ struct Attender : CacheReader {
         load_values(rows, next, batch);
     }
 
-    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position, u32 tag) {
+    // For one set of the query heads. The first one puts the new row into the cache, where the others' threads read what they have stored
+    // there themselves.
+    __device__ __forceinline__ bool item(u32 layer, u32 lane_idx, u32 item_idx, u32 set, u32 partition, u32 position, u32 tag) {
         const u32 warp = opaque(this->warp), kv_head = item_idx / kSplits, split = item_idx % kSplits;
-        const Rows rows = rows_of(layer, lane_idx, item_idx, partition, position);
+        const Rows rows = rows_of(layer, lane_idx, item_idx, partition, position, set == 0);
         // Two batches are on their way, or here before the query is.
         Batch even, odd;
         load_keys(rows, warp, even), load_values(rows, warp, even);
@@ -150,16 +209,16 @@ struct Attender : CacheReader {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const bool has_fresh = rows.fresh_batch != kNoBatch && rows.fresh_batch % kAttendWarps == warp;
         u32 query[kDimRegisters];
-        if (!wait_for_query(words, kv_head, has_fresh, tag, query)) return false;
+        if (!wait_for_query(words, layer, kv_head, set, position, has_fresh, tag, query)) return false;
         if (warp == 0) stamp(role, kQuerySeen, step, product);
         Mixed mixed;
 #pragma unroll 1
         for (u32 batch = warp; batch < rows.num_batches; batch += 2 * kAttendWarps) {
-            mix(rows, batch, batch + 2 * kAttendWarps, query, even, mixed);
-            if (batch + kAttendWarps < rows.num_batches) mix(rows, batch + kAttendWarps, batch + 3 * kAttendWarps, query, odd, mixed);
+            mix(rows, set, batch, batch + 2 * kAttendWarps, query, even, mixed);
+            if (batch + kAttendWarps < rows.num_batches) mix(rows, set, batch + kAttendWarps, batch + 3 * kAttendWarps, query, odd, mixed);
         }
         if (warp == 0) stamp(role, kMixed, step, product);
-        const bool ok = merge(kv_head, split, partition, lane_idx, tag, mixed);
+        const bool ok = merge(kv_head, set, split, partition, lane_idx, tag, mixed);
         if (warp == 0) stamp(role, kAttended, step, product);
         return ok;
     }
@@ -200,14 +259,14 @@ struct Attender : CacheReader {
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
-    __device__ __forceinline__ bool merge(u32 kv_head, u32 split, u32 partition, u32 lane_idx, u32 tag, const Mixed& own) {
+    __device__ __forceinline__ bool merge(u32 kv_head, u32 set, u32 split, u32 partition, u32 lane_idx, u32 tag, const Mixed& own) {
         Shared& shared = *role.shared;
         const u32 lane = opaque(this->lane), warp = opaque(this->warp), group = lane >> 2, head = lane & 3;
         const u32 half = num_items++ & 1;
         float sum = own.sum;
 #pragma unroll
         for (int offset = 4; offset < 32; offset <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-        if (head < kGroup) {
+        if (head < num_heads(set)) {
 #pragma unroll
             for (int i = 0; i < kHeadDim / 16; ++i)
                 *reinterpret_cast<float2*>(&shared.attended[half][warp][head][value_dim(group, 2 * i)]) =
@@ -222,7 +281,7 @@ struct Attender : CacheReader {
         if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(merge_full[half]), (num_items - 1) >> 1 & 1)) return false;
         if (warp == 0) stamp(role, kMerged, step, product);
 #pragma unroll 1
-        for (u32 unit = warp * 32 + lane; unit < kGroup * kHeadUnits; unit += kAttendThreads) {
+        for (u32 unit = warp * 32 + lane; unit < num_heads(set) * kHeadUnits; unit += kAttendThreads) {
             const u32 head = unit / kHeadUnits, dim = (unit % kHeadUnits) * 4;
             float top = shared.attended_max[half][0][head];
 #pragma unroll
@@ -241,11 +300,14 @@ struct Attender : CacheReader {
             const float log_sum = top == -INFINITY ? -INFINITY : top + log2_approx(total);
             const u64 first = make_pair_word(mixed.x * inverse, mixed.y * inverse, tag);
             const u64 second = make_pair_word(mixed.z * inverse, mixed.w * inverse, tag);
-            publish((kv_head * kGroup + head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag);
+            publish((kv_head * kGroup + set * kSetHeads + head) * kSplits + split, partition, lane_idx, unit, first, second, log_sum, tag);
         }
         return true;
     }
 };
+
+// Item * kSets + set: behind the last set of an item comes the first one of this thread block's next item.
+__device__ __forceinline__ constexpr u32 next_set(u32 i) { return i + (i % kSets == kSets - 1 ? (kNumCtas - 1) * kSets + 1 : 1); }
 
 __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role& role, u32 warp) {
     Attender attender{params, role, warp, laneid()};
@@ -262,8 +324,10 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
             for (u32 partition = 0; partition < num_partitions(at.layer(), position); ++partition) {
                 const u32 first = first_item(role, at.layer(), at.lane(), partition);
 #pragma unroll 1
-                for (u32 item = first; item < kItems; item += kNumCtas)
-                    if (!attender.item(at.layer(), at.lane(), item, partition, position, layer_tag(role.first_epoch + step, at.layer()))) return;
+                for (u32 i = first * kSets; i < kItems * kSets; i = next_set(i))
+                    if (!attender.item(at.layer(), at.lane(), i / kSets, i % kSets, partition, position,
+                                       layer_tag(role.first_epoch + step, at.layer())))
+                        return;
             }
         }
         attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);

@@ -63,17 +63,18 @@ struct CacheReader {
         u32 capacity, last, num_seen;  // slots; that of the last row, the current position's if it is this split's; rows in the window
         u32 fresh_batch;               // that gets the current position's row, or none
     };
-    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position) const {
+    // `appends`: whether the position's new row is still to be put in.
+    __device__ __forceinline__ Rows rows_of(u32 layer, u32 lane_idx, u32 item_idx, u32 partition, u32 position, bool appends) const {
         const u32 split = item_idx % kSplits;
-        const bool windowed = in_mask(kWindowMask, layer);
+        const bool windowed = window_layers().has(layer);
         const u32 batches = windowed ? kWindowBatches : kFullBatches, capacity = batches * 16;
-        const u32 windowed_before = __popcll(kWindowMask & ((1ull << layer) - 1));
+        const u32 windowed_before = window_layers().num_before(layer);
         const u32 first_batch = (windowed_before * kWindowBatches + (layer - windowed_before) * kFullBatches) * (kLanes * kItems) +
                                 (lane_idx * kItems + item_idx) * batches;
         const u32 num_rows = (position + kSplits - split) / kSplits, last = (num_rows + capacity - 1) % capacity;
         const u32 num_past = windowed && position >= kWindow + split ? (position - kWindow - split) / kSplits + 1 : 0;
         Rows rows{first_batch, min((num_rows + 15) / 16, batches), capacity, last, num_rows - num_past,
-                  position % kSplits == split ? last >> 4 : kNoBatch};
+                  appends && position % kSplits == split ? last >> 4 : kNoBatch};
         if (kPartitions > 1 && !windowed) {  // batches and slots are counted from the partition's first ones
             const u32 skipped = partition * kPartitionBatches;
             rows.first_batch += skipped, rows.last -= skipped * 16;

@@ -10,13 +10,23 @@
 
 namespace kog {
 
-constexpr bool kSendsDelayed = kRanks > 1;
+constexpr bool kSendsDelayed = kRanks > 1 && !kOneStream;
 
 struct Finalizer : FinalizedRows {
     SumFromPeers<kRanks, OutOp::kRows> sums;  // of the next product, if `early`
     bool early = false;
+    float shared_scale = 0;                  // of the stream that all lanes share, for their QKV or GATE_UP
 
-    __device__ __forceinline__ bool qkv(u32 lane_idx, u32 position, u32 tag) {
+    // Scale of the normed vector that a lane's product has. Of a stream that all lanes share, the first one has the squares.
+    __device__ __forceinline__ bool norm_scale(u32 lane_idx, float& scale) {
+        if constexpr (!kOneStream) return rms_scale(scale);
+        if (lane_idx == 0 && !rms_scale(shared_scale)) return false;
+        scale = shared_scale;
+        return true;
+    }
+
+    // Biases are added here; where heads are normed, attention does that and turns them, since it has whole heads.
+    __device__ __forceinline__ bool qkv(u32 layer, u32 lane_idx, u32 position, u32 tag) {
         u64* words = reinterpret_cast<u64*>(params.words_ptr) + kQkvOffset + lane_idx * kQkvStride;
         const float2* rope = reinterpret_cast<const float2*>(params.rope_ptr) + position * (kHeadDim / 2);
         float scale;
@@ -24,11 +34,15 @@ struct Finalizer : FinalizedRows {
         for (u32 block = 0; block < QkvOp::kBlocks; ++block) {
             const u32 row = role.cta * QkvOp::kCtaRows + block * QkvOp::kRows + lane;
             float2 turn = make_float2(1.0f, 0.0f);
-            if (row < kQueryRows + kKvRows) turn = rope[(row % kHeadDim) / 2];
+            if (!kQkNorm && row < kQueryRows + kKvRows) turn = rope[(row % kHeadDim) / 2];
+            [[maybe_unused]] float bias = 0;
+            if (kQkvBias && row < kQkvRows)
+                bias = WeightFormat::low(reinterpret_cast<const u16*>(params.qkv_bias_ptr)[(layer * kLanes + lane_idx) * kQkvRows + row]);
             float sum;
-            if (block == 0 && !rms_scale(scale)) return false;
+            if (block == 0 && !norm_scale(lane_idx, scale)) return false;
             if (!row_sum(sum, QkvOp::kRows)) return false;
             sum *= scale;
+            if constexpr (kQkvBias) sum += bias;
             const float other = __shfl_xor_sync(kFullWarp, sum, 1);
             const float turned = (lane & 1) ? other * turn.y + sum * turn.x : sum * turn.x - other * turn.y;
             const u32 half = make_half_word(turned, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
@@ -45,7 +59,7 @@ struct Finalizer : FinalizedRows {
 #pragma unroll 1
         for (u32 block = 0; block < GateUpOp::kBlocks; ++block) {
             float sum;
-            if (block == 0 && !rms_scale(scale)) return false;
+            if (block == 0 && !norm_scale(lane_idx, scale)) return false;
             if (!row_sum(sum, GateUpOp::kRows)) return false;
             sum *= scale;
             const float up = __shfl_down_sync(kFullWarp, sum, 1);
@@ -101,17 +115,17 @@ struct Finalizer : FinalizedRows {
         if constexpr (!kSendsDelayed) return;
         const Place next(product + 1);
         const u32 kind = next.phase() >> 1;
-        early = (next.phase() & 1) && in_mask(kind == 0 ? kAttentionDelayed : kMlpDelayed, next.layer());  // none behind the last
+        early = (next.phase() & 1) && delayed_layers(kind).has(next.layer());  // none behind the last
         if (early)
             sums.load(peers, sum_box(kind), sum_slot(kind, next.layer() - kDelay), role.cta * OutOp::kCtaRows, kHidden);
     }
 
     // The output of a block (kind 0: attention, 1: MLP) into the residual streams. The last hosted lane is the last to finish a block.
     __device__ __forceinline__ bool residual(u32 kind, u32 layer, u32 lane_idx, u32 tag, u32 product) {
-        const bool blocking = in_mask(kind == 0 ? kAttentionBlocking : kMlpBlocking, layer);
-        const bool delayed = in_mask(kind == 0 ? kAttentionDelayed : kMlpDelayed, layer);
+        const bool blocking = blocking_layers(kind).has(layer);
+        const bool delayed = delayed_layers(kind).has(layer);
         Shared& shared = *role.shared;
-        const bool summed = kRanks > 1 && lane_idx == kLanes - 1 && in_mask(summed_mask(kind), layer);
+        const bool summed = kRanks > 1 && lane_idx == kLanes - 1 && summed_mask(kind).has(layer);
         auto& now = shared.history[kind][layer % kHistory];
         auto& then = shared.history[kind][(layer + 1) % kHistory];  // of layer - kDelay
         const bool mine = lane < OutOp::kRows;
@@ -155,6 +169,35 @@ struct Finalizer : FinalizedRows {
             end_block();
             if (block == OutOp::kBlocks - 1) count_vector(lane_idx);
         }
+        return true;
+    }
+
+    // The same where all lanes share one stream: every sum is awaited, and goes to it once the last lane's partial is there. What peers
+    // wait for is sent before anything is awaited.
+    __device__ __forceinline__ bool shared_residual(u32 kind, u32 layer, u32 lane_idx, u32 tag) {
+        Shared& shared = *role.shared;
+        auto& now = shared.history[kind][0];
+        const bool mine = lane < OutOp::kRows, is_last = lane_idx == kLanes - 1;
+#pragma unroll 1
+        for (u32 block = 0; block < OutOp::kBlocks; ++block) {
+            const u32 row = block * OutOp::kRows + (mine ? lane : 0);
+            float sum;
+            if (!row_sum(sum, OutOp::kRows)) return false;
+            if (mine) now[lane_idx][row] = sum * kInverseXScale;
+            end_block();
+            if (kRanks > 1 && is_last) publish_sum(kind, layer, role.cta * OutOp::kCtaRows + block * OutOp::kRows, lane_sum(now, row));
+        }
+#pragma unroll 1
+        for (u32 block = is_last ? 0 : OutOp::kBlocks; block < OutOp::kBlocks; ++block) {
+            const u32 row = block * OutOp::kRows + (mine ? lane : 0), first_row = role.cta * OutOp::kCtaRows + block * OutOp::kRows;
+            float sum = lane_sum(now, row);
+            SumFromPeers<kRanks, OutOp::kRows> from;
+            if (!total_of_ranks(from, false, kind, layer, first_row, sum)) return false;
+            const float stream = shared.residual[0][row] + sum;
+            if (mine) shared.residual[0][row] = stream;
+            publish_stream(kind, layer, 0, first_row, stream, tag);
+        }
+        count_vector(lane_idx);
         return true;
     }
 
@@ -212,7 +255,7 @@ struct Finalizer : FinalizedRows {
             const u32 column = role.cta * OutOp::kCtaRows + i;
             const float value = column < kHidden ? WeightFormat::low(row[column]) : 0.0f;
 #pragma unroll 1
-            for (u32 lane_idx = 0; lane_idx < kLanes; ++lane_idx) role.shared->residual[lane_idx][i] = value;
+            for (u32 stream = 0; stream < kStreams; ++stream) role.shared->residual[stream][i] = value;
         }
         __syncwarp();
     }
@@ -255,8 +298,9 @@ __device__ __forceinline__ void finalize(const KogDecodeParams& params, const Ko
             if (kRanks > 1) finalizer.lane = opaque(laneid());  // addresses are computed anew instead of being kept
             if (!(at.phase() & 1)) finalizer.look_ahead(number);
             bool ok;
-            if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.lane(), position, tag);
+            if (at.phase() == kQkvPhase) ok = finalizer.qkv(at.layer(), at.lane(), position, tag);
             else if (at.phase() == kGateUpPhase) ok = finalizer.gate_up(at.lane(), tag);
+            else if (kOneStream) ok = finalizer.shared_residual(at.phase() >> 1, at.layer(), at.lane(), tag);
             else ok = finalizer.residual(at.phase() >> 1, at.layer(), at.lane(), tag, number);
             if (!ok) return;
         }

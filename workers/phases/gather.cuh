@@ -26,6 +26,8 @@ struct Gatherer : HeadGatherer {
     }
 
     // ---- any vector ----
+    // Whether x is that of the product before: of a stream that all lanes share, the first one gathers it for all.
+    static __device__ __forceinline__ bool keeps_x(const Place& at) { return kOneStream && at.lane() > 0 && !(at.phase() & 1) && !at.is_last(); }
     static constexpr bool kReadsWordsAhead = kLanes > 2;
     // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
     // attention's output is early enough: two of three looks at other words would come too early, and each delays the present product.
@@ -37,14 +39,14 @@ struct Gatherer : HeadGatherer {
                 loaded = true;
             }
         }
-        if (kLanes == 1 || at.is_last() || (!kReadsWordsAhead && at.phase() != kOutPhase && at.index() != 0)) return;
+        if (kLanes == 1 || at.is_last() || keeps_x(at) || (!kReadsWordsAhead && at.phase() != kOutPhase && at.index() != 0)) return;
         if constexpr (kReadsWordsAhead) {
             if (at.phase() == kQkvPhase) load_norm<kQkvPhase>(at);
             else if (at.phase() == kGateUpPhase) load_norm<kGateUpPhase>(at);
         }
         if (at.index() == 0) {
             load_embedding();
-        } else if (!is_near(role, at.lane(), at.index())) {
+        } else if (!is_near(role, (at.phase() & 1) || !kOneStream ? at.lane() : kLanes - 1, at.index())) {
             return;
         } else if (at.phase() == kOutPhase) {
             load_splits(splits(at, 0));

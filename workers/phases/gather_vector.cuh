@@ -72,8 +72,14 @@ struct VectorGatherer {
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
         const u32 tag = layer_tag(role.first_epoch + step, at.layer());
         if constexpr (kPhase == kDownPhase) return {words + kActivationOffset + copy * kActivationStride, tag};
-        if constexpr (kPhase == kGateUpPhase) return {words + kMiddleOffset + copy * kStreamStride, tag};
-        return {words + kStreamOffset + copy * kStreamStride, (tag - 1) & 0xffffu};
+        const u32 stream_copy = stream_of(at.lane()) * kReplicas + role.cta % kReplicas;
+        if constexpr (kPhase == kGateUpPhase) return {words + kMiddleOffset + stream_copy * kStreamStride, tag};
+        return {words + kStreamOffset + stream_copy * kStreamStride, (tag - 1) & 0xffffu};
+    }
+    // The lane whose last product before this one made the vector: a stream that all lanes share is whole after the last one's.
+    template <int kPhase>
+    static __device__ __forceinline__ u32 source_lane(u32 lane_idx) {
+        return kOneStream && (kPhase == kQkvPhase || kPhase == kGateUpPhase) ? kLanes - 1 : lane_idx;
     }
     // A vector of kColumns values, of which a warp has kPer times 32 neighbouring ones.
     template <int kColumns_, int kPer_>
@@ -129,7 +135,7 @@ struct VectorGatherer {
     __device__ __forceinline__ bool gather_units(const Place& at) {
         const Source from = source<kPhase>(at);
         if (!loaded) {
-            if (!wait_until_near<kPhase>(role, at.lane(), at.index())) return false;
+            if (!wait_until_near<kPhase>(role, source_lane<kPhase>(at.lane()), at.index())) return false;
             load_units<S>(from.words);
         }
         return wait_for_units<S>(from, [&] {

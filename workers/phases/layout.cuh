@@ -5,6 +5,7 @@
 #include "wait.cuh"
 #include "words.cuh"
 #include "peers.cuh"
+#include "layer_mask.cuh"
 #include "peers_shape.cuh"
 #include "shape.cuh"
 
@@ -27,11 +28,16 @@ constexpr int kItems = kKvHeads * kSplits;           // attention items of one l
 constexpr u32 kPartitionPositions = kPartitionBatches * 16 * kSplits, kAttendedPartition = kQueryRows * kSplits / 2;
 constexpr int kModelLanes = kLanes * kRanks;
 // The LM head of the forms `lane` and `vocab_parallel` is made of products of single streams, which the finaliser scales like QKV's. Only
-// with `vocab_parallel` a rank needs no other rank's last streams.
-constexpr bool kStreamHead = kLaneHead || kVocabParallelHead, kStreamsToAll = kRanks > 1 && !kVocabParallelHead;
+// with `vocab_parallel`, or where all lanes share one stream, a rank needs no other rank's last streams.
+constexpr bool kStreamHead = kLaneHead || kVocabParallelHead || kOneStream, kStreamsToAll = kGathersStreams;
+static_assert(kStreams == (kOneStream ? 1 : kLanes), "a stream of each lane, or one that all share");
+// A lane's residual stream, among this rank's.
+__device__ __forceinline__ constexpr u32 stream_of(u32 lane_idx) { return kOneStream ? 0 : lane_idx; }
 constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // last streams that are asked for at a time
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
-static_assert(kGroup <= 4, "the score matrix has eight columns: two (high, low) for each query head");
+// Query heads of a KV head are taken in sets: the score matrix has eight columns, two (high, low) for each head.
+constexpr int kSets = (kGroup + 3) / 4;
+static_assert(kSetHeads == (kGroup + kSets - 1) / kSets && kSetHeads <= 4, "sets of at most four heads");
 
 constexpr u32 kSlotBytes = kMatrixWarps * kTileRows * 64;  // one ring slot: at most kTileRows rows x 32 columns of each matrix warp
 constexpr int kRowGroups = (kTileRows + 7) / 8;           // groups of eight rows of a block, at most
@@ -66,7 +72,7 @@ static_assert(OutOp::kCtaRows == DownOp::kCtaRows && OutOp::kRows == DownOp::kRo
 // The build with processors (kernels/decode_processors.cu) keeps x and score of its vocabulary rows in shared memory: in `attended`, which attention
 // does not need while the LM head and sampling run, or in room of their own.
 constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaRows / 32 + 2;
-constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kGroup * kHeadDim * 4;
+constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kSetHeads * kHeadDim * 4;
 
 struct Shared {
     unsigned char ring[kNumSlots][kSlotBytes];
@@ -74,11 +80,11 @@ struct Shared {
     float red[2][kMatrixWarps][kTileRows];
     float squares[kSquares][kMatrixWarps][32];                   // sums of squares of the last vectors, by matrix thread
     float head_squares[2][kMatrixWarps][kModelLanes];
-    float residual[kLanes][OutOp::kCtaRows];
+    float residual[kStreams][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
-    alignas(16) float attended[2][4][kGroup][kHeadDim];          // unnormalised outputs of the attention warps, two items in turn
+    alignas(16) float attended[2][4][kSetHeads][kHeadDim];          // unnormalised outputs of the attention warps, two items in turn
     alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
-    float attended_max[2][4][kGroup], attended_sum[2][4][kGroup];
+    float attended_max[2][4][kSetHeads], attended_sum[2][4][kSetHeads];
     u64 full[kRingPieces], empty[kRingPieces];
     u64 red_full[2], red_empty[2], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
@@ -167,10 +173,9 @@ __device__ __forceinline__ u32 layer_tag(u32 epoch, u32 layer) { return (epoch *
 __device__ __forceinline__ bool has_head(const Role& role, u32 step) {
     return role.first_position + step + 1 >= role.num_prompt;
 }
-__device__ __forceinline__ bool in_mask(u64 mask, u32 layer) { return (mask >> layer) & 1; }
 // Partitions of the positions up to `position` that have items of their own in this layer.
 __device__ __forceinline__ u32 num_partitions(u32 layer, u32 position) {
-    return kPartitions == 1 || in_mask(kWindowMask, layer) ? 1 : position / kPartitionPositions + 1;
+    return kPartitions == 1 || window_layers().has(layer) ? 1 : position / kPartitionPositions + 1;
 }
 
 // Wait until token `step` of this launch is known. False: leave, there is none or an abort was called.

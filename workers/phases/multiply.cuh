@@ -130,7 +130,9 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
                                             u32 step, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
     float squares = 0;
-    if constexpr (kPhase == kHeadPhase) {
+    const bool keeps_x = (kPhase == kQkvPhase || kPhase == kGateUpPhase) && Gatherer::keeps_x(at);
+    if (keeps_x) {
+    } else if constexpr (kPhase == kHeadPhase) {
         if (!gatherer.gather_head(at, squares)) return false;
     } else {
         if (!gatherer.template gather<kPhase>(at, squares)) return false;
@@ -140,10 +142,12 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
         stamp(role, kFetched, step, number);
     }
     if constexpr (kPhase == kQkvPhase || kPhase == kGateUpPhase || (kStreamHead && kPhase == kHeadPhase)) {  // the finaliser scales the product
-        const u32 slot = multiplier.num_vectors % kSquares;
-        store_shared(role.base + KOG_OFFSET(squares[slot][warp][lane]), squares);
-        __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[slot]));
+        if (!keeps_x) {
+            const u32 slot = multiplier.num_vectors % kSquares;
+            store_shared(role.base + KOG_OFFSET(squares[slot][warp][lane]), squares);
+            __syncwarp();
+            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[slot]));
+        }
     }
     gatherer.read_ahead(next);
     return multiplier.template blocks<O>(first_x(role, warp, opaque(lane)));

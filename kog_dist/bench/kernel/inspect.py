@@ -22,7 +22,7 @@ from kog_dist.decode.lane_math import round_to
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.sampling import sample
 from kog_dist.decode.schedule import partial, stream, total
-from kog_dist.decode.steps import Kind, Site, Value
+from kog_dist.decode.steps import NONE, Kind, Site, Value
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint
 from kog_dist.model.spec import ModelSpec, ReduceMode, Sublayer
@@ -110,9 +110,11 @@ class Expected:
         self.logits, self._memory = logits, engine.memory
 
     def qkv(self, lane: int) -> Array:
-        """Keys and values are rounded to the cache's type."""
+        """Keys and values are rounded to the cache's type. The values alone if heads are normed, which attention does."""
         query = self._memory.row(Value(Kind.QUERY, self.layer, lane)) * np.float32(math.sqrt(self.spec.head_dim))
         cached = [cache[self.layer][0][lane, :, self.position] for cache in (self._memory.keys, self._memory.values)]
+        if self.spec.qk_norm:
+            return np.asarray(cached[1].reshape(-1))
         return np.concatenate([query.reshape(-1), *(part.reshape(-1) for part in cached)])
 
     def attended(self, lane: int) -> Array:
@@ -125,7 +127,7 @@ class Expected:
 
     def stream(self, lane: int) -> Array:
         """The residual stream after the layer."""
-        return self._memory.row(stream(2 * self.spec.num_layers, lane))
+        return self._memory.row(stream(2 * self.spec.num_layers, NONE if self.spec.has_one_stream else lane))
 
     def middle(self, lane: int) -> Array:
         """The residual stream after attention: that after the layer without what the MLP added."""
@@ -149,6 +151,8 @@ def compare(published: Published, logits: Array, expected: Expected, kv_dtype: s
         found = published.qkv(lane)
         values, num_query = found.values.copy(), spec.lane_heads * spec.head_dim
         round_to(values[num_query:], kv_dtype)
+        if spec.qk_norm:
+            values = values[num_query + spec.lane_kv_heads * spec.head_dim :]
         return replace(found, values=values)
 
     sources: dict[str, tuple[Callable[[int], Vector], Callable[[int], Array]]] = {

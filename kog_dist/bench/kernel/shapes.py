@@ -4,43 +4,70 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kog_dist.errors import ConfigError
+from kog_dist.model.published_config import read_config, read_config_file
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 
-# Shapes of models that people run, in lane form with delay 0: hidden size, layers, heads, KV heads, FFN, vocabulary.
-DENSE = {
-    "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128256),
-    "llama-3.2-3b": (3072, 28, 24, 8, 8192, 128256),
-    "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256),
-    "mistral-7b": (4096, 32, 32, 8, 14336, 32768),
-    "qwen3-1.7b": (2048, 28, 16, 8, 6144, 151936),
-    "qwen3-8b": (4096, 36, 32, 8, 12288, 151936),
-    "smollm2-1.7b": (2048, 24, 32, 32, 8192, 49152),
+
+def _config(model_type: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, **others: Any) -> Any:
+    return {
+        "model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab, "max_position_embeddings": 131072,
+        "rope_theta": 1e6, "rms_norm_eps": 1e-6, **others,
+    }  # fmt: skip
+
+
+# What the configs of models that people run say of their shape.
+DENSE: dict[str, Mapping[str, Any]] = {
+    "smollm2-135m": _config("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True),
+    "smollm2-1.7b": _config("llama", 2048, 24, 32, 32, 8192, 49152, tie_word_embeddings=True),
+    "llama-3.2-1b": _config("llama", 2048, 16, 32, 8, 8192, 128256, tie_word_embeddings=True),
+    "llama-3.2-3b": _config("llama", 3072, 28, 24, 8, 8192, 128256, tie_word_embeddings=True),
+    "llama-3.1-8b": _config("llama", 4096, 32, 32, 8, 14336, 128256),
+    "mistral-7b": _config("mistral", 4096, 32, 32, 8, 14336, 32768, sliding_window=None),
+    "qwen2.5-0.5b": _config("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True),
+    "qwen2.5-coder-7b": _config("qwen2", 3584, 28, 28, 4, 18944, 152064),
+    "qwen3-0.6b": _config("qwen3", 1024, 28, 16, 8, 3072, 151936, tie_word_embeddings=True),
+    "qwen3-1.7b": _config("qwen3", 2048, 28, 16, 8, 6144, 151936, tie_word_embeddings=True),
+    "qwen3-4b": _config("qwen3", 2560, 36, 32, 8, 9728, 151936, tie_word_embeddings=True),
+    "qwen3-8b": _config("qwen3", 4096, 36, 32, 8, 12288, 151936),
 }
 _DENSE_CONTEXT = 4096
-_DENSE_LANES = 8  # so that every number of ranks up to it has the same bits
 SEED = 1
 _TMPFS = Path("/dev/shm")
 
 
 def named_spec(name: str, *, others: Sequence[str] = ()) -> ModelSpec:
-    """The spec of a name; a dense shape may say how many lanes it has (NAME:1), else 8.
+    """The spec of a name, or of a `config.json` or its folder.
+
+    Dense ones may say how many lanes they have and for how many tokens their caches are: NAME:LANES, NAME@TOKENS,
+    NAME:LANES@TOKENS; else as many lanes as their family has, for 4,096 tokens.
 
     Raises ConfigError listing the known ones, and `others` that the caller knows.
     """
     if name == "2b":
         return laneformer_2b()
-    base, _, lanes = name.partition(":")
-    if base not in DENSE or lanes not in ("", "1", "2", "4", "8"):
-        raise ConfigError(f"--spec {name!r} is not known; known: {', '.join((*others, '2b', *DENSE))}, and with lanes NAME:1")
-    hidden, layers, heads, kv_heads, ffn, vocab = DENSE[base]
-    return ModelSpec(
-        hidden, layers, heads, kv_heads, ffn, vocab, max_context=_DENSE_CONTEXT, num_lanes=int(lanes or _DENSE_LANES), delay=0
-    )
+    base, at, tokens = name.partition("@")
+    base, colon, lanes = base.partition(":")
+    wrong = (colon and lanes not in ("1", "2", "4", "8")) or (at and not tokens.isdecimal())
+    if base in DENSE and not wrong:
+        spec = read_config(DENSE[base])
+    elif Path(base).exists() and not wrong:
+        path = Path(base)
+        spec = read_config_file(path.parent if path.is_file() else path).spec
+    else:
+        known = ", ".join((*others, "2b", *DENSE))
+        raise ConfigError(
+            f"--spec {name!r} is not known; known: {known}, or a config.json; NAME:1@8192 has one lane, 8,192 tokens"
+        )
+    spec = spec.with_context(int(tokens) if tokens else min(_DENSE_CONTEXT, spec.max_context))
+    return replace(spec, num_lanes=int(lanes)) if lanes else spec
 
 
 @contextmanager

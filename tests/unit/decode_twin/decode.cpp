@@ -1,6 +1,6 @@
 // decode FOLDER MAX_TOKENS KV_BYTES WORDS HEAP_WORDS [head]: a greedy answer of all ranks' monokernels. With `head` the last token of the
 // prompt is decoded twice, the second time from what its layers gave the first time: that launch is the LM head alone. FOLDER holds prompt.bin (uint32), embedding.bin,
-// rope.bin, and tape, norms, final_norm of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
+// rope.bin, and tape, norms, final_norm, qkv_bias, head_norms of each rank as NAME.RANK.bin; it gets logits.RANK.bin (float32) and ring.RANK.bin (uint64).
 // UNREST in the environment: a seed, by which warps stand still now and then.
 // Ends with 4 when that takes too long, with 5 when a rank does not end well, with 6 when invalid streams were not left alone.
 #include "decode.cu"
@@ -10,7 +10,7 @@
 using namespace kog;
 
 struct Rank {
-    Memory tape, norms, final_norm, kv, words, heap, logits, state, record, host, ring, hashes;
+    Memory tape, norms, final_norm, qkv_bias, head_norms, kv, words, heap, logits, state, record, host, ring, hashes;
 
     KogDecodeState& decode_state() const { return *reinterpret_cast<KogDecodeState*>(state.at); }
     // The first copy of the streams that this rank's layers left, and all copies that are read here, of all ranks.
@@ -25,14 +25,14 @@ constexpr u32 kCopyWords = kStreamsToAll ? kStreamCopyWords : kStreamStride;
 std::vector<Memory> take_streams(const std::vector<Rank>& ranks) {
     std::vector<Memory> streams;
     for (u32 rank = 0; rank < kRanks; ++rank) {
-        streams.emplace_back(4 * kLanes * kHidden);
+        streams.emplace_back(4 * kStreams * kHidden);
         float* to = reinterpret_cast<float*>(streams.back().at);
-        for (u32 i = 0; i < kLanes * kHidden / 2; ++i) {
+        for (u32 i = 0; i < kStreams * kHidden / 2; ++i) {
             const u64 word = ranks[rank].own_streams(rank)[i / (kHidden / 2) * kReplicas * kCopyWords + i % (kHidden / 2)];
             to[2 * i] = first_of(word), to[2 * i + 1] = second_of(word);
         }
     }
-    for (const Rank& r : ranks) memset(r.read_streams(), 0, 8 * (kStreamsToAll ? kRanks : 1) * kLanes * kReplicas * kCopyWords);
+    for (const Rank& r : ranks) memset(r.read_streams(), 0, 8 * (kStreamsToAll ? kRanks : 1) * kStreams * kReplicas * kCopyWords);
     return streams;
 }
 // Hand them to the next launch.
@@ -60,7 +60,7 @@ int main(int num_arguments, char** argv) {
     std::vector<Rank> ranks;
     for (u32 rank = 0; rank < kRanks; ++rank) {
         const std::string number = "." + std::to_string(rank);
-        ranks.push_back({read("tape" + number), read("norms" + number), read("final_norm" + number), Memory(kv_bytes), Memory(8 * num_words),
+        ranks.push_back({read("tape" + number), read("norms" + number), read("final_norm" + number), read("qkv_bias" + number), read("head_norms" + number), Memory(kv_bytes), Memory(8 * num_words),
                          Memory(8 * heap_words), Memory(4 * kVocabRows), Memory(sizeof(KogDecodeState)), Memory(sizeof(KogWaitRecord)),
                          Memory(sizeof(KogHostPage)), Memory(16 * kMaxContext), Memory(8 * KOG_HASHES)});
         auto* state = reinterpret_cast<KogDecodeState*>(ranks.back().state.at);
@@ -92,6 +92,7 @@ int main(int num_arguments, char** argv) {
             KogLaunch packed{};
             KogDecodeParams& p = packed.decode;
             p.tape_ptr = r.tape.ptr(), p.embedding_ptr = embedding.ptr(), p.norms_ptr = r.norms.ptr(), p.final_norm_ptr = r.final_norm.ptr();
+            p.qkv_bias_ptr = r.qkv_bias.ptr(), p.head_norms_ptr = r.head_norms.ptr();
             p.rope_ptr = rope.ptr(), p.kv_ptr = r.kv.ptr(), p.words_ptr = r.words.ptr(), p.logits_ptr = r.logits.ptr();
             p.prompt_ptr = prompt.ptr(), p.state_ptr = r.state.ptr(), p.record_ptr = r.record.ptr(), p.host_ptr = r.host.ptr();
             p.ring_ptr = r.ring.ptr(), p.wait_limit_us = 2000000, p.num_steps = launches[launch];
