@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill.model.buffers import Buffers, Rows
+from kog_dist.workers.prefill.model.matrices import LayerMatrices
 from kog_dist.workers.prefill.operations import Operations, TorchOperations
 
 LIMIT = 2e-3  # relative, of one operation: binary16 rounds to 2.4e-4 on average, sums in another order add to it
@@ -47,13 +48,13 @@ class CheckedOperations:
     def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
         self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
 
-    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
+    def append(self, rows: Rows, matrices: LayerMatrices, layer: int, *, queries: bool = True, others: bool = True) -> None:
         outputs = {
             "query": rows.query, "keys": self.buffers.keys[layer], "values": self.buffers.values[layer],
             "overflow": self.buffers.overflow,
         }  # fmt: skip
         wanted = {"queries": queries, "others": others}
-        self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrix, layer, **wanted))
+        self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrices, layer, **wanted))
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
         results: list[Tensor] = []

@@ -367,7 +367,7 @@ def test_our_products_have_the_bits_of_cublas(big: tuple[Monokernel, Matrices]) 
                     }  # fmt: skip
                     for tensor in outputs.values():
                         tensor.fill_(3)
-                    do.append(streams, of_layer.wqkv, layer)
+                    do.append(streams, of_layer, layer)
                     do.gate(streams, of_layer.w13)
                     do.product(rows.activation, of_layer.w2, rows.partials[0][0])
                     found.append({name: tensor.clone() for name, tensor in outputs.items()})

@@ -31,6 +31,8 @@ from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, pr
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kog_dist.workers.prefill.model.matrices import LayerMatrices
+
 _RESIDUALS = tuple(f"residual_{mode}" for mode in ("blocking", "blocking_alone", "delayed", "delayed_alone", "local"))
 _KERNELS = (
     "begin", "load_cache", "store_cache", "embed", "embed_split", "append", "append_split", "lane_sum", "lane_sum_exact",
@@ -112,25 +114,28 @@ class DeviceOperations:
         self.product(rows.gated, matrix, rows.gate_up)
         self.swiglu(rows)
 
-    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
+    def append(self, rows: Rows, matrices: LayerMatrices, layer: int, *, queries: bool = True, others: bool = True) -> None:
         """See `Operations`. One kernel or two."""
         tiles = self._worthwhile("qkv", rows.size) if queries and others and not rows.is_split else None
         if tiles is not None:
             tiles.run(
-                rows.stream, matrix, inverse_rms=rows.inverse_rms, rope=self.buffers.rope, place=rows.place, query=rows.query,
-                keys=self.buffers.keys[layer], values=self.buffers.values[layer], overflow=self.buffers.overflow,
+                rows.stream, matrices.wqkv, inverse_rms=rows.inverse_rms, rope=self.buffers.rope, place=rows.place,
+                query=rows.query, keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+                overflow=self.buffers.overflow,
             )  # fmt: skip
             return
         rows_of = wanted_rows(self.spec, queries=queries, others=others)
-        self.product(rows.stream, matrix[:, rows_of], rows.qkv[:, :, rows_of])
-        self.append_product(rows, layer, queries=queries, others=others)
+        self.product(rows.stream, matrices.wqkv[:, rows_of], rows.qkv[:, :, rows_of])
+        self.append_product(rows, matrices, layer, queries=queries, others=others)
 
     def _worthwhile(self, product: str, size: int) -> Tiles | None:
         """Our kernel, where it is faster than cuBLAS. Whether it is changes no bits, as far as cuBLAS sums as on an H200."""
         tiles = self._tiles.get(product)
         return tiles if tiles is not None and tiles.is_worth(self.layout.num_lanes, size) else None
 
-    def append_product(self, rows: Rows, layer: int, *, queries: bool = True, others: bool = True) -> None:
+    def append_product(
+        self, rows: Rows, matrices: LayerMatrices, layer: int, *, queries: bool = True, others: bool = True
+    ) -> None:
         """What `append` does with `qkv`."""
         num_ctas = min(_MOST_APPENDING, self.layout.num_lanes * -(-rows.size // APPEND_ROWS))
         of_queries = self.spec.lane_heads * self.spec.head_dim // 4
@@ -138,7 +143,8 @@ class DeviceOperations:
         self._launch(
             "append_split" if rows.is_split else "append", num_ctas, threads_for(last - first), early=True, size=rows.size,
             first=first, last=last, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query,
-            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
+            keys=self.buffers.keys[layer], values=self.buffers.values[layer], qkv_bias=matrices.qkv_bias,
+            head_norms=matrices.head_norms,
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -249,7 +255,10 @@ def _tiles_for(layout: CacheLayout, kv_dtype: str) -> dict[str, Tiles]:
 
     if torch.cuda.get_device_capability() != HOPPER or layout.num_lanes < layout.spec.num_lanes:
         return {}
-    return {product: tiles_on_gpu(shape) for product, shape in tile_shapes(layout, kv_dtype).items()}
+    shapes = tile_shapes(layout, kv_dtype)
+    if layout.spec.qkv_bias or layout.spec.qk_norm:
+        shapes.pop("qkv", None)  # it has neither; cuBLAS and `append` do it
+    return {product: tiles_on_gpu(shape) for product, shape in shapes.items()}
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

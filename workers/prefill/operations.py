@@ -16,6 +16,8 @@ from kog_dist.workers.prefill.model.buffers import Buffers, Rows
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kog_dist.workers.prefill.model.matrices import LayerMatrices
+
 
 class Operations(Protocol):
     """One rank's arithmetic. Every operation works on what `Buffers` and `Rows` hold; on a GPU they are queued in order."""
@@ -36,9 +38,9 @@ class Operations(Protocol):
     def gate(self, rows: Rows, matrix: Tensor) -> None:
         """activation = silu(gate) * up, of gate and up = 1 / rms of the stream times the stream times the transposed `matrix`."""
 
-    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
-        """From 1 / rms of the stream times the stream times the transposed `matrix`: turned queries; keys (turned) and values,
-        rounded to the cache's type. Or some of these.
+    def append(self, rows: Rows, matrices: LayerMatrices, layer: int, *, queries: bool = True, others: bool = True) -> None:
+        """From 1 / rms of the stream times the stream times the transposed `wqkv`, and biases: normed and turned queries; keys
+        (likewise) and values, rounded to the cache's type. Or some of these.
         """
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -116,15 +118,22 @@ class TorchOperations:
         """See `Operations`."""
         out.copy_(x.float() @ matrix.float().transpose(1, 2))
 
-    def append(self, rows: Rows, matrix: Tensor, layer: int, *, queries: bool = True, others: bool = True) -> None:
+    def append(self, rows: Rows, matrices: LayerMatrices, layer: int, *, queries: bool = True, others: bool = True) -> None:
         """See `Operations`."""
         import torch
 
         wanted = wanted_rows(self.spec, queries=queries, others=others)
-        self.product(rows.stream, matrix[:, wanted], rows.qkv[:, :, wanted])
+        self.product(rows.stream, matrices.wqkv[:, wanted], rows.qkv[:, :, wanted])
         spec, start, lanes = self.spec, int(rows.place[0]), len(rows.stream)
         scaled = _whole(rows.qkv, rows.size) * rows.inverse_rms[..., None]
+        if matrices.qkv_bias is not None:
+            scaled = scaled + matrices.qkv_bias[:, None]
         heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
+        if matrices.head_norms is not None:
+            heads = heads.clone()
+            for first, norm in ((0, matrices.head_norms[0]), (spec.lane_heads, matrices.head_norms[1])):
+                of_kind = heads[..., first : spec.lane_heads + (spec.lane_kv_heads if first else 0), :]
+                of_kind *= (of_kind.square().mean(-1, keepdim=True) + spec.norm_eps).rsqrt() * norm
         positions = torch.arange(start, start + rows.size, device=heads.device).clamp(max=spec.max_context - 1)
         cos, sin = self.buffers.rope[positions].unbind(-1)  # (size, head_dim / 2)
         even, odd = (

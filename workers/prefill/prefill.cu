@@ -55,6 +55,17 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
 
 // Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row,
 // of those from `first` to `last`: queries, keys and values, or some of them.
+// Where heads are normed, as many neighbouring threads as a head has fours add their squares: all go through the loop to its end.
+constexpr u32 kHeadThreads = kHeadDim / 4;
+static_assert(!kQkNorm || (32 % kHeadThreads == 0 && kHeadDim % 4 == 0), "a head's values are those of threads of one warp");
+__device__ __forceinline__ float4 normed_head(const float4& value, const float4& weights) {
+    float squares = value.x * value.x + value.y * value.y + value.z * value.z + value.w * value.w;
+#pragma unroll
+    for (u32 offset = 1; offset < kHeadThreads; offset *= 2) squares += __shfl_xor_sync(kFullWarp, squares, offset);
+    const float scale = 1.0f / sqrtf(squares * (1.0f / kHeadDim) + kNormEps);
+    return {value.x * scale * weights.x, value.y * scale * weights.y, value.z * scale * weights.z, value.w * scale * weights.w};
+}
+
 template <bool kExact>
 __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     constexpr u32 kCount = kLanePairs / 2, kQueries = kHeads * kPairs / 2, kKeys = kKvPairs / 2;  // two pairs each
@@ -67,7 +78,9 @@ __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     bool finite = true;
     for (u32 n = blockIdx.x; n < kLanes * num_groups; n += gridDim.x) {
         const u32 i = kLanes * num_groups - 1 - n, lane = i / num_groups, first_row = i % num_groups * kAppendRows;
-        for (u32 at = params.first + threadIdx.x; at < params.last; at += blockDim.x) {
+        for (u32 next = params.first + threadIdx.x; next < (kQkNorm ? params.last + threadIdx.x : params.last); next += blockDim.x) {
+            const bool is_mine = !kQkNorm || next < params.last;
+            const u32 at = is_mine ? next : params.last - 1;
             float4 values[kAppendRows];
 #pragma unroll
             for (int r = 0; r < kAppendRows; ++r) {
@@ -84,6 +97,17 @@ __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
                 if (row >= size) break;
                 const float scale = __ldg(&inverse_rms[lane * size + row]);
                 float4 value = {values[r].x * scale, values[r].y * scale, values[r].z * scale, values[r].w * scale};
+                if constexpr (kQkvBias) {
+                    const float4 bias = __ldg(&reinterpret_cast<const float4*>(params.qkv_bias_ptr)[lane * kCount + at]);
+                    value = {value.x + bias.x, value.y + bias.y, value.z + bias.z, value.w + bias.w};
+                }
+                if constexpr (kQkNorm) {
+                    const u32 of_kind = at < kQueries ? 0 : kHeadThreads;
+                    const float4* norms = reinterpret_cast<const float4*>(params.head_norms_ptr);
+                    const float4 normed = normed_head(value, __ldg(&norms[of_kind + at % kHeadThreads]));
+                    if (at < kQueries + kKeys) value = normed;
+                    if (!is_mine) continue;
+                }
                 if (at < kQueries + kKeys) {
                     const u32 turn = position < kMaxContext ? position : kMaxContext - 1;
                     value = turned(value, __ldg(&rope[static_cast<u64>(turn) * (kPairs / 2) + at % (kPairs / 2)]));

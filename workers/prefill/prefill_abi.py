@@ -25,6 +25,8 @@ PREFILL_PARAMS = Struct(
         Field("overflow_ptr", "u64", "int32: set to 1 when a value is not finite"),
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
+        Field("qkv_bias_ptr", "u64", "float32 (lanes, rows); 0 without biases"),
+        Field("head_norms_ptr", "u64", "float32 (2, head_dim): of query heads, of key heads; 0 without such norms"),
         Field("stream_ptr", "u64", "binary16 (lanes, size, hidden), or (1, size, hidden) for all lanes"),
         Field("unscale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams read; 0 = none"),
         Field("scale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams written; 0 = none"),
@@ -106,6 +108,8 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
     lines = [device_header("kog_dist.workers.prefill.prefill_abi", (PREFILL_PARAMS,)), "namespace kog {"]
     lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
+    flags = {"kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm}
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
     is_windowed = ", ".join("false" if spec.window(layer) is None else "true" for layer in range(spec.num_layers))
     first_batches = ", ".join(map(str, layout.first_batches))
     lines += [f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};"]

@@ -226,7 +226,7 @@ def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
         yield name, partial(do.products, x, matrix, out), 2 * size * matrix.numel(), 0
     down = partial(do.product, rows.activation, matrices.w2, rows.partials[0][0])
     yield "down as in chunks", down, 2 * size * matrices.w2.numel(), 0
-    yield "qkv and append", partial(do.append, rows, matrices.wqkv, 0), 2 * size * matrices.wqkv.numel(), 0
+    yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.numel(), 0
     yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
 
 
@@ -234,7 +234,7 @@ def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
     rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
     now, past = rows.partials[0][0], rows.partials[0][-1]
     assert isinstance(do, DeviceOperations)
-    yield "append", partial(do.append_product, rows, 0), 0, rows.qkv.nbytes * 3 // 2
+    yield "append", partial(do.append_product, rows, runner.layers.matrices[0], 0), 0, rows.qkv.nbytes * 3 // 2
     yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
     if spec.delay:
         unscale = runner.layers.matrices[1].unscale

@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no early communication": {"early_comm": False},
     "no attention communication": {"attention_comm": False},
     "all blocking": {"delay": 0, "num_lanes": 2},
+    "biases, normed heads": {"delay": 0, "own_head_dim": 8, "qkv_bias": True, "qk_norm": True},
     "one lane, no windows": {"num_lanes": 1, "delay": 0, "sliding_window": None, "window_layers": ()},
     "many query heads per KV head": {"num_kv_heads": 4},
 }  # fmt: skip

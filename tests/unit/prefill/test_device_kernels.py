@@ -41,7 +41,13 @@ class Asked(OneRank):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("held_lanes", "split_size", "overrides"),
-    [(8, 0, {}), (1, 2, {}), (8, 0, {"attention_comm": True, "delay": 2}), (1, 2, {"attention_comm": True, "delay": 0})],
+    [
+        (8, 0, {}),
+        (1, 2, {}),
+        (8, 0, {"attention_comm": True, "delay": 2}),
+        (1, 2, {"attention_comm": True, "delay": 0}),
+        (8, 2, {"attention_comm": True, "delay": 0, "own_head_dim": 8, "qkv_bias": True, "qk_norm": True}),
+    ],
 )
 def test_kernels_are_the_twin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_lanes: int, split_size: int, overrides: dict[str, Any]

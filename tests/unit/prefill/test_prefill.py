@@ -103,7 +103,8 @@ def test_streams_are_kept_once_while_lanes_have_the_same(make: Make) -> None:
     counts = {variant: num_shared_streams(make(overrides).spec) for variant, overrides in VARIANTS.items()}
     assert counts == {
         "delayed": 5, "delay 1, norm scales per lane": 0, "delay beyond the layers": 1, "no early communication": 1,
-        "no attention communication": 1, "all blocking": 8, "one lane, no windows": 8, "many query heads per KV head": 5,
+        "no attention communication": 1, "all blocking": 8, "biases, normed heads": 8, "one lane, no windows": 8,
+        "many query heads per KV head": 5,
     }  # fmt: skip
     checkpoint = make({})
     once, each = (Rank(checkpoint, dtype=torch.float16) for _ in range(2))

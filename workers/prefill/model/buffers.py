@@ -175,4 +175,6 @@ def misfit(spec: ModelSpec) -> str:
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
     if spec.head_dim > MAX_HEAD_DIM:
         findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM}, of flash attention)")
+    if spec.qk_norm and 32 % (spec.head_dim // 4):
+        findings.append(f"norms of heads of {spec.head_dim} values (16, 32, 64 or 128)")
     return "; ".join(findings)

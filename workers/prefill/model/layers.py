@@ -36,7 +36,7 @@ class Layers:
         for layer, matrices in enumerate(self.matrices):
             is_last = layer == self.spec.num_layers - 1  # keys and values are all that a later token sees of it
             is_late = is_last and rows.size >= LATE_SIZE
-            do.append(self._behind(rows, 2 * layer), matrices.wqkv, layer, queries=not is_late)
+            do.append(self._behind(rows, 2 * layer), matrices, layer, queries=not is_late)
             if not is_last:
                 self._attend_and_feed(rows, layer)
 
@@ -51,7 +51,7 @@ class Layers:
         pasts = [(self._partial(rows, sublayer, past_layer), self._partial(last, sublayer, past_layer)) for sublayer in delayed]
         do.take_last(rows, last, pasts)
         if rows.size >= LATE_SIZE:
-            do.append(last, self.matrices[layer].wqkv, layer, others=False)
+            do.append(last, self.matrices[layer], layer, others=False)
         exchange.begin_last()
         for sublayer in delayed if not exchange.is_alone else []:
             own_sum = self._own_sum(last, sublayer, past_layer)

@@ -21,6 +21,8 @@ _MATRICES = {
     "w2": ("feed_forward.w2",),
 }
 _NORM_OF = {"w13": "ffn_norm"}
+_BIASES = ("attention.wq.bias", "attention.wk.bias", "attention.wv.bias")
+_HEAD_NORMS = ("attention.q_norm", "attention.k_norm")
 _LEAST_SCALE = 2.0**-6
 
 
@@ -39,6 +41,8 @@ class LayerMatrices:
     w2: Tensor
     scale: Tensor  # (lanes or 1, D) float32
     unscale: Tensor  # its inverse
+    qkv_bias: Tensor | None = None  # (lanes, rows of wqkv) float32
+    head_norms: Tensor | None = None  # (2, head_dim) float32: of query heads, of key heads
 
 
 class Matrices:
@@ -51,6 +55,8 @@ class Matrices:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self._spec, self._dtype = spec, dtype
         self._parts = [*_NORMS, *(part for parts in _MATRICES.values() for part in parts)]
+        self._parts += _BIASES if spec.qkv_bias else ()
+        self._parts += _HEAD_NORMS if spec.qk_norm else ()
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Tensor]] = {layer: {} for layer in range(spec.num_layers)}
         self._made: dict[int, LayerMatrices] = {}
@@ -79,9 +85,14 @@ class Matrices:
 
     def _tensor_names(self, layer: int) -> list[str]:
         prefix, spec = layer_prefix(layer), self._spec
-        return [norm_name(spec, prefix + part) if part in _NORMS else f"{prefix}{part}.weight" for part in self._parts]
+        return [
+            norm_name(spec, prefix + part) if part in _NORMS else prefix + part if part in _BIASES else f"{prefix}{part}.weight"
+            for part in self._parts
+        ]
 
     def _make(self, tensors: list[Tensor]) -> LayerMatrices:
+        import torch
+
         by_part = dict(zip(self._parts, tensors, strict=True))
 
         def matrix(name: str) -> Tensor:
@@ -90,7 +101,10 @@ class Matrices:
         norm = by_part["attention_norm"].float().reshape(-1, self._spec.hidden_size)
         scale = _scale(norm)
         wqkv = self._matrix([by_part[part] for part in _MATRICES["wqkv"]], norm / scale)
-        return LayerMatrices(wqkv, matrix("wo"), matrix("w13"), matrix("w2"), scale, 1 / scale)
+        spec = self._spec
+        bias = torch.cat([by_part[part].float() for part in _BIASES], dim=1) if spec.qkv_bias else None
+        head_norms = torch.stack([by_part[part].float() for part in _HEAD_NORMS]) if spec.qk_norm else None
+        return LayerMatrices(wqkv, matrix("wo"), matrix("w13"), matrix("w2"), scale, 1 / scale, bias, head_norms)
 
     def _matrix(self, parts: list[Tensor], norm: Tensor | None) -> Tensor:
         lanes, _, columns = parts[0].shape

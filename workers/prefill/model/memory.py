@@ -43,7 +43,9 @@ def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     qkv = attention + 2 * spec.lane_kv_heads * spec.head_dim
     rest = attention + 3 * spec.lane_ffn
     scales = 2 * 4 * spec.num_layers * (1 if spec.shared_norm_scale else num_lanes) * spec.hidden_size
-    return 2 * num_lanes * spec.hidden_size * spec.num_layers * (qkv + rest) + scales
+    biases = 4 * spec.num_layers * num_lanes * qkv if spec.qkv_bias else 0
+    head_norms = 4 * spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
+    return 2 * num_lanes * spec.hidden_size * spec.num_layers * (qkv + rest) + scales + biases + head_norms
 
 
 def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, split_size: int = SPLIT_SIZE) -> int:
