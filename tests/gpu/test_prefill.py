@@ -159,7 +159,7 @@ def test_logits_after_prefill_match_the_oracle(tmp_path: Path, variant: str, kv_
     fill(prefill, model.ids[:700], 310)
     of_heads[0] = relative_error(begin_at_head(model.kernel, prefill, model.ids[:700]), wanted[699])
     print(variant, kv_dtype, *({length: f"{error:.1e}" for length, error in some.items()} for some in (errors, of_heads)))
-    assert max(*errors.values(), *of_heads.values()) < LIMIT
+    assert max(*errors.values(), *of_heads.values()) < LIMIT * max(1.0, (model.spec.num_layers / 16) ** 0.5)
 
 
 def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepared) -> None:

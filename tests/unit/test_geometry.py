@@ -22,16 +22,15 @@ from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, choose
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 MOST_PADDING = 0.005
-# What does not divide. A lane's 384 query, key and value rows are three of each thread block, but come in pairs (llama-3.2-1b);
-# its 3 heads of 128 are a step and a half of eight warps (llama-3.2-3b); so are 384 FFN columns (qwen3-0.6b). The small ones have
-# hidden sizes that are no multiple of 256.
+# What does not divide. A lane's 3 heads of 128 are a step and a half of eight warps (llama-3.2-3b), so are 384 FFN columns
+# (qwen3-0.6b); one lane alone has 384 rows of QKV, three of each thread block, which come in pairs (llama-3.2-1b on eight ranks);
+# 152 gate and up rows of a thread block are no whole blocks of fours (qwen3-4b). The small ones have hidden sizes that are no
+# multiple of 256.
 MORE_PADDING = {
     ("llama-3.2-1b", 8): 0.03, ("llama-3.2-3b", 8): 0.06, ("qwen3-0.6b", 8): 0.151, ("qwen3-4b", 1): 0.025,
     ("qwen3-4b", 8): 0.037, ("qwen2.5-coder-7b", 1): 0.008, ("qwen2.5-coder-7b", 4): 0.066, ("qwen2.5-0.5b", 1): 0.19,
     ("qwen2.5-0.5b", 2): 0.21, ("smollm2-135m", 1): 0.38,
 }  # fmt: skip
-
-
 SPECS = {("2b", 8): laneformer_2b()} | {
     (name, lanes): named_spec(f"{name}:{lanes}") for name, config in DENSE.items() for lanes in (1, read_config(config).num_lanes)
 }

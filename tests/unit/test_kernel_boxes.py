@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kog_dist.collectives.cuda_abi import abi_header
-from kog_dist.collectives.cuda_kernels import device_sources
 from kog_dist.collectives.mailbox import place
 from kog_dist.cuda.build import build
 from kog_dist.decode.plan import make_plan
 from kog_dist.decode.steps import Phase, Site
 from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.workers.cuda.build import device_sources
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes
 
 SPEC = ModelSpec(
@@ -83,7 +83,8 @@ def test_every_lane_and_copy_has_a_place() -> None:
 def test_layers_that_nobody_sums_have_no_slot() -> None:
     boxes = KernelBoxes(SPEC, 4, 128, 4)
     assert 14 not in boxes.summed_layers(Sublayer.MLP), "its sum would arrive behind the last layer"
-    mask = re.search(r"summed_mask\(u32 kind\) \{ return kind == 0 \? (0x[0-9a-f]+)ull", boxes.header(place(boxes.specs(), 4)))
+    header = boxes.header(place(boxes.specs(), 4))
+    mask = re.search(r"summed_mask\(u32 kind\) \{ return kind == 0 \? LayerMask<15>\{(0x[0-9a-f]+)ull", header)
     assert mask is not None
     assert int(mask[1], 16) == sum(1 << layer for layer in boxes.summed_layers(Sublayer.ATTENTION))
 

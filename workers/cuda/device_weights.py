@@ -19,7 +19,8 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 
 GpuArray = Any  # cupy.ndarray; cupy has no types
 
-# Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0). GATE_UP is interleaved.
+# Matrix (rows, K) of a phase as 16-bit words on the GPU: (phase, layer, hosted lane counted from 0, or the first of
+# `KernelShape.lanes_of`, whose matrices stand one below the other). GATE_UP is interleaved.
 # HEAD: all vocabulary rows of the rank; with `vocab_parallel` the lane's, with `lane` the columns of one of `shape.head_lanes`.
 MatrixSource = Callable[[Phase, int, int], GpuArray]
 # A tensor of a checkpoint as 16-bit words on the GPU, only the rows that `needed_rows` names.
@@ -68,7 +69,7 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
     vocabulary, here see `KernelShape.head`.
     """
     position = 0
-    ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
+    ops = shape.ops
     places: list[tuple[Product, int]] = []
     for product in shape.products:
         places.append((product, position))
@@ -135,8 +136,12 @@ class _LayerTensors:
             return self._head_matrix(lane)
         if layer != self._layer:
             self._load(layer)
-        parts = [tensor[lane] for tensor in self._matrices[phase]]
-        return interleave(*parts) if phase is Phase.GATE_UP else np.concatenate(parts) if len(parts) > 1 else parts[0]
+        lanes = range(lane, lane + self.shape.lanes_of(phase))
+        by_lane = [[tensor[one] for tensor in self._matrices[phase]] for one in lanes]
+        parts = (
+            [interleave(*parts) for parts in by_lane] if phase is Phase.GATE_UP else [part for parts in by_lane for part in parts]
+        )
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _load(self, layer: int) -> None:
         self._matrices.clear()  # the memory of the layer before

@@ -13,6 +13,7 @@ from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_
 from kog_dist.model.spec import ModelSpec
 
 _LITTLE = 0.01  # of the weights
+_WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
 _ADDRESS_REGISTERS = 24  # of attention; found by compiling
 _SERVICE_WARPS = _ATTEND_WARPS = 4
 
@@ -85,16 +86,33 @@ def attention_registers(head_dim: int) -> int:
     return head_dim + head_dim // 8 + head_dim // 4 + _ADDRESS_REGISTERS
 
 
+def qkv_rows(spec: ModelSpec) -> int:
+    """Query, key and value rows of a lane."""
+    return (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim
+
+
+def lanes_together(lane_rows: int, num_lanes: int, num_ctas: int) -> int:
+    """How many lanes' rows make one product where all have one input: so many that a thread block has a whole tile of them.
+
+    A product of few rows costs as much besides its weights as one of many.
+    """
+    return next((n for n in (1, 2, 4, 8) if n < num_lanes and n * lane_rows >= _WHOLE_ROWS * num_ctas), num_lanes)
+
+
 def padding(spec: ModelSpec, geometry: Geometry, max_ctas: int) -> float:
     """Weights on the tape that are no weights of the model, as a share of these, where one rank hosts all lanes."""
     hidden, heads = spec.hidden_size, spec.lane_heads * spec.head_dim
-    lane = [  # rows, columns, what the rows of a block are a multiple of
-        ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim, hidden, 2), (hidden, heads, 2),
-        (2 * spec.lane_ffn, hidden, 4), (hidden, spec.lane_ffn, 2),
+    together = [
+        lanes_together(rows, spec.num_lanes, max_ctas) if spec.has_one_stream else 1
+        for rows in (qkv_rows(spec), 2 * spec.lane_ffn)
+    ]
+    products = [  # how many, rows, columns, what the rows of a block are a multiple of
+        (spec.num_lanes // together[0], together[0] * qkv_rows(spec), hidden, 2), (spec.num_lanes, hidden, heads, 2),
+        (spec.num_lanes // together[1], together[1] * 2 * spec.lane_ffn, hidden, 4), (spec.num_lanes, hidden, spec.lane_ffn, 2),
     ]  # fmt: skip
+    counted = [(spec.num_layers * count, *rest) for count, *rest in products]
     real = stored = 0
-    for count, products in ((spec.num_layers * spec.num_lanes, lane), (1, [(spec.vocab_size, hidden, 1)])):
-        for num_rows, num_columns, multiple in products:
-            shape = geometry.op_shape(owned_rows(num_rows, max_ctas, multiple), num_columns, multiple)
-            real, stored = real + count * num_rows * num_columns, stored + count * shape.num_values * max_ctas
+    for count, num_rows, num_columns, multiple in (*counted, (1, spec.vocab_size, hidden, 1)):
+        shape = geometry.op_shape(owned_rows(num_rows, max_ctas, multiple), num_columns, multiple)
+        real, stored = real + count * num_rows * num_columns, stored + count * shape.num_values * max_ctas
     return stored / real - 1

@@ -13,7 +13,7 @@ from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
-from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, qkv_rows
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
 from kog_dist.workers.cuda.model_limits import unsupported
@@ -95,10 +95,15 @@ class KernelShape:
         owned = self.geometry.op_shape(owned_rows(self.spec.hidden_size, self.max_ctas, 2), self.spec.hidden_size, 2).cta_rows
         return -(-self.spec.hidden_size // owned)
 
+    def lanes_of(self, phase: Phase) -> int:
+        """Hosted lanes whose rows one product of this phase has: several where they share its input and have few rows each."""
+        rows = {Phase.QKV: qkv_rows(self.spec), Phase.GATE_UP: 2 * self.spec.lane_ffn}.get(phase)
+        return lanes_together(rows, self.num_lanes, self.num_ctas) if rows and self.spec.has_one_stream else 1
+
     @cached_property
     def qkv(self) -> OpShape:
-        """Query, key and value rows of a lane, in pairs that rotate together."""
-        rows = (self.spec.lane_heads + 2 * self.spec.lane_kv_heads) * self.spec.head_dim
+        """Query, key and value rows of `lanes_of` lanes, in pairs that rotate together."""
+        rows = self.lanes_of(Phase.QKV) * qkv_rows(self.spec)
         return self.geometry.op_shape(owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2)
 
     @cached_property
@@ -108,8 +113,9 @@ class KernelShape:
 
     @cached_property
     def gate_up(self) -> OpShape:
-        """Gate and up rows of the same FFN columns, one after the other; two columns at least."""
-        return self.geometry.op_shape(2 * owned_rows(self.spec.lane_ffn, self.num_ctas, 2), self.spec.hidden_size, 4)
+        """Gate and up rows of the same FFN columns of `lanes_of` lanes, one after the other; two columns at least."""
+        columns = self.lanes_of(Phase.GATE_UP) * self.spec.lane_ffn
+        return self.geometry.op_shape(2 * owned_rows(columns, self.num_ctas, 2), self.spec.hidden_size, 4)
 
     @cached_property
     def down(self) -> OpShape:
@@ -168,8 +174,13 @@ class KernelShape:
 
     @cached_property
     def products(self) -> list[Product]:
-        """The products of a token in the order of the tape; those of the LM head come after them."""
-        return product_order(self.spec, self.hosted_lanes)
+        """The products of a token in the order of the tape; those of the LM head come after them.
+
+        One of several lanes (`lanes_of`) stands where that of the first of them would.
+        """
+        first = self.hosted_lanes[0]
+        order = product_order(self.spec, self.hosted_lanes)
+        return [product for product in order if (product.lane - first) % self.lanes_of(product.phase) == 0]
 
     @property
     def vocab_rows(self) -> tuple[int, int]:
@@ -184,8 +195,13 @@ class KernelShape:
     @property
     def tape_values(self) -> int:
         """16-bit weights on the tape of one thread block."""
-        layer = self.qkv.num_values + self.out.num_values + self.gate_up.num_values + self.down.num_values
-        return self.spec.num_layers * self.num_lanes * layer + self.num_head_products * self.head.num_values
+        layer = sum(self.num_lanes // self.lanes_of(phase) * op.num_values for phase, op in self.ops.items())
+        return self.spec.num_layers * layer + self.num_head_products * self.head.num_values
+
+    @property
+    def ops(self) -> dict[Phase, OpShape]:
+        """The shapes of the layers' products."""
+        return {Phase.QKV: self.qkv, Phase.OUT: self.out, Phase.GATE_UP: self.gate_up, Phase.DOWN: self.down}
 
     @property
     def num_products(self) -> int:
@@ -212,7 +228,7 @@ class KernelShape:
         if self.pieces_in_flight:
             return (self.pieces_in_flight,) * 2
         if self.geometry.in_flight_bytes:
-            ops = (self.qkv, self.out, self.gate_up, self.down)
+            ops = self.ops.values()
             mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
             most = self.num_pieces * self.num_slots - 2  # with a full ring nothing would tell which copy has landed
             return (max(2, min(round(self.geometry.in_flight_bytes / mean_bytes), most)),) * 2
@@ -368,6 +384,8 @@ class KernelShape:
             "kAttendRegisters": registers.attend,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
             "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
+            "kQkvLanes": self.lanes_of(Phase.QKV), "kGateUpLanes": self.lanes_of(Phase.GATE_UP),
+            "kNumProducts": len(self.products),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
             "kFinalNormLanes": self.final_norm_lanes,
             "kHeadProducts": self.num_head_products, "kHeadCtas": self.head_ctas, "kLaneVocab": self.lane_vocab,
@@ -399,7 +417,7 @@ class KernelShape:
         codes = [p.phase | (p.lane - self.hosted_lanes[0]) << 2 | p.layer << 8 for p in self.products]
         end = spec.num_layers << 8  # the LM head's place, and what comes after it
         heads = [end | index << 2 for index in range(self.num_head_products)]
-        queries = [i for i, p in enumerate(self.products) if p.phase is Phase.QKV]
+        queries = [i for i, p in enumerate(self.products) if p.phase is Phase.QKV for _ in range(self.lanes_of(Phase.QKV))]
         for name, values in (("kProducts", [*codes, *heads, end]), ("kQkvProducts", queries)):
             lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
         flags = {

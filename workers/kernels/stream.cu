@@ -17,9 +17,9 @@ extern "C" __global__ void __launch_bounds__(kog::kNumThreads, 1) kog_stream(con
     __syncthreads();
     if (warp == kLoaderWarp) load_tape(role, reinterpret_cast<const unsigned char*>(params.tape_ptr), params.num_steps);
     if (warp >= kMatrixWarps) return;
-    constexpr u32 kLayerTiles = QkvOp::kBlocks * QkvOp::kTiles + OutOp::kBlocks * OutOp::kTiles + GateUpOp::kBlocks * GateUpOp::kTiles +
-                                DownOp::kBlocks * DownOp::kTiles;
-    const u32 num_tiles = params.num_steps * (kLayers * kLanes * kLayerTiles + kHeadProducts * HeadOp::kBlocks * HeadOp::kTiles);
+    constexpr u32 kLayerTiles = kQkvProductsOfLayer * QkvOp::kBlocks * QkvOp::kTiles + kLanes * OutOp::kBlocks * OutOp::kTiles +
+                                kGateUpProductsOfLayer * GateUpOp::kBlocks * GateUpOp::kTiles + kLanes * DownOp::kBlocks * DownOp::kTiles;
+    const u32 num_tiles = params.num_steps * (kLayers * kLayerTiles + kHeadProducts * HeadOp::kBlocks * HeadOp::kTiles);
     const u32 first = warp / kPieceWarps;
     u32 piece = first, parity = 0;
     for (u32 i = 0; i < num_tiles; ++i) {

@@ -307,7 +307,7 @@ struct Attender : CacheReader {
 };
 
 // Item * kSets + set: behind the last set of an item comes the first one of this thread block's next item.
-__device__ __forceinline__ constexpr u32 next_set(u32 i) { return i + (i % kSets == kSets - 1 ? (kNumCtas - 1) * kSets + 1 : 1); }
+__device__ __forceinline__ constexpr u32 next_set(u32 n) { return n + (n % kSets == kSets - 1 ? (kNumCtas - 1) * kSets + 1 : 1); }
 
 __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role& role, u32 warp) {
     Attender attender{params, role, warp, laneid()};
@@ -320,12 +320,13 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
         for (u32 i = kHeadOnly ? kLayers * kLanes : 0; i < kLayers * kLanes; ++i) {
             attender.product = kQkvProducts[i];
             const Place at(attender.product);
+            const u32 lane_idx = at.lane() + i % kQkvLanes;
 #pragma unroll 1
             for (u32 partition = 0; partition < num_partitions(at.layer(), position); ++partition) {
-                const u32 first = first_item(role, at.layer(), at.lane(), partition);
+                const u32 first = first_item(role, at.layer(), lane_idx, partition);
 #pragma unroll 1
-                for (u32 i = first * kSets; i < kItems * kSets; i = next_set(i))
-                    if (!attender.item(at.layer(), at.lane(), i / kSets, i % kSets, partition, position,
+                for (u32 n = first * kSets; n < kItems * kSets; n = next_set(n))
+                    if (!attender.item(at.layer(), lane_idx, n / kSets, n % kSets, partition, position,
                                        layer_tag(role.first_epoch + step, at.layer())))
                         return;
             }

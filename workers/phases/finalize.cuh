@@ -33,10 +33,11 @@ struct Finalizer : FinalizedRows {
 #pragma unroll 1
         for (u32 block = 0; block < QkvOp::kBlocks; ++block) {
             const u32 row = role.cta * QkvOp::kCtaRows + block * QkvOp::kRows + lane;
+            const u32 lane_row = kQkvLanes > 1 ? row % kQkvRows : row;
             float2 turn = make_float2(1.0f, 0.0f);
-            if (!kQkNorm && row < kQueryRows + kKvRows) turn = rope[(row % kHeadDim) / 2];
+            if (!kQkNorm && lane_row < kQueryRows + kKvRows) turn = rope[(lane_row % kHeadDim) / 2];
             [[maybe_unused]] float bias = 0;
-            if (kQkvBias && row < kQkvRows)
+            if (kQkvBias && row < kQkvLanes * kQkvRows)
                 bias = WeightFormat::low(reinterpret_cast<const u16*>(params.qkv_bias_ptr)[(layer * kLanes + lane_idx) * kQkvRows + row]);
             float sum;
             if (block == 0 && !norm_scale(lane_idx, scale)) return false;
@@ -46,10 +47,13 @@ struct Finalizer : FinalizedRows {
             const float other = __shfl_xor_sync(kFullWarp, sum, 1);
             const float turned = (lane & 1) ? other * turn.y + sum * turn.x : sum * turn.x - other * turn.y;
             const u32 half = make_half_word(turned, lane & 1 ? tag >> 8 : tag), next = __shfl_down_sync(kFullWarp, half, 1);
-            if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvRows) store_relaxed(words + row / 2, join_halves(half, next));
+            if ((lane & 1) == 0 && lane < QkvOp::kRows && row < kQkvLanes * kQkvRows) {
+                u64* to = kQkvLanes > 1 ? words + row / kQkvRows * kQkvStride : words;
+                store_relaxed(to + lane_row / 2, join_halves(half, next));
+            }
             end_block();
         }
-        count_vector(lane_idx);
+        count_vector<kQkvLanes>(lane_idx);
         return true;
     }
 
@@ -64,11 +68,11 @@ struct Finalizer : FinalizedRows {
             sum *= scale;
             const float up = __shfl_down_sync(kFullWarp, sum, 1);
             const float activation = sum * reciprocal_approx(1.0f + exp2_approx(sum * -1.44269504f)) * up;
-            publish<GateUpOp::kRows / 2, 2>(words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2,
-                                            kFfn, activation, tag);
+            publish<GateUpOp::kRows / 2, 2, kGateUpLanes == 1 ? 0 : kFfn>(
+                words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, kGateUpLanes * kFfn, activation, tag);
             end_block();
         }
-        count_vector(lane_idx);
+        count_vector<kGateUpLanes>(lane_idx);
         return true;
     }
 

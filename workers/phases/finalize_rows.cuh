@@ -12,14 +12,19 @@ struct FinalizedRows {
     u32 num_vectors = 0, num_blocks = 0, step = 0, first_vector = 0;
     u32 squares_parity = 0;  // one bit for each slot of `squares`
 
+    // A product of kProductLanes lanes, `lane_idx` and those behind it, is done.
+    template <u32 kProductLanes = 1>
     __device__ __forceinline__ void count_vector(u32 lane_idx) {
         stamp(role, kPublished, step, num_vectors - first_vector);
         ++num_vectors;
         __syncwarp();
         if (lane == 0) {
             role.shared->num_finalized = num_vectors;
-            store_shared(role.base + KOG_OFFSET(done_cycles) + lane_idx * 4, clock_cycles());
-            mbar_arrive(role.base + KOG_OFFSET(lane_done[lane_idx]));
+#pragma unroll 1
+            for (u32 i = lane_idx; i < lane_idx + kProductLanes; ++i) {
+                store_shared(role.base + KOG_OFFSET(done_cycles) + i * 4, clock_cycles());
+                mbar_arrive(role.base + KOG_OFFSET(lane_done[i]));
+            }
         }
     }
 
@@ -59,8 +64,9 @@ struct FinalizedRows {
         ++num_blocks;
     }
 
-    // Publish kCount values to all replicas of a vector; value i is held by thread i * kStride.
-    template <int kCount, int kStride>
+    // Publish kCount values to all replicas of a vector; value i is held by thread i * kStride. With kLaneRows they may be of several
+    // lanes, each of which has so many; lanes' replicas lie one behind the other.
+    template <int kCount, int kStride, u32 kLaneRows = 0>
     __device__ __forceinline__ void publish(u64* vector, u32 stride_words, u32 first_row, u32 num_rows, float value, u32 tag) {
         constexpr int kUnit = kCount % 4 == 0 ? 4 : 2, kUnits = kCount / kUnit;
         const u32 half = make_half_word(value, (lane / kStride) & 1 ? tag >> 8 : tag);
@@ -73,6 +79,7 @@ struct FinalizedRows {
             const u32 row = first_row + unit * kUnit;
             if (i < kUnits * kReplicas && row < num_rows) {
                 u64* at = vector + replica * stride_words + row / 2;
+                if constexpr (kLaneRows != 0) at = vector + (row / kLaneRows * kReplicas + replica) * stride_words + row % kLaneRows / 2;
                 if constexpr (kUnit == 4) store_relaxed_x2(at, join_halves(v[0], v[1]), join_halves(v[2], v[3]));
                 else store_relaxed(at, join_halves(v[0], v[1]));
             }

@@ -5,7 +5,6 @@
 #include "wait.cuh"
 #include "words.cuh"
 #include "peers.cuh"
-#include "layer_mask.cuh"
 #include "peers_shape.cuh"
 #include "shape.cuh"
 
@@ -121,7 +120,7 @@ struct Role {
 
 // Products of one token, those of the LM head included. The kinds of stamps of a traced build, one of each per product, in the order of
 // `kProducts`; kFetched: the slice of matrix warp 0 is in shared memory.
-constexpr u32 kTokenVectors = 4 * kLayers * kLanes + kHeadProducts;
+constexpr u32 kTokenVectors = kNumProducts + kHeadProducts;
 enum StampKind : u32 { kFetched, kMultiplied, kPublished, kQuerySeen, kScored, kMixed, kMerged, kAttended, kStampKinds };
 
 __device__ __forceinline__ void stamp(const Role& role, StampKind kind, u32 step, u32 vector) {
@@ -142,7 +141,10 @@ struct Place {
     __device__ __forceinline__ bool is_last() const { return layer() == kLayers; }  // the place after all products: the LM head
     __device__ __forceinline__ u32 index() const { return 4 * layer() + phase(); }  // among the lane's products of the token
 };
-constexpr u32 kNumProducts = 4 * kLayers * kLanes;
+// QKV and GATE_UP of neighbouring lanes may be one product, which has the place of the first one's.
+constexpr u32 kQkvProductsOfLayer = kLanes / kQkvLanes, kGateUpProductsOfLayer = kLanes / kGateUpLanes;
+static_assert(kNumProducts == kLayers * (2 * kLanes + kQkvProductsOfLayer + kGateUpProductsOfLayer), "products of a token");
+static_assert(kOneStream || (kQkvLanes == 1 && kGateUpLanes == 1), "lanes with one input");
 
 // The builds for a first step whose layers prefill has run (kernels/head.cu): only the LM head, whose input is in the words where the last
 // layer would have left it (kernels/last_streams.cu). Launches of one step.
@@ -153,7 +155,8 @@ constexpr bool kHeadOnly = KOG_HEAD_ONLY;
 __device__ __forceinline__ constexpr u32 first_product() { return kHeadOnly ? kNumProducts : 0; }
 template <class O>
 constexpr u64 kOpBytes = static_cast<u64>(O::kBlocks) * O::kTiles * O::kTileBytes;
-constexpr u64 kLayerBytes = u64{kLayers} * kLanes * (kOpBytes<QkvOp> + kOpBytes<OutOp> + kOpBytes<GateUpOp> + kOpBytes<DownOp>);  // of the tape
+constexpr u64 kLayerBytes = u64{kLayers} * (kLanes * (kOpBytes<OutOp> + kOpBytes<DownOp>) + kQkvProductsOfLayer * kOpBytes<QkvOp> +
+                                            kGateUpProductsOfLayer * kOpBytes<GateUpOp>);  // of the tape
 static_assert(kTapeBytes == kLayerBytes + kHeadProducts * kOpBytes<HeadOp>, "the LM head stands at the end of the tape");
 
 // Vocabulary rows of this rank that a thread block owns, from the first to before the end. With `vocab_parallel` they are one lane's: each

@@ -63,7 +63,7 @@ def token_us(spec: ModelSpec, num_lanes: int, world_size: int, costs: Costs) -> 
 def _kernel(spec: ModelSpec, num_lanes: int) -> tuple[KernelShape, list[_Work]]:
     """The shape of a rank that hosts so many lanes, and what lies on a thread block's tape."""
     shape = KernelShape(spec, range(num_lanes))
-    ops = {Phase.QKV: shape.qkv, Phase.OUT: shape.out, Phase.GATE_UP: shape.gate_up, Phase.DOWN: shape.down}
+    ops = shape.ops
 
     def work(product: Product | None, op: OpShape) -> _Work:
         return _Work(product, op.num_tiles, 2 * op.tile_values / 1000)
@@ -95,10 +95,11 @@ class _Simulation:
                 finished = self._multiply(work, max(ready.values()) - costs.hop_us + max(costs.hop_us, self.exchange_us))
                 continue
             finished = self._multiply(work, ready[product.lane])
+            own = range(product.lane, product.lane + self.shape.lanes_of(product.phase))
             if product.phase is Phase.QKV:
-                ready[product.lane] = finished + 2 * costs.hop_us + costs.attention_us
+                ready |= dict.fromkeys(own, finished + 2 * costs.hop_us + costs.attention_us)
             elif product.phase is Phase.GATE_UP:
-                ready[product.lane] = finished + costs.hop_us
+                ready |= dict.fromkeys(own, finished + costs.hop_us)
             else:
                 sublayer = Sublayer.ATTENTION if product.phase is Phase.OUT else Sublayer.MLP
                 self._residual(sublayer, product, finished, ready, partial)

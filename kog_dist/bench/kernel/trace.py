@@ -48,7 +48,11 @@ class Trace:
         self.products = [
             Traced(index, product.phase.name.lower(), product.layer, product.lane) for index, product in enumerate(shape.products)
         ]
-        self._index = {(product.phase, product.layer, product.lane): product.index for product in self.products}
+        self._index = {  # one of several lanes stands for each of them
+            (made.phase.name.lower(), made.layer, made.lane + i): index
+            for index, made in enumerate(shape.products)
+            for i in range(shape.lanes_of(made.phase))
+        }
         for _ in range(shape.num_head_products):
             self.products.append(Traced(len(self.products), "head", shape.spec.num_layers, shape.hosted_lanes[0]))
 

@@ -22,7 +22,10 @@ def replaced(sources: Mapping[str, str], name: str, passage: str, instead: str) 
 def without_delayed_sums(sources: Mapping[str, str]) -> dict[str, str]:
     """Delayed sums are neither sent nor awaited, so the tokens are wrong: what is missing in its time is what they cost."""
     return replaced(
-        sources, "finalize.cuh", "constexpr bool kSendsDelayed = kRanks > 1;", "constexpr bool kSendsDelayed = false;"
+        sources,
+        "finalize.cuh",
+        "constexpr bool kSendsDelayed = kRanks > 1 && !kOneStream;",
+        "constexpr bool kSendsDelayed = false;",
     )
 
 
