@@ -73,6 +73,7 @@ STEPS = {
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
     "processors": _tests(1, 10, 90, "test_processors"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
+    "smollm2": _tests(1, 70, 200, "test_smollm2"),  # with `make model`
     "same_tokens": _tests(1, 30, 150, "test_same_tokens", builds="demo:1"),
     "build_paths": _tests(1, 15, 150, "test_build_paths"),
     "ranks_1": _tests(1, 20, 90, "test_ranks", "1]", builds="ranks:1"),

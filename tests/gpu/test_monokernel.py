@@ -71,7 +71,8 @@ class Prepared:
         self.spec = spec
         self.oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
         self.oracle.round_keys_and_values(getattr(torch, kv_dtype))
-        options = {"partition_batches": 1, **options}  # attention's parts are 128 positions, so that these contexts have several
+        # Attention's parts are 128 positions, so that these contexts have several.
+        options = {"partition_batches": 1, "splits": 8, **options}
         self.shape = KernelShape(spec, range(spec.num_lanes), weight_dtype=dtype, kv_dtype=kv_dtype, **options)
         self.weights = load_weights(self.shape, open_checkpoint(folder))
         self.ids: list[int] = np.random.default_rng(1).integers(0, spec.vocab_size, spec.max_context).tolist()
@@ -105,6 +106,13 @@ def test_logits_match_the_oracle(tmp_path: Path, variant: str, dtype: str, kv_dt
 @pytest.mark.parametrize("head", HEADS)
 def test_logits_of_all_heads_match_the_oracle(tmp_path: Path, head: str) -> None:
     compare_with_oracle(Prepared(tmp_path, HEADS[head], "float16", "float16"), head, "float16")
+
+
+@pytest.mark.parametrize("splits", [16, 32])
+@pytest.mark.parametrize("variant", ["demo", "one stream, seven heads of 128"])
+def test_logits_with_more_splits_match_the_oracle(tmp_path: Path, variant: str, splits: int) -> None:
+    prepared = Prepared(tmp_path, VARIANTS[variant], "bfloat16", "float16", splits=splits)
+    compare_with_oracle(prepared, f"{variant}, {splits} splits", "float16")
 
 
 def compare_with_oracle(prepared: Prepared, name: str, kv_dtype: str) -> None:

@@ -48,14 +48,12 @@ def test_pair_words_round_trip() -> None:
 class MadeUp:
     """The words that a right kernel would leave, made of what the interpreter has."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, num_layers: int, *, num_partitions: int = 1, num_used: int = 1) -> None:
-        """`num_used` of the parts of a split have attention items."""
+    def __init__(self, folder: Path, spec: ModelSpec, num_layers: int, *, num_partitions: int = 1) -> None:
         write_checkpoint(folder, spec, random_tensors(spec, 2), manifest=False)
         weights = limited_weights(open_checkpoint(folder).rank_weights(range(spec.num_lanes)), num_layers)
         self.spec = limited(spec, num_layers)
-        self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2, partition_batches=1)
+        self.shape = KernelShape(self.spec, range(spec.num_lanes), copies=2, splits=8, partition_batches=1)
         assert self.shape.num_partitions == num_partitions
-        self.num_used = num_used
         self.expected = Expected(self.spec, weights, IDS, "bfloat16")
         self.words = np.zeros(self.shape.num_words, np.uint64)
         self.tag = (EPOCH * (num_layers + 1) + num_layers) & 0xFFFF
@@ -64,32 +62,13 @@ class MadeUp:
 
     def _write(self) -> None:
         """In the order of the header's offsets."""
-        spec, lanes, expected = self.spec, range(self.spec.num_lanes), self.expected
+        lanes, expected = range(self.spec.num_lanes), self.expected
         streams = lanes[: self.shape.num_streams]
         for source, sources in ((expected.stream, streams), (expected.middle, streams), (expected.activation, lanes)):
             self._put([pair_words(source(lane), self.tag) for lane in sources for _ in range(2)])
         self._put([pair_words(expected.qkv(lane), self.tag) for lane in lanes])
-        rng, splits, num_partitions = np.random.default_rng(4), self.shape.splits * self.num_used, self.shape.num_partitions
-        outputs, sums = [], []
-        for lane in lanes:
-            wanted = expected.attended(lane).reshape(spec.lane_heads, 1, spec.head_dim)
-            noise = rng.standard_normal((spec.lane_heads, splits, spec.head_dim))
-            log_sums = rng.standard_normal((spec.lane_heads, splits, 1)) * 3
-            log_sums[:, -1] = -np.inf  # a split without positions
-            weights = np.exp2(log_sums) / np.exp2(log_sums).sum(axis=1, keepdims=True)
-            parts = wanted + noise - (weights * noise).sum(axis=1, keepdims=True)
-            parts[:, -1] = 0
-            words = np.zeros((num_partitions, parts.size // 2 // self.num_used), np.uint64)
-            of_a_warp = np.zeros((num_partitions, self.shape.log_sum_words), np.uint64)
-            for part in range(self.num_used):
-                own = slice(part * self.shape.splits, (part + 1) * self.shape.splits)
-                words[part] = pair_words(parts[:, own].astype(np.float32).reshape(-1), self.tag)
-                payloads = log_sums[:, own].astype(np.float32).reshape(-1).view(np.uint32)
-                of_a_warp[part, : payloads.size] = value_words(payloads, self.tag)
-            outputs.append(words.reshape(-1))
-            sums.append(np.tile(of_a_warp.reshape(-1), self.shape.geometry.matrix_warps))
-        self._put([words for words in outputs for _ in range(2)])
-        self._put([words for words in sums for _ in range(2)])
+        self.offset = self.place("Attended")
+        self._put([pair_words(expected.attended(lane), self.tag) for lane in lanes for _ in range(2)])
         candidates = np.zeros((self.shape.num_ctas, 2), np.uint32)
         candidates[:, 0] = np.float32(-np.inf).view(np.uint32)
         best = sample(expected.logits, len(IDS) - 1, SamplingParams())
@@ -130,19 +109,21 @@ def test_right_words_are_right(tmp_path: Path, variant: str) -> None:
     assert made.report().endswith("all below 0.01")
 
 
-@pytest.mark.parametrize("num_used", [1, 2, 3])
-def test_parts_that_the_context_has_come_to_are_merged(tmp_path: Path, num_used: int) -> None:
-    made = MadeUp(tmp_path, replace(SPEC, max_context=300), 4, num_partitions=3, num_used=num_used)
-    position = 128 * num_used - 1
-    found = Published(made.shape, made.words, EPOCH).attended(1, position)
-    assert (found.num_wrong_tags, found.replicas_agree) == (0, True)
-    assert np.allclose(found.values, made.expected.attended(1).reshape(-1), rtol=1e-3, atol=1e-4)
-    last = made.place("LogSum") + (num_used - 1) * made.shape.log_sum_words
-    made.words[last] ^= np.uint64(1 << 40)
-    assert Published(made.shape, made.words, EPOCH).attended(0, position).num_wrong_tags == 1
-    if num_used < made.shape.num_partitions:
-        missing = Published(made.shape, made.words, EPOCH).attended(1, position + 1)
-        assert missing.num_wrong_tags > 0, "of a part that nobody published"
+def test_parts_are_read_by_partition(tmp_path: Path) -> None:
+    made = MadeUp(tmp_path, replace(SPEC, max_context=300), 4, num_partitions=3)
+    shape, rng = made.shape, np.random.default_rng(4)
+    num_rows = SPEC.lane_heads * shape.splits
+    values, sums = (rng.standard_normal((3, count), np.float32) for count in (num_rows * SPEC.head_dim, num_rows))
+    made.offset = made.place("Part") + -(-3 * values.shape[1] // 2 // 16) * 16  # of lane 1
+    made._put([pair_words(values.reshape(-1), made.tag)])
+    made.offset = made.place("LogSum") + 3 * shape.log_sum_words
+    made._put([np.resize(value_words(row.view(np.uint32), made.tag), shape.log_sum_words) for row in sums])
+    for partition in range(3):
+        outputs, log_sums = Published(shape, made.words, EPOCH).parts(1, partition)
+        assert outputs.num_wrong_tags == log_sums.num_wrong_tags == 0
+        assert np.allclose(outputs.values, values[partition], rtol=1e-4)
+        assert np.array_equal(log_sums.values, sums[partition])
+    assert Published(shape, made.words, EPOCH).parts(0, 0)[0].num_wrong_tags > 0, "nobody published them"
 
 
 def flip(made: MadeUp, name: str, word: int, bits: int) -> None:
@@ -154,12 +135,12 @@ def flip(made: MadeUp, name: str, word: int, bits: int) -> None:
     [
         (lambda made: flip(made, "Activation", 2 * 16 * 2 - 16, 1 << 31), "gate_up"),
         (lambda made: flip(made, "Qkv", 5, 1 << 30), "qkv, lane 0"),
-        (lambda made: flip(made, "LogSum", 0, 1 << 30), "attend, lane 0"),
+        (lambda made: flip(made, "Attended", 5, 1 << 30), "attend, lane 0"),
         (lambda made: flip(made, "Middle", 3, 1 << 2), "out, lane 0"),
         (lambda made: flip(made, "Stream", 32 * 3 + 7, 1 << 20), "down, lane 1"),
         (lambda made: flip(made, "Candidate", 0, 1 << 33), "sample"),
     ],
-    ids=["activation", "qkv", "log sum", "tag", "replica", "candidate"],
+    ids=["activation", "qkv", "attended", "tag", "replica", "candidate"],
 )
 def test_the_first_wrong_phase_is_named(tmp_path: Path, damage: Callable[[MadeUp], None], wanted: str) -> None:
     made = MadeUp(tmp_path, SPEC, 4)

@@ -215,7 +215,7 @@ def test_a_wait_that_ran_out_names_the_rank_that_was_late(
     num_lanes = 8 // num_ranks
     spec = ModelSpec(
         hidden_size=128, num_layers=1, num_heads=8, num_kv_heads=8, intermediate_size=64, vocab_size=96, max_context=64,
-        num_lanes=8, delay=0, head_type=head_type,
+        num_lanes=8, delay=0, head_type=head_type, shared_norm_scale=False,
     )  # fmt: skip
     first = 0 if num_ranks == 1 else num_lanes
     kernel.shape = KernelShape(spec, range(first, first + num_lanes), max_ctas=8, num_ranks=num_ranks)
@@ -242,7 +242,7 @@ def test_a_wait_that_ran_out_names_the_rank_that_was_late(
 def test_the_message_tells_what_is_missing(kernel: Monokernel, first_missing: int, found: tuple[int, int, int]) -> None:
     spec = ModelSpec(
         hidden_size=128, num_layers=1, num_heads=8, num_kv_heads=8, intermediate_size=64, vocab_size=96, max_context=64,
-        num_lanes=8, delay=0,
+        num_lanes=8, delay=0, shared_norm_scale=False,
     )  # fmt: skip
     kernel.shape, kernel.rank = KernelShape(spec, range(2, 4), max_ctas=8, num_ranks=4), 1
     kernel._heap = heap_with_streams(kernel.shape, 14, lambda lane, copy: lane < first_missing)

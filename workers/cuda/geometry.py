@@ -13,6 +13,7 @@ from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_
 from kog_dist.model.spec import ModelSpec
 
 _LITTLE = 0.01  # of the weights
+_FEWEST_SPLITS = 8
 _WHOLE_ROWS = 18  # of a thread block, in a product of lanes with one input
 _ADDRESS_REGISTERS = 24  # of attention; found by compiling
 _SERVICE_WARPS = _ATTEND_WARPS = 4
@@ -50,10 +51,12 @@ class Geometry:
     def registers(self, num_ranks: int) -> Registers:
         """Those of a build for so many ranks. Exchanging with peers costs the finaliser and the sampler registers."""
         if self.matrix_warps == 8:
+            if num_ranks == 1:
+                return Registers(128, 104, 80, 224)
             return Registers(128, 104, 88, 216) if num_ranks <= 4 else Registers(128, 96, 104, 216)
         if num_ranks == 1:
             return Registers(96, 80, 56, 184)
-        return Registers(96, 80, 72, 168) if num_ranks <= 4 else Registers(96, 72, 96, 168)
+        return Registers(96, 72, 72, 192) if num_ranks <= 4 else Registers(96, 72, 96, 168)
 
     def op_shape(self, cta_rows: int, num_columns: int, multiple: int) -> OpShape:
         """See `tape_packing.op_shape`."""
@@ -97,6 +100,11 @@ def lanes_together(lane_rows: int, num_lanes: int, num_ctas: int) -> int:
     A product of few rows costs as much besides its weights as one of many.
     """
     return next((n for n in (1, 2, 4, 8) if n < num_lanes and n * lane_rows >= _WHOLE_ROWS * num_ctas), num_lanes)
+
+
+def splits_for(spec: ModelSpec, max_ctas: int) -> int:
+    """Splits of the positions: so many that attention to a layer's KV heads keeps as many thread blocks busy as there are."""
+    return max(n for n in (8, 16, 32) if n == _FEWEST_SPLITS or n * spec.num_kv_heads <= max_ctas)
 
 
 def padding(spec: ModelSpec, geometry: Geometry, max_ctas: int) -> float:

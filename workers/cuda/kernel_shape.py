@@ -13,7 +13,7 @@ from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
-from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, qkv_rows
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, qkv_rows, splits_for
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
 from kog_dist.workers.cuda.model_limits import unsupported
@@ -28,6 +28,8 @@ _NOTES_BYTES, _PADDING_BYTES = 32 + 2 * 48, 32  # WaitNote and both PeerNotes; o
 _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
+_OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
+_FEW_STEPS = 2  # of each matrix warp in a lane's product
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 
 
@@ -35,8 +37,9 @@ FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 class KernelShape:
     """Everything static about one build of the monokernel. Raises ConfigError for a model that it cannot run.
 
-    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share; in layers
-    without a window an item has `partition_batches` batches of 16 of them, and the next ones are another item's.
+    `hosted_lanes` of the model's lanes run in this kernel. `splits`: parts of the positions that attention items share, 8, 16 or
+    32; 0: chosen for the model. In layers without a window an item has `partition_batches` batches of 16 of them, and the next
+    ones are another item's.
     """
 
     spec: ModelSpec
@@ -44,7 +47,7 @@ class KernelShape:
     weight_dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
     max_ctas: int = MAX_CTAS
-    splits: int = 8
+    splits: int = 0
     partition_batches: int = 0  # 0: see `batches_of_partition`
     num_ranks: int = 1  # that exchange sums; one rank that hosts some of the lanes sums over these alone
     copies: int = 0  # of every exchanged vector, so that fewer readers share a line; 0: 2 for one or two lanes, 4 for more
@@ -58,6 +61,7 @@ class KernelShape:
 
     def __post_init__(self) -> None:
         spec = self.spec
+        object.__setattr__(self, "splits", self.splits or splits_for(spec, self.max_ctas))
         findings = []
         if spec.head_type is HeadType.VOCAB_PARALLEL and self.num_ctas < self.num_lanes:
             findings.append(f"vocabulary slices of {self.num_lanes} lanes, but only {self.num_ctas} thread blocks")
@@ -68,8 +72,8 @@ class KernelShape:
             findings.append("hashes and a trace (one of them)")
         if self.partition_batches < 0:
             findings.append(f"partitions of {self.partition_batches} batches (1 or more, or 0)")
-        if self.splits % 8:
-            findings.append(f"{self.splits} splits of the positions (a multiple of 8)")
+        if self.splits not in (8, 16, 32):
+            findings.append(f"{self.splits} splits of the positions (8, 16 or 32)")
         if self.head.cta_rows >= 4095:
             findings.append(f"{self.head.cta_rows} vocabulary rows in a thread block (at most 4094)")
         if self.geometry.matrix_warps % self.num_pieces:
@@ -133,6 +137,15 @@ class KernelShape:
     def head_ctas(self) -> int:
         """Thread blocks that share the vocabulary rows of this rank, or with `vocab_parallel` those of each hosted lane."""
         return max(self.num_ctas // self.num_lanes, 1) if self.spec.head_type is HeadType.VOCAB_PARALLEL else self.num_ctas
+
+    @property
+    def num_sums(self) -> int:
+        """Blocks of rows whose partial sums are kept for the finaliser.
+
+        More than two only where all vectors that are normed are one stream, which the finaliser completes before the next one:
+        NUM_SQUARES rests on that.
+        """
+        return 4 if self.spec.has_one_stream else 2
 
     @property
     def num_streams(self) -> int:
@@ -283,7 +296,12 @@ class KernelShape:
 
     @property
     def batches_of_partition(self) -> int:
-        """1,536 positions of eight splits, or a quarter of a longer context: in each token unread partitions are written."""
+        """1,536 positions of eight splits, or a quarter of a longer context: in each token unread partitions are written.
+
+        All batches where a layer's items keep more than half of the thread blocks busy without partitions.
+        """
+        if self.spec.has_one_stream and 2 * self.spec.num_kv_heads * self.splits > self.max_ctas:
+            return self.partition_batches or max(self.full_batches, 1)
         return self.partition_batches or max(12, -(-self.full_batches // 4))
 
     @property
@@ -316,8 +334,9 @@ class KernelShape:
             "Middle": (spec.hidden_size // 2, stream_copies),
             "Activation": (spec.lane_ffn // 2, copies),
             "Qkv": ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2, lanes),
-            "Attended": (self.num_partitions * query_rows * self.splits // 2, copies),
-            "LogSum": (self.geometry.matrix_warps * self.num_partitions * self.log_sum_words, copies),
+            "Part": (self.num_partitions * query_rows * self.splits // 2, lanes),
+            "LogSum": (self.num_partitions * self.log_sum_words, lanes),
+            "Attended": (query_rows // 2, copies),
             "Candidate": (2 * self.num_ctas, self.replicas),
             "Choice": (self.boxes.choice_words, 2 if self.num_ranks == 1 else 0),  # else they lie in the heap
             "Report": (self.boxes.report_words, 1 if self.num_ranks == 1 else 0),
@@ -326,7 +345,7 @@ class KernelShape:
 
     @property
     def log_sum_words(self) -> int:
-        """Words of the log-sums of a partition that one matrix warp reads. Each has its own: all would read the same lines."""
+        """Words of the log-sums of a partition."""
         return -(-self.spec.lane_heads * self.splits // 16) * 16
 
     @property
@@ -342,20 +361,33 @@ class KernelShape:
         return min(self.max_slots, (SHARED_BYTES - self.shared_bytes_besides) // slot_bytes)
 
     @property
+    def x_steps(self) -> int:
+        """Steps of 32 columns of each matrix warp that `Shared` has room for: the longest input, of all lanes of a gather."""
+        return max(self.head.per, self.qkv.per, self.gate_up.per, *(self.gathered_lanes(p) * self.ops[p].per for p in _OUTPUTS))
+
+    def gathered_lanes(self, phase: Phase) -> int:
+        """Hosted lanes whose inputs of OUT or DOWN are gathered at a time.
+
+        One, which hides its way behind others' products, except where these are so small that they cannot: then those whose
+        inputs come of one product.
+        """
+        return self.lanes_of(_OUTPUTS[phase]) if self.ops[phase].per <= _FEW_STEPS else 1
+
+    @property
     def shared_bytes_besides(self) -> int:
         """Bytes of `Shared` (phases/layout.cuh) of the build with processors, but for ring slots, and at most so much padding."""
         spec, lanes, rows, warps = self.spec, self.num_lanes, self.out.cta_rows, self.geometry.matrix_warps
-        max_per = max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head))
+        max_per = self.x_steps
         attended = 2 * 4 * self.set_heads * spec.head_dim
         scores = 2 * self.head.cta_rows
         values = max_per * warps * 32  # x
-        values += warps * (2 * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
+        values += warps * (self.num_sums * self.geometry.tile_rows + NUM_SQUARES * 32)  # red, squares
         values += warps * 2 * lanes * self.num_ranks  # head_squares
         values += rows * (self.num_streams + lanes * 2 * (spec.delay + 1))  # residual, history
         values += attended + spec.head_dim + 2 * attended // spec.head_dim  # ..., fresh, attended_max and attended_sum
         values += self.head.cta_rows // 32 + 2 + (1 if scores <= attended else scores)  # mask, scores
         values += lanes + 16  # done_cycles, and those by themselves
-        barriers = 9 + NUM_SQUARES + lanes
+        barriers = 5 + 2 * self.num_sums + NUM_SQUARES + lanes
         return 4 * values + 8 * barriers + _NOTES_BYTES + _PADDING_BYTES
 
     # ---- generated headers ----
@@ -379,12 +411,14 @@ class KernelShape:
             "kNumSlots": self.num_slots,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
             "kNearContext": NEAR_CONTEXT, "kSquares": NUM_SQUARES,
+            "kSums": self.num_sums,
             "kMatrixWarps": self.geometry.matrix_warps, "kTileRows": self.geometry.tile_rows,
             "kLaunchRegisters": registers.launch, "kMatrixRegisters": registers.matrix, "kServiceRegisters": registers.service,
             "kAttendRegisters": registers.attend,
             "kWindowBatches": self.window_batches, "kFullBatches": self.full_batches,
-            "kMaxPer": max(op.per for op in (self.qkv, self.out, self.gate_up, self.down, self.head)),
+            "kMaxPer": self.x_steps,
             "kQkvLanes": self.lanes_of(Phase.QKV), "kGateUpLanes": self.lanes_of(Phase.GATE_UP),
+            "kGatheredAttended": self.gathered_lanes(Phase.OUT), "kGatheredActivations": self.gathered_lanes(Phase.DOWN),
             "kNumProducts": len(self.products),
             "kNormLanes": 1 if spec.shared_norm_scale else self.num_lanes,
             "kFinalNormLanes": self.final_norm_lanes,

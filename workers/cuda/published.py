@@ -56,32 +56,17 @@ class Published:
         spec = self.shape.spec
         return self._pairs("Qkv", [lane], (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim)
 
-    def attended(self, lane: int, position: int) -> Vector:
-        """The merged output (heads * head_dim,) of the lane's attention items of a token at this position."""
-        spec, splits, replicas = self.shape.spec, self.shape.splits, self.shape.replicas
-        num_values = spec.lane_heads * splits * spec.head_dim
-        outputs, log_sums, wrong, agree = [], [], 0, True
-        for partition in range(self.shape.partitions_at(spec.num_layers - 1, position)):
-            of_partition = self._pairs("Attended", self._copies(lane), num_values, partition * num_values // 2)
-            payloads, tags = value_payloads(np.concatenate([self._log_sums(copy, partition) for copy in self._copies(lane)]))
-            by_copy = payloads.view(np.float32).reshape(replicas, spec.lane_heads, splits, 1)
-            outputs.append(of_partition.values.reshape(spec.lane_heads, splits, spec.head_dim))
-            log_sums.append(by_copy[0].astype(np.float64))
-            wrong += of_partition.num_wrong_tags + int((tags != self._tag).sum())
-            agree = agree and of_partition.replicas_agree and len({copy.tobytes() for copy in by_copy}) == 1
-        parts, sums = np.concatenate(outputs, axis=1), np.concatenate(log_sums, axis=1)
-        with np.errstate(all="ignore"):  # words that were never written give anything
-            weights = np.exp2(sums - sums.max(axis=1, keepdims=True))
-            merged = (weights * parts).sum(axis=1) / weights.sum(axis=1)
-        return Vector(merged.astype(np.float32).reshape(-1), wrong, agree)
+    def attended(self, lane: int) -> Vector:
+        """The output (heads * head_dim,) of the lane's heads."""
+        return self._pairs("Attended", self._copies(lane), self.shape.spec.lane_heads * self.shape.spec.head_dim)
 
-    def _log_sums(self, copy: int, partition: int) -> Words:
-        """A partition's words (heads * splits,) of all heads, each from the matrix warp that takes the head's first column."""
-        shape, splits = self.shape, self.shape.splits
-        words = self._slice("LogSum", copy, shape.geometry.matrix_warps * shape.num_partitions * shape.log_sum_words)
-        of_partition = words.reshape(shape.geometry.matrix_warps, shape.num_partitions, -1)[:, partition]
-        warps = [head * shape.spec.head_dim // (32 * shape.out.per) for head in range(shape.spec.lane_heads)]
-        return np.concatenate([of_partition[warp, head * splits : (head + 1) * splits] for head, warp in enumerate(warps)])
+    def parts(self, lane: int, partition: int) -> tuple[Vector, Vector]:
+        """Outputs (heads * splits * head_dim,) of a partition's items, and their log-sums (heads * splits,)."""
+        spec, shape = self.shape.spec, self.shape
+        num_rows = spec.lane_heads * shape.splits
+        outputs = self._pairs("Part", [lane], num_rows * spec.head_dim, partition * num_rows * spec.head_dim // 2)
+        payloads, tags = value_payloads(self._slice("LogSum", lane, num_rows, partition * shape.log_sum_words))
+        return outputs, Vector(payloads.view(np.float32), int((tags != self._tag).sum()))
 
     def middle(self, lane: int) -> Vector:
         """The lane's residual stream after attention."""

@@ -218,25 +218,17 @@ struct Attender : CacheReader {
             if (batch + kAttendWarps < rows.num_batches) mix(rows, set, batch + kAttendWarps, batch + 3 * kAttendWarps, query, odd, mixed);
         }
         if (warp == 0) stamp(role, kMixed, step, product);
-        const bool ok = merge(kv_head, set, split, partition, lane_idx, tag, mixed);
-        if (warp == 0) stamp(role, kAttended, step, product);
-        return ok;
+        return merge(kv_head, set, split, partition, lane_idx, tag, mixed);
     }
 
     // Four values of unit `unit` of an item's outputs, and with a head's first ones the log-sum. `row`: head and split.
     __device__ __forceinline__ void publish(u32 row, u32 partition, u32 lane_idx, u32 unit, u64 first, u64 second, float log_sum, u32 tag) const {
         u64* base = reinterpret_cast<u64*>(params.words_ptr);
-        // Every matrix warp that takes columns of this head finds the log-sum among its own words.
-        constexpr u32 kWarpColumns = OutOp::kPer * 32;
-        const u32 place = unit % kHeadUnits, column = row / kSplits * kHeadDim + place * 4;
-#pragma unroll
-        for (int replica = 0; replica < kReplicas; ++replica) {
-            store_relaxed_x2(base + kAttendedOffset + (lane_idx * kReplicas + replica) * kAttendedStride + partition * kAttendedPartition +
-                                 (row * kHeadUnits + place) * 2, first, second);
-            if (place == 0 || column % kWarpColumns == 0)
-                store_relaxed(base + kLogSumOffset + (lane_idx * kReplicas + replica) * kLogSumStride +
-                                  (column / kWarpColumns * kPartitions + partition) * kLogSumWords + row, make_value_word(__float_as_uint(log_sum), tag));
-        }
+        const u32 place = unit % kHeadUnits;
+        store_relaxed_x2(base + kPartOffset + lane_idx * kPartStride + partition * kPartitionWords + (row * kHeadUnits + place) * 2, first, second);
+        if (place == 0)
+            store_relaxed(base + kLogSumOffset + lane_idx * kLogSumStride + partition * kLogSumWords + row,
+                          make_value_word(__float_as_uint(log_sum), tag));
     }
     static constexpr int kHeadUnits = kHeadDim / 4;
 
@@ -256,6 +248,66 @@ struct Attender : CacheReader {
                 }
             }
         }
+    }
+
+    // The outputs of a KV head's items, mixed: the thread block that has split i of them does that for the i-th share of the head's values, and
+    // publishes them as OUT's input. A thread has one split of a unit; neighbouring threads have the others.
+    static constexpr u32 kUnits = kGroup * kHeadUnits, kShareUnits = (kUnits + kSplits - 1) / kSplits, kUnitsOfWarp = 32 / kSplits;
+    static_assert(32 % kSplits == 0 && kReplicas <= kSplits, "the splits of a unit are in one warp");
+    struct Part {
+        ulonglong2 values;
+        u64 log_sum;
+    };
+    __device__ __forceinline__ bool wait_for_part(const u64* values, const u64* log_sum, bool is_mine, u32 tag, Part& got) const {
+        while (true) {
+            if (is_mine) got = {load_relaxed_x2(values), load_relaxed(log_sum)};
+            const bool ready = !is_mine || ((tag_difference(got.values, tag) | (static_cast<u32>(got.log_sum >> 32) ^ tag)) == 0);
+            if (__all_sync(kFullWarp, ready)) return true;
+            if (must_leave(role.stopped())) return false;
+        }
+    }
+    __device__ __forceinline__ bool mix_parts(u32 lane_idx, u32 item_idx, u32 partitions, u32 tag) const {
+        const u32 lane = opaque(this->lane), warp = opaque(this->warp), kv_head = item_idx / kSplits, share = item_idx % kSplits, split = lane % kSplits;
+        u64* words = reinterpret_cast<u64*>(params.words_ptr);
+#pragma unroll 1
+        for (u32 first = warp * kUnitsOfWarp; first < kShareUnits; first += kAttendWarps * kUnitsOfWarp) {
+            const u32 of_share = first + lane / kSplits, unit = share * kShareUnits + of_share;
+            const bool is_mine = of_share < kShareUnits && unit < kUnits;
+            const u32 head = kv_head * kGroup + (is_mine ? unit / kHeadUnits : 0), place = is_mine ? unit % kHeadUnits : 0, row = head * kSplits + split;
+            const u64* values = words + kPartOffset + lane_idx * kPartStride + (row * kHeadUnits + place) * 2;
+            const u64* log_sum = words + kLogSumOffset + lane_idx * kLogSumStride + row;
+            float peak = -INFINITY, total = 0;
+            float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+            for (u32 partition = 0; partition < partitions; ++partition) {
+                Part got;
+                if (!wait_for_part(values, log_sum, is_mine, tag, got)) return false;
+                const float own = is_mine ? __uint_as_float(static_cast<u32>(got.log_sum)) : -INFINITY, next = fmaxf(peak, own);
+                const float base = next == -INFINITY ? 0.0f : next, shrink = exp2_approx(peak - base), weight = exp2_approx(own - base);
+                const float4 v = make_float4(first_of(got.values.x), second_of(got.values.x), first_of(got.values.y), second_of(got.values.y));
+                sum = make_float4(sum.x * shrink + weight * v.x, sum.y * shrink + weight * v.y, sum.z * shrink + weight * v.z,
+                                  sum.w * shrink + weight * v.w);
+                total = total * shrink + weight, peak = next;
+                values += kPartitionWords, log_sum += kLogSumWords;
+            }
+            float top = peak;
+#pragma unroll
+            for (int offset = 1; offset < kSplits; offset <<= 1) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+            const float weight = exp2_approx(peak - (top == -INFINITY ? 0.0f : top));
+            total *= weight;
+            sum = make_float4(sum.x * weight, sum.y * weight, sum.z * weight, sum.w * weight);
+#pragma unroll
+            for (int offset = 1; offset < kSplits; offset <<= 1) {
+                total += __shfl_xor_sync(kFullWarp, total, offset);
+                sum.x += __shfl_xor_sync(kFullWarp, sum.x, offset), sum.y += __shfl_xor_sync(kFullWarp, sum.y, offset);
+                sum.z += __shfl_xor_sync(kFullWarp, sum.z, offset), sum.w += __shfl_xor_sync(kFullWarp, sum.w, offset);
+            }
+            const float inverse = reciprocal_approx(total);
+            if (is_mine && split < kReplicas)
+                store_relaxed_x2(words + kAttendedOffset + (lane_idx * kReplicas + split) * kAttendedStride + (head * kHeadUnits + place) * 2,
+                                 make_pair_word(sum.x * inverse, sum.y * inverse, tag), make_pair_word(sum.z * inverse, sum.w * inverse, tag));
+        }
+        return true;
     }
 
     // The four warps' parts of an item, normalised and published with the logarithm (base 2) of their sum.
@@ -330,6 +382,11 @@ __device__ __forceinline__ void attend(const KogDecodeParams& params, const Role
                                        layer_tag(role.first_epoch + step, at.layer())))
                         return;
             }
+            // All that others wait for is published.
+#pragma unroll 1
+            for (u32 item = first_item(role, at.layer(), lane_idx, 0); item < kItems; item += kNumCtas)
+                if (!attender.mix_parts(lane_idx, item, num_partitions(at.layer(), position), layer_tag(role.first_epoch + step, at.layer()))) return;
+            if (warp == 0) stamp(role, kAttended, step, attender.product);
         }
         attender.first_vector += kTokenVectors - (has_head(role, step) ? 0 : kHeadProducts);
     }

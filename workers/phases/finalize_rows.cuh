@@ -46,21 +46,21 @@ struct FinalizedRows {
     // Sum of row `lane` of the next block, over the matrix warps. Threads past the last row get 0.
     __device__ __forceinline__ bool row_sum(float& sum, u32 num_rows) {
         Shared& shared = *role.shared;
-        const u32 half = num_blocks & 1;
-        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_full[half]), (num_blocks >> 1) & 1)) return false;
+        const u32 at = num_blocks % kSums;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_full[at]), num_blocks / kSums & 1)) return false;
         float parts[kMatrixWarps];
 #pragma unroll
-        for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[half][warp][lane] : 0.0f;
+        for (int warp = 0; warp < kMatrixWarps; ++warp) parts[warp] = lane < num_rows ? shared.red[at][warp][lane] : 0.0f;
         stamp(role, kMultiplied, step, num_vectors - first_vector);
         static_assert(kMatrixWarps == 8 || kMatrixWarps == 12, "the tree");
         sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
         if constexpr (kMatrixWarps == 12) sum += (parts[8] + parts[9]) + (parts[10] + parts[11]);
         return true;
     }
-    // The matrix warps may write the sums of the block after the next.
+    // The matrix warps may write the sums of a later block there.
     __device__ __forceinline__ void end_block() {
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_empty[num_blocks & 1]));
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_empty[num_blocks % kSums]));
         ++num_blocks;
     }
 

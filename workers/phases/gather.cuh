@@ -11,7 +11,7 @@ struct Gatherer : HeadGatherer {
     // ---- the embedding ----
     // The token's embedding, where the words of a stream will lie later.
     __device__ __forceinline__ void load_embedding() {
-        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(token) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
+        const u64* row = reinterpret_cast<const u64*>(params.embedding_ptr) + static_cast<u64>(token) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) got[i].x = row[32 * i];
@@ -26,8 +26,13 @@ struct Gatherer : HeadGatherer {
     }
 
     // ---- any vector ----
-    // Whether x is that of the product before: of a stream that all lanes share, the first one gathers it for all.
-    static __device__ __forceinline__ bool keeps_x(const Place& at) { return kOneStream && at.lane() > 0 && !(at.phase() & 1) && !at.is_last(); }
+    // Lanes whose inputs of a phase are gathered at a time, by the first of them: of QKV and GATE_UP the stream that all lanes share.
+    static __device__ __forceinline__ constexpr u32 gathered_lanes(u32 phase) {
+        return !kOneStream ? 1 : phase == kOutPhase ? kGatheredAttended : phase == kDownPhase ? kGatheredActivations : kLanes;
+    }
+    static __device__ __forceinline__ bool keeps_x(const Place& at) {
+        return kOneStream && !at.is_last() && at.lane() % gathered_lanes(at.phase()) != 0;
+    }
     static constexpr bool kReadsWordsAhead = kLanes > 2;
     // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
     // attention's output is early enough: two of three looks at other words would come too early, and each delays the present product.
@@ -49,9 +54,9 @@ struct Gatherer : HeadGatherer {
         } else if (!is_near(role, (at.phase() & 1) || !kOneStream ? at.lane() : kLanes - 1, at.index())) {
             return;
         } else if (at.phase() == kOutPhase) {
-            load_splits(splits(at, 0));
+            load_vectors<AttendedSlice, kOutPhase>(source<kOutPhase>(at));
         } else if constexpr (kReadsWordsAhead) {
-            if (at.phase() == kDownPhase) load_units<FfnSlice>(source<kDownPhase>(at).words);
+            if (at.phase() == kDownPhase) load_vectors<FfnSlice, kDownPhase>(source<kDownPhase>(at));
             else load_units<HiddenSlice>(at.phase() == kGateUpPhase ? source<kGateUpPhase>(at).words : source<kQkvPhase>(at).words);
         }
         loaded = true;
@@ -61,7 +66,8 @@ struct Gatherer : HeadGatherer {
     __device__ __forceinline__ bool gather(const Place& at, float& squares) {
         squares = 0;
         if constexpr (kPhase == kOutPhase) {
-            if (!gather_merged(at)) return false;
+            if (!gather_units<AttendedSlice, kOutPhase>(at)) return false;
+            write_units<AttendedSlice, false>(squares);
         } else if constexpr (kPhase == kDownPhase) {
             if (!gather_units<FfnSlice, kDownPhase>(at)) return false;
             write_units<FfnSlice, false>(squares);

@@ -1,10 +1,10 @@
 // The LM head's input: the last streams, one by one or agreed on by all warps.
 #pragma once
-#include "gather_attended.cuh"
+#include "gather_vector.cuh"
 
 namespace kog {
 
-struct HeadGatherer : AttendedGatherer {
+struct HeadGatherer : VectorGatherer {
     // Of the form `replicate` its input is the mean over the model's lanes of rmsnorm(h), or rmsnorm of the sum of h. The scales need whole vectors: the
     // warps add up their sums of squares through shared memory. Every rank reads all lanes in the same order, hence the same bits.
     // Streams lie one behind the other, those of a peer's lanes, too: its row of the mailbox has no gap (kernel_boxes.py).
@@ -20,7 +20,7 @@ struct HeadGatherer : AttendedGatherer {
     __device__ __forceinline__ Source last_source(u32 lane_idx) { return {last_stream(lane_idx), layer_tag(role.first_epoch + step, kLayers - 1)}; }
     __device__ __forceinline__ void load_last_stream(u32 lane_idx) {
         const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) +
-                            (kFinalNormLanes == 1 ? 0 : lane_idx) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
+                            (kFinalNormLanes == 1 ? 0 : lane_idx) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) scale[i] = norm[32 * i];
@@ -47,7 +47,7 @@ struct HeadGatherer : AttendedGatherer {
         ulonglong2 got[kTogether][HiddenSlice::kLoads];
     };
     __device__ __forceinline__ void load_streams(u32 first, Streams& streams) {
-        const u64* mine = last_stream(first) + 2 * (warp * HiddenSlice::kUnits + lane);
+        const u64* mine = last_stream(first) + 2 * (warp * HiddenSlice::kOfVector + lane);
 #pragma unroll
         for (u32 k = 0; k < kTogether; ++k)
 #pragma unroll
@@ -84,7 +84,7 @@ struct HeadGatherer : AttendedGatherer {
         float4 sum[S::kLoads];
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i) sum[i] = make_float4(0, 0, 0, 0);
-        const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * S::kUnits + lane;
+        const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) + warp * S::kOfVector + lane;
         if constexpr (kParksNorm) {
 #pragma unroll
             for (int i = 0; i < S::kLoads; ++i)
@@ -162,7 +162,7 @@ struct HeadGatherer : AttendedGatherer {
     // Nothing read ahead is wanted: its registers were free meanwhile.
     __device__ __forceinline__ void forget() {
 #pragma unroll
-        for (int i = 0; i < kGot; ++i) got[i] = make_ulonglong2(0, 0);
+        for (int i = 0; i < kMany; ++i) got[i] = make_ulonglong2(0, 0);
 #pragma unroll
         for (int i = 0; i < kMany; ++i) scale[i] = make_uint2(0, 0);
     }

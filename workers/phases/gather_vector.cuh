@@ -6,10 +6,6 @@
 namespace kog {
 
 constexpr int kMany = (kMaxPer * 8 + 31) / 32;      // units (four neighbouring values) of a thread
-constexpr int kSplitsOfThread = kSplits / 4;        // of a unit of the attention's output: four threads share a unit
-static_assert(kSplits % 8 == 0, "a thread reads the log-sums of its splits two at a time");
-constexpr int kPartitionLoads = kSplitsOfThread + kSplitsOfThread / 2, kPartitionsLoaded = kPartitions > 1 ? 2 : 1;  // of a partition; partitions under way
-constexpr int kGot = kMany > kPartitionLoads * kPartitionsLoaded ? kMany : kPartitionLoads * kPartitionsLoaded;
 
 // What a warp knows and holds while it gathers; and vectors whose words it takes one by one (streams, activations).
 struct VectorGatherer {
@@ -19,7 +15,7 @@ struct VectorGatherer {
     u32 warp, lane;          // the warp is also the number of its slice of K
     u32 step = 0, token = 0, num_heads = 0;
     bool loaded = false;     // `got` holds words that were read for the next vector; perhaps too early
-    ulonglong2 got[kGot];
+    ulonglong2 got[kMany];
     uint2 scale[kMany];      // norm weights, four 16-bit values
 
     static __device__ __forceinline__ float4 values(const ulonglong2& words) {
@@ -56,7 +52,7 @@ struct VectorGatherer {
         WaitNote& note = role.shared->note;
         note.phase = phase + 1, note.layer = layer, note.lane = lane_idx;
         note.wanted = tag, note.set_words(words, num_words);
-        static_assert(kAttendedPartition <= WaitNote::kMostWords && kHidden <= WaitNote::kMostWords && kFfn <= WaitNote::kMostWords, "counts");
+        static_assert(kQueryRows <= WaitNote::kMostWords && kHidden <= WaitNote::kMostWords && kFfn <= WaitNote::kMostWords, "counts");
     }
 
     __device__ __forceinline__ void begin(u32 step_, u32 token_) { step = step_, token = token_, loaded = false; }
@@ -71,6 +67,7 @@ struct VectorGatherer {
         const u64* words = reinterpret_cast<const u64*>(params.words_ptr);
         const u32 copy = at.lane() * kReplicas + role.cta % kReplicas;
         const u32 tag = layer_tag(role.first_epoch + step, at.layer());
+        if constexpr (kPhase == kOutPhase) return {words + kAttendedOffset + copy * kAttendedStride, tag};
         if constexpr (kPhase == kDownPhase) return {words + kActivationOffset + copy * kActivationStride, tag};
         const u32 stream_copy = stream_of(at.lane()) * kReplicas + role.cta % kReplicas;
         if constexpr (kPhase == kGateUpPhase) return {words + kMiddleOffset + stream_copy * kStreamStride, tag};
@@ -81,28 +78,36 @@ struct VectorGatherer {
     static __device__ __forceinline__ u32 source_lane(u32 lane_idx) {
         return kOneStream && (kPhase == kQkvPhase || kPhase == kGateUpPhase) ? kLanes - 1 : lane_idx;
     }
-    // A vector of kColumns values, of which a warp has kPer times 32 neighbouring ones.
-    template <int kColumns_, int kPer_>
+    // kTogether vectors of kColumns values, of each of which a warp has kPer times 32 neighbouring ones.
+    template <int kColumns_, int kPer_, int kTogether_ = 1>
     struct Slice {
-        static constexpr int kColumns = kColumns_, kUnits = kPer_ * 8, kLoads = (kUnits + 31) / 32;  // of a warp; of a thread
-        static constexpr bool kEven = kUnits % 32 == 0 && kUnits * 4 * kMatrixWarps == kColumns;     // no thread without a unit
-        // Whether the i-th unit of a thread is the warp's, and whether it is one of the vector's, too.
+        static constexpr int kColumns = kColumns_, kOfVector = kPer_ * 8, kUnits = kTogether_ * kOfVector, kLoads = (kUnits + 31) / 32;
+        static constexpr bool kEven = kUnits % 32 == 0 && kOfVector * 4 * kMatrixWarps == kColumns;  // no thread without a unit
+        // The i-th unit of a thread: which vector's it is, and which of the warp's units of that vector.
+        static __device__ __forceinline__ u32 vector_of(u32 lane, int i) { return kTogether_ == 1 ? 0 : (i * 32 + lane) / kOfVector; }
+        static __device__ __forceinline__ u32 unit_of(u32 lane, int i) { return kTogether_ == 1 ? i * 32 + lane : (i * 32 + lane) % kOfVector; }
+        // Whether it is the warp's, and whether it is one of the vector's, too.
         static __device__ __forceinline__ bool is_mine(u32 lane, int i) { return kEven || i * 32 + lane < kUnits; }
         static __device__ __forceinline__ bool is_real(u32 warp, u32 lane, int i) {
-            return kEven || (is_mine(lane, i) && warp * kUnits + i * 32 + lane < kColumns / 4);
+            return kEven || (is_mine(lane, i) && warp * kOfVector + unit_of(lane, i) < kColumns / 4);
         }
     };
     using HiddenSlice = Slice<kHidden, QkvOp::kPer>;
-    using FfnSlice = Slice<kFfn, DownOp::kPer>;
+    using AttendedSlice = Slice<kQueryRows, OutOp::kPer, kGatheredAttended>;
+    using FfnSlice = Slice<kFfn, DownOp::kPer, kGatheredActivations>;
     static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
 
-    // `kSystem`: words that peers may write, too.
-    template <class S, bool kSystem = false>
+    // `kSystem`: words that peers may write, too. `kApart`: words from one of the vectors to the next.
+    template <class S, bool kSystem = false, u32 kApart = 0>
     __device__ __forceinline__ void load_units(const u64* words) {
-        const u64* mine = words + 2 * (warp * S::kUnits + lane);
+        const u64* mine = words + 2 * (warp * S::kOfVector + lane);
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i)
-            if (S::is_real(warp, lane, i)) got[i] = kSystem ? load_system_x2(mine + 64 * i) : load_relaxed_x2(mine + 64 * i);
+            if (S::is_real(warp, lane, i)) {
+                const u64* at = mine + 64 * i;
+                if constexpr (kApart != 0) at = words + S::vector_of(lane, i) * kApart + 2 * (warp * S::kOfVector + S::unit_of(lane, i));
+                got[i] = kSystem ? load_system_x2(at) : load_relaxed_x2(at);
+            }
     }
     template <class S>
     __device__ __forceinline__ bool units_ready(u32 tag) {
@@ -113,12 +118,12 @@ struct VectorGatherer {
         return __all_sync(kFullWarp, wrong == 0);
     }
     // Until all of this warp's words have come; `note`: writes down what is missing.
-    template <class S, bool kSystem = false, class Note>
+    template <class S, bool kSystem = false, u32 kApart = 0, class Note>
     __device__ __forceinline__ bool wait_for_units(const Source& from, Note note) {
         for (u32 rounds = 1; !units_ready<S>(from.tag); ++rounds) {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) note();
-            load_units<S, kSystem>(from.words);
+            load_units<S, kSystem, kApart>(from.words);
         }
         return true;
     }
@@ -126,19 +131,26 @@ struct VectorGatherer {
     __device__ __forceinline__ void load_norm(const Place& at) {
         const u32 half = 2 * at.layer() + (kPhase >> 1);
         const uint2* norm = reinterpret_cast<const uint2*>(params.norms_ptr) +
-                            (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane())) * (kHidden / 4) + warp * HiddenSlice::kUnits + lane;
+                            (half * kNormLanes + (kNormLanes == 1 ? 0 : at.lane())) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) scale[i] = norm[32 * i];
     }
+    // From a lane's vector to the next one's, where a phase takes those of several lanes at a time.
+    template <int kPhase>
+    static constexpr u32 kLanesApart = kPhase == kOutPhase && kGatheredAttended > 1       ? kReplicas * kAttendedStride
+                                       : kPhase == kDownPhase && kGatheredActivations > 1 ? kReplicas * kActivationStride
+                                                                                          : 0;
+    template <class S, int kPhase>
+    __device__ __forceinline__ void load_vectors(const Source& from) { load_units<S, false, kLanesApart<kPhase>>(from.words); }
     template <class S, int kPhase>
     __device__ __forceinline__ bool gather_units(const Place& at) {
         const Source from = source<kPhase>(at);
         if (!loaded) {
             if (!wait_until_near<kPhase>(role, source_lane<kPhase>(at.lane()), at.index())) return false;
-            load_units<S>(from.words);
+            load_vectors<S, kPhase>(from);
         }
-        return wait_for_units<S>(from, [&] {
+        return wait_for_units<S, false, kLanesApart<kPhase>>(from, [&] {
             note_wait(kPhase, at.layer(), at.lane(), from.tag, from.words, S::kColumns / 2);
         });
     }

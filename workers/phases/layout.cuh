@@ -23,8 +23,9 @@ constexpr int kQueryRows = kHeads * kHeadDim;        // of one lane
 constexpr int kKvRows = kKvHeads * kHeadDim;
 constexpr int kQkvRows = kQueryRows + 2 * kKvRows;
 constexpr int kItems = kKvHeads * kSplits;           // attention items of one lane and layer
-// A split's batches in layers without a window come in partitions, which have items of their own: words of the outputs of a partition's items.
-constexpr u32 kPartitionPositions = kPartitionBatches * 16 * kSplits, kAttendedPartition = kQueryRows * kSplits / 2;
+// A split's batches in layers without a window come in partitions, which have items of their own. Words of the outputs of a partition's
+// items, one of its rows for each head and split.
+constexpr u32 kPartitionPositions = kPartitionBatches * 16 * kSplits, kPartitionWords = kQueryRows * kSplits / 2;
 constexpr int kModelLanes = kLanes * kRanks;
 // The LM head of the forms `lane` and `vocab_parallel` is made of products of single streams, which the finaliser scales like QKV's. Only
 // with `vocab_parallel`, or where all lanes share one stream, a rank needs no other rank's last streams.
@@ -76,7 +77,7 @@ constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kSetHeads * kHeadDim * 4;
 struct Shared {
     unsigned char ring[kNumSlots][kSlotBytes];
     unsigned char x[kXBytes];
-    float red[2][kMatrixWarps][kTileRows];
+    float red[kSums][kMatrixWarps][kTileRows];                   // partial sums of the last blocks of rows
     float squares[kSquares][kMatrixWarps][32];                   // sums of squares of the last vectors, by matrix thread
     float head_squares[2][kMatrixWarps][kModelLanes];
     float residual[kStreams][OutOp::kCtaRows];
@@ -85,7 +86,7 @@ struct Shared {
     alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
     float attended_max[2][4][kSetHeads], attended_sum[2][4][kSetHeads];
     u64 full[kRingPieces], empty[kRingPieces];
-    u64 red_full[2], red_empty[2], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
+    u64 red_full[kSums], red_empty[kSums], squares_full[kSquares], head_squares_full, merge_full[2], token_full, token_ended, lane_done[kLanes];
     u32 token[2];                                    // of the token of even and odd parity: its id, and whether to stop before it
     u32 stop_before[2];
     WaitNote note;

@@ -85,9 +85,9 @@ struct Multiplier {
     // The partial sums of a block of rows, to the finaliser.
     template <int kGroups>
     __device__ __forceinline__ bool hand_over(u32 num_rows, const float (&sums)[kRowGroups][4]) {
-        const u32 half = num_blocks & 1;
-        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[half]), ((num_blocks >> 1) & 1) ^ 1)) return false;
-        const u32 at = role.base + KOG_OFFSET(red[half][warp]) + (lane & ~3u);
+        const u32 place = num_blocks % kSums;
+        if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(red_empty[place]), (num_blocks / kSums & 1) ^ 1)) return false;
+        const u32 at = role.base + KOG_OFFSET(red[place][warp]) + (lane & ~3u);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             float part = (lane & 1) ? sums[group][2] + sums[group][3] : sums[group][0] + sums[group][1];
@@ -95,7 +95,7 @@ struct Multiplier {
             if ((lane & 3) == 0 && group * 8 + (lane >> 2) < num_rows) store_shared(at + group * 32, part);
         }
         __syncwarp();
-        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[half]));
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(red_full[place]));
         ++num_blocks;
         return true;
     }
@@ -130,7 +130,7 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
                                             u32 step, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
     float squares = 0;
-    const bool keeps_x = (kPhase == kQkvPhase || kPhase == kGateUpPhase) && Gatherer::keeps_x(at);
+    const bool keeps_x = kPhase != kHeadPhase && Gatherer::gathered_lanes(kPhase) > 1 && Gatherer::keeps_x(at);
     if (keeps_x) {
     } else if constexpr (kPhase == kHeadPhase) {
         if (!gatherer.gather_head(at, squares)) return false;
@@ -150,7 +150,9 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
         }
     }
     gatherer.read_ahead(next);
-    return multiplier.template blocks<O>(first_x(role, warp, opaque(lane)));
+    u32 x_address = first_x(role, warp, opaque(lane));
+    if constexpr (kPhase == kOutPhase || kPhase == kDownPhase) x_address += at.lane() % Gatherer::gathered_lanes(kPhase) * (O::kPer * 128);
+    return multiplier.template blocks<O>(x_address);
 }
 
 __device__ __forceinline__ void multiply(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 warp) {

@@ -157,7 +157,7 @@ def compare(published: Published, logits: Array, expected: Expected, kv_dtype: s
 
     sources: dict[str, tuple[Callable[[int], Vector], Callable[[int], Array]]] = {
         "qkv": (rounded_qkv, expected.qkv),
-        "attend": (lambda lane: published.attended(lane, expected.position), expected.attended),
+        "attend": (published.attended, expected.attended),
         "out": (published.middle, expected.middle),
         "gate_up": (published.activation, expected.activation),
         "down": (published.stream, expected.stream),

@@ -9,7 +9,7 @@ import torch
 from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from tests.unit.prefill.models import SMALL, layout_of
+from tests.unit.prefill.models import SMALL, SPLITS, layout_of
 
 SPEC = ModelSpec(**{**SMALL, "hidden_size": 256})  # a head_dim that the kernel runs
 LAYOUT = layout_of(SPEC, 4)
@@ -54,7 +54,7 @@ def test_every_value_is_where_the_kernel_reads_it(layer: int) -> None:
 
 def test_sizes_are_those_of_the_kernel() -> None:
     for spec in (SPEC, ModelSpec(**{**SMALL, "hidden_size": 256, "sliding_window": None, "window_layers": ()})):
-        shape = KernelShape(spec, range(2, 4))
+        shape = KernelShape(spec, range(2, 4), splits=SPLITS)
         layout = CacheLayout.of(shape)
         assert 2 * layout.num_values == shape.kv_bytes
         assert layout == layout_of(spec, 2)
