@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 KERNEL_COMPUTE = (9, 0)  # compute capability that kog_dist/cuda/build.py compiles for
 PREFILLED_GPUS = 4  # with `--prefill auto` at most that many take prompts in blocks: with more it has not run
+LEAST_CONTEXT, _CONTEXT_STEP = 4096, 1024  # tokens of a context that is shortened to what fits
 # The CUDA context with its kernels, and what loading takes for a while; measured with one rank. Of several each loads all kernels
 # of torch (`CUDA_MODULE_LOADING` in workers/worker.py): tests/gpu/test_engine_ranks.py compares what they take with what is
 # counted.
@@ -36,7 +37,8 @@ class GpuChoice:
     gpus: tuple[Gpu, ...] = ()
     obstacles: tuple[KogError, ...] = ()
     prefill: str = "off"  # as its ranks are told: on, off, or auto, which goes on without it where it cannot start
-    note: str = ""  # why an engine that would use prefill does not
+    note: str = ""  # why an engine that would use prefill does not, or has a shorter context
+    context: int = 0  # tokens that fit, where those of the model do not; else 0
 
 
 def choose_gpus(
@@ -71,7 +73,8 @@ def _choose(
     if settings.ranks not in (0, count):
         raise ConfigError(f"--ranks {settings.ranks} contradicts {count} GPU{'s' if count > 1 else ''}: a GPU has one rank")
     needs = _needs(settings, checkpoint, count, kv_dtype)
-    need = next((need for need in needs if all(_has_room(gpu, need) for gpu in gpus)), needs[-1])
+    ways = (*needs, *(_shorter(settings, checkpoint, count, kv_dtype, min(gpu.free_bytes for gpu in gpus)) if gpus else ()))
+    need = next((need for need in ways if all(_has_room(gpu, need) for gpu in gpus)), needs[-1])
     return _choice(count, kv_dtype, inventory, gpus, need, (*obstacles, *_obstacles(inventory, gpus, count, need)))
 
 
@@ -83,6 +86,7 @@ class _Need:
     prefill: str
     note: str = ""
     obstacle: str = ""
+    context: int = 0  # of tokens, if shorter than the model's
 
     @property
     def num_bytes(self) -> int:
@@ -114,10 +118,39 @@ def _needs(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype:
     return [with_it, need("off", note=f"prompts go token by token: prefill takes {_gib(with_it.of_prefill)}, which do not fit")]
 
 
+def _shorter(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtype: str, free_bytes: int) -> Iterator[_Need]:
+    """The same ways, the best one first, with the longest context that so much free memory has room for.
+
+    None where that is less than LEAST_CONTEXT, or where the user has asked for a context.
+    """
+    whole = checkpoint.spec.max_context
+
+    def ways(context: int) -> list[_Need]:
+        shorter = replace(checkpoint, spec=checkpoint.spec.with_context(context))
+        return _needs(settings, shorter, count, kv_dtype)
+
+    if settings.context or whole <= LEAST_CONTEXT:
+        return
+    for number, way in enumerate(ways(LEAST_CONTEXT)):
+        if way.obstacle or way.num_bytes > free_bytes:
+            continue
+        fits, fails = LEAST_CONTEXT // _CONTEXT_STEP, -(-whole // _CONTEXT_STEP)
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            fits, fails = (middle, fails) if ways(middle * _CONTEXT_STEP)[number].num_bytes <= free_bytes else (fits, middle)
+        context = fits * _CONTEXT_STEP
+        note = (
+            f"context of {context} tokens, of the model's {whole}: more does not fit into the {_gib(free_bytes)} that are free "
+            "on a GPU; --context asks for another"
+        )
+        need = ways(context)[number]
+        yield replace(need, note="; ".join(filter(None, (note, need.note))), context=context)
+
+
 def _choice(
     count: int, kv_dtype: str, inventory: Inventory, gpus: tuple[Gpu, ...], need: _Need, obstacles: tuple[KogError, ...] = ()
 ) -> GpuChoice:
-    return GpuChoice(count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note)
+    return GpuChoice(count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context)
 
 
 def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False) -> dict[str, int]:
@@ -126,6 +159,7 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     from kog_dist.collectives.mailbox import place
+    from kog_dist.workers.cuda.geometry import qkv_rows
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
@@ -134,9 +168,11 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     shape = KernelShape(spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size)
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
+    of_qkv = spec.num_layers * shape.num_lanes * qkv_rows(spec) if spec.qkv_bias else 0
+    of_qkv += spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
     uses = {
         "tape": 2 * shape.tape_values * shape.num_ctas,
-        "tables": 2 * (spec.vocab_size * spec.hidden_size + norms) + rope,
+        "tables": 2 * (spec.vocab_size * spec.hidden_size + norms + of_qkv) + rope,
         "cache": shape.kv_bytes,
         "words": 8 * (shape.num_words + sum(box.num_words for box in place(shape.boxes.specs(), world_size))),
     }
@@ -212,7 +248,9 @@ def _choose_unasked(
             needs = _needs(settings, checkpoint, count, kv_dtype)
         except ConfigError:
             continue
-        for need in needs:
+        frees = sorted((gpu.free_bytes for gpu in visible.gpus if not gpu.has_mig), reverse=True)
+        shorter = _shorter(settings, checkpoint, count, kv_dtype, frees[count - 1]) if len(frees) >= count else ()
+        for need in (*needs, *shorter):
             fit = [gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, need)]
             together = (gpus for gpus in itertools.combinations(fit, count) if not inventory.obstacle_between(gpus))
             if (gpus := next(together, ())) and not any(_obstacles(inventory, gpus, count, need)):

@@ -111,6 +111,8 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
+    if choice.context:
+        checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
     target = Target(
         folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, prefill=choice.prefill, note=choice.note
     )

@@ -57,6 +57,30 @@ def test_a_gpu_with_just_the_room_is_taken(demo: Checkpoint) -> None:
         assert (found.prefill, found.obstacles) == (prefill, ())
 
 
+def test_a_context_that_does_not_fit_is_shortened_to_what_does(demo: Checkpoint) -> None:
+    spec = replace(demo.spec, max_context=400_000)
+    model = replace(demo, spec=spec)
+
+    def need(context: int, *, prefill: bool) -> int:
+        shorter = replace(model, spec=spec.with_context(context))
+        return sum(gpu_rank_bytes(shorter, 0, 1, "bfloat16", prefill=prefill).values()) + BESIDES_BYTES
+
+    free = need(400_000, prefill=False)
+    assert (choose(model, free, gpus="1", prefill="off").context, choose(model, free, gpus="1").prefill) == (0, "off")
+    for gpus in ("1", None):  # asked for, or found
+        found = choose(model, free - 1, prefill="off", gpus=gpus)
+        assert (found.context, found.obstacles) == (399_360, ())
+        assert found.note.startswith("context of 399360 tokens, of the model's 400000: more does not fit into the ")
+    found = choose(model, need(20_000, prefill=True), gpus="1")
+    assert (found.context, found.prefill) == (19_456, "auto"), "prefill rather than more of the context"
+    assert choose(model, need(4096, prefill=False) - 1, gpus="1").obstacles, "too little is refused"
+    asked = LaunchConfig(gpus="1", prefill="off", context=400_000)
+    inventory = inventory_from(node(1, lambda _index, gpu: setattr(gpu, "free", free - 1)))
+    refused = choose_gpus(asked, model, {}, inventory)
+    assert refused is not None
+    assert refused.obstacles, "who asks for a context gets it or is refused"
+
+
 def test_prefill_is_used_by_as_many_gpus_as_have_run_it(demo: Checkpoint) -> None:
     assert PREFILLED_GPUS == 4
     for num_gpus, prefill in ((PREFILLED_GPUS, "auto"), (2 * PREFILLED_GPUS, "off")):
