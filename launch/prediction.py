@@ -33,7 +33,11 @@ def architecture(spec: ModelSpec) -> str:
         parts.append(f"window {spec.sliding_window} in {len(spec.window_layers)} layers")
     if spec.rope_scaling is not None:
         parts.append(f"{spec.rope_scaling.rope_type} rope")
-    parts += [text for text, is_so in (("QKV bias", spec.qkv_bias), ("QK norm", spec.qk_norm)) if is_so]
+    parts += [
+        text
+        for text, is_so in (("QKV bias", spec.qkv_bias), ("bias of attention's output", spec.out_bias), ("QK norm", spec.qk_norm))
+        if is_so
+    ]
     return ", ".join(parts)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kog_dist.decode import lane_math
 from kog_dist.decode.cursor import Cursor
 from kog_dist.decode.groups import Array, Finder, Group
-from kog_dist.decode.steps import Kind, Phase
+from kog_dist.decode.steps import Kind, Phase, Site
 from kog_dist.errors import PlanError
 from kog_dist.model.rope import rope_table
 from kog_dist.model.weights import RankWeights
@@ -174,7 +174,11 @@ class LaneCalls:
         operands = self.find.of(group, kinds, (Kind.STREAM,))
         streams = operands.reads[0]
         if kinds == (Kind.STREAM, Kind.TOTAL):
-            total = operands.reads[1]
+            total, step = operands.reads[1], group.steps[0]
+            if self.spec.out_bias and step.site == Site.ATTENTION:
+                bias = self.weights.lanes[self.memory.lanes[0]].layers[step.layer].out_bias
+                assert bias is not None
+                return lambda: _add_in_place(streams, total, bias)
             return lambda: _add_in_place(streams, total)
         scratch = self.normed[self.find.own(group)]
         partials = operands.reads[1]
@@ -217,5 +221,6 @@ class LaneCalls:
         return lane_math.products([triple for triple in zip(heads, inputs, targets, strict=True) if len(triple[0])])
 
 
-def _add_in_place(streams: Array, total: Array) -> None:
-    np.add(streams, total, out=streams)
+def _add_in_place(streams: Array, *terms: Array) -> None:
+    for term in terms:
+        np.add(streams, term, out=streams)

@@ -120,6 +120,9 @@ class LaneAttention(nn.Module):
         self.wk = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wv = LaneLinear(lanes, self.kv_heads * self.head_dim, d, has_bias=spec.qkv_bias)
         self.wo = LaneLinear(lanes, d, self.heads * self.head_dim)
+        if spec.out_bias:
+            self.wo.bias = nn.Parameter(torch.zeros(d))  # of the sum over lanes: the first one adds it
+        self.has_out_bias = spec.out_bias
         if spec.qk_norm:
             self.q_norm, self.k_norm = HeadNorm(spec), HeadNorm(spec)
         self.has_bias, self.has_norms = spec.qkv_bias, spec.qk_norm
@@ -144,7 +147,8 @@ class LaneAttention(nn.Module):
             key, value = cache.extend(self.layer_idx, key, value)
         mixed = self._attend(query, key, value, window_mask)
         mixed = mixed.view(batch, lanes, self.heads, time, self.head_dim).permute(1, 0, 3, 2, 4)
-        return lane_matmul(mixed.reshape(lanes, batch, time, self.heads * self.head_dim), self.wo.weight)
+        partial = lane_matmul(mixed.reshape(lanes, batch, time, self.heads * self.head_dim), self.wo.weight)
+        return torch.cat((partial[:1] + self.wo.bias, partial[1:])) if self.has_out_bias else partial
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, window_mask: BlockMask | None) -> Tensor:
         grouped = self.heads != self.kv_heads

@@ -88,6 +88,8 @@ def _layouts(spec: ModelSpec) -> Iterator[tuple[str, TensorLayout]]:
         if spec.qkv_bias:
             for name, rows in (("wq", q_rows), ("wk", kv_rows), ("wv", kv_rows)):
                 yield f"{prefix}attention.{name}.bias", TensorLayout((lanes, rows), one_row_per_lane)
+        if spec.out_bias:
+            yield f"{prefix}attention.wo.bias", TensorLayout((d,), ((0, d),))
         if spec.qk_norm:
             for name in ("q_norm", "k_norm"):
                 yield f"{prefix}attention.{name}.weight", TensorLayout((spec.head_dim,), ((0, spec.head_dim),))

@@ -45,7 +45,8 @@ class ModelSpec:
 
     An ordinary Llama-like model is `num_lanes` lanes with `delay` 0: every reduction is then BLOCKING, and the lanes share one
     residual stream (`has_one_stream`). `own_head_dim`: values per head where they are not hidden_size / num_heads.
-    `qkv_bias`: added to queries, keys and values. `qk_norm`: an RMS norm of every query and key head before it is rotated.
+    `qkv_bias`: added to queries, keys and values; `out_bias`: to attention's output, of models with one stream. `qk_norm`: an
+    RMS norm of every query and key head before it is rotated.
     """
 
     hidden_size: int
@@ -71,6 +72,7 @@ class ModelSpec:
     window_layers: tuple[int, ...] = ()
     own_head_dim: int | None = None
     qkv_bias: bool = False
+    out_bias: bool = False
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
@@ -141,6 +143,10 @@ class ModelSpec:
             raise ConfigError(f"vocab_size {self.vocab_size} cannot be split over {lanes} lanes (lm_head_type vocab_parallel)")
         if self.pre_norm_lane_agg and self.head_type is not HeadType.REPLICATE:
             raise ConfigError(f"pre_norm_lane_agg goes only with lm_head_type replicate, not {self.head_type.value}")
+        if self.out_bias and not self.has_one_stream:
+            raise ConfigError(
+                "out_bias goes only with one residual stream: broadcast_delay 0, and norms and LM head for all lanes"
+            )
         if self.tied_embeddings and self.head_type is not HeadType.REPLICATE:
             raise ConfigError(f"tie_word_embeddings goes only with lm_head_type replicate, not {self.head_type.value}")
 
@@ -173,6 +179,7 @@ class ModelSpec:
         final_norm_rows = 1 if self.pre_norm_lane_agg else norm_rows
         attention = 2 * d * self.num_heads * self.head_dim + 2 * d * self.num_kv_heads * self.head_dim
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        biases += d if self.out_bias else 0
         head_norms = 2 * self.head_dim if self.qk_norm else 0
         layer = attention + biases + head_norms + 3 * d * self.intermediate_size + 2 * norm_rows * d
         head = 0 if self.tied_embeddings else v * d * (lanes if self.head_type is HeadType.LANE else 1)
@@ -274,6 +281,8 @@ class ModelSpec:
             config["head_dim"] = self.own_head_dim
         if self.qkv_bias:
             config["qkv_bias"] = True
+        if self.out_bias:
+            config["out_bias"] = True
         if self.qk_norm:
             config["qk_norm"] = True
         return config

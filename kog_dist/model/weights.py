@@ -35,6 +35,7 @@ class LayerWeights:
     w13: Array  # (2F, D): gate rows w1, then up rows w3
     w2: Array  # (D, F)
     qkv_bias: Array | None = None  # (Q + 2K,): as wqkv
+    out_bias: Array | None = None  # (D,): of wo, whose lanes share it
     q_norm: Array | None = None  # (head_dim,): of every query head
     k_norm: Array | None = None  # (head_dim,): of every key head
 
@@ -173,10 +174,13 @@ class RankReader:
             self._norm(f"{layer_prefix(i)}{kind}") for i in range(spec.num_layers) for kind in ("attention_norm", "ffn_norm")
         ]
         head_norms = [self._head_norms(f"{layer_prefix(i)}attention.") for i in range(spec.num_layers)]
+        out_biases = [
+            self._whole(f"{layer_prefix(i)}attention.wo.bias") if spec.out_bias else None for i in range(spec.num_layers)
+        ]
         lanes = {
             lane: LaneWeights(
                 tuple(
-                    self._layer(i, lane, norms[2 * i][lane], norms[2 * i + 1][lane], *head_norms[i])
+                    self._layer(i, lane, norms[2 * i][lane], norms[2 * i + 1][lane], *head_norms[i], out_biases[i])
                     for i in range(spec.num_layers)
                 )
             )
@@ -214,8 +218,9 @@ class RankReader:
         return self._whole(f"{prefix}q_norm.weight"), self._whole(f"{prefix}k_norm.weight")
 
     def _layer(
-        self, layer_idx: int, lane: int, attention_norm: Array, ffn_norm: Array, q_norm: Array | None, k_norm: Array | None
-    ) -> LayerWeights:
+        self, layer_idx: int, lane: int, attention_norm: Array, ffn_norm: Array, q_norm: Array | None, k_norm: Array | None,
+        out_bias: Array | None,
+    ) -> LayerWeights:  # fmt: skip
         prefix = layer_prefix(layer_idx)
         attention, ffn = f"{prefix}attention.", f"{prefix}feed_forward."
         return LayerWeights(
@@ -226,6 +231,7 @@ class RankReader:
             w13=self._stacked([f"{ffn}w1.weight", f"{ffn}w3.weight"], lane),
             w2=self._stacked([f"{ffn}w2.weight"], lane),
             qkv_bias=self._biases([f"{attention}{name}.bias" for name in ("wq", "wk", "wv")], lane),
+            out_bias=out_bias,
             q_norm=q_norm,
             k_norm=k_norm,
         )

@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         LlamaForCausalLM,
         LlamaConfig(**sizes(36, 3, 3, 50), rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}),
     ),
+    "llama, biases": (LlamaForCausalLM, LlamaConfig(**sizes(64, 8, 4, 64, attention_bias=True))),
     "llama, head_dim of its own": (LlamaForCausalLM, LlamaConfig(**sizes(60, 10, 2, 48, head_dim=24))),
     "mistral, windows": (MistralForCausalLM, MistralConfig(**sizes(48, 4, 4, 64), sliding_window=17)),
     "qwen2, 7 queries per KV head": (Qwen2ForCausalLM, Qwen2Config(**sizes(112, 14, 2, 72))),
@@ -71,6 +72,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         Qwen2Config(**sizes(64, 4, 4, 64), use_sliding_window=True, sliding_window=33, max_window_layers=1, rope_parameters=YARN),
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**sizes(48, 8, 4, 80, head_dim=16), tie_word_embeddings=True)),
+    "qwen3, biases": (Qwen3ForCausalLM, Qwen3Config(**sizes(48, 4, 2, 40, head_dim=16, attention_bias=True))),
     "qwen3, 5 queries per KV head, yarn": (
         Qwen3ForCausalLM,
         Qwen3Config(**sizes(40, 10, 2, 56, head_dim=10), rope_parameters=YARN | {"beta_fast": 16, "truncate": False}),
@@ -189,14 +191,14 @@ def test_published_configs_are_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("llama-3.2-1b", {"attention_bias": True}, "attention_bias"),
+        ("mistral-7b-v0.3", {"attention_bias": True}, "attention_bias"),
         ("llama-3.2-1b", {"mlp_bias": True}, "mlp_bias"),
         ("llama-3.2-1b", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
         ("llama-3.2-1b", {"num_experts": 8}, "unknown config keys: 'num_experts'"),
         ("llama-3.2-1b", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama-3.2-1b", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic' is not supported"),
         ("llama-3.2-1b", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported; supported: laneformer_tp, laneformer"),
-        ("qwen3-0.6b", {"attention_bias": True}, "attention_bias"),
+        ("llama-3.2-1b", {"attention_bias": 1}, "attention_bias"),
         ("qwen3-0.6b", {"layer_types": ["sliding_attention"] * 28}, "without use_sliding_window"),
         ("qwen3-0.6b", {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention"] * 27}, "layer_types"),
         ("mistral-7b-v0.3", {"sliding_window": 0}, "sliding_window"),

@@ -14,6 +14,8 @@ def unsupported(spec: ModelSpec) -> list[str]:
     findings = []
     if spec.num_lanes > MAX_LANES:
         findings.append(f"{spec.num_lanes} lanes (at most {MAX_LANES})")
+    if spec.out_bias:
+        findings.append("a bias of attention's output")
     if spec.head_dim % 16:
         findings.append(f"head_dim {spec.head_dim} (a multiple of 16)")
     if spec.lane_heads // spec.lane_kv_heads > MAX_GROUP:

@@ -45,6 +45,7 @@ def read_dense(
     kv_heads: int | None = None,
     windows: tuple[int | None, tuple[int, ...]] = (None, ()),
     qkv_bias: bool = False,
+    out_bias: bool = False,
     qk_norm: bool = False,
 ) -> ModelSpec:
     """The spec of a config of transformers. `keys`: those that the caller reads or has read; the rest are its family's defaults.
@@ -82,6 +83,7 @@ def read_dense(
         window_layers=window_layers,
         own_head_dim=size_of_head,
         qkv_bias=qkv_bias,
+        out_bias=out_bias,
         qk_norm=qk_norm,
     )
 
@@ -136,6 +138,6 @@ def _stored(spec: ModelSpec, name: str) -> StoredTensorName:
         return StoredTensorName(f"{prefix}.{_NORMS[part]}.{kind}")
     theirs = f"self_attn.{_ATTENTION[part]}" if part in _ATTENTION else f"mlp.{_FFN[part]}"
     return StoredTensorName(
-        f"{prefix}.{theirs}.{kind}", is_whole=True, has_columns=part in _COLUMNS,
+        f"{prefix}.{theirs}.{kind}", is_whole=True, has_columns=part in _COLUMNS and kind == "weight",
         half_pairs=spec.head_dim if part in _TURNED else 0,
     )  # fmt: skip

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kog_dist.model.families.dense import HEAD, IGNORED, read_dense, stored_names
+from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
 
 _FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),  # it would be one of the output projection, too
     "pretraining_tp": (1, None),
     "is_llama_config": (True, False, None),
     "rope_interleaved": (False, None),
@@ -19,7 +19,9 @@ _FIXED_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a LlamaForCausalLM. Raises ConfigError."""
-    return read_dense(config, fixed=_FIXED_VALUES, max_context=2048)
+    bias = number(config, "attention_bias", False, bool)
+    keys = frozenset(("attention_bias",))
+    return read_dense(config, keys=keys, fixed=_FIXED_VALUES, max_context=2048, qkv_bias=bias, out_bias=bias)
 
 
 FAMILY = Family(("llama",), read_config, stored_names, IGNORED, HEAD)

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from kog_dist.model.families.dense import HEAD, IGNORED, WINDOW_KEYS, qwen_windows, read_dense, stored_names
+from kog_dist.model.families.fields import number
 from kog_dist.model.families.stored import Family
 from kog_dist.model.spec import ModelSpec
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Qwen3ForCausalLM. Raises ConfigError."""
-    windows, fixed = qwen_windows(config), {"attention_bias": (False, None)}
+    windows, bias = qwen_windows(config), number(config, "attention_bias", False, bool)
     return read_dense(
-        config, keys=WINDOW_KEYS, fixed=fixed, max_context=32_768, head_dim=128, kv_heads=32, windows=windows, qk_norm=True
+        config, keys=WINDOW_KEYS | {"attention_bias"}, max_context=32_768, head_dim=128, kv_heads=32, windows=windows,
+        qkv_bias=bias, out_bias=bias, qk_norm=True,
     )  # fmt: skip
 
 
