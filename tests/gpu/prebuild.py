@@ -38,11 +38,12 @@ CHUNK_ROWS = {"one_gpu": 128, "ranks": 128}  # rows of prefill's largest chunk, 
 def models(group: str) -> Iterator[tuple[ModelSpec, dict[str, Any]]]:
     """Models and options of KernelShape."""
     if group == "one_gpu":
-        from tests.gpu.test_monokernel import DEMO, DTYPES, HEADS, VARIANTS
+        from tests.gpu.test_monokernel import DEMO, DTYPES, HEADS, VARIANTS, attention_options
 
         for overrides in (*VARIANTS.values(), *HEADS.values()):
             for dtype, kv_dtype in DTYPES:
-                yield ModelSpec(**{**DEMO, **overrides}), {"weight_dtype": dtype, "kv_dtype": kv_dtype, "partition_batches": 1}
+                spec = ModelSpec(**{**DEMO, **overrides})
+                yield spec, {"weight_dtype": dtype, "kv_dtype": kv_dtype, **attention_options(spec)}
     elif group == "ranks":
         from tests.gpu.rank_bodies import VARIANTS as OF_RANKS
 

@@ -42,7 +42,7 @@ from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
 from tests.gpu.checked_operations import CheckedOperations
 from tests.gpu.last_streams import published_streams, streams_in
-from tests.gpu.test_monokernel import DEMO, HEADS
+from tests.gpu.test_monokernel import DEMO, HEADS, attention_options
 from tests.gpu.test_monokernel import VARIANTS as KERNEL_VARIANTS
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
@@ -66,7 +66,7 @@ class Prepared:
         self.oracle = Laneformer.from_checkpoint(folder, torch.float64).cuda().eval()
         self.oracle.round_keys_and_values(getattr(torch, kv_dtype))
         self.shape = KernelShape(
-            self.spec, range(self.spec.num_lanes), kv_dtype=kv_dtype, partition_batches=1
+            self.spec, range(self.spec.num_lanes), kv_dtype=kv_dtype, **attention_options(self.spec)
         )  # as test_monokernel's
         collected, observe = matrices_for(self.shape)
         self.kernel = Monokernel(self.shape, load_weights(self.shape, open_checkpoint(folder), observe))

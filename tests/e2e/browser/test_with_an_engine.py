@@ -1,4 +1,4 @@
-"""The playground as `kog-launch` serves it: the bundled model, a stop that reaches the ranks, and the loss of one."""
+"""The playground as `kog-launch` serves it: the bundled model, a stop that reaches the ranks, the loss of one; a real model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import os
 import signal
 
+import pytest
 from playwright.sync_api import Browser, expect
 
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.gateway.args import HTTP_FILE
 from kog_dist.rpc.messages import Tokens
 from tests.e2e.browser.test_playground import answer, ended, run
+from tests.e2e.test_smollm2 import FOLDER
 
 PROMPT = "def fibonacci(n):\n"
 
@@ -51,3 +53,25 @@ def test_the_page_of_a_real_engine(browser: Browser, session: EngineSession) -> 
         os.kill(session.processes()["rank 1"], signal.SIGKILL)
         expect(page.locator("#problem")).to_contain_text("cut off")
         page.close()
+
+
+@pytest.mark.service
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="needs `make model`")
+def test_a_conversation_with_a_real_model(browser: Browser, session: EngineSession) -> None:
+    session.launch(str(FOLDER), "--http", "--port=0", "--device=cpu", "--context=2048")
+    announced = session.instance_folder / HTTP_FILE
+    until(announced.exists, 60, session.output)
+    page = browser.new_page()
+    page.goto(json.loads(announced.read_text(encoding="utf-8"))["url"])
+    expect(page.locator("#engine-sentence")).to_have_text("SmolLM2-135M-Instruct, 1 rank · ready", timeout=60_000)
+    page.get_by_role("radio", name="Conversation").check()
+    page.click(".sampling summary")
+    page.fill("#temperature", "0")
+    for question, word in (("What is the capital of France?", "Paris"), ("Tell me more.", "")):
+        run(page, question)
+        ended(page)
+        expect(page.locator("#outcome")).to_have_text("Finished")  # by the model's own stop id
+        assert word in (said := answer(page))
+        assert len(said) > 5
+    expect(page.locator(".turn")).to_have_count(2)
+    page.close()
