@@ -63,7 +63,9 @@ class LaunchConfig:
         "auto", "Type of the KV cache: {choices}.", choices=("auto", "float32", "float16", "bfloat16")
     )  # auto: float32 on CPU ranks, the 16-bit type of the weights on GPUs
     kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="4 on CPU ranks, 1 on GPUs")
-    context: int = _setting(0, "Tokens of prompt and answer together.", (1, MAX_CONTEXT), zero="the model's")
+    context: int = _setting(
+        0, "Tokens of prompt and answer together.", (1, MAX_CONTEXT), zero="the model's, or what memory holds of it"
+    )
     prefill: str = _setting(
         "auto", "Prompts in chunks of tokens: auto (on 1, 2 or 4 GPUs), on or off.", choices=("auto", "on", "off")
     )

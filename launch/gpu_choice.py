@@ -73,7 +73,8 @@ def _choose(
     if settings.ranks not in (0, count):
         raise ConfigError(f"--ranks {settings.ranks} contradicts {count} GPU{'s' if count > 1 else ''}: a GPU has one rank")
     needs = _needs(settings, checkpoint, count, kv_dtype)
-    ways = (*needs, *(_shorter(settings, checkpoint, count, kv_dtype, min(gpu.free_bytes for gpu in gpus)) if gpus else ()))
+    free_bytes = min((gpu.free_bytes for gpu in gpus), default=0)
+    ways = itertools.chain(needs, _shorter(settings, checkpoint, count, kv_dtype, free_bytes))
     need = next((need for need in ways if all(_has_room(gpu, need) for gpu in gpus)), needs[-1])
     return _choice(count, kv_dtype, inventory, gpus, need, (*obstacles, *_obstacles(inventory, gpus, count, need)))
 
@@ -159,7 +160,6 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     Raises ConfigError naming what the kernel cannot run, or which rank counts are possible.
     """
     from kog_dist.collectives.mailbox import place
-    from kog_dist.workers.cuda.geometry import qkv_rows
     from kog_dist.workers.cuda.kernel_shape import KernelShape
     from kog_dist.workers.prefill.model.memory import prefill_bytes
 
@@ -168,7 +168,7 @@ def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype:
     shape = KernelShape(spec, lanes, weight_dtype=checkpoint.dtype, kv_dtype=kv_dtype, num_ranks=world_size)
     norms = spec.hidden_size * (2 * spec.num_layers * (1 if spec.shared_norm_scale else shape.num_lanes) + shape.final_norm_lanes)
     rope = 4 * spec.max_context * spec.head_dim
-    of_qkv = spec.num_layers * shape.num_lanes * qkv_rows(spec) if spec.qkv_bias else 0
+    of_qkv = spec.num_layers * shape.num_lanes * spec.lane_qkv_rows if spec.qkv_bias else 0
     of_qkv += spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0
     uses = {
         "tape": 2 * shape.tape_values * shape.num_ctas,
@@ -250,7 +250,7 @@ def _choose_unasked(
             continue
         frees = sorted((gpu.free_bytes for gpu in visible.gpus if not gpu.has_mig), reverse=True)
         shorter = _shorter(settings, checkpoint, count, kv_dtype, frees[count - 1]) if len(frees) >= count else ()
-        for need in (*needs, *shorter):
+        for need in itertools.chain(needs, shorter):
             fit = [gpu for gpu in visible.gpus if not gpu.has_mig and not _unfit(gpu, need)]
             together = (gpus for gpus in itertools.combinations(fit, count) if not inventory.obstacle_between(gpus))
             if (gpus := next(together, ())) and not any(_obstacles(inventory, gpus, count, need)):

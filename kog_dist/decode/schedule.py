@@ -52,7 +52,7 @@ class Scheduler:
             count = sum(key[0] == site for key in self.sequence)
             if count:  # one slot per layer: a slot is rewritten one token later
                 boxes.append(PlannedMailbox(site.name.lower(), count, spec.hidden_size, count))
-        if spec.head_type is not HeadType.VOCAB_PARALLEL and not spec.has_one_stream:
+        if spec.gathers_streams:
             lanes_in_row = num_lanes if spec.head_type is HeadType.LANE else 1
             boxes.append(PlannedMailbox("final", 1, spec.hidden_size * lanes_in_row, 1))
         boxes.append(PlannedMailbox("logits", 1, spec.vocab_slice(0)[1] * num_lanes, 1))
@@ -189,7 +189,7 @@ def row_splits(spec: ModelSpec, lanes: Iterable[int], num_ctas: int) -> tuple[Ro
     of the other phases continue where the last phase stopped.
     """
     hosted = tuple(lanes)
-    qkv_pairs = (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2
+    qkv_pairs = spec.lane_qkv_rows // 2
     fixed_units = {Phase.QKV: qkv_pairs, Phase.GATE_UP: spec.lane_ffn}
     next_cta = spec.hidden_size % num_ctas
     splits = []

@@ -110,7 +110,7 @@ def _split_findings(plan: Plan, part: RankPlan, split: RowSplit, num_rows: int, 
 def _num_rows(spec: ModelSpec, split: RowSplit) -> int:
     first, last = spec.vocab_slice(split.lane)
     return {
-        Phase.QKV: (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim,
+        Phase.QKV: spec.lane_qkv_rows,
         Phase.OUT: spec.hidden_size,
         Phase.GATE_UP: spec.lane_ffn,
         Phase.DOWN: spec.hidden_size,

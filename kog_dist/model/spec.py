@@ -167,6 +167,11 @@ class ModelSpec:
         return self.num_kv_heads // self.num_lanes
 
     @property
+    def lane_qkv_rows(self) -> int:
+        """Query, key and value rows that one lane owns."""
+        return (self.lane_heads + 2 * self.lane_kv_heads) * self.head_dim
+
+    @property
     def lane_ffn(self) -> int:
         """FFN columns that one lane owns."""
         return self.intermediate_size // self.num_lanes
@@ -207,6 +212,11 @@ class ModelSpec:
         """Whether all lanes share one residual stream: every sum over lanes is awaited, norms and LM head are alike in all."""
         blocking = self.delay == 0 and self.attention_comm and self.mlp_comm
         return blocking and self.shared_norm_scale and self.head_type is HeadType.REPLICATE and not self.pre_norm_lane_agg
+
+    @property
+    def gathers_streams(self) -> bool:
+        """Whether the LM head needs what the streams of all lanes are."""
+        return self.head_type is not HeadType.VOCAB_PARALLEL and not self.has_one_stream
 
     def feeds_layer(self, layer_idx: int, sublayer: Sublayer) -> int | None:
         """The later layer that consumes this layer's partials with DELAYED reduction, or None."""

@@ -105,7 +105,7 @@ def check_later_parts(shape: KernelShape, words: Words, first: int) -> None:
     """Parts that the context has not come to have the tag of the last step, and nothing in them."""
     epoch, first_full = (FIRST.index(first) + 1) * STEPS - 1, shape.full_layers[0]
     published, tag = Published(shape, words, epoch), (epoch * (shape.spec.num_layers + 1) + first_full + 1) & 0xFFFF
-    num_used = shape.partitions_at(first_full, first + STEPS - 1)
+    num_used = (first + STEPS - 1) // (16 * shape.batches_of_partition * shape.splits) + 1
     published._tag = tag
     for part in range(num_used, shape.num_partitions):
         for lane in range(shape.num_lanes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape_packing import STEP_COLUMNS, OpShape, op_shape, owned_rows
 from kog_dist.model.spec import ModelSpec
 
@@ -87,16 +88,14 @@ def attention_registers(head_dim: int) -> int:
     return head_dim + head_dim // 8 + head_dim // 4 + _ADDRESS_REGISTERS
 
 
-def qkv_rows(spec: ModelSpec) -> int:
-    """Query, key and value rows of a lane."""
-    return (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim
-
-
-def lanes_together(lane_rows: int, num_lanes: int, num_ctas: int) -> int:
-    """How many lanes' rows make one product where all have one input: so many that a thread block has a whole tile of them.
+def lanes_together(spec: ModelSpec, phase: Phase, num_lanes: int, num_ctas: int) -> int:
+    """How many of a rank's lanes make one product of a phase: where all have one input, until a thread block has a whole tile.
 
     A product of few rows costs as much besides its weights as one of many.
     """
+    lane_rows = {Phase.QKV: spec.lane_qkv_rows, Phase.GATE_UP: 2 * spec.lane_ffn}.get(phase)
+    if lane_rows is None or not spec.has_one_stream:
+        return 1
     return next((n for n in (1, 2, 4, 8) if n < num_lanes and n * lane_rows >= _WHOLE_ROWS * num_ctas), num_lanes)
 
 
@@ -108,13 +107,10 @@ def splits_for(spec: ModelSpec, max_ctas: int) -> int:
 def padding(spec: ModelSpec, geometry: Geometry, max_ctas: int) -> float:
     """Weights on the tape that are no weights of the model, as a share of these, where one rank hosts all lanes."""
     hidden, heads = spec.hidden_size, spec.lane_heads * spec.head_dim
-    together = [
-        lanes_together(rows, spec.num_lanes, max_ctas) if spec.has_one_stream else 1
-        for rows in (qkv_rows(spec), 2 * spec.lane_ffn)
-    ]
+    qkv, gate_up = (lanes_together(spec, phase, spec.num_lanes, max_ctas) for phase in (Phase.QKV, Phase.GATE_UP))
     products = [  # how many, rows, columns, what the rows of a block are a multiple of
-        (spec.num_lanes // together[0], together[0] * qkv_rows(spec), hidden, 2), (spec.num_lanes, hidden, heads, 2),
-        (spec.num_lanes // together[1], together[1] * 2 * spec.lane_ffn, hidden, 4), (spec.num_lanes, hidden, spec.lane_ffn, 2),
+        (spec.num_lanes // qkv, qkv * spec.lane_qkv_rows, hidden, 2), (spec.num_lanes, hidden, heads, 2),
+        (spec.num_lanes // gate_up, gate_up * 2 * spec.lane_ffn, hidden, 4), (spec.num_lanes, hidden, spec.lane_ffn, 2),
     ]  # fmt: skip
     counted = [(spec.num_layers * count, *rest) for count, *rest in products]
     real = stored = 0

@@ -20,7 +20,7 @@ from kog_dist.collectives.api import MailboxSpec
 from kog_dist.collectives.mailbox import Mailbox
 from kog_dist.collectives.words import WORD_BYTES
 from kog_dist.decode.schedule import is_summed
-from kog_dist.model.spec import HeadType, ModelSpec, Sublayer
+from kog_dist.model.spec import ModelSpec, Sublayer
 from kog_dist.runtime.abi import LINE_BYTES
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
 
@@ -75,7 +75,7 @@ class KernelBoxes:
             for b in Sublayer
             if self.summed_layers(b)
         ]
-        if self.spec.head_type is not HeadType.VOCAB_PARALLEL and not self.spec.has_one_stream:
+        if self.spec.gathers_streams:
             sums.append(MailboxSpec("streams", 1, self.lanes_per_rank * self.replicas * self.stream_copy_words))
         candidates = MailboxSpec("candidates", 2, self.replicas * self.candidate_copy_words)
         return [*sums, candidates, *self._processed_specs()]

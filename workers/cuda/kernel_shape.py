@@ -13,7 +13,7 @@ from kog_dist.decode.tape_packing import OpShape, owned_rows
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import HeadType, ModelSpec, ReduceMode, Sublayer
 from kog_dist.sampling_params import MAX_TOP_LOGPROBS
-from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, qkv_rows, splits_for
+from kog_dist.workers.cuda.geometry import EIGHT_WARPS, TWELVE_WARPS, Geometry, choose, lanes_together, splits_for
 from kog_dist.workers.cuda.kernel_abi import REPORT_WORDS, abi_header
 from kog_dist.workers.cuda.kernel_boxes import KernelBoxes, by_kind, layer_mask
 from kog_dist.workers.cuda.model_limits import unsupported
@@ -101,13 +101,12 @@ class KernelShape:
 
     def lanes_of(self, phase: Phase) -> int:
         """Hosted lanes whose rows one product of this phase has: several where they share its input and have few rows each."""
-        rows = {Phase.QKV: qkv_rows(self.spec), Phase.GATE_UP: 2 * self.spec.lane_ffn}.get(phase)
-        return lanes_together(rows, self.num_lanes, self.num_ctas) if rows and self.spec.has_one_stream else 1
+        return lanes_together(self.spec, phase, self.num_lanes, self.num_ctas)
 
     @cached_property
     def qkv(self) -> OpShape:
         """Query, key and value rows of `lanes_of` lanes, in pairs that rotate together."""
-        rows = self.lanes_of(Phase.QKV) * qkv_rows(self.spec)
+        rows = self.lanes_of(Phase.QKV) * self.spec.lane_qkv_rows
         return self.geometry.op_shape(owned_rows(rows, self.num_ctas, 2), self.spec.hidden_size, 2)
 
     @cached_property
@@ -155,7 +154,7 @@ class KernelShape:
     @property
     def gathers_streams(self) -> bool:
         """Whether the LM head reads other ranks' last streams."""
-        return self.num_ranks > 1 and self.spec.head_type is not HeadType.VOCAB_PARALLEL and not self.spec.has_one_stream
+        return self.num_ranks > 1 and self.spec.gathers_streams
 
     @property
     def head_lanes(self) -> range:
@@ -290,10 +289,6 @@ class KernelShape:
         """Attention items that share a split of a layer which sees everything, at the end of the context."""
         return -(-self.full_batches // self.batches_of_partition) if self.full_layers else 1
 
-    def partitions_at(self, layer: int, position: int) -> int:
-        """Items that share a split of a layer at a position; `num_partitions` of layout.cuh."""
-        return position // (16 * self.batches_of_partition * self.splits) + 1 if layer in self.full_layers else 1
-
     @property
     def batches_of_partition(self) -> int:
         """1,536 positions of eight splits, or a quarter of a longer context: in each token unread partitions are written.
@@ -333,7 +328,7 @@ class KernelShape:
             "Stream": (spec.hidden_size // 2, stream_copies),
             "Middle": (spec.hidden_size // 2, stream_copies),
             "Activation": (spec.lane_ffn // 2, copies),
-            "Qkv": ((spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim // 2, lanes),
+            "Qkv": (spec.lane_qkv_rows // 2, lanes),
             "Part": (self.num_partitions * query_rows * self.splits // 2, lanes),
             "LogSum": (self.num_partitions * self.log_sum_words, lanes),
             "Attended": (query_rows // 2, copies),

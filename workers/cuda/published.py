@@ -53,8 +53,7 @@ class Published:
 
     def qkv(self, lane: int) -> Vector:
         """Query, key and value rows of a hosted lane; queries and keys are turned, not scaled."""
-        spec = self.shape.spec
-        return self._pairs("Qkv", [lane], (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim)
+        return self._pairs("Qkv", [lane], self.shape.spec.lane_qkv_rows)
 
     def attended(self, lane: int) -> Vector:
         """The output (heads * head_dim,) of the lane's heads."""

@@ -15,7 +15,7 @@ constexpr bool kSendsDelayed = kRanks > 1 && !kOneStream;
 struct Finalizer : FinalizedRows {
     SumFromPeers<kRanks, OutOp::kRows> sums;  // of the next product, if `early`
     bool early = false;
-    float shared_scale = 0;                  // of the stream that all lanes share, for their QKV or GATE_UP
+    float shared_scale = 0;                   // of the stream that all lanes share, for their QKV or GATE_UP
 
     // Scale of the normed vector that a lane's product has. Of a stream that all lanes share, the first one has the squares.
     __device__ __forceinline__ bool norm_scale(u32 lane_idx, float& scale) {

@@ -21,7 +21,6 @@ struct VectorGatherer {
     static __device__ __forceinline__ float4 values(const ulonglong2& words) {
         return make_float4(first_of(words.x), second_of(words.x), first_of(words.y), second_of(words.y));
     }
-    static __device__ __forceinline__ float payload(u64 word) { return __uint_as_float(static_cast<u32>(word)); }
     static __device__ __forceinline__ float4 widen(uint2 packed) {
         return make_float4(WeightFormat::low(packed.x), WeightFormat::high(packed.x), WeightFormat::low(packed.y),
                            WeightFormat::high(packed.y));

@@ -82,7 +82,7 @@ struct Shared {
     float head_squares[2][kMatrixWarps][kModelLanes];
     float residual[kStreams][OutOp::kCtaRows];
     float history[2][kHistory][kLanes][OutOp::kCtaRows];  // published partials: attention, MLP
-    alignas(16) float attended[2][4][kSetHeads][kHeadDim];          // unnormalised outputs of the attention warps, two items in turn
+    alignas(16) float attended[2][4][kSetHeads][kHeadDim];       // unnormalised outputs of the attention warps, two items in turn
     alignas(16) u32 fresh[kHeadDim];                             // K and V of the new position, in pairs
     float attended_max[2][4][kSetHeads], attended_sum[2][4][kSetHeads];
     u64 full[kRingPieces], empty[kRingPieces];

@@ -131,10 +131,9 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
     const u32 warp = multiplier.warp, lane = gatherer.lane;
     float squares = 0;
     const bool keeps_x = kPhase != kHeadPhase && Gatherer::gathered_lanes(kPhase) > 1 && Gatherer::keeps_x(at);
-    if (keeps_x) {
-    } else if constexpr (kPhase == kHeadPhase) {
+    if constexpr (kPhase == kHeadPhase) {
         if (!gatherer.gather_head(at, squares)) return false;
-    } else {
+    } else if (!keeps_x) {
         if (!gatherer.template gather<kPhase>(at, squares)) return false;
     }
     if (warp == 0) {

@@ -130,10 +130,10 @@ class TorchOperations:
             scaled = scaled + matrices.qkv_bias[:, None]
         heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
         if matrices.head_norms is not None:
-            heads = heads.clone()
-            for first, norm in ((0, matrices.head_norms[0]), (spec.lane_heads, matrices.head_norms[1])):
-                of_kind = heads[..., first : spec.lane_heads + (spec.lane_kv_heads if first else 0), :]
-                of_kind *= (of_kind.square().mean(-1, keepdim=True) + spec.norm_eps).rsqrt() * norm
+            counts = torch.tensor([spec.lane_heads, spec.lane_kv_heads], device=heads.device)
+            normed, values = torch.split(heads, [spec.lane_heads + spec.lane_kv_heads, spec.lane_kv_heads], dim=2)
+            scale = (normed.square().mean(-1, keepdim=True) + spec.norm_eps).rsqrt()
+            heads = torch.cat((normed * scale * matrices.head_norms.repeat_interleave(counts, dim=0), values), dim=2)
         positions = torch.arange(start, start + rows.size, device=heads.device).clamp(max=spec.max_context - 1)
         cos, sin = self.buffers.rope[positions].unbind(-1)  # (size, head_dim / 2)
         even, odd = (

@@ -53,8 +53,6 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     }
 }
 
-// Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row,
-// of those from `first` to `last`: queries, keys and values, or some of them.
 // Where heads are normed, as many neighbouring threads as a head has fours add their squares: all go through the loop to its end.
 constexpr u32 kHeadThreads = kHeadDim / 4;
 static_assert(!kQkNorm || (32 % kHeadThreads == 0 && kHeadDim % 4 == 0), "a head's values are those of threads of one warp");
@@ -66,6 +64,8 @@ __device__ __forceinline__ float4 normed_head(const float4& value, const float4&
     return {value.x * scale * weights.x, value.y * scale * weights.y, value.z * scale * weights.z, value.w * scale * weights.w};
 }
 
+// Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row,
+// of those from `first` to `last`: queries, keys and values, or some of them.
 template <bool kExact>
 __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     constexpr u32 kCount = kLanePairs / 2, kQueries = kHeads * kPairs / 2, kKeys = kKvPairs / 2;  // two pairs each

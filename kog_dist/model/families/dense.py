@@ -7,6 +7,7 @@ every number of ranks that divides it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kog_dist.errors import ConfigError
@@ -60,13 +61,9 @@ def read_dense(
     intermediate_size = number(config, "intermediate_size", None, int)
     context = number(config, "max_position_embeddings", max_context, int)
     theta, scaling = read_rope(config, context)
-    hidden_size = number(config, "hidden_size", None, int)
-    size_of_head = number(config, "head_dim", head_dim or 0, int) or None
-    heads_width = (num_heads + num_kv_heads) * (size_of_head or hidden_size // max(num_heads, 1))
-    layer_weights = hidden_size * (2 * heads_width + 3 * intermediate_size)
     window, window_layers = windows
-    return ModelSpec(
-        hidden_size=hidden_size,
+    spec = ModelSpec(
+        hidden_size=number(config, "hidden_size", None, int),
         num_layers=num_layers_of(config),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -76,16 +73,16 @@ def read_dense(
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=number(config, "rms_norm_eps", 1e-6, float),
-        num_lanes=lanes_of(num_heads, num_kv_heads, intermediate_size, layer_weights=layer_weights),
         delay=0,
         tied_embeddings=number(config, "tie_word_embeddings", False, bool),
         sliding_window=window,
         window_layers=window_layers,
-        own_head_dim=size_of_head,
+        own_head_dim=number(config, "head_dim", head_dim or 0, int) or None,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         qk_norm=qk_norm,
     )
+    return replace(spec, num_lanes=lanes_of(spec))
 
 
 def num_layers_of(config: Mapping[str, Any]) -> int:
@@ -93,17 +90,19 @@ def num_layers_of(config: Mapping[str, Any]) -> int:
     return min(int(number(config, "num_hidden_layers", None, int)), MAX_LAYERS + 1)
 
 
-def lanes_of(*sizes: int, layer_weights: int) -> int:
+def lanes_of(spec: ModelSpec) -> int:
     """Lanes of a dense model: the most, of 1, 2, 4 and 8, that divide its heads, KV heads and FFN columns.
 
     Fewer for models so small that on a GPU the ways between products, of which lanes have more, cost more than their weights: a
     lane then has at least LANE_WEIGHTS of each layer. Not for the smallest, which are for CPU ranks.
     """
+    layer_weights = spec.hidden_size * (2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + 3 * spec.intermediate_size)
     lanes = MOST_LANES
-    while any(size % lanes for size in sizes) or SMALL_LAYER <= layer_weights < lanes * LANE_WEIGHTS:
+    while lanes > 1 and (
+        any(size % lanes for size in (spec.num_heads, spec.num_kv_heads, spec.intermediate_size))
+        or SMALL_LAYER <= layer_weights < lanes * LANE_WEIGHTS
+    ):
         lanes //= 2
-        if lanes == 1:
-            break
     return lanes
 
 

@@ -168,6 +168,13 @@ def test_heads_that_flash_attention_cannot_take() -> None:
     assert misfit(wide) == f"{spec.hidden_size // 8} values in a head (at most 256, of flash attention)"
 
 
+@pytest.mark.parametrize(("head_dim", "is_taken"), [(2, False), (10, False), (24, False), (64, True), (128, True), (256, False)])
+def test_normed_heads_that_append_cannot_take(head_dim: int, is_taken: bool) -> None:
+    spec = replace(laneformer_2b(), own_head_dim=head_dim)
+    assert misfit(spec) == ""
+    assert (misfit(replace(spec, qk_norm=True)) == "") == is_taken
+
+
 def test_an_error_of_cublas_is_a_sentence() -> None:
     with pytest.raises(LaunchError, match="cuda:0 failed: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"):  # noqa: SIM117
         with translated_errors("cuda:0"):

@@ -91,7 +91,7 @@ def tile_shapes(layout: CacheLayout, kv_dtype: str) -> dict[str, TileShape]:
     }  # fmt: skip
     lines = [f"constexpr unsigned {name} = {value};" for name, value in numbers.items()]
     lines += [f"using KvFormat = {FORMATS[kv_dtype]};"]
-    qkv = (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim
+    qkv = spec.lane_qkv_rows
     found = {
         "qkv": TileShape("qkv", spec.hidden_size, qkv, tuple(lines)),
         "gate_up": TileShape("gate_up", spec.hidden_size, 2 * spec.lane_ffn),

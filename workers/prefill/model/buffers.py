@@ -149,7 +149,7 @@ class Buffers:
                 "qkv",
                 lanes,
                 stream_rows,
-                (spec.lane_heads + 2 * spec.lane_kv_heads) * dim,
+                spec.lane_qkv_rows,
                 dtype=torch.float32,
                 part=stream_rows,
                 largest=most_rows,
@@ -175,6 +175,6 @@ def misfit(spec: ModelSpec) -> str:
     findings = [f"{size} {what} (a multiple of {UNIT})" for size, what in sizes if size % UNIT]
     if spec.head_dim > MAX_HEAD_DIM:
         findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM}, of flash attention)")
-    if spec.qk_norm and 32 % (spec.head_dim // 4):
-        findings.append(f"norms of heads of {spec.head_dim} values (16, 32, 64 or 128)")
+    if spec.qk_norm and (spec.head_dim % 4 or 32 % (spec.head_dim // 4)):
+        findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64 or 128)")
     return "; ".join(findings)

@@ -40,7 +40,7 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
 def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     """Of `Matrices` in 16 bit."""
     attention = spec.lane_heads * spec.head_dim
-    qkv = attention + 2 * spec.lane_kv_heads * spec.head_dim
+    qkv = spec.lane_qkv_rows
     rest = attention + 3 * spec.lane_ffn
     scales = 2 * 4 * spec.num_layers * (1 if spec.shared_norm_scale else num_lanes) * spec.hidden_size
     biases = 4 * spec.num_layers * num_lanes * qkv if spec.qkv_bias else 0
@@ -62,7 +62,7 @@ def buffer_bytes(layout: CacheLayout, sizes: Sequence[int], exact_size: int, spl
 def _stream_bytes(layout: CacheLayout) -> int:
     """What one row of the streams and of what QKV gives takes."""
     spec = layout.spec
-    return layout.num_lanes * (2 * spec.hidden_size + 4 * (spec.lane_heads + 2 * spec.lane_kv_heads) * spec.head_dim)
+    return layout.num_lanes * (2 * spec.hidden_size + 4 * spec.lane_qkv_rows)
 
 
 def _row_bytes(layout: CacheLayout, *, planes: int, result: int) -> int:
