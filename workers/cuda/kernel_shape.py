@@ -24,6 +24,7 @@ SHARED_BYTES = 232448
 # finaliser was done with the one two before that.
 NUM_SQUARES = 3
 HASH_TOKENS, NUM_HASHES = 64, 1 << 13  # a running hash is kept of every 64th token, of so many in turn
+_PACKED_TILE_BYTES, _MOST_TILES = 2 * 8 + 4, 32  # barriers and place of a tile in a packed ring; tiles in it
 _NOTES_BYTES, _PADDING_BYTES = 32 + 2 * 48, 32  # WaitNote and both PeerNotes; of `Shared`, at most
 _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before position NEAR_CONTEXT and from there on; as measured
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
@@ -207,8 +208,17 @@ class KernelShape:
     @property
     def tape_values(self) -> int:
         """16-bit weights on the tape of one thread block."""
-        layer = sum(self.num_lanes // self.lanes_of(phase) * op.num_values for phase, op in self.ops.items())
+        layer = sum(self._products_of_layer(phase) * op.num_values for phase, op in self.ops.items())
         return self.spec.num_layers * layer + self.num_head_products * self.head.num_values
+
+    @property
+    def tape_tiles(self) -> int:
+        """Tiles on the tape of one thread block."""
+        layer = sum(self._products_of_layer(phase) * op.num_tiles for phase, op in self.ops.items())
+        return self.spec.num_layers * layer + self.num_head_products * self.head.num_tiles
+
+    def _products_of_layer(self, phase: Phase) -> int:
+        return self.num_lanes // self.lanes_of(phase)
 
     @property
     def ops(self) -> dict[Phase, OpShape]:
@@ -349,11 +359,34 @@ class KernelShape:
         return sum(words * count for words, count in self._word_lists.values())
 
     # ---- shared memory ----
+    @property
+    def is_packed(self) -> bool:
+        """Whether tiles lie in the ring one behind the other instead of each in a slot of the largest one's size."""
+        return self.geometry.in_flight_bytes > 0 and self.num_pieces == 1
+
     @cached_property
     def num_slots(self) -> int:
-        """Ring slots that fit beside everything else in `Shared`."""
+        """Tiles that the ring has barriers for: its slots, as many as fit beside everything else in `Shared`; or if it is packed,
+        as many of the smallest tile."""
+        free = SHARED_BYTES - self.shared_bytes_besides
+        if self.is_packed:
+            smallest = 2 * min(op.tile_values for op in (*self.ops.values(), self.head))
+            return min(min(self.max_slots * self.geometry.slot_bytes, free) // (smallest + _PACKED_TILE_BYTES), _MOST_TILES)
         slot_bytes = self.geometry.slot_bytes + 2 * 8 * self.num_pieces  # pieces have barriers of their own
-        return min(self.max_slots, (SHARED_BYTES - self.shared_bytes_besides) // slot_bytes)
+        return min(self.max_slots, free // slot_bytes)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring of tiles in `Shared`."""
+        if self.is_packed:
+            free = SHARED_BYTES - self.shared_bytes_besides - self.num_slots * _PACKED_TILE_BYTES
+            return min(self.max_slots * self.geometry.slot_bytes, free) // 512 * 512
+        return self.num_slots * self.geometry.slot_bytes
+
+    @property
+    def ring_tiles(self) -> int:
+        """Tiles of mean size that the ring holds."""
+        return self.ring_bytes * self.tape_tiles // (2 * self.tape_values) if self.is_packed else self.num_slots
 
     @property
     def x_steps(self) -> int:
@@ -403,7 +436,7 @@ class KernelShape:
             "kReplicas": self.replicas, "kSplits": self.splits, "kPartitions": self.num_partitions,
             "kPartitionBatches": self.batches_of_partition,
             "kFirstFull": min(self.full_layers, default=0),
-            "kNumSlots": self.num_slots,
+            "kNumSlots": self.num_slots, "kRingBytes": self.ring_bytes,
             "kPieces": self.num_pieces, "kPiecesInFlight": self.in_flight, "kFarPiecesInFlight": self.far_in_flight,
             "kNearContext": NEAR_CONTEXT, "kSquares": NUM_SQUARES,
             "kSums": self.num_sums,
@@ -451,7 +484,7 @@ class KernelShape:
             lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
         flags = {
             "kPreNormSum": spec.pre_norm_lane_agg, "kLaneHead": spec.head_type is HeadType.LANE,
-            "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
+            "kPacked": self.is_packed, "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
             "kGathersStreams": self.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
         }  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]

@@ -41,8 +41,11 @@ static_assert(kSetHeads == (kGroup + kSets - 1) / kSets && kSetHeads <= 4, "sets
 
 constexpr u32 kSlotBytes = kMatrixWarps * kTileRows * 64;  // one ring slot: at most kTileRows rows x 32 columns of each matrix warp
 constexpr int kRowGroups = (kTileRows + 7) / 8;           // groups of eight rows of a block, at most
-constexpr int kRingPieces = kNumSlots * kPieces;     // a piece is what kMatrixWarps / kPieces warps need of a tile: copied and given back by itself
+constexpr int kRingPieces = kNumSlots * kPieces;     // barriers; a piece is what kMatrixWarps / kPieces warps need of a tile: copied and given back by itself
 static_assert(kMatrixWarps % kPieces == 0, "pieces of a tile");
+// Where the ring is packed, tiles lie in it one behind the other, each whole: one that does not fit in front of the end lies at the beginning.
+static_assert(kPacked ? kPieces == 1 : kRingBytes == kNumSlots * kSlotBytes, "a slot for each tile, or none");
+static_assert(kRingBytes % 512 == 0, "tiles begin at multiples of 512 bytes");
 // A piece stands at the same place of its slot in tiles of all sizes: what is given back by itself must not lie where another piece was.
 constexpr u32 kPieceWarps = kMatrixWarps / kPieces, kPieceBytes = kSlotBytes / kPieces;
 constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
@@ -59,6 +62,7 @@ struct Op {
     static constexpr int kCtaRows = kRows * kBlocks;
     static constexpr u32 kWarpBytes = kSteps * kRows * 64;
     static constexpr u32 kTileBytes = kMatrixWarps * kWarpBytes;
+    static_assert(kTileBytes % 512 == 0 || !kPacked, "where tiles begin");
     static_assert(kTileBytes <= kSlotBytes && kPer % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
     static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
@@ -75,7 +79,7 @@ constexpr u32 kScoreBytes = 2 * HeadOp::kCtaRows * 4, kMaskWords = HeadOp::kCtaR
 constexpr bool kScoresFit = kScoreBytes <= 2 * 4 * kSetHeads * kHeadDim * 4;
 
 struct Shared {
-    unsigned char ring[kNumSlots][kSlotBytes];
+    unsigned char ring[kRingBytes];
     unsigned char x[kXBytes];
     float red[kSums][kMatrixWarps][kTileRows];                   // partial sums of the last blocks of rows
     float squares[kSquares][kMatrixWarps][32];                   // sums of squares of the last vectors, by matrix thread
@@ -101,6 +105,7 @@ struct Shared {
     u32 mask[kMaskWords];                            // of a grammar, from the word that has the first own id
     u32 scores[kScoresFit ? 1 : kScoreBytes / 4];
 #endif
+    u32 places[kPacked ? kRingPieces : 1];           // where tiles begin in a packed ring, for the loader
 };
 static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
 

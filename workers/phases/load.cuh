@@ -19,6 +19,8 @@ struct Loader {
     const unsigned char* source;  // of the next copy
     u32 first_full, full, slot;   // barriers of the first piece in the ring and of the next copy, whose slot begins at `slot`
     u32 parity = 1;               // of the `empty` barriers to wait for, which start as if they had been passed
+    // Of a packed ring: the oldest tile that may still be read, its barrier and where it begins, and how many there are from it on.
+    u32 oldest, oldest_at, oldest_parity = 0, num_kept = 0;
     u32 landing, landing_parity = 0, num_under_way = 0;  // barrier of the oldest copy that was not seen to land
     u32 most = kPiecesInFlight;                          // that may be under way
 
@@ -26,7 +28,7 @@ struct Loader {
 
     __device__ __forceinline__ Loader(const Role& role_)
         : role(role_), policy(evict_first_policy()), first_full(role_.base + KOG_OFFSET(full)), full(first_full),
-          slot(role_.base + KOG_OFFSET(ring)), landing(first_full) {}
+          slot(role_.base + KOG_OFFSET(ring)), oldest(first_full), oldest_at(slot), landing(first_full) {}
 
     // The first look is not in the loop: there the compiler lets other warps go first, which takes 60 cycles each time.
     __device__ __forceinline__ bool wait(u32 bar, u32 its_parity, u32 finished) {
@@ -41,8 +43,27 @@ struct Loader {
         count_landed();
         return true;
     }
+    // Where a tile's beginning is noted, by its barrier.
+    __device__ __forceinline__ u32 place_of(u32 full_barrier) const { return role.base + KOG_OFFSET(places) + (full_barrier - first_full) / 2; }
+    // Wait until a tile of `bytes` fits behind the newest one, or at the ring's beginning, and a barrier is free; `slot`: where.
+    __device__ __forceinline__ bool make_room(u32 bytes) {
+        const u32 ring = role.base + KOG_OFFSET(ring), end = ring + kRingBytes;
+        const bool wraps = slot + bytes > end;
+        while (num_kept != 0) {
+            const bool fits = wraps ? oldest_at < slot && ring + bytes <= oldest_at : oldest_at < slot || slot + bytes <= oldest_at;
+            if (fits && num_kept < kNumSlots) break;
+            if (!wait(oldest + kEmptyOffset, oldest_parity, role.base + KOG_OFFSET(finished))) return false;
+            --num_kept, oldest += 8;
+            if (oldest == first_full + kEmptyOffset) oldest = first_full, oldest_parity ^= 1;
+            oldest_at = load_shared_u32(place_of(oldest));
+        }
+        if (wraps) slot = ring;
+        if (num_kept++ == 0) oldest_at = slot;
+        store_shared(place_of(full), slot);
+        return true;
+    }
     __device__ __forceinline__ bool issue(u32 to, u32 bytes) {
-        if (!wait(full + kEmptyOffset, parity, role.base + KOG_OFFSET(finished))) return false;
+        if (!kPacked && !wait(full + kEmptyOffset, parity, role.base + KOG_OFFSET(finished))) return false;
         mbar_arrive_expect(full, bytes);
         // All is prepared when the turn comes: between a landing and the next copy memory has less to do.
         if (num_under_way == most && !wait_for_landing()) return false;
@@ -55,11 +76,12 @@ struct Loader {
         source = tiles + role.cta * bytes;
 #pragma unroll 1
         for (u32 i = 0; i < count; ++i) {
+            if (kPacked && !make_room(bytes)) return false;
 #pragma unroll
             for (u32 k = 0; k < kPieces; ++k)
                 if (!issue(slot + k * kPieceBytes, bytes / kPieces)) return false;
-            source += (kNumCtas - 1) * bytes, slot += kSlotBytes;
-            if (full == first_full + kEmptyOffset) full = first_full, slot -= kNumSlots * kSlotBytes, parity ^= 1;
+            source += (kNumCtas - 1) * bytes, slot += kPacked ? bytes : kSlotBytes;
+            if (full == first_full + kEmptyOffset) full = first_full, slot -= kPacked ? 0 : kNumSlots * kSlotBytes, parity ^= 1;
         }
         return true;
     }

@@ -21,8 +21,22 @@ struct Multiplier {
 
     static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
 
+    // Where the next tile stands.
+    template <u32 kTileBytes>
+    __device__ __forceinline__ void find_tile() {
+        if constexpr (kPacked) {
+            const u32 ring = role.base + KOG_OFFSET(ring);
+            if (slot_at >= ring + kRingBytes - kTileBytes + 512) slot_at = ring + lane * 16;
+        }
+    }
     __device__ __forceinline__ bool wait_for_tile() { return mbar_wait(role.stopped(), full, parity); }
+    template <u32 kTileBytes>
     __device__ __forceinline__ void next_slot() {
+        if constexpr (kPacked) {
+            full += 8, slot_at += kTileBytes;
+            if (full >= role.base + KOG_OFFSET(full) + kEmptyOffset) full -= kEmptyOffset, parity ^= 1;
+            return;
+        }
         full += 8 * kPieces, slot_at += kSlotBytes;
         if (full >= role.base + KOG_OFFSET(full) + kEmptyOffset) full -= kEmptyOffset, slot_at -= kNumSlots * kSlotBytes, parity ^= 1;
     }
@@ -64,15 +78,18 @@ struct Multiplier {
             }
     }
     // Partial sums of a block of rows over this warp's columns.
-    template <int kGroups, int kSteps, u32 kStepBytes>
-    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, u32 num_tiles, float (&sums)[kRowGroups][4]) {
+    template <class O>
+    __device__ __forceinline__ bool sum_tiles(u32 offset, u32 x_address, float (&sums)[kRowGroups][4]) {
+        constexpr int kGroups = O::kRowGroups, kSteps = O::kSteps;
+        u32 num_tiles = O::kTiles;
 #pragma unroll 1
         do {
+            find_tile<O::kTileBytes>();
             if (!wait_for_tile()) return false;
             Tile<kGroups, kSteps> tile;
-            read<kGroups, kSteps, kStepBytes>(tile, offset, x_address);
+            read<kGroups, kSteps, kSteps == 1 ? 0 : O::kRows * 64>(tile, offset, x_address);
             const u32 held = full;
-            next_slot();
+            next_slot<O::kTileBytes>();
             x_address += kSteps * 128;
             add_products(tile, sums);
             u32 loaded = 0;
@@ -100,9 +117,6 @@ struct Multiplier {
         return true;
     }
 
-    template <class O>
-    static constexpr u32 kStepStride = O::kSteps == 1 ? 0 : O::kRows * 64;
-
     // The product of a phase with x.
     template <class O>
     __device__ __forceinline__ bool blocks(u32 x_address) {
@@ -110,7 +124,7 @@ struct Multiplier {
 #pragma unroll 1
         for (u32 i = 0; i < O::kBlocks; ++i) {
             float sums[kRowGroups][4] = {};
-            if (!sum_tiles<O::kRowGroups, O::kSteps, kStepStride<O>>(offset, x_address, O::kTiles, sums)) return false;
+            if (!sum_tiles<O>(offset, x_address, sums)) return false;
             if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
         }
         ++num_vectors;

@@ -78,8 +78,8 @@ class _Simulation:
     def __init__(self, shape: KernelShape, world_size: int, costs: Costs) -> None:
         self.shape, self.spec, self.costs = shape, shape.spec, costs
         self.exchange_us = costs.peer_hop_us if world_size > 1 else 0.0
-        self.num_slots = shape.num_slots
-        self.consumed = [0.0] * shape.num_slots  # when each tile's slot was given back; the first are free
+        self.num_slots = shape.ring_tiles
+        self.consumed = [0.0] * self.num_slots  # when each tile's room was given back; the first are free
         self.loaded_us = 0.0
         self.begin_us = 0.0
 

@@ -241,7 +241,12 @@ struct TwinBarrier {
 };
 static_assert(sizeof(TwinBarrier) == sizeof(u64));
 inline TwinBarrier& barrier_at(u32 bar) { return *reinterpret_cast<TwinBarrier*>(twin::arena + bar); }
-inline void mbar_init(u32 bar, u32 count) { barrier_at(bar) = {count, count, 0, 0}; }
+// A copy into the ring, by the barrier that tells of it.
+struct TwinCopy {
+    u32 first, end, number;  // bytes; how many there were with this barrier
+};
+inline std::map<u32, TwinCopy> copies;
+inline void mbar_init(u32 bar, u32 count) { barrier_at(bar) = {count, count, 0, 0}, copies.erase(bar); }
 inline void mbar_look(TwinBarrier& barrier) {
     if (barrier.missing == 0 && barrier.bytes == 0) barrier.missing = barrier.count, barrier.phase = barrier.phase + 1;
 }
@@ -263,14 +268,18 @@ inline bool mbar_test(u32 bar, u32 parity) { return mbar_try(bar, parity); }
 inline void fence_barrier_init() {}
 inline u64 evict_first_policy() { return 0; }
 inline std::vector<std::pair<const char*, const char*>> tapes;  // from the first byte to behind the last
-// Copies that different barriers tell of must not share memory, whatever their sizes: each piece of the ring is given back by itself.
-inline std::map<u32, std::pair<u32, u32>> claimed;  // by barrier: first byte and behind the last
+// From such a barrier to the one that tells that the copy has been read, in a packed ring. 0: copies of different barriers must not share
+// memory, whatever their sizes, since each piece of the ring is given back by itself.
+inline u32 twin_read_offset = 0;
 inline void claim(u32 bar, u32 first, u32 end) {
-    auto& own = claimed.try_emplace(bar, first, first).first->second;
-    if (first >= own.first && end <= own.second) return;
-    own = {std::min(own.first, first), std::max(own.second, end)};
-    for (const auto& [other, range] : claimed)
-        if (other != bar && range.first < own.second && own.first < range.second) abort();
+    TwinCopy& own = copies.try_emplace(bar, TwinCopy{first, first, 0}).first->second;
+    if (twin_read_offset) own.first = first, own.end = end;
+    else own.first = std::min(own.first, first), own.end = std::max(own.end, end);
+    for (const auto& [other, copy] : copies) {
+        const bool was_read = twin_read_offset && (barrier_at(other + twin_read_offset).phase & 0xffffu) == (copy.number & 0xffffu);
+        if (!was_read && (other == bar ? twin_read_offset != 0 : copy.first < own.end && own.first < copy.end)) abort();
+    }
+    ++own.number;
 }
 inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
     const char* from = static_cast<const char*>(src);
