@@ -102,12 +102,16 @@ def test_greedy_tokens_are_those_of_cpu_ranks_and_of_the_training_code(kv_dtype:
         wanted = collect(processes, len(prompts))
     differing, num_trained_others = [], 0
     for number, (ids, answer, (choices, gaps)) in enumerate(zip(found, wanted, trained, strict=True)):
-        if ids != answer["token_ids"]:
-            at = next(i for i, (a, b) in enumerate(zip(ids, answer["token_ids"], strict=True)) if a != b)
-            differing.append((f"prompt {number}, token {at} of CPU ranks", answer["gaps"][at]))
-        others = [(f"prompt {number}, token {at} of training", gaps[at]) for at in range(NUM_TOKENS) if ids[at] != choices[at]]
+        pairs = enumerate(zip(ids, answer["token_ids"], strict=True))
+        num_same = next((at for at, (a, b) in pairs if a != b), NUM_TOKENS)
+        if num_same < NUM_TOKENS:
+            differing.append((f"prompt {number}, token {num_same} of CPU ranks", answer["gaps"][num_same]))
+        others = [at for at in range(NUM_TOKENS) if ids[at] != choices[at]]
         num_trained_others += len(others)
-        assert all(gap < TIE[kv_dtype] for _, gap in others), others
+        # What CPU ranks choose, too, is what the cache's rounding makes of the model: with a bfloat16 cache they choose a token that
+        # training has 0.028 below its own choice, with a float16 one they do not.
+        gpu_alone = [(f"prompt {number}, token {at} of training", gaps[at]) for at in others if at >= num_same]
+        assert all(gap < TIE[kv_dtype] for _, gap in gpu_alone), gpu_alone
     print(f"{kv_dtype} cache: {len(prompts) - len(differing)} of {len(prompts)} answers are those of CPU ranks; training code "
           f"would choose another token in {num_trained_others} of {len(prompts) * NUM_TOKENS} places; {differing}")  # fmt: skip
     assert all(gap < TIE[kv_dtype] for _, gap in differing), differing

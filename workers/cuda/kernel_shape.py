@@ -361,8 +361,11 @@ class KernelShape:
     # ---- shared memory ----
     @property
     def is_packed(self) -> bool:
-        """Whether tiles lie in the ring one behind the other instead of each in a slot of the largest one's size."""
-        return self.geometry.in_flight_bytes > 0 and self.num_pieces == 1
+        """Whether tiles lie in the ring one behind the other instead of each in a slot of the largest one's size.
+
+        Models of one lane, which are so small that their chain of waits decides, are faster with slots.
+        """
+        return self.geometry.in_flight_bytes > 0 and self.num_pieces == 1 and self.spec.num_lanes > 1
 
     @cached_property
     def num_slots(self) -> int:
@@ -484,8 +487,9 @@ class KernelShape:
             lines += [f"__constant__ const unsigned short {name}[] = {{{', '.join(map(str, values))}}};"]
         flags = {
             "kPreNormSum": spec.pre_norm_lane_agg, "kLaneHead": spec.head_type is HeadType.LANE,
-            "kPacked": self.is_packed, "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
+            "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
             "kGathersStreams": self.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
+            "kPacked": self.is_packed,
         }  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]

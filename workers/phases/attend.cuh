@@ -259,9 +259,12 @@ struct Attender : CacheReader {
         u64 log_sum;
     };
     __device__ __forceinline__ bool wait_for_part(const u64* values, const u64* log_sum, bool is_mine, u32 tag, Part& got) const {
+        bool ready = !is_mine;
         while (true) {
-            if (is_mine) got = {load_relaxed_x2(values), load_relaxed(log_sum)};
-            const bool ready = !is_mine || ((tag_difference(got.values, tag) | (static_cast<u32>(got.log_sum >> 32) ^ tag)) == 0);
+            if (kOneStream ? !ready : is_mine) {
+                got = {load_relaxed_x2(values), load_relaxed(log_sum)};
+                ready = (tag_difference(got.values, tag) | (static_cast<u32>(got.log_sum >> 32) ^ tag)) == 0;
+            }
             if (__all_sync(kFullWarp, ready)) return true;
             if (must_leave(role.stopped())) return false;
         }

@@ -30,8 +30,9 @@ struct Gatherer : HeadGatherer {
     static __device__ __forceinline__ constexpr u32 gathered_lanes(u32 phase) {
         return !kOneStream ? 1 : phase == kOutPhase ? kGatheredAttended : phase == kDownPhase ? kGatheredActivations : kLanes;
     }
-    static __device__ __forceinline__ bool keeps_x(const Place& at) {
-        return kOneStream && !at.is_last() && at.lane() % gathered_lanes(at.phase()) != 0;
+    // Products that one gather is for, by phase: they follow each other.
+    static __device__ __forceinline__ constexpr u32 products_of_gather(u32 phase) {
+        return gathered_lanes(phase) / (!kOneStream ? 1 : phase == kQkvPhase ? kQkvLanes : phase == kGateUpPhase ? kGateUpLanes : 1);
     }
     static constexpr bool kReadsWordsAhead = kLanes > 2;
     // Read what may be there already of the next vector; never waits. One lane alone is never ahead of itself. Of two lanes only the
@@ -44,7 +45,7 @@ struct Gatherer : HeadGatherer {
                 loaded = true;
             }
         }
-        if (kLanes == 1 || at.is_last() || keeps_x(at) || (!kReadsWordsAhead && at.phase() != kOutPhase && at.index() != 0)) return;
+        if (kLanes == 1 || at.is_last() || (!kReadsWordsAhead && at.phase() != kOutPhase && at.index() != 0)) return;
         if constexpr (kReadsWordsAhead) {
             if (at.phase() == kQkvPhase) load_norm<kQkvPhase>(at);
             else if (at.phase() == kGateUpPhase) load_norm<kGateUpPhase>(at);

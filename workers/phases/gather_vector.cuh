@@ -96,13 +96,14 @@ struct VectorGatherer {
     using FfnSlice = Slice<kFfn, DownOp::kPer, kGatheredActivations>;
     static_assert(QkvOp::kPer == GateUpOp::kPer && QkvOp::kPer == HeadOp::kPer, "products of the hidden size");
 
-    // `kSystem`: words that peers may write, too. `kApart`: words from one of the vectors to the next.
-    template <class S, bool kSystem = false, u32 kApart = 0>
-    __device__ __forceinline__ void load_units(const u64* words) {
+    // `kSystem`: words that peers may write, too. `kApart`: words from one of the vectors to the next. `kMissing`: only those that have
+    // another tag than `tag` now.
+    template <class S, bool kSystem = false, u32 kApart = 0, bool kMissing = false>
+    __device__ __forceinline__ void load_units(const u64* words, u32 tag = 0) {
         const u64* mine = words + 2 * (warp * S::kOfVector + lane);
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i)
-            if (S::is_real(warp, lane, i)) {
+            if (S::is_real(warp, lane, i) && (!kMissing || tag_difference(got[i], tag) != 0)) {
                 const u64* at = mine + 64 * i;
                 if constexpr (kApart != 0) at = words + S::vector_of(lane, i) * kApart + 2 * (warp * S::kOfVector + S::unit_of(lane, i));
                 got[i] = kSystem ? load_system_x2(at) : load_relaxed_x2(at);
@@ -122,7 +123,7 @@ struct VectorGatherer {
         for (u32 rounds = 1; !units_ready<S>(from.tag); ++rounds) {
             if (must_leave(role.stopped())) return false;
             if (rounds % 1024 == 0) note();
-            load_units<S, kSystem, kApart>(from.words);
+            load_units<S, kSystem, kApart, kOneStream>(from.words, from.tag);
         }
         return true;
     }

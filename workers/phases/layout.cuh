@@ -211,7 +211,7 @@ template <int kPhase>
 __device__ __forceinline__ bool wait_until_near(const Role& role, u32 lane_idx, u32 index) {
     if (index == 0) return true;
     if (!mbar_wait(role.stopped(), role.base + KOG_OFFSET(lane_done[lane_idx]), (index - 1) & 1)) return false;
-    while (!__all_sync(kFullWarp, is_due(role, lane_idx, kPhase))) __nanosleep(200);
+    while (!__all_sync(kFullWarp, is_due(role, lane_idx, kPhase))) __nanosleep(kOneStream ? 50 : 200);
     return true;
 }
 

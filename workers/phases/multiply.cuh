@@ -137,17 +137,17 @@ __device__ __forceinline__ u32 first_x(const Role& role, u32 warp, u32 lane) {
     return role.base + KOG_OFFSET(x) + warp * (kMaxPer * 128) + (lane & 15) * 8;
 }
 
-// One product, from its vector's words to its sums. Each phase has code of its own, so that nothing is asked twice: what stands between the
-// words and the first tile delays every thread block.
+// The products of one gather, from the vector's words to the sums. Each phase has code of its own, so that nothing is asked twice: what
+// stands between the words and the first tile delays every thread block. `next`: behind all of them.
 template <int kPhase, class O>
-__device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer, Multiplier& multiplier, const Place& at, const Place& next,
-                                            u32 step, u32 number) {
+__device__ __forceinline__ bool run_products(const Role& role, Gatherer& gatherer, Multiplier& multiplier, const Place& at, const Place& next,
+                                             u32 step, u32 number) {
     const u32 warp = multiplier.warp, lane = gatherer.lane;
+    constexpr u32 kTogether = kPhase == kHeadPhase ? 1 : Gatherer::products_of_gather(kPhase);
     float squares = 0;
-    const bool keeps_x = kPhase != kHeadPhase && Gatherer::gathered_lanes(kPhase) > 1 && Gatherer::keeps_x(at);
     if constexpr (kPhase == kHeadPhase) {
         if (!gatherer.gather_head(at, squares)) return false;
-    } else if (!keeps_x) {
+    } else {
         if (!gatherer.template gather<kPhase>(at, squares)) return false;
     }
     if (warp == 0) {
@@ -155,17 +155,19 @@ __device__ __forceinline__ bool run_product(const Role& role, Gatherer& gatherer
         stamp(role, kFetched, step, number);
     }
     if constexpr (kPhase == kQkvPhase || kPhase == kGateUpPhase || (kStreamHead && kPhase == kHeadPhase)) {  // the finaliser scales the product
-        if (!keeps_x) {
-            const u32 slot = multiplier.num_vectors % kSquares;
-            store_shared(role.base + KOG_OFFSET(squares[slot][warp][lane]), squares);
-            __syncwarp();
-            if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[slot]));
-        }
+        const u32 slot = multiplier.num_vectors % kSquares;
+        store_shared(role.base + KOG_OFFSET(squares[slot][warp][lane]), squares);
+        __syncwarp();
+        if (lane == 0) mbar_arrive(role.base + KOG_OFFSET(squares_full[slot]));
+    }
+    constexpr u32 kApart = kPhase == kOutPhase || kPhase == kDownPhase ? O::kPer * 128 : 0;  // from the x of one product to the next one's
+#pragma unroll 1
+    for (u32 i = 0; i + 1 < kTogether; ++i) {
+        if (!multiplier.template blocks<O>(first_x(role, warp, opaque(lane)) + i * kApart)) return false;
+        if (warp == 0) stamp(role, kFetched, step, number + i + 1);
     }
     gatherer.read_ahead(next);
-    u32 x_address = first_x(role, warp, opaque(lane));
-    if constexpr (kPhase == kOutPhase || kPhase == kDownPhase) x_address += at.lane() % Gatherer::gathered_lanes(kPhase) * (O::kPer * 128);
-    return multiplier.template blocks<O>(x_address);
+    return multiplier.template blocks<O>(first_x(role, warp, opaque(lane)) + (kTogether - 1) * kApart);
 }
 
 __device__ __forceinline__ void multiply(const KogDecodeParams& params, const KogPeers& peers, const Role& role, u32 warp) {
@@ -178,17 +180,18 @@ __device__ __forceinline__ void multiply(const KogDecodeParams& params, const Ko
         const u32 num_vectors = kNumProducts + (has_head(role, step) ? kHeadProducts : 0);
         Place at(first_product());
 #pragma unroll 1
-        for (u32 i = first_product(); i < num_vectors; ++i) {
-            const Place next(i + 1);
+        for (u32 i = first_product(); i < num_vectors;) {
+            const u32 together = !kOneStream || at.is_last() ? 1 : Gatherer::products_of_gather(at.phase());
+            const Place next(i + together);
             gatherer.lane = opaque(lane);  // addresses are computed anew: there are no registers to keep them in
             bool ok;
-            if (at.is_last()) ok = run_product<kHeadPhase, HeadOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == kQkvPhase) ok = run_product<kQkvPhase, QkvOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == kOutPhase) ok = run_product<kOutPhase, OutOp>(role, gatherer, multiplier, at, next, step, i);
-            else if (at.phase() == kGateUpPhase) ok = run_product<kGateUpPhase, GateUpOp>(role, gatherer, multiplier, at, next, step, i);
-            else ok = run_product<kDownPhase, DownOp>(role, gatherer, multiplier, at, next, step, i);
+            if (at.is_last()) ok = run_products<kHeadPhase, HeadOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == kQkvPhase) ok = run_products<kQkvPhase, QkvOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == kOutPhase) ok = run_products<kOutPhase, OutOp>(role, gatherer, multiplier, at, next, step, i);
+            else if (at.phase() == kGateUpPhase) ok = run_products<kGateUpPhase, GateUpOp>(role, gatherer, multiplier, at, next, step, i);
+            else ok = run_products<kDownPhase, DownOp>(role, gatherer, multiplier, at, next, step, i);
             if (!ok) return;
-            at = next;
+            at = next, i += together;
         }
     }
 }
