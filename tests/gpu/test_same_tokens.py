@@ -108,8 +108,8 @@ def test_greedy_tokens_are_those_of_cpu_ranks_and_of_the_training_code(kv_dtype:
             differing.append((f"prompt {number}, token {num_same} of CPU ranks", answer["gaps"][num_same]))
         others = [at for at in range(NUM_TOKENS) if ids[at] != choices[at]]
         num_trained_others += len(others)
-        # What CPU ranks choose, too, is what the cache's rounding makes of the model: with a bfloat16 cache they choose a token that
-        # training has 0.028 below its own choice, with a float16 one they do not.
+        # What CPU ranks choose, too, is what the cache's rounding makes of the model: with a bfloat16 cache they choose a token
+        # that training has 0.028 below its own choice, with a float16 one they do not.
         gpu_alone = [(f"prompt {number}, token {at} of training", gaps[at]) for at in others if at >= num_same]
         assert all(gap < TIE[kv_dtype] for _, gap in gpu_alone), gpu_alone
     print(f"{kv_dtype} cache: {len(prompts) - len(differing)} of {len(prompts)} answers are those of CPU ranks; training code "
