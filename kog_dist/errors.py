@@ -75,6 +75,13 @@ class LaunchError(KogError):
     """The engine could not be started; nothing was served."""
 
 
+def missing_package(error: ModuleNotFoundError, extra: str) -> LaunchError:
+    """What to say where a module is missing that the package's `extra` brings. Raises `error` if it brings no such module."""
+    if error.name not in ("torch", "cupy"):
+        raise error
+    return LaunchError(f"this needs {error.name}, which is not installed: pip install 'kog-dist[{extra}]'")
+
+
 class ProtocolError(KogError):
     """A message did not follow the RPC protocol."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from kog_dist.errors import KogError
+from kog_dist.errors import KogError, missing_package
 from kog_dist.rpc.output import checked_stdout
 from kog_dist.train.commands.ablation import ablation
 from kog_dist.train.commands.convert import convert
@@ -53,7 +53,10 @@ def main() -> None:
     """Run the command line; a KogError becomes one line on stderr and its exit code."""
     try:
         with checked_stdout():
-            app()
+            try:
+                app()
+            except ModuleNotFoundError as error:
+                raise missing_package(error, "train") from None
     except KogError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)

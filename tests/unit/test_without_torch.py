@@ -1,0 +1,52 @@
+"""Serving on CPU ranks needs no torch, which has 700 MB; what needs it says which extra brings it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kog_dist.errors import LaunchError, missing_package
+
+BIN = Path(sys.executable).parent
+DEMO = Path(__file__).parents[2] / "kog_dist" / "models" / "demo"
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment whose processes, and theirs, find no torch."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
+
+
+def test_cpu_ranks_decode_without_torch(without_torch: dict[str, str]) -> None:
+    command: list[str | Path] = [
+        BIN / "kog-launch",
+        "--device",
+        "cpu",
+        "--ranks",
+        "2",
+        "--prompt",
+        "def area(",
+        "--max-tokens",
+        "3",
+    ]
+    done = subprocess.run(command, env=without_torch, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 generated" in done.stdout + done.stderr
+
+
+def test_training_without_torch_names_the_extra(without_torch: dict[str, str], tmp_path: Path) -> None:
+    command: list[str | Path] = [sys.executable, "-m", "kog_dist.train", "evaluate", "--functions", tmp_path / "none.json"]
+    command += ["--tokenizer", DEMO / "tokenizer.json", "--model", DEMO]
+    done = subprocess.run(command, env=without_torch, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == LaunchError.exit_code
+    assert done.stderr == "error: this needs torch, which is not installed: pip install 'kog-dist[train]'\n"
+
+
+def test_a_module_that_no_extra_brings_is_an_error_of_ours() -> None:
+    with pytest.raises(ModuleNotFoundError, match="frobnicate"):
+        missing_package(ModuleNotFoundError("No module named 'frobnicate'", name="frobnicate"), "train")
