@@ -1,0 +1,92 @@
+"""Every command of ours that README and docs show has all options that it requires, and none that it does not know.
+
+Those in ```console blocks also run: tests/e2e/test_documented_commands.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.main import get_command
+
+from kog_dist.bench.cli import app as bench
+from kog_dist.chat.cli import app as chat
+from kog_dist.gateway.cli import app as gateway
+from kog_dist.launch.flags import app as launch
+from kog_dist.rpc.flags import app as client
+from kog_dist.train.__main__ import app as train
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+APPS: dict[str, typer.Typer] = {
+    "kog-bench": bench, "kog-chat": chat, "kog-client": client, "kog-gateway": gateway, "kog-launch": launch,
+    "python -m kog_dist.train": train,
+}  # fmt: skip
+PROGRAM = "(" + "|".join(map(re.escape, APPS)) + r")(?![\w-])"
+BEHIND = re.compile(r" (?:[|>&;]|2>).*|;.*| +#.*")  # what a shell does with it, a comment
+NUMBER = re.compile(r"\bN\b")  # stands for one
+
+
+def shown(text: str) -> Iterator[str]:
+    """Commands in a page: between single backticks, and the lines of blocks."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    yield from (" ".join(found[0].split()) for found in re.finditer(rf"(?<=`){PROGRAM}( [^`]*)?(?=`)", outside))
+    for block in re.finditer(r"^```\w*\n(.*?)^```|((?:^    .*\n)+)", text, re.M | re.S):
+        for line in (block[1] or block[2]).replace("\\\n", " ").splitlines():
+            command = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
+            if re.match(PROGRAM, command) and command.isascii():  # pictures have lines of other characters
+                yield " ".join(command.split())
+
+
+def arguments_of(command: str) -> tuple[str, list[str]]:
+    program = next(name for name in APPS if command.startswith(name))
+    return program, shlex.split(NUMBER.sub("1", BEHIND.sub("", command[len(program) :])))
+
+
+COMMANDS = sorted(
+    {(str(page.relative_to(ROOT)), command) for page in PAGES for command in shown(page.read_text(encoding="utf-8"))}
+)
+
+
+def parse(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse the command, run nothing. Ends with SystemExit; its code is 0 when all is well."""
+    command: Any = get_command(APPS[program])
+    for one in getattr(command, "commands", {"": command}).values():
+        monkeypatch.setattr(one, "callback", lambda **_: None)
+    command(arguments, prog_name=program, standalone_mode=True)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_documented_command_parses(
+    page: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, arguments = arguments_of(command)
+    if not arguments or "COMMAND" in arguments:
+        return  # only the name of a program
+    with pytest.raises(SystemExit) as ended:
+        parse(program, arguments, monkeypatch)
+    assert not ended.value.code, f"{page}: {command}\n{capsys.readouterr().err}"
+
+
+def test_commands_are_found() -> None:
+    text = (
+        "Say `kog-bench decode --ranks 1`.\n\n```sh\n$ kog-client generate \\\n    --prompt x  # y\n```\n\n    kog-chat --url x\n"
+    )
+    assert list(shown(text)) == ["kog-bench decode --ranks 1", "kog-client generate --prompt x # y", "kog-chat --url x"]
+    assert arguments_of("kog-launch --rpc-port N > out # comment") == ("kog-launch", ["--rpc-port", "1"])
+    assert len(COMMANDS) > 100
+
+
+@pytest.mark.parametrize(
+    "command", ["python -m kog_dist.train evaluate", "kog-client --key-file FILE", "kog-launch --frobnicate"]
+)
+def test_what_lacks_an_option_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*arguments_of(command), monkeypatch)
+    assert ended.value.code == 2
