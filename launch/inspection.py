@@ -14,7 +14,7 @@ from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
-from kog_dist.launch.prediction import architecture, predictions
+from kog_dist.launch.prediction import architecture, most_tokens_per_s, predictions
 from kog_dist.launch.target import Target, cpu_matrix_bytes, model_folder, plan_target
 from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.spec import ModelSpec
@@ -147,15 +147,16 @@ def _memory(target: Target, rank: int) -> str:
 
 
 def _gpu_ceiling(target: Target) -> list[str]:
-    """What memory bandwidth alone allows: every rank reads its tape for each token, all at the same time, and its KV cache."""
+    """What memory and waits in a row allow: every rank reads its tape for each token, all at the same time, and its KV cache."""
     ranks = [gpu_rank_bytes(target.checkpoint, r, target.world_size, target.kv_dtype) for r in range(target.world_size)]
     known = min((gpu.peak_bytes_s for gpu in target.gpus), default=0.0)
     peak, source = (known, "memory clock x bus width") if known else (_H200_PEAK_BYTES_S, "the data sheet of an H200")
-    empty, full = (peak / max(uses["tape"] + share * uses["cache"] for uses in ranks) for share in (0, 1))
+    read = (max(uses["tape"] + share * uses["cache"] for uses in ranks) for share in (0, 1))
+    empty, full = (most_tokens_per_s(target.checkpoint.spec, num_bytes, peak) for num_bytes in read)
     return [
         f"ceiling    {empty:,.0f} tokens/s with an empty KV cache, {full:,.0f} with a full one: what a rank reads at "
         f"{peak / 1e12:.1f} TB/s for each GPU",
-        f"           (from {source}); communication not counted",
+        f"           (from {source}), or 6 us of waits in each layer where these take longer; communication not counted",
     ]
 
 
@@ -163,12 +164,9 @@ def _cpu_ceiling(target: Target) -> list[str]:
     """What memory bandwidth alone allows: a decode step reads every weight but the embedding once."""
     read_bytes = sum(cpu_rank_bytes(target, rank)["read"] for rank in range(target.world_size))
     measured = _read_bandwidth()
-    narrow_bytes = target.checkpoint.spec.bytes_per_token(2)
     return [
         f"ceiling    {measured / read_bytes:,.0f} tokens/s here: {read_bytes / _MIB:.1f} MiB per token at {measured / 1e9:.1f} "
         "GB/s (one core, main memory, measured just now); a model that fits the caches can exceed it",
-        f"           {target.world_size * _H200_PEAK_BYTES_S / narrow_bytes:,.0f} tokens/s on {target.world_size} H200: "
-        f"{narrow_bytes / _MIB:.1f} MiB per token in 16 bit at the data sheet's 4.8 TB/s each, communication not counted",
     ]
 
 

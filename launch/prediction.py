@@ -8,6 +8,10 @@ from kog_dist.model.spec import ModelSpec
 
 _BYTES: Final = 2  # of a weight, key or value: 16 bit
 _GIB: Final = 2**30
+# The least that a token's chain takes, from traces: six times a layer all thread blocks wait for what others write, 0.7 us and
+# more each, with what is computed between (docs/history/geometry.md); and the end of a token.
+_LAYER_S: Final = 6e-6
+_TOKEN_S: Final = 2e-6
 
 
 class GpuModel(NamedTuple):
@@ -47,8 +51,13 @@ def kv_bytes(spec: ModelSpec, num_positions: int) -> int:
     return 2 * kept * spec.num_kv_heads * spec.head_dim * _BYTES
 
 
+def most_tokens_per_s(spec: ModelSpec, read_bytes: float, bytes_s: float) -> float:
+    """What a GPU reaches at most that reads so many bytes for each token: by memory, or by waits in a row if that is little."""
+    return 1.0 / max(read_bytes / bytes_s, spec.num_layers * _LAYER_S + _TOKEN_S)
+
+
 def predictions(spec: ModelSpec) -> list[str]:
-    """For each number of GPUs that the model's lanes can be split over: memory of each GPU, and the ceiling of bandwidth.
+    """For each number of GPUs that the model's lanes can be split over: memory of each GPU, and what it reaches at most.
 
     Each reads its share of the weights for each token; the embedding table lies whole on every GPU. Communication is not counted.
     """
@@ -57,12 +66,13 @@ def predictions(spec: ModelSpec) -> list[str]:
     lines = []
     for count in (n for n in (1, 2, 4, 8) if spec.num_lanes % n == 0):
         needed = read // count + table + cache // count
-        reached = ", ".join(_reached(gpu, needed, read / count, cache / count) for gpu in GPUS)
+        reached = ", ".join(_reached(spec, gpu, needed, read / count, cache / count) for gpu in GPUS)
         lines.append(f"{count} GPU{'s' if count > 1 else ' '} {needed / _GIB:6.1f} GiB each: {reached}")
     return lines
 
 
-def _reached(gpu: GpuModel, needed: int, read: float, cache: float) -> str:
+def _reached(spec: ModelSpec, gpu: GpuModel, needed: int, read: float, cache: float) -> str:
     if needed > gpu.free_bytes:
         return f"{gpu.name} too small"
-    return f"{gpu.name} at most {gpu.bytes_s / read:,.0f} tokens/s, {gpu.bytes_s / (read + cache):,.0f} with a full context"
+    empty, full = (most_tokens_per_s(spec, num_bytes, gpu.bytes_s) for num_bytes in (read, read + cache))
+    return f"{gpu.name} at most {empty:,.0f} tokens/s, {full:,.0f} with a full context"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from kog_dist.decode.validate import check
 from kog_dist.errors import CheckpointError, ConfigError, KogError
 from kog_dist.launch.inspection import check as inspection_check
 from kog_dist.launch.inspection import dry_run
+from kog_dist.launch.prediction import most_tokens_per_s
 from kog_dist.launch.target import Target, plan_target
 from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.laneformer import Laneformer
@@ -262,6 +264,12 @@ def test_a_dry_run_needs_config_json_alone(name: str, tmp_path: Path, monkeypatc
     assert f"{2 * spec.num_lanes} GPUs" not in text
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor .* --dry-run shows what config\.json alone"):
         inspection_check(LaunchConfig(model=str(tmp_path), device="cpu", ranks=1))
+
+
+def test_a_tiny_model_is_not_promised_what_memory_alone_would_allow() -> None:
+    spec = replace(read_config(REAL["llama-3.2-1b"]), num_layers=5)
+    assert most_tokens_per_s(spec, 1e6, 4.57e12) == pytest.approx(1 / 32e-6), "6 us a layer, and 2"
+    assert most_tokens_per_s(spec, 4.57e9, 4.57e12) == pytest.approx(1e3)
 
 
 @pytest.mark.parametrize(
