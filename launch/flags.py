@@ -20,7 +20,7 @@ from kog_dist.errors import ConfigError, KogError, LaunchError, remedy_of
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.quoting import escaped
-from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, with_flags
+from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Version, with_flags
 from kog_dist.rpc.output import write_out
 from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
 from kog_dist.runtime.rank_env import read_rank_variables
@@ -53,6 +53,7 @@ def launch(
     check: Annotated[bool, typer.Option("--check", help="Open all files of the model as a start does; exit 0 or 3.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="With --check: also read all weights.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show every setting and its source.")] = False,
+    version: Version = False,
 ) -> None:
     """Start a model on this machine and serve it, or answer one prompt.
 

@@ -27,6 +27,7 @@ from kog_dist.bench.commands.serve import serve
 from kog_dist.bench.commands.soak import soak
 from kog_dist.bench.report import allow_dirty, check_stdout
 from kog_dist.errors import KogError, missing_package
+from kog_dist.rpc.field_flags import Version
 from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app = typer.Typer(
 @app.callback()
 def _destination(
     dirty: Annotated[bool, typer.Option("--dirty", help="Allow docs/results to get figures of changes in no commit.")] = False,
+    version: Version = False,
 ) -> None:
     allow_dirty(dirty)
     check_stdout()

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kog_dist.errors import ConfigError, KogError
-from kog_dist.rpc.field_flags import Instance
+from kog_dist.rpc.field_flags import Instance, Version
 from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -35,6 +35,7 @@ def chat(
     api_key: Annotated[str | None, typer.Option(help="Better: --api-key-file, KOG_API_KEY or OPENAI_API_KEY.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the key.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line with the speed after an answer from a pipe.")] = False,
+    version: Version = False,
 ) -> None:
     """Talk to a running service. Ctrl-C ends an answer, Ctrl-D ends it all. Exit codes: 0, 2 usage, 3 no service, 4 failed."""
     from kog_dist.chat.conversation import Conversation, Settings

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from kog_dist import __version__
 from kog_dist.rpc.output import OutputError, checked_stdout, write_error
 
 _DESCRIPTION = """\
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse(arguments: Sequence[str] | None) -> bool:
     parser = argparse.ArgumentParser("kog-doctor", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with all details")
+    parser.add_argument("--version", action="version", version=f"kog_dist {__version__}", help="show the version")
     is_json: bool = parser.parse_args(arguments).json
     return is_json
 

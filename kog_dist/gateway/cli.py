@@ -12,7 +12,7 @@ import typer
 from kog_dist.config import LaunchConfig, resolve
 from kog_dist.env import variable
 from kog_dist.errors import ConfigError, KogError, LaunchError
-from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, with_flags
+from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, Version, with_flags
 from kog_dist.rpc.output import checked_stdout
 from kog_dist.runtime.python_child import harden
 
@@ -29,6 +29,7 @@ def gateway(
     model: Annotated[Path | None, typer.Option(help="Folder of its model, for tokenizer and chat template.")] = None,
     http: Any = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="Web pages that may use it; may be given several times.")] = None,
+    version: Version = False,
 ) -> None:
     """Serve HTTP for a running engine. Exit codes: 0 fine, 2 usage, 3 cannot start."""
     from kog_dist.gateway import bind

@@ -15,11 +15,22 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from kog_dist import __version__
+
 JSON_SCHEMA = typer.Option(metavar="TEXT|@FILE", help="The answer is JSON that satisfies this schema.")
 REGEX = typer.Option(help="The answer, as a whole, matches this regular expression.")
 Instance = Annotated[str | None, typer.Option(help="Name of an engine of this user. Default: default.")]
 KeyFile = Annotated[Path | None, typer.Option(help="Instead: rpc-access.json of an engine with a TCP port.")]
 Command = Callable[..., None]
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kog_dist {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kog_dist.errors import ConfigError, KogError
-from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Instance, KeyFile, with_flags
+from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Instance, KeyFile, Version, with_flags
 from kog_dist.rpc.output import checked_stdout, write_error
 from kog_dist.rpc.prompt_request import PromptRequest, parse_ids, read_schema, sampling_of
 from kog_dist.sampling_params import SamplingParams
@@ -21,7 +21,13 @@ app = typer.Typer(
 
 Endpoint = Annotated[str | None, typer.Option(help="Address instead of a name: ipc://PATH, or tcp://HOST:PORT with --key-file.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds after which to give up.")]
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@app.callback()
+def _of_all_commands(version: Version = False) -> None:
+    pass
 
 
 @app.command()

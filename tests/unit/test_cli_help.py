@@ -5,8 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from kog_dist import __version__
 
 SLOW = ("torch", "numpy", "zmq", "tokenizers", "safetensors", "jinja2", "rich", "psutil", "pydantic", "starlette", "uvicorn")
 
@@ -52,3 +55,11 @@ def test_ctrl_c_while_the_command_is_imported_is_silent() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("command", ["kog-launch", "kog-client", "kog-bench", "kog-doctor", "kog-gateway", "kog-chat"])
+def test_every_command_says_its_version(command: str) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).parent / command, "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"kog_dist {__version__}\n"
