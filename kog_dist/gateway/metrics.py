@@ -1,7 +1,7 @@
 """What the gateway tells Prometheus: vLLM's metrics (names, types, labels, bounds) with the prefix `kog:`, and some of our own.
 
-Dashboards made for vLLM work after `vllm:` was replaced by `kog:`. Histograms have vLLM's bounds and finer ones below them: its
-lowest bound for the gap between tokens is 10 ms, an order of magnitude above ours.
+Dashboards made for vLLM work after `vllm:` was replaced by `kog:`. Histograms have vLLM's bounds and finer ones below or between
+them: its lowest bound for the gap between tokens is 10 ms, an order of magnitude above ours.
 
 Moments are seconds of `time.monotonic()`. All calls come from one thread, that of the event loop; there are no locks, and a token
 costs well under 2 us. docs/operations.md lists all metrics.
@@ -39,9 +39,10 @@ _FINER_GAP = (
     0.00005, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0004, 0.0005, 0.0006, 0.0007, 0.0008, 0.001, 0.00125, 0.0015, 0.002,
     0.0025, 0.003, 0.004, 0.005, 0.006, 0.0075,
 )  # fmt: skip
+_FINER_TTFT = (0.002, 0.003, 0.004, 0.006, 0.008, 0.0125, 0.015, 0.0175, 0.025, 0.03, 0.035, 0.05)
 _FINER_REQUEST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2)
 GAP_BOUNDS = _FINER_GAP + _VLLM_GAP
-TTFT_BOUNDS = _VLLM_TTFT
+TTFT_BOUNDS = tuple(sorted({*_FINER_TTFT, *_VLLM_TTFT}))
 REQUEST_BOUNDS = _FINER_REQUEST + _VLLM_REQUEST
 
 # vLLM's words for how a request ended; `deadline` has none there.
