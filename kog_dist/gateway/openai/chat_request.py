@@ -13,6 +13,7 @@ from kog_dist.gateway.openai.request_model import (
     MAX_NAME,
     MAX_TOOLS,
     REFUSED_EVERYWHERE,
+    AnswerTokens,
     FormatName,
     JsonObjectFormat,
     Refusal,
@@ -21,7 +22,6 @@ from kog_dist.gateway.openai.request_model import (
     Schema,
     StreamOptions,
     TextFormat,
-    Tokens,
     TopLogprobs,
     ignored,
 )
@@ -148,8 +148,8 @@ class ChatRequest(SamplingFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Tokens | None = Field(default=None, description="Default: what fits the context.")
-    max_completion_tokens: Tokens | None = Field(default=None, description="The same; with both, the smaller one counts.")
+    max_tokens: AnswerTokens = Field(default=None, description="Default, and -1: what fits the context.")
+    max_completion_tokens: AnswerTokens = Field(default=None, description="The same; with both, the smaller one counts.")
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = Field(default=None, description="Needs logprobs.")
     stream_options: StreamOptions | None = None

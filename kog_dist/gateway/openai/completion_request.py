@@ -11,12 +11,12 @@ from kog_dist.gateway.openai.chat_request import JsonSchemaFormat
 from kog_dist.gateway.openai.request_model import (
     MAX_CHOICES,
     REFUSED_EVERYWHERE,
+    AnswerTokens,
     JsonObjectFormat,
     Refusal,
     SamplingFields,
     StreamOptions,
     TextFormat,
-    Tokens,
     TopLogprobs,
 )
 from kog_dist.rpc.messages import MAX_ARRAY
@@ -53,8 +53,8 @@ class CompletionRequest(SamplingFields):
         ),
     ] = Field(description=f"A text, token ids, or a list of them. Prompts times n: at most {MAX_CHOICES}.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Tokens | None = Field(default=None, description=f"Default: {DEFAULT_MAX_TOKENS}.")
-    max_completion_tokens: Tokens | None = Field(default=None, description="The same; with both, the smaller one counts.")
+    max_tokens: AnswerTokens = Field(default=None, description=f"Default: {DEFAULT_MAX_TOKENS}. -1: what fits the context.")
+    max_completion_tokens: AnswerTokens = Field(default=None, description="The same; with both, the smaller one counts.")
     logprobs: TopLogprobs | None = Field(default=None, description="How many alternatives of each token.")
     stream_options: StreamOptions | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(

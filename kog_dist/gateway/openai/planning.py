@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.errors import ApiError, invalid
-from kog_dist.gateway.openai.request_model import SamplingFields
+from kog_dist.gateway.openai.request_model import MOST_TOKENS, SamplingFields
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.rpc.messages import MAX_ARRAY, MAX_SCHEMA_BYTES, BadMessage, ErrorCode, Generate
 from kog_dist.sampling_params import LIMITS, MAX_SEED, SamplingParams
@@ -184,9 +184,12 @@ def encode_prompt(text: str, served: ServedModel, param: str, *, add_special_tok
 
 
 def answer_limit(wanted: Sequence[int | None], num_prompt_tokens: int, served: ServedModel, param: str) -> int:
-    """The smallest of the limits that the client gave, else what fits the context. Raises ApiError 400 if it does not fit."""
+    """The smallest of the limits that the client gave, else what fits the context. Raises ApiError 400 if it does not fit.
+
+    MOST_TOKENS is no limit.
+    """
     room = served.max_context - num_prompt_tokens
-    limit = min((given for given in wanted if given is not None), default=room)
+    limit = min((given for given in wanted if given is not None and given < MOST_TOKENS), default=room)
     if limit > room:
         raise _too_long(
             param,

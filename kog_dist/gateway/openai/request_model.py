@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kog_dist.rpc.messages import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from kog_dist.sampling_params import LIMITS, MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS
@@ -15,7 +15,7 @@ MAX_CHOICES: Final = 8  # answers to one HTTP request: n times the number of pro
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 128
 MAX_NAME: Final = 256  # characters of names and keys that clients choose
-_MOST_TOKENS: Final = 2**31 - 1
+MOST_TOKENS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,16 @@ Temperature = Annotated[
 ]
 TopP = Annotated[float, Field(ge=0, le=1, description="0 leaves the best token only.")]
 Penalty = Annotated[float, _bounded("presence_penalty", "Of tokens that the answer has already.")]
-Tokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+
+def _instead_of_minus_1(meaning: int | None) -> BeforeValidator:
+    """Clients of other servers say -1 where they want no limit, or any seed."""
+    return BeforeValidator(lambda value: meaning if type(value) is int and value == -1 else value)
+
+
+AnswerTokens = Annotated[Tokens | None, _instead_of_minus_1(MOST_TOKENS)]
+Seed = Annotated[Annotated[int, Field(ge=0, le=MAX_SEED)] | None, _instead_of_minus_1(None)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ModelName = Annotated[str, Field(max_length=1024, description="A name of /v1/models, or `default`.")]
 
@@ -75,7 +84,7 @@ class SamplingFields(RequestModel):
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_MOST_TOKENS, description="0 and -1: all.")] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS, description="0 and -1: all.")] | None = None
     min_p: Annotated[float, _bounded("min_p", "Least share of the best token's probability.")] | None = None
     repetition_penalty: Annotated[float, _bounded("repetition_penalty", "Of tokens in prompt or answer.")] | None = None
     presence_penalty: Penalty | None = None
@@ -83,14 +92,15 @@ class SamplingFields(RequestModel):
     logit_bias: dict[str, Bias] | None = Field(
         default=None, max_length=MAX_LOGIT_BIAS, description="Token ids, as strings, and what is added to their logits."
     )
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
-        default=None, description="The same request with the same seed gives the same answer. Default: a new one each time."
+    seed: Seed = Field(
+        default=None,
+        description="The same request with the same seed gives the same answer. Default, -1: a new one each time.",
     )
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
         default=None, description=f"Up to {MAX_STOP_STRINGS} texts of at most {MAX_STOP_BYTES} bytes that end the answer."
     )
     ignore_eos: bool | None = Field(default=None, description="As in vLLM: go on to the limit.")
-    min_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     user: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         default=None, description="Tells users with the same first messages apart when a replica is chosen."
     )

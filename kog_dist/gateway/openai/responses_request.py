@@ -12,6 +12,7 @@ from kog_dist.gateway.openai.request_model import (
     MAX_NAME,
     MAX_TOOLS,
     REFUSED_EVERYWHERE,
+    AnswerTokens,
     FormatName,
     JsonObjectFormat,
     Refusal,
@@ -19,7 +20,6 @@ from kog_dist.gateway.openai.request_model import (
     SamplingFields,
     Schema,
     TextFormat,
-    Tokens,
     TopLogprobs,
     ignored,
 )
@@ -140,7 +140,7 @@ class ResponsesRequest(SamplingFields):
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: Tokens | None = Field(default=None, description="Default: what fits the context.")
+    max_output_tokens: AnswerTokens = Field(default=None, description="Default, and -1: what fits the context.")
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = Field(
         default=None, description="Functions. Tools that OpenAI runs itself (web_search and others) are accepted and left out."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -96,7 +97,7 @@ def test_bounds_contain_those_of_vllm_and_ascend() -> None:
     assert {0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0} <= set(REQUEST_BOUNDS)
     assert {0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 640.0, 2560.0} <= set(TTFT_BOUNDS)
     near = [bound for bound in TTFT_BOUNDS if 0.001 <= bound <= 0.05]
-    assert all(after <= 2 * before for before, after in zip(near, near[1:], strict=False)), "a first token takes 1 to 50 ms"
+    assert all(after <= 2 * before for before, after in pairwise(near)), "a first token takes 1 to 50 ms"
     for bounds in (GAP_BOUNDS, REQUEST_BOUNDS, TTFT_BOUNDS):
         assert list(bounds) == sorted(set(bounds))
     assert GAP_BOUNDS[0] == 0.00005

@@ -121,6 +121,10 @@ def test_defaults_are_the_models_then_openais(base_model: ServedModel) -> None:
     assert (chat(tuned).sampling.temperature, chat(tuned).sampling.top_k) == (0.2, 40)
     assert (chat(tuned, temperature=0, top_k=-1).sampling.temperature, chat(tuned, top_k=-1).sampling.top_k) == (0.0, 0)
     assert plan_completion({"prompt": "x"}, base_model).generates[0].max_tokens == 16
+    for fields in ({"max_tokens": -1}, {"max_tokens": -1, "max_completion_tokens": -1}, {"max_tokens": 2**31 - 1}):
+        unlimited = plan_completion({"prompt": [5, 6], "seed": -1, **fields}, base_model).generates[0]
+        assert unlimited.max_tokens == base_model.max_context - 2, "what others call no limit"
+    assert plan_completion({"prompt": [5], "max_tokens": -1, "max_completion_tokens": 7}, base_model).generates[0].max_tokens == 7
 
 
 def test_what_a_request_says_reaches_the_engine(base_model: ServedModel) -> None:
