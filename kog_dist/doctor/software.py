@@ -18,7 +18,9 @@ _OLDEST_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?[^;]*(?:;.*extra == ['\"](?P<extra>\w+))?"
 )
-EXTRAS = {"cuda": "GPUs", "gguf": "GGUF files", "mpi": "mpirun", "ray": "Ray", "bench": "plots"}  # what each is for
+EXTRAS = {  # what each is for
+    "cuda": "GPUs", "train": "training", "gguf": "GGUF files", "mpi": "mpirun", "ray": "Ray", "bench": "plots"
+}  # fmt: skip
 
 
 def python() -> Iterator[Finding]:
@@ -74,7 +76,7 @@ def _wanted_by_sources() -> list[str]:
 
 
 def torch_build() -> Iterator[Finding]:
-    """Whether torch can use GPUs; it is the oracle and the trainer, no engine needs it to."""
+    """Whether torch can use GPUs, as prefill there and training need it to."""
     version, spec = _version("torch"), util.find_spec("torch")
     if version is None or spec is None or spec.origin is None:
         return
