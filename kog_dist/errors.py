@@ -18,7 +18,8 @@ KogError
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kog_dist.quoting import MAX_MESSAGE_CHARS, printable
@@ -75,11 +76,16 @@ class LaunchError(KogError):
     """The engine could not be started; nothing was served."""
 
 
-def missing_package(error: ModuleNotFoundError, extra: str) -> LaunchError:
-    """What to say where a module is missing that the package's `extra` brings. Raises `error` if it brings no such module."""
-    if error.name not in ("torch", "cupy"):
-        raise error
-    return LaunchError(f"this needs {error.name}, which is not installed: pip install 'kog-dist[{extra}]'")
+@contextmanager
+def naming_extra(extra: str) -> Iterator[None]:
+    """Where torch or cupy are missing, raise LaunchError with the extra of the package that brings them."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "cupy"):
+            raise
+        message = f"this needs {error.name}, which is not installed: pip install 'kog-dist[{extra}]'"
+        raise LaunchError(message) from None
 
 
 class ProtocolError(KogError):

@@ -14,7 +14,7 @@ from kog_dist.hardware.cpu_lists import parse_cpu_list
 from kog_dist.hardware.cpus import read_cpu_map
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.gpu_choice import gpu_rank_bytes
-from kog_dist.launch.prediction import architecture, most_tokens_per_s, predictions
+from kog_dist.launch.prediction import LAYER_S, architecture, most_tokens_per_s, predictions
 from kog_dist.launch.target import Target, cpu_matrix_bytes, model_folder, plan_target
 from kog_dist.model.checkpoint import has_weights
 from kog_dist.model.spec import ModelSpec
@@ -156,7 +156,8 @@ def _gpu_ceiling(target: Target) -> list[str]:
     return [
         f"ceiling    {empty:,.0f} tokens/s with an empty KV cache, {full:,.0f} with a full one: what a rank reads at "
         f"{peak / 1e12:.1f} TB/s for each GPU",
-        f"           (from {source}), or 6 us of waits in each layer where these take longer; communication not counted",
+        f"           (from {source}), or {LAYER_S * 1e6:.0f} us of waits in each layer if they take longer; "
+        "communication not counted",
     ]
 
 

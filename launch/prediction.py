@@ -10,7 +10,7 @@ _BYTES: Final = 2  # of a weight, key or value: 16 bit
 _GIB: Final = 2**30
 # The least that a token's chain takes, from traces: six times a layer all thread blocks wait for what others write, 0.7 us and
 # more each, with what is computed between (docs/history/geometry.md); and the end of a token.
-_LAYER_S: Final = 6e-6
+LAYER_S: Final = 6e-6
 _TOKEN_S: Final = 2e-6
 
 
@@ -53,7 +53,7 @@ def kv_bytes(spec: ModelSpec, num_positions: int) -> int:
 
 def most_tokens_per_s(spec: ModelSpec, read_bytes: float, bytes_s: float) -> float:
     """What a GPU reaches at most that reads so many bytes for each token: by memory, or by waits in a row if that is little."""
-    return 1.0 / max(read_bytes / bytes_s, spec.num_layers * _LAYER_S + _TOKEN_S)
+    return 1.0 / max(read_bytes / bytes_s, spec.num_layers * LAYER_S + _TOKEN_S)
 
 
 def predictions(spec: ModelSpec) -> list[str]:

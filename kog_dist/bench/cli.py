@@ -26,7 +26,7 @@ from kog_dist.bench.commands.scaling import scaling
 from kog_dist.bench.commands.serve import serve
 from kog_dist.bench.commands.soak import soak
 from kog_dist.bench.report import allow_dirty, check_stdout
-from kog_dist.errors import KogError, missing_package
+from kog_dist.errors import KogError, naming_extra
 from kog_dist.rpc.field_flags import Version
 from kog_dist.rpc.output import checked_stdout
 
@@ -72,11 +72,8 @@ for _command in (
 def main() -> None:
     """Run `kog-bench` and exit with its code."""
     try:
-        with checked_stdout():
-            try:
-                app(prog_name="kog-bench")
-            except ModuleNotFoundError as error:
-                raise missing_package(error, "cuda") from None
+        with checked_stdout(), naming_extra("cuda"):
+            app(prog_name="kog-bench")
     except KogError as error:
         print(f"kog-bench: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from kog_dist.errors import KogError, missing_package
+from kog_dist.errors import KogError, naming_extra
 from kog_dist.rpc.output import checked_stdout
 from kog_dist.train.commands.ablation import ablation
 from kog_dist.train.commands.convert import convert
@@ -52,11 +52,8 @@ for _command in COMMANDS:
 def main() -> None:
     """Run the command line; a KogError becomes one line on stderr and its exit code."""
     try:
-        with checked_stdout():
-            try:
-                app()
-            except ModuleNotFoundError as error:
-                raise missing_package(error, "train") from None
+        with checked_stdout(), naming_extra("train"):
+            app()
     except KogError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)

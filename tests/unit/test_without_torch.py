@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.errors import LaunchError, missing_package
+from kog_dist.errors import LaunchError, naming_extra
 
 BIN = Path(sys.executable).parent
 DEMO = Path(__file__).parents[2] / "kog_dist" / "models" / "demo"
@@ -23,17 +23,7 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
 
 
 def test_cpu_ranks_decode_without_torch(without_torch: dict[str, str]) -> None:
-    command: list[str | Path] = [
-        BIN / "kog-launch",
-        "--device",
-        "cpu",
-        "--ranks",
-        "2",
-        "--prompt",
-        "def area(",
-        "--max-tokens",
-        "3",
-    ]
+    command = [str(BIN / "kog-launch"), *"--device cpu --ranks 2 --max-tokens 3 --prompt".split(), "def area("]
     done = subprocess.run(command, env=without_torch, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "3 generated" in done.stdout + done.stderr
@@ -48,5 +38,5 @@ def test_training_without_torch_names_the_extra(without_torch: dict[str, str], t
 
 
 def test_a_module_that_no_extra_brings_is_an_error_of_ours() -> None:
-    with pytest.raises(ModuleNotFoundError, match="frobnicate"):
-        missing_package(ModuleNotFoundError("No module named 'frobnicate'", name="frobnicate"), "train")
+    with pytest.raises(ModuleNotFoundError, match="frobnicate"), naming_extra("train"):
+        raise ModuleNotFoundError("No module named 'frobnicate'", name="frobnicate")

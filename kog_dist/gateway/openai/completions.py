@@ -21,7 +21,7 @@ from kog_dist.gateway.openai.planning import (
     sampling_params,
 )
 from kog_dist.gateway.openai.reply import Planned
-from kog_dist.gateway.openai.request_model import MAX_CHOICES
+from kog_dist.gateway.openai.request_model import MAX_CHOICES, MOST_TOKENS
 from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.rpc.messages import Done, ErrorCode, Tokens
 
@@ -57,7 +57,10 @@ def plan_completion(body: object, served: ServedModel) -> Planned:
 def _prompt_fields(prompt: str | tuple[int, ...], limits: Sequence[int | None], served: ServedModel) -> dict[str, Any]:
     """The prompt and the length of its answer. Of a text that the engine cuts into tokens, it says itself whether that fits."""
     if isinstance(prompt, str):
-        return {"prompt": prompt, "max_tokens": min(limit for limit in limits if limit is not None)}
+        limit = min(limit for limit in limits if limit is not None)
+        if limit == MOST_TOKENS:  # what fits would be known with the number of its tokens
+            raise invalid("max_tokens", "-1 is no limit where the engine alone has the tokenizer; give a number")
+        return {"prompt": prompt, "max_tokens": limit}
     return {"prompt_ids": prompt, "max_tokens": answer_limit(limits, len(prompt), served, "prompt")}
 
 

@@ -127,6 +127,14 @@ def test_defaults_are_the_models_then_openais(base_model: ServedModel) -> None:
     assert plan_completion({"prompt": [5], "max_tokens": -1, "max_completion_tokens": 7}, base_model).generates[0].max_tokens == 7
 
 
+def test_no_limit_is_refused_where_nobody_here_can_count_the_prompt(base_model: ServedModel) -> None:
+    text_only = dataclasses.replace(base_model, tokenizer=None, engine_takes_text=True)
+    assert plan_completion({"prompt": "x", "max_tokens": 7}, text_only).generates[0].max_tokens == 7
+    with pytest.raises(ApiError, match="the engine alone has the tokenizer; give a number") as caught:
+        plan_completion({"prompt": "x", "max_tokens": -1}, text_only)
+    assert caught.value.param == "max_tokens"
+
+
 def test_what_a_request_says_reaches_the_engine(base_model: ServedModel) -> None:
     message = chat(
         base_model, temperature=0.5, top_p=0, top_k=5, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1,
