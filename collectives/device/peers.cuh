@@ -76,11 +76,18 @@ struct PeerWords {
         const u32 after = r > 0 ? static_cast<u32>(word[r > 0 ? r - 1 : 0]) : 0;
         return r == static_cast<int>(rank) ? own : r < static_cast<int>(rank) ? before : after;
     }
-    // Sum over ranks in the fixed tree.
+    // Sum over ranks in the fixed tree. `kRoundsHalves`: of both halves' sums, each rounded as a pair word would.
+    template <bool kRoundsHalves = false>
     __device__ __forceinline__ float total(u32 rank, float own) const {
         float part[kRanks];
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) part[r] = __uint_as_float(payload(r, rank, __float_as_uint(own)));
+        if constexpr (kRoundsHalves && kRanks % 2 == 0) {
+            float first[kRanks / 2], second[kRanks / 2];
+#pragma unroll
+            for (int r = 0; r < kRanks / 2; ++r) first[r] = part[r], second[r] = part[r + kRanks / 2];
+            return rounded_half(tree_sum<kRanks / 2>(first)) + rounded_half(tree_sum<kRanks / 2>(second));
+        }
         return tree_sum<kRanks>(part);
     }
 };
@@ -133,13 +140,14 @@ struct SumFromPeers {
         if (laneid() < count) got.load(rows + laneid(), box.row_words, peers.rank);
     }
     // The sum over ranks of each thread's row, in the fixed tree; `own_sum` is this rank's part, as it was published. False: leave.
+    template <bool kRoundsHalves = false>
     __device__ __forceinline__ bool total(const KogPeers& peers, const Mailbox& box, float own_sum, u32 tag, u32 stopped, PeerNote& note,
                                           float& sum) {
         sum = own_sum;
         if constexpr (kRanks == 1) return true;
         const PeerPlace place{kCollectOp, box.index, slot};
         if (!wait_for_peers<kRanks>(got, rows, box.row_words, peers.rank, count, tag, stopped, note, place)) return false;
-        if (laneid() < count) sum = got.total(peers.rank, own_sum);
+        if (laneid() < count) sum = got.template total<kRoundsHalves>(peers.rank, own_sum);
         return true;
     }
 };

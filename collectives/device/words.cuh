@@ -14,6 +14,7 @@ __device__ __forceinline__ u32 round_to_16_bits(float value) {
     u32 bits = __float_as_uint(value);
     return bits + ((bits & 0x7f800000u) == 0x7f800000u ? 0u : 0x80u);
 }
+__device__ __forceinline__ float rounded_half(float value) { return __uint_as_float(round_to_16_bits(value) & 0xffffff00u); }
 // Half of a pair word: a value, and the byte of the tag that goes with the first (0) or second (1) value.
 __device__ __forceinline__ u32 make_half_word(float value, u32 tag_byte) {
     return (round_to_16_bits(value) & 0xffffff00u) | (tag_byte & 0xffu);

@@ -55,6 +55,7 @@ class KernelShape:
     pieces: int = 0  # of a ring tile: what is copied, and given back, by itself; 0: 2 for one or two lanes, 1 for more
     pieces_in_flight: int = 0  # 0: see `in_flight`
     max_slots: int = 16
+    direct_sums: bool = True  # see `sends_sums_directly`
     matrix_warps: int = 0  # 0: chosen by `geometry`
     poll_delays: tuple[int, ...] = ()  # see `delays`; empty: chosen by the number of lanes
     traced_step: int = -1  # of a launch: the kernel keeps time stamps of it
@@ -151,6 +152,11 @@ class KernelShape:
     def num_streams(self) -> int:
         """Residual streams of this rank: one of each hosted lane, or one that all share."""
         return 1 if self.spec.has_one_stream else self.num_lanes
+
+    @property
+    def sends_sums_directly(self) -> bool:
+        """Whether both of two ranks send their sums to all who gather the stream, instead of to the owners of its rows."""
+        return self.direct_sums and self.spec.has_one_stream and self.num_ranks == 2
 
     @property
     def gathers_streams(self) -> bool:
@@ -489,7 +495,7 @@ class KernelShape:
             "kPreNormSum": spec.pre_norm_lane_agg, "kLaneHead": spec.head_type is HeadType.LANE,
             "kVocabParallelHead": spec.head_type is HeadType.VOCAB_PARALLEL, "kOneStream": spec.has_one_stream,
             "kGathersStreams": self.gathers_streams, "kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm,
-            "kPacked": self.is_packed,
+            "kPacked": self.is_packed, "kDirectSums": self.sends_sums_directly,
         }  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr u64 kTapeBytes = {2 * self.tape_values}ull;"]

@@ -300,13 +300,16 @@ class Monokernel:
         """With the rank whose words a wait missed, or NO_PEER, and what it was for. Waits for peers have written that rank and
         the mailbox; those of the matrix warps have a phase instead.
 
-        Of these only the LM head's input comes from peers. The record has its lane, with `replicate` the first of those that were
-        asked for together; if that one's words were there, it is looked up whose others are not.
+        Of these the LM head's input may come from peers. The record has its lane, with `replicate` the first of those that were
+        asked for together; if that one's words were there, it is looked up whose others are not. Where ranks send their sums to
+        all who gather a stream, it has the rank instead.
         """
         if record.phase == NONE and self.shape.num_ranks > 1:  # matrix warps that noted nothing have no phase either
             if not record.num_missing:
                 return replace(record, peer=self.rank)
             return with_place(self.shape.spec, replace(record, label=self.shape.boxes.specs()[record.mailbox].name))
+        if self.shape.sends_sums_directly and record.phase in (Phase.QKV, Phase.GATE_UP, Phase.HEAD):
+            return replace(record, peer=record.lane if record.num_missing else NO_PEER, lane=NONE)
         if record.phase != Phase.HEAD or not self.shape.gathers_streams:
             return replace(record, peer=self.rank)
         if not record.num_missing:

@@ -11,6 +11,9 @@
 namespace kog {
 
 constexpr bool kSendsDelayed = kRanks > 1 && !kOneStream;
+// With one stream the sums of the lanes' first and second half are rounded to words before they are added, on any number of ranks: two
+// ranks send each other words.
+constexpr bool kRoundsHalves = kOneStream && kModelLanes > 1;
 
 struct Finalizer : FinalizedRows {
     SumFromPeers<kRanks, OutOp::kRows> sums;  // of the next product, if `early`
@@ -84,7 +87,8 @@ struct Finalizer : FinalizedRows {
 #pragma unroll
         for (int width = 1; width < kLanes; width *= 2)
 #pragma unroll
-            for (int i = 0; i + width < kLanes; i += 2 * width) sum[i] += sum[i + width];
+            for (int i = 0; i + width < kLanes; i += 2 * width)
+                sum[i] = kRoundsHalves && kRanks == 1 && 2 * width == kLanes ? rounded_half(sum[i]) + rounded_half(sum[i + width]) : sum[i] + sum[i + width];
         return sum[0];
     }
 
@@ -110,7 +114,7 @@ struct Finalizer : FinalizedRows {
         const u32 slot = sum_slot(kind, layer);
         if (loaded) from.locate(peers, sum_box(kind), slot, first_row, kHidden);
         else from.load(peers, sum_box(kind), slot, first_row, kHidden);
-        return from.total(peers, sum_box(kind), sum, sum_tag(kind, role.first_epoch + step + 1, slot), role.stopped(),
+        return from.template total<kRoundsHalves>(peers, sum_box(kind), sum, sum_tag(kind, role.first_epoch + step + 1, slot), role.stopped(),
                           role.shared->peer_notes[0], sum);
     }
     // Read what peers have sent for the product after number `product` while that one is being multiplied; usually it is there. From
@@ -189,10 +193,13 @@ struct Finalizer : FinalizedRows {
             if (!row_sum(sum, OutOp::kRows)) return false;
             if (mine) now[lane_idx][row] = sum * kInverseXScale;
             end_block();
-            if (kRanks > 1 && is_last) publish_sum(kind, layer, role.cta * OutOp::kCtaRows + block * OutOp::kRows, lane_sum(now, row));
+            if (kDirectSums && is_last) {
+                publish_vector_to_all<kRanks, OutOp::kRows, kSumCopies>(peers, sum_box(kind).row(kRanks, 0, peers.rank), kHidden / 2,
+                                                                       role.cta * OutOp::kCtaRows + block * OutOp::kRows, kHidden, lane_sum(now, row), tag);
+            } else if (kRanks > 1 && is_last) publish_sum(kind, layer, role.cta * OutOp::kCtaRows + block * OutOp::kRows, lane_sum(now, row));
         }
 #pragma unroll 1
-        for (u32 block = is_last ? 0 : OutOp::kBlocks; block < OutOp::kBlocks; ++block) {
+        for (u32 block = is_last && !kDirectSums ? 0 : OutOp::kBlocks; block < OutOp::kBlocks; ++block) {
             const u32 row = block * OutOp::kRows + (mine ? lane : 0), first_row = role.cta * OutOp::kCtaRows + block * OutOp::kRows;
             float sum = lane_sum(now, row);
             SumFromPeers<kRanks, OutOp::kRows> from;

@@ -52,6 +52,8 @@ struct Gatherer : HeadGatherer {
         }
         if (at.index() == 0) {
             load_embedding();
+        } else if (kDirectSums && !(at.phase() & 1)) {
+            return;
         } else if (!is_near(role, (at.phase() & 1) || !kOneStream ? at.lane() : kLanes - 1, at.index())) {
             return;
         } else if (at.phase() == kOutPhase) {
@@ -77,6 +79,14 @@ struct Gatherer : HeadGatherer {
             if (kPhase == kQkvPhase && at.index() == 0) {
                 if (!loaded) load_embedding();
                 widen_embedding();
+                if constexpr (kDirectSums) begin_stream();
+            } else if constexpr (kDirectSums) {
+                if (!wait_until_near<kPhase>(role, kLanes - 1, at.index())) return false;
+                const u32 tag = source<kPhase>(at).tag;
+                if (!gather_sums(kPhase == kQkvPhase, tag, [&](const u64* words, u32 rank) {
+                        note_wait(kPhase, at.layer(), rank, tag, words, kHidden / 2);  // a stream has no lane
+                    }))
+                    return false;
             } else if (!gather_units<HiddenSlice, kPhase>(at)) {
                 return false;
             }

@@ -18,16 +18,38 @@ struct HeadGatherer : VectorGatherer {
 
     // ---- forms of the LM head that multiply the last streams one by one ----
     __device__ __forceinline__ Source last_source(u32 lane_idx) { return {last_stream(lane_idx), layer_tag(role.first_epoch + step, kLayers - 1)}; }
-    __device__ __forceinline__ void load_last_stream(u32 lane_idx) {
+    __device__ __forceinline__ void load_last_norm(u32 lane_idx) {
         const uint2* norm = reinterpret_cast<const uint2*>(params.final_norm_ptr) +
                             (kFinalNormLanes == 1 ? 0 : lane_idx) * (kHidden / 4) + warp * HiddenSlice::kOfVector + lane;
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) scale[i] = norm[32 * i];
+    }
+    __device__ __forceinline__ void load_last_stream(u32 lane_idx) {
+        load_last_norm(lane_idx);
         load_units<HiddenSlice, kStreamsToAll>(last_source(lane_idx).words);
+    }
+    // The same from the ranks' last sums. One thread block publishes it, for those who look at what layers have left.
+    __device__ __forceinline__ bool gather_last_sums(float& squares) {
+        const u32 tag = last_source(0).tag;
+        load_last_norm(0);
+        if (!wait_until_near<kQkvPhase>(role, kLanes - 1, 4 * kLayers)) return false;
+        if (!gather_sums(1, tag, [&](const u64* words, u32 rank) { note_wait(kHeadPhase, kNowhere, rank, tag, words, kHidden / 2); })) return false;
+        if (role.cta == 0) {
+            u64* words = reinterpret_cast<u64*>(params.words_ptr) + kStreamOffset + 2 * (warp * HiddenSlice::kOfVector + lane);
+#pragma unroll
+            for (int i = 0; i < HiddenSlice::kLoads; ++i)
+                if (HiddenSlice::is_real(warp, lane, i))
+                    store_relaxed_x2(words + 64 * i, make_pair_word(stream[i].x, stream[i].y, tag), make_pair_word(stream[i].z, stream[i].w, tag));
+        }
+        write_units<HiddenSlice, true>(squares);
+        loaded = false;
+        __syncwarp();
+        return true;
     }
     __device__ __forceinline__ bool gather_last_stream(const Place& at, float& squares) {
         const u32 lane_idx = kVocabParallelHead ? vocab_lane(role.cta) : at.lane();
+        if (kDirectSums && !kHeadOnly) return gather_last_sums(squares);
         if (!loaded) {
             if (!wait_until_near<kQkvPhase>(role, kVocabParallelHead ? lane_idx : kLanes - 1, 4 * kLayers)) return false;
             load_last_stream(lane_idx);

@@ -99,7 +99,9 @@ struct VectorGatherer {
     // `kSystem`: words that peers may write, too. `kApart`: words from one of the vectors to the next. `kMissing`: only those that have
     // another tag than `tag` now.
     template <class S, bool kSystem = false, u32 kApart = 0, bool kMissing = false>
-    __device__ __forceinline__ void load_units(const u64* words, u32 tag = 0) {
+    __device__ __forceinline__ void load_units(const u64* words, u32 tag = 0) { load_units_to<S, kSystem, kApart, kMissing>(got, words, tag); }
+    template <class S, bool kSystem, u32 kApart, bool kMissing, int kRoom>
+    __device__ __forceinline__ void load_units_to(ulonglong2 (&got)[kRoom], const u64* words, u32 tag) {
         const u64* mine = words + 2 * (warp * S::kOfVector + lane);
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i)
@@ -110,7 +112,9 @@ struct VectorGatherer {
             }
     }
     template <class S>
-    __device__ __forceinline__ bool units_ready(u32 tag) {
+    __device__ __forceinline__ bool units_ready(u32 tag) { return have_tag<S>(got, tag); }
+    template <class S, int kRoom>
+    __device__ __forceinline__ bool have_tag(const ulonglong2 (&got)[kRoom], u32 tag) {
         u32 wrong = 0;
 #pragma unroll
         for (int i = 0; i < S::kLoads; ++i)
@@ -135,6 +139,38 @@ struct VectorGatherer {
 #pragma unroll
         for (int i = 0; i < HiddenSlice::kLoads; ++i)
             if (HiddenSlice::is_real(warp, lane, i)) scale[i] = norm[32 * i];
+    }
+    // ---- a stream that is kept here, where both of two ranks send their sums to all who gather it ----
+    float4 stream[HiddenSlice::kLoads];  // this thread's values
+    __device__ __forceinline__ void begin_stream() {
+#pragma unroll
+        for (int i = 0; i < HiddenSlice::kLoads; ++i)
+            if (HiddenSlice::is_real(warp, lane, i)) stream[i] = values(got[i]);
+    }
+    // Add the sum of a sublayer (kind 0: attention, 1: MLP) to it; then its values are in `got`, as words of no tag. `note`: writes down
+    // whose words are missing.
+    template <class Note>
+    __device__ __forceinline__ bool gather_sums(u32 kind, u32 tag, Note note) {
+        using S = HiddenSlice;
+        ulonglong2 other[S::kLoads];
+        const u64* words = heap_of(peers, peers.rank) + sum_box(kind).row(kRanks, 0, 0) + role.cta % kSumCopies * (kHidden / 2);
+        const u64* other_words = words + sum_box(kind).row_words;
+        load_units_to<S, true, 0, false>(got, words, tag), load_units_to<S, true, 0, false>(other, other_words, tag);
+        for (u32 rounds = 1;; ++rounds) {
+            const bool first = have_tag<S>(got, tag), second = have_tag<S>(other, tag);
+            if (first && second) break;
+            if (must_leave(role.stopped())) return false;
+            if (rounds % 1024 == 0) note(first ? other_words : words, first ? 1 : 0);
+            load_units_to<S, true, 0, true>(got, words, tag), load_units_to<S, true, 0, true>(other, other_words, tag);
+        }
+#pragma unroll
+        for (int i = 0; i < S::kLoads; ++i) {
+            if (!S::is_real(warp, lane, i)) continue;
+            const float4 a = values(got[i]), b = values(other[i]);
+            stream[i] = make_float4(stream[i].x + (a.x + b.x), stream[i].y + (a.y + b.y), stream[i].z + (a.z + b.z), stream[i].w + (a.w + b.w));
+            got[i] = make_ulonglong2(make_pair_word(stream[i].x, stream[i].y, 0), make_pair_word(stream[i].z, stream[i].w, 0));
+        }
+        return true;
     }
     // From a lane's vector to the next one's, where a phase takes those of several lanes at a time.
     template <int kPhase>

@@ -34,6 +34,9 @@ static_assert(kStreams == (kOneStream ? 1 : kLanes), "a stream of each lane, or 
 // A lane's residual stream, among this rank's.
 __device__ __forceinline__ constexpr u32 stream_of(u32 lane_idx) { return kOneStream ? 0 : lane_idx; }
 constexpr u32 kTogether = kModelLanes % 4 == 0 ? 4 : kModelLanes % 2 == 0 ? 2 : 1;  // last streams that are asked for at a time
+// Two ranks that share a stream send their sums as words to all thread blocks of both, in so many copies; see VectorGatherer.
+constexpr u32 kSumCopies = 2;
+static_assert(!kDirectSums || (kOneStream && kRanks == 2), "two halves");
 constexpr int kHistory = kDelay + 1;                 // layers whose partials a row's owner remembers
 // Query heads of a KV head are taken in sets: the score matrix has eight columns, two (high, low) for each head.
 constexpr int kSets = (kGroup + 3) / 4;
