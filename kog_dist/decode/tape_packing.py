@@ -4,7 +4,7 @@ A product y = W x is cut by rows over the thread blocks, and within one by colum
 block holds, for each block of rows (at most 32: a finaliser warp has a thread for each), tiles in the order of use; a tile holds,
 for each warp, a few steps of 32 columns, each step row by row: [block][tile][warp][step][row][32]. Of each eight neighbouring
 columns the tape holds 0 1 4 5 2 3 6 7: the order of the registers that one thread gives to the matrix unit. Rows and columns that
-do not divide are filled with zeros.
+do not divide are filled with zeros; warps that have no column at all in a tile may be left out of it (`OpShape.real_steps`).
 
 The tapes of all thread blocks are one array, [product][tile][thread block]: what they read at about the same time lies together.
 
@@ -13,6 +13,7 @@ The functions take numpy or cupy arrays of any 16-bit type and return the same k
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,17 @@ class OpShape:
     per: int  # steps of 32 columns for each matrix warp
     steps: int  # of them in one tile
     warps: int  # matrix warps, which share the columns
+    real_steps: int = 0  # that hold columns, of all warps; what the last warps have beyond them is left out. 0: nothing is
+    last_rows: int = 0  # of the last block, where it has fewer than the others; 0: as many
 
     @property
     def cta_rows(self) -> int:
         """Rows that a thread block owns, padding included."""
-        return self.rows * self.blocks
+        return self.rows * (self.blocks - 1) + self.rows_of(self.blocks - 1)
+
+    def rows_of(self, block: int) -> int:
+        """Rows of a block."""
+        return self.last_rows if self.last_rows and block == self.blocks - 1 else self.rows
 
     @property
     def tiles(self) -> int:
@@ -55,32 +62,55 @@ class OpShape:
         """K with its padding."""
         return self.per * self.warps * STEP_COLUMNS
 
+    def warps_of(self, tile: int) -> int:
+        """Warps that have a part of a tile of a block: of the last ones it may have nothing."""
+        return min(self.warps, -(-(self.real_steps - tile) // self.per)) if self.real_steps else self.warps
+
+    @property
+    def num_long_tiles(self) -> int:
+        """Tiles of a block, the first ones, that have as many warps' parts as the first; the others have one part less."""
+        return sum(self.warps_of(tile) == self.warps_of(0) for tile in range(self.tiles))
+
     @property
     def num_values(self) -> int:
         """Weights on the tape of one thread block."""
-        return self.cta_rows * self.num_columns
+        return self.cta_rows * self.steps * STEP_COLUMNS * sum(map(self.warps_of, range(self.tiles)))
 
     @property
     def tile_values(self) -> int:
-        """Weights in one tile of one thread block."""
+        """Weights in one tile of one thread block, with the parts of all warps."""
         return self.rows * self.steps * self.warps * STEP_COLUMNS
 
+    @property
+    def tile_sizes(self) -> list[int]:
+        """Weights of each tile on the tape of one thread block."""
+        values = self.steps * STEP_COLUMNS
+        return [self.rows_of(block) * values * self.warps_of(tile) for block in range(self.blocks) for tile in range(self.tiles)]
 
-def op_shape(cta_rows: int, num_columns: int, multiple: int, *, warps: int, tile_rows: int, most_blocks: float) -> OpShape:
+
+def op_shape(
+    cta_rows: int, num_columns: int, multiple: int, *, warps: int, tile_rows: int, most_blocks: float, leaves_out: bool = False,
+    has_last: bool = False,
+) -> OpShape:  # fmt: skip
     """Shape for at least `cta_rows` rows of `num_columns` values; the rows of a block are a multiple of `multiple`.
 
     `tile_rows`: most rows of a block, and of rows times steps of a tile with several steps. Of the numbers of blocks that are
-    needed, and up to `most_blocks` times as many, the first with the fewest rows.
+    needed, and up to `most_blocks` times as many, the first with the fewest rows. `leaves_out`: parts of warps without columns,
+    where a tile has one step. `has_last`: the last block may have fewer rows; then there are as few blocks as possible.
     """
     fewest = -(-cta_rows // tile_rows)
-    blocks = min(
+    blocks = fewest if has_last else min(
         range(fewest, int(fewest * most_blocks) + 1), key=lambda blocks: blocks * _block_rows(cta_rows, blocks, multiple)
-    )
+    )  # fmt: skip
     rows = _block_rows(cta_rows, blocks, multiple)
+    blocks, last_rows = -(-cta_rows // rows), (cta_rows - 1) % rows + 1 if has_last and cta_rows % rows else 0
     per = -(-num_columns // (warps * STEP_COLUMNS))
     groups = -(-rows // 8)
     steps = max(s for s in range(1, per + 1) if per % s == 0 and (s == 1 or (s * rows <= tile_rows and s * groups <= MAX_PIECES)))
-    return OpShape(rows, blocks, per, steps, warps)
+    real_steps = -(-num_columns // STEP_COLUMNS)
+    return OpShape(
+        rows, blocks, per, steps, warps, real_steps if leaves_out and steps == 1 and real_steps < per * warps else 0, last_rows
+    )
 
 
 def _block_rows(cta_rows: int, blocks: int, multiple: int) -> int:
@@ -98,13 +128,37 @@ def interleave(gate: AnyArray, up: AnyArray) -> AnyArray:
     return both.reshape(-1, gate.shape[1])
 
 
-def tiles_on_tape(tape: AnyArray, position: int, shape: OpShape, num_ctas: int) -> AnyArray:
-    """View (num_tiles, num_ctas, tile_values) of a product on the tapes (values,) of all thread blocks.
+def put_on_tape(tape: AnyArray, position: int, shape: OpShape, tiles: AnyArray) -> None:
+    """Write the tiles (num_tiles, num_ctas, tile_values) of a product to the tapes (values,) of all thread blocks.
 
     `position`: values of one thread block's tape that come before it.
     """
-    first, size = position * num_ctas, shape.num_values * num_ctas
-    return tape[first : first + size].reshape(shape.num_tiles, num_ctas, shape.tile_values)
+    num_ctas = tiles.shape[1]
+    for view, tile in zip(_places(tape, position, shape, num_ctas), tiles, strict=True):
+        view[:] = _whole(tile, shape)[:, : view.shape[1], :, : view.shape[3]]
+
+
+def take_off_tape(tape: AnyArray, position: int, shape: OpShape, num_ctas: int) -> AnyArray:
+    """The tiles (num_tiles, num_ctas, tile_values) that `put_on_tape` has written, with zeros for what it left out."""
+    tiles = np.zeros_like(tape, shape=(shape.num_tiles, num_ctas, shape.tile_values))
+    for view, tile in zip(_places(tape, position, shape, num_ctas), tiles, strict=True):
+        _whole(tile, shape)[:, : view.shape[1], :, : view.shape[3]] = view
+    return tiles
+
+
+def _places(tape: AnyArray, position: int, shape: OpShape, num_ctas: int) -> Iterator[AnyArray]:
+    """Views (num_ctas, warps, steps, rows, columns of a step) of a product's tiles."""
+    first = position * num_ctas
+    for i, size in enumerate(shape.tile_sizes):
+        block, tile = divmod(i, shape.tiles)
+        parts = (shape.warps_of(tile), shape.steps, shape.rows_of(block), STEP_COLUMNS)
+        yield tape[first : first + size * num_ctas].reshape(num_ctas, *parts)
+        first += size * num_ctas
+
+
+def _whole(tile: AnyArray, shape: OpShape) -> AnyArray:
+    """View of a tile (num_ctas, tile_values) like those of `_places`."""
+    return tile.reshape(len(tile), shape.warps, shape.steps, shape.rows, STEP_COLUMNS)
 
 
 def pack(matrix: AnyArray, shape: OpShape, num_ctas: int) -> AnyArray:
@@ -115,8 +169,11 @@ def pack(matrix: AnyArray, shape: OpShape, num_ctas: int) -> AnyArray:
             f"a matrix of {rows} x {columns} does not fit {num_ctas} thread blocks of {shape.cta_rows} rows and "
             f"{shape.num_columns} columns"
         )
-    padded = np.zeros_like(matrix, shape=(num_ctas * shape.cta_rows, shape.num_columns))
-    padded[:rows, :columns] = matrix
+    padded = np.zeros_like(matrix, shape=(num_ctas, shape.blocks * shape.rows, shape.num_columns))
+    whole = rows // shape.cta_rows  # thread blocks that have all their rows
+    padded[:whole, : shape.cta_rows, :columns] = matrix[: whole * shape.cta_rows].reshape(whole, shape.cta_rows, columns)
+    if rest := rows - whole * shape.cta_rows:
+        padded[whole, :rest, :columns] = matrix[whole * shape.cta_rows :]
     parts = padded.reshape(num_ctas, shape.blocks, shape.rows, shape.warps, shape.tiles, shape.steps, *_STEP)
     # block, tile, thread block, warp, step, row, column (4)
     return parts.transpose(1, 4, 0, 3, 5, 2, 6, 8, 7, 9).reshape(shape.num_tiles, num_ctas, shape.tile_values)
@@ -126,5 +183,5 @@ def unpack(tiles: AnyArray, shape: OpShape, num_rows: int, num_columns: int) -> 
     """The inverse of `pack`: the matrix (num_rows, num_columns), without its padding."""
     num_ctas = tiles.shape[1]
     parts = tiles.reshape(shape.blocks, shape.tiles, num_ctas, shape.warps, shape.steps, shape.rows, *_STEP)
-    whole = parts.transpose(2, 0, 5, 3, 1, 4, 6, 8, 7, 9).reshape(num_ctas * shape.cta_rows, shape.num_columns)
-    return whole[:num_rows, :num_columns]
+    whole = parts.transpose(2, 0, 5, 3, 1, 4, 6, 8, 7, 9).reshape(num_ctas, shape.blocks * shape.rows, shape.num_columns)
+    return whole[:, : shape.cta_rows].reshape(-1, shape.num_columns)[:num_rows, :num_columns]

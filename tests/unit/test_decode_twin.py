@@ -45,7 +45,8 @@ VARIANTS = {
     "vocab_parallel, all blocking": replace(SPEC, head_type=HeadType.VOCAB_PARALLEL, delay=0),
     "lane, one norm, late": replace(SPEC, head_type=HeadType.LANE, shared_norm_scale=True, early_comm=False),
     "sum before norm": replace(SPEC, pre_norm_lane_agg=True),
-    "dense": replace(SPEC, shared_norm_scale=True, delay=0),  # one stream
+    # One stream; a thread block's rows of GATE_UP are 24 and 20, and the last tiles have no part of the last warp.
+    "dense": replace(SPEC, shared_norm_scale=True, delay=0, intermediate_size=432),
     "dense, biases, normed heads of their own size": replace(
         SPEC,
         shared_norm_scale=True,

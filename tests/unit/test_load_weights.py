@@ -18,7 +18,7 @@ import pytest
 from kog_dist.decode.plan import Plan, make_plan
 from kog_dist.decode.steps import Phase
 from kog_dist.decode.tape import tape
-from kog_dist.decode.tape_packing import OpShape, tiles_on_tape, unpack
+from kog_dist.decode.tape_packing import OpShape, take_off_tape, unpack
 from kog_dist.errors import CheckpointError
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import HeadType, ModelSpec, laneformer_2b
@@ -106,7 +106,7 @@ class Tapes:
 
     def _tiles(self, op: OpShape) -> Any:
         self.position += op.num_values
-        return tiles_on_tape(self.tape, self.position - op.num_values, op, self.shape.num_ctas)
+        return take_off_tape(self.tape, self.position - op.num_values, op, self.shape.num_ctas)
 
     def head(self) -> np.ndarray[Any, Any]:
         """The LM head's rows of the hosted lanes."""

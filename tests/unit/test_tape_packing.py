@@ -15,7 +15,8 @@ from kog_dist.decode.tape_packing import (
     interleave,
     owned_rows,
     pack,
-    tiles_on_tape,
+    put_on_tape,
+    take_off_tape,
     unpack,
 )
 from kog_dist.errors import ConfigError
@@ -41,8 +42,12 @@ def test_unpack_is_the_inverse_of_pack(rows: int, columns: int, num_ctas: int, m
     shape = geometry.op_shape(owned_rows(rows, num_ctas, multiple), columns, multiple)
     tiles = pack(matrix, shape, num_ctas)
     assert tiles.shape == (shape.num_tiles, num_ctas, shape.tile_values)
-    assert shape.num_tiles * shape.tile_values == shape.num_values
+    assert num_ctas * shape.num_values <= tiles.size
     assert np.array_equal(unpack(tiles, shape, rows, columns), matrix)
+    tape = np.zeros(num_ctas * (7 + shape.num_values + 5), np.uint16)
+    put_on_tape(tape, 7, shape, tiles)
+    assert np.array_equal(take_off_tape(tape, 7, shape, num_ctas), tiles), "what is left out is padding"
+    assert np.count_nonzero(tape[7 * num_ctas :][: num_ctas * shape.num_values]) == np.count_nonzero(tape) == rows * columns
     assert np.count_nonzero(tiles) == rows * columns  # the rest is padding
 
 
@@ -68,10 +73,8 @@ def test_tape_order_is_block_tile_thread_block_warp_step_row_column() -> None:
 def test_products_lie_one_after_the_other() -> None:
     first, second = OpShape(rows=6, blocks=2, per=8, steps=4, warps=WARPS), OpShape(rows=4, blocks=1, per=3, steps=1, warps=WARPS)
     tape = np.zeros(3 * (first.num_values + second.num_values), np.uint16)
-    views = [tiles_on_tape(tape, 0, first, 3), tiles_on_tape(tape, first.num_values, second, 3)]
-    for number, (view, shape) in enumerate(zip(views, (first, second), strict=True)):
-        assert view.shape == (shape.num_tiles, 3, shape.tile_values)
-        view += 1 + number
+    for number, (position, shape) in enumerate(((0, first), (first.num_values, second))):
+        put_on_tape(tape, position, shape, np.full((shape.num_tiles, 3, shape.tile_values), 1 + number, np.uint16))
     assert tape.tolist() == [1] * (3 * first.num_values) + [2] * (3 * second.num_values)
 
 

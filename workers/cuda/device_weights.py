@@ -11,7 +11,7 @@ import numpy as np
 
 from kog_dist.decode.order import Product
 from kog_dist.decode.steps import Phase
-from kog_dist.decode.tape_packing import interleave, pack, tiles_on_tape
+from kog_dist.decode.tape_packing import interleave, pack, put_on_tape
 from kog_dist.model.layout import EMBEDDING, head_name, layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.rope import rope_table
 from kog_dist.model.spec import HeadType, ModelSpec
@@ -77,21 +77,20 @@ def pack_tape(shape: KernelShape, source: MatrixSource, tape: GpuArray) -> None:
     for product, start in sorted(places, key=lambda item: item[0].layer):  # a layer's tensors are needed together
         op = ops[product.phase]
         matrix = source(product.phase, product.layer, product.lane - shape.hosted_lanes[0])
-        tiles_on_tape(tape, start, op, shape.num_ctas)[:] = pack(matrix, op, shape.num_ctas)
+        put_on_tape(tape, start, op, pack(matrix, op, shape.num_ctas))
     for index in range(shape.num_head_products):
-        _pack_head(shape, source, index, tiles_on_tape(tape, position, shape.head, shape.num_ctas))
+        put_on_tape(tape, position, shape.head, _packed_head(shape, source, index))
         position += shape.head.num_values
 
 
-def _pack_head(shape: KernelShape, source: MatrixSource, index: int, tiles: GpuArray) -> None:
-    """Fill the tiles (head.num_tiles, num_ctas, head.tile_values) of a product of the LM head."""
+def _packed_head(shape: KernelShape, source: MatrixSource, index: int) -> GpuArray:
+    """The tiles (head.num_tiles, num_ctas, head.tile_values) of a product of the LM head."""
     if shape.spec.head_type is not HeadType.VOCAB_PARALLEL:
-        tiles[:] = pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas)
-        return
-    for lane in range(shape.num_lanes):  # each has its own thread blocks
-        own = slice(lane * shape.head_ctas, (lane + 1) * shape.head_ctas)
-        tiles[:, own] = pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas)
-    tiles[:, shape.num_lanes * shape.head_ctas :] = 0
+        return pack(source(Phase.HEAD, 0, index), shape.head, shape.num_ctas)
+    parts = [pack(source(Phase.HEAD, 0, lane), shape.head, shape.head_ctas) for lane in range(shape.num_lanes)]
+    left_over = shape.num_ctas - shape.num_lanes * shape.head_ctas  # each lane has its own thread blocks
+    parts.append(np.zeros_like(parts[0], shape=(shape.head.num_tiles, left_over, shape.head.tile_values)))
+    return np.concatenate(parts, axis=1)
 
 
 def from_tensors(shape: KernelShape, tensors: TensorSource) -> DeviceWeights:

@@ -59,11 +59,12 @@ class Geometry:
             return Registers(96, 80, 56, 184)
         return Registers(96, 72, 72, 192) if num_ranks <= 4 else Registers(96, 72, 96, 168)
 
-    def op_shape(self, cta_rows: int, num_columns: int, multiple: int) -> OpShape:
+    def op_shape(self, cta_rows: int, num_columns: int, multiple: int, *, has_last: bool = False) -> OpShape:
         """See `tape_packing.op_shape`."""
         return op_shape(
-            cta_rows, num_columns, multiple, warps=self.matrix_warps, tile_rows=self.tile_rows, most_blocks=self.most_blocks
-        )
+            cta_rows, num_columns, multiple, warps=self.matrix_warps, tile_rows=self.tile_rows, most_blocks=self.most_blocks,
+            leaves_out=self.in_flight_bytes > 0, has_last=has_last and self.in_flight_bytes > 0,
+        )  # fmt: skip
 
 
 # Twelve warps suit what divides by 384 columns: the 2B shape. Eight have the registers that heads of 128 and long slices of K
@@ -93,12 +94,19 @@ def attention_registers(head_dim: int) -> int:
 def lanes_together(spec: ModelSpec, phase: Phase, num_lanes: int, num_ctas: int) -> int:
     """How many of a rank's lanes make one product of a phase: where all have one input, until a thread block has a whole tile.
 
-    A product of few rows costs as much besides its weights as one of many.
+    A product of few rows costs as much besides its weights as one of many. For GATE_UP also until FFN columns come in pairs,
+    which thread blocks publish as words, without many that are padding.
     """
     lane_rows = {Phase.QKV: spec.lane_qkv_rows, Phase.GATE_UP: 2 * spec.lane_ffn}.get(phase)
     if lane_rows is None or not spec.has_one_stream:
         return 1
-    return next((n for n in (1, 2, 4, 8) if n < num_lanes and n * lane_rows >= _WHOLE_ROWS * num_ctas), num_lanes)
+    multiple = 4 if phase is Phase.GATE_UP else 2
+
+    def suffices(n: int) -> bool:
+        wasted = owned_rows(n * lane_rows, num_ctas, multiple) * num_ctas - n * lane_rows
+        return n * lane_rows >= _WHOLE_ROWS * num_ctas and (phase is Phase.QKV or wasted <= _LITTLE * n * lane_rows)
+
+    return next((n for n in (1, 2, 4, 8) if n < num_lanes and suffices(n)), num_lanes)
 
 
 def splits_for(spec: ModelSpec, max_ctas: int) -> int:
@@ -117,6 +125,6 @@ def padding(spec: ModelSpec, geometry: Geometry, max_ctas: int) -> float:
     counted = [(spec.num_layers * count, *rest) for count, *rest in products]
     real = stored = 0
     for count, num_rows, num_columns, multiple in (*counted, (1, spec.vocab_size, hidden, 1)):
-        shape = geometry.op_shape(owned_rows(num_rows, max_ctas, multiple), num_columns, multiple)
+        shape = geometry.op_shape(owned_rows(num_rows, max_ctas, multiple), num_columns, multiple, has_last=multiple == 4)
         real, stored = real + count * num_rows * num_columns, stored + count * shape.num_values * max_ctas
     return stored / real - 1

@@ -30,6 +30,7 @@ _HALVES_IN_FLIGHT = {1: (4, 4), 2: (5, 4)}  # by lanes: of tiles, before positio
 NEAR_CONTEXT = 1536  # further on attention reads so much that it is held up less by fewer copies of weights
 _POLL_DELAYS = {1: (500, 3000, 200, 500), 2: (1200, 5000, 800, 1200), 4: (1000, 4000, 600, 1000)}  # by lanes; 4: and more
 _OUTPUTS = {Phase.OUT: Phase.QKV, Phase.DOWN: Phase.GATE_UP}  # with the products that their inputs come of
+_MOST_UNEVEN = 1.7  # what is under way may be if all of it is the largest tiles, of what it should be
 _FEW_STEPS = 2  # of each matrix warp in a lane's product
 FORMATS = {"bfloat16": "Bf16", "float16": "Fp16"}
 
@@ -120,7 +121,7 @@ class KernelShape:
     def gate_up(self) -> OpShape:
         """Gate and up rows of the same FFN columns of `lanes_of` lanes, one after the other; two columns at least."""
         columns = self.lanes_of(Phase.GATE_UP) * self.spec.lane_ffn
-        return self.geometry.op_shape(2 * owned_rows(columns, self.num_ctas, 2), self.spec.hidden_size, 4)
+        return self.geometry.op_shape(2 * owned_rows(columns, self.num_ctas, 2), self.spec.hidden_size, 4, has_last=True)
 
     @cached_property
     def down(self) -> OpShape:
@@ -259,6 +260,7 @@ class KernelShape:
             ops = self.ops.values()
             mean_bytes = 2 * sum(op.num_values for op in ops) / sum(op.num_tiles for op in ops) / self.num_pieces
             most = self.num_pieces * self.num_slots - 2  # with a full ring nothing would tell which copy has landed
+            most = min(most, int(_MOST_UNEVEN * self.geometry.in_flight_bytes / max(2 * op.tile_values for op in ops)))
             return (max(2, min(round(self.geometry.in_flight_bytes / mean_bytes), most)),) * 2
         if self.num_lanes <= 2 and self.num_pieces == 2:
             return _HALVES_IN_FLIGHT[self.num_lanes]
@@ -379,7 +381,7 @@ class KernelShape:
         as many of the smallest tile."""
         free = SHARED_BYTES - self.shared_bytes_besides
         if self.is_packed:
-            smallest = 2 * min(op.tile_values for op in (*self.ops.values(), self.head))
+            smallest = 2 * min(min(op.tile_sizes) for op in (*self.ops.values(), self.head))
             return min(min(self.max_slots * self.geometry.slot_bytes, free) // (smallest + _PACKED_TILE_BYTES), _MOST_TILES)
         slot_bytes = self.geometry.slot_bytes + 2 * 8 * self.num_pieces  # pieces have barriers of their own
         return min(self.max_slots, free // slot_bytes)
@@ -506,7 +508,11 @@ class KernelShape:
             offset += words * count
         lines += ["}  // namespace kog"]
         ops = {"QKV": self.qkv, "OUT": self.out, "GATE_UP": self.gate_up, "DOWN": self.down, "HEAD": self.head}
-        lines += [f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}" for name, op in ops.items()]
+        lines += [
+            f"#define KOG_{name}_OP {op.rows}, {op.blocks}, {op.per}, {op.steps}, {op.warps_of(0)}, {op.num_long_tiles}, "
+            f"{op.rows_of(op.blocks - 1)}"
+            for name, op in ops.items()
+        ]
         lines += [f"#define KOG_POLL_DELAYS {', '.join(map(str, self.delays))}"]
         if self.keeps_hashes:
             lines += [f"#define KOG_HASHES {NUM_HASHES}", f"#define KOG_HASH_TOKENS {HASH_TOKENS}"]

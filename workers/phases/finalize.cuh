@@ -71,8 +71,10 @@ struct Finalizer : FinalizedRows {
             sum *= scale;
             const float up = __shfl_down_sync(kFullWarp, sum, 1);
             const float activation = sum * reciprocal_approx(1.0f + exp2_approx(sum * -1.44269504f)) * up;
-            publish<GateUpOp::kRows / 2, 2, kGateUpLanes == 1 ? 0 : kFfn>(
-                words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, kGateUpLanes * kFfn, activation, tag);
+            u32 end = kGateUpLanes * kFfn;
+            if (GateUpOp::kLastRows != GateUpOp::kRows) end = min(end, (role.cta + 1) * GateUpOp::kCtaRows / 2);
+            publish<GateUpOp::kRows / 2, 2, kGateUpLanes == 1 ? 0 : kFfn, GateUpOp::kCtaRows / 2>(
+                words, kActivationStride, (role.cta * GateUpOp::kCtaRows + block * GateUpOp::kRows) / 2, end, activation, tag);
             end_block();
         }
         count_vector<kGateUpLanes>(lane_idx);

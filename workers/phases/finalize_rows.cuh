@@ -65,10 +65,10 @@ struct FinalizedRows {
     }
 
     // Publish kCount values to all replicas of a vector; value i is held by thread i * kStride. With kLaneRows they may be of several
-    // lanes, each of which has so many; lanes' replicas lie one behind the other.
-    template <int kCount, int kStride, u32 kLaneRows = 0>
+    // lanes, each of which has so many; lanes' replicas lie one behind the other. `kApart`: values from a thread block's first to the next one's.
+    template <int kCount, int kStride, u32 kLaneRows = 0, int kApart = kCount>
     __device__ __forceinline__ void publish(u64* vector, u32 stride_words, u32 first_row, u32 num_rows, float value, u32 tag) {
-        constexpr int kUnit = kCount % 4 == 0 ? 4 : 2, kUnits = kCount / kUnit;
+        constexpr int kUnit = kCount % 4 == 0 && kApart % 4 == 0 ? 4 : 2, kUnits = kCount / kUnit;
         const u32 half = make_half_word(value, (lane / kStride) & 1 ? tag >> 8 : tag);
 #pragma unroll
         for (int first = 0; first < kUnits * kReplicas; first += 32) {

@@ -48,7 +48,6 @@ constexpr int kRingPieces = kNumSlots * kPieces;     // barriers; a piece is wha
 static_assert(kMatrixWarps % kPieces == 0, "pieces of a tile");
 // Where the ring is packed, tiles lie in it one behind the other, each whole: one that does not fit in front of the end lies at the beginning.
 static_assert(kPacked ? kPieces == 1 : kRingBytes == kNumSlots * kSlotBytes, "a slot for each tile, or none");
-static_assert(kRingBytes % 512 == 0, "tiles begin at multiples of 512 bytes");
 // A piece stands at the same place of its slot in tiles of all sizes: what is given back by itself must not lie where another piece was.
 constexpr u32 kPieceWarps = kMatrixWarps / kPieces, kPieceBytes = kSlotBytes / kPieces;
 constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector, as high and low halves
@@ -56,16 +55,24 @@ constexpr u32 kXBytes = kMaxPer * kMatrixWarps * 128;  // one activation vector,
 constexpr int kMaxFragments = 4;  // of a tile in each warp: eight rows (or fewer) and 32 columns, what one mma takes
 
 // Shape of one matrix-vector product in one thread block: kRows rows in kBlocks blocks, K = kPer * 32 * kMatrixWarps.
-// A tile is kSteps k-steps of 32 columns for each warp; the tape holds [block][tile][warp][step][row][32].
-template <int kRows_, int kBlocks_, int kPer_, int kSteps_>
+// A tile is kSteps k-steps of 32 columns for each warp; the tape holds [block][tile][warp][step][row][32]. Tiles have parts of kWarps warps;
+// of each block's tiles those behind the first kLongTiles have one part less, since the last warp has no columns there. The last block has
+// kLastRows rows.
+template <int kRows_, int kBlocks_, int kPer_, int kSteps_, int kWarps_, int kLongTiles_, int kLastRows_>
 struct Op {
-    static constexpr int kRows = kRows_, kBlocks = kBlocks_, kPer = kPer_, kSteps = kSteps_;
+    static constexpr int kRows = kRows_, kBlocks = kBlocks_, kPer = kPer_, kSteps = kSteps_, kWarps = kWarps_, kLongTiles = kLongTiles_,
+                         kLastRows = kLastRows_;
     static constexpr int kTiles = kPer / kSteps;
+    static constexpr bool kHasAll = kWarps == kMatrixWarps && kLongTiles == kTiles;  // every warp has a part of every tile
+    static constexpr bool kIsEven = kHasAll && kLastRows == kRows;
+    using Last = Op<kLastRows, 1, kPer, kSteps, kWarps, kLongTiles, kLastRows>;  // its last block
     static constexpr int kRowGroups = (kRows + 7) / 8;
-    static constexpr int kCtaRows = kRows * kBlocks;
+    static constexpr int kCtaRows = kRows * (kBlocks - 1) + kLastRows;
     static constexpr u32 kWarpBytes = kSteps * kRows * 64;
-    static constexpr u32 kTileBytes = kMatrixWarps * kWarpBytes;
-    static_assert(kTileBytes % 512 == 0 || !kPacked, "where tiles begin");
+    static constexpr u32 kTileBytes = kWarps * kWarpBytes, kShortTileBytes = kTileBytes - kWarpBytes;
+    static constexpr u64 kBytes = u64{kCtaRows} * (kTileBytes / kRows) * kTiles - u64{kCtaRows} * (kWarpBytes / kRows) * (kTiles - kLongTiles);
+    static_assert(kIsEven || kPieces == 1, "a piece is what some of all warps need");
+    static_assert(kHasAll || (kPieces == 1 && kSteps == 1), "parts are left out of whole tiles of one step");
     static_assert(kTileBytes <= kSlotBytes && kPer % kSteps == 0 && kRows <= kTileRows, "the tile must fit into a slot");
     static_assert(kSteps * kRowGroups <= kMaxFragments, "the tile must fit into registers");
 };
@@ -163,7 +170,7 @@ static_assert(kOneStream || (kQkvLanes == 1 && kGateUpLanes == 1), "lanes with o
 constexpr bool kHeadOnly = KOG_HEAD_ONLY;
 __device__ __forceinline__ constexpr u32 first_product() { return kHeadOnly ? kNumProducts : 0; }
 template <class O>
-constexpr u64 kOpBytes = static_cast<u64>(O::kBlocks) * O::kTiles * O::kTileBytes;
+constexpr u64 kOpBytes = O::kBytes;
 constexpr u64 kLayerBytes = u64{kLayers} * (kLanes * (kOpBytes<OutOp> + kOpBytes<DownOp>) + kQkvProductsOfLayer * kOpBytes<QkvOp> +
                                             kGateUpProductsOfLayer * kOpBytes<GateUpOp>);  // of the tape
 static_assert(kTapeBytes == kLayerBytes + kHeadProducts * kOpBytes<HeadOp>, "the LM head stands at the end of the tape");

@@ -71,7 +71,30 @@ struct Loader {
         source += bytes, full += 8, ++num_under_way;
         return true;
     }
-    // Of a product: its first tiles lie at `tiles`, those of all thread blocks side by side.
+    // Of a product: its first tiles lie at `tiles`, those of all thread blocks side by side. Only where parts are left out: of the tiles of
+    // a block those behind the first `num_long` have `less` bytes less; the last block may have fewer rows.
+    static constexpr bool kEven = QkvOp::kIsEven && OutOp::kIsEven && GateUpOp::kIsEven && DownOp::kIsEven && HeadOp::kIsEven;
+    struct Tiles {
+        u32 count, bytes, of_block, num_long, less, last_bytes, last_less;
+    };
+    template <class O>
+    static __device__ __forceinline__ Tiles tiles_of() {
+        return {O::kBlocks * O::kTiles, O::kTileBytes, O::kTiles, O::kLongTiles, O::kWarpBytes, O::Last::kTileBytes, O::Last::kWarpBytes};
+    }
+    __device__ __forceinline__ bool issue_uneven(const unsigned char*& tiles, const Tiles& of) {
+        u32 place = 0;
+#pragma unroll 1
+        for (u32 i = 0; i < of.count; ++i) {
+            const bool is_last = i + of.of_block >= of.count;
+            const u32 bytes = (is_last ? of.last_bytes : of.bytes) - (place < of.num_long ? 0 : is_last ? of.last_less : of.less);
+            source = tiles + role.cta * bytes, tiles += u64{kNumCtas} * bytes;
+            if (++place == of.of_block) place = 0;
+            if ((kPacked && !make_room(bytes)) || !issue(slot, bytes)) return false;
+            slot += kPacked ? bytes : kSlotBytes;
+            if (full == first_full + kEmptyOffset) full = first_full, slot -= kPacked ? 0 : kNumSlots * kSlotBytes, parity ^= 1;
+        }
+        return true;
+    }
     __device__ __forceinline__ bool issue_tiles(const unsigned char* tiles, u32 count, u32 bytes) {
         source = tiles + role.cta * bytes;
 #pragma unroll 1
@@ -93,6 +116,17 @@ struct Loader {
 #pragma unroll 1
         for (u32 number = first_product(); number < kNumProducts + (has_head(role, step) ? kHeadProducts : 0); ++number) {
             const Place at(number);
+            if constexpr (!kEven) {
+                Tiles of = tiles_of<HeadOp>();
+                if (!at.is_last()) {
+                    if (at.phase() == kQkvPhase) of = tiles_of<QkvOp>();
+                    if (at.phase() == kOutPhase) of = tiles_of<OutOp>();
+                    if (at.phase() == kGateUpPhase) of = tiles_of<GateUpOp>();
+                    if (at.phase() == kDownPhase) of = tiles_of<DownOp>();
+                }
+                if (!issue_uneven(tiles, of)) return false;
+                continue;
+            }
             u32 count = HeadOp::kBlocks * HeadOp::kTiles, bytes = HeadOp::kTileBytes;
             if (!at.is_last()) {
                 if (at.phase() == kQkvPhase) count = QkvOp::kBlocks * QkvOp::kTiles, bytes = QkvOp::kTileBytes;

@@ -22,18 +22,16 @@ struct Multiplier {
     static constexpr u32 kEmptyOffset = kRingPieces * 8;  // from a piece's `full` to its `empty`
 
     // Where the next tile stands.
-    template <u32 kTileBytes>
-    __device__ __forceinline__ void find_tile() {
+    __device__ __forceinline__ void find_tile(u32 tile_bytes) {
         if constexpr (kPacked) {
-            const u32 ring = role.base + KOG_OFFSET(ring);
-            if (slot_at >= ring + kRingBytes - kTileBytes + 512) slot_at = ring + lane * 16;
+            const u32 first = role.base + KOG_OFFSET(ring) + lane * 16;
+            if (slot_at > first + kRingBytes - tile_bytes) slot_at = first;
         }
     }
     __device__ __forceinline__ bool wait_for_tile() { return mbar_wait(role.stopped(), full, parity); }
-    template <u32 kTileBytes>
-    __device__ __forceinline__ void next_slot() {
+    __device__ __forceinline__ void next_slot(u32 tile_bytes) {
         if constexpr (kPacked) {
-            full += 8, slot_at += kTileBytes;
+            full += 8, slot_at += tile_bytes;
             if (full >= role.base + KOG_OFFSET(full) + kEmptyOffset) full -= kEmptyOffset, parity ^= 1;
             return;
         }
@@ -84,12 +82,20 @@ struct Multiplier {
         u32 num_tiles = O::kTiles;
 #pragma unroll 1
         do {
-            find_tile<O::kTileBytes>();
+            const bool is_short = !O::kHasAll && num_tiles <= O::kTiles - O::kLongTiles;
+            const u32 tile_bytes = is_short ? O::kShortTileBytes : O::kTileBytes;
+            find_tile(tile_bytes);
             if (!wait_for_tile()) return false;
+            if (!O::kHasAll && warp >= O::kWarps - is_short) {  // it has come, so the slot's last tile was given back: now this one may be
+                __syncwarp();
+                if (lane == 0) mbar_arrive(full + kEmptyOffset);
+                next_slot(tile_bytes);
+                continue;
+            }
             Tile<kGroups, kSteps> tile;
             read<kGroups, kSteps, kSteps == 1 ? 0 : O::kRows * 64>(tile, offset, x_address);
             const u32 held = full;
-            next_slot<O::kTileBytes>();
+            next_slot(tile_bytes);
             x_address += kSteps * 128;
             add_products(tile, sums);
             u32 loaded = 0;
@@ -117,15 +123,23 @@ struct Multiplier {
         return true;
     }
 
+    template <class O>
+    static constexpr bool kHasLast = O::kLastRows != O::kRows;
     // The product of a phase with x.
     template <class O>
     __device__ __forceinline__ bool blocks(u32 x_address) {
         const u32 offset = opaque(warp % kPieceWarps * O::kWarpBytes);
 #pragma unroll 1
-        for (u32 i = 0; i < O::kBlocks; ++i) {
+        for (u32 i = 0; i < O::kBlocks - kHasLast<O>; ++i) {
             float sums[kRowGroups][4] = {};
             if (!sum_tiles<O>(offset, x_address, sums)) return false;
             if (!hand_over<O::kRowGroups>(O::kRows, sums)) return false;
+        }
+        if constexpr (kHasLast<O>) {
+            using Last = typename O::Last;
+            float sums[kRowGroups][4] = {};
+            if (!sum_tiles<Last>(opaque(warp % kPieceWarps * Last::kWarpBytes), x_address, sums)) return false;
+            if (!hand_over<Last::kRowGroups>(Last::kRows, sums)) return false;
         }
         ++num_vectors;
         return true;
