@@ -48,6 +48,12 @@ struct Attender : CacheReader {
         u64 got[kHalf], got_new[kNew];
         while (true) {
             bool ready = true;
+            if (has_fresh) {  // first, so that they are under way together with the query's: a look takes one way to L2, not two
+#pragma unroll
+                for (int i = 0; i < kNew; ++i)
+                    if (i * 32 + lane < kNewWords)
+                        got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
+            }
 #pragma unroll
             for (int i = 0; i < kHalf; i += kQueryLoad) {
                 const u64* at = query_words + key_pair(part, is_low * kHalf + i);
@@ -59,14 +65,10 @@ struct Attender : CacheReader {
                 }
             }
 #pragma unroll
-            for (int i = 0; i < kHalf; ++i) ready = ready && has_tag(got[i], tag);
+            for (int i = 0; i < kHalf; ++i) ready &= has_tag(got[i], tag);
             if (has_fresh) {
 #pragma unroll
-                for (int i = 0; i < kNew; ++i)
-                    if (i * 32 + lane < kNewWords)
-                        got_new[i] = load_relaxed(new_words + i * 32 + (i * 32 + lane < kNewWords / 2 ? 0 : (kKvRows - kHeadDim) / 2));
-#pragma unroll
-                for (int i = 0; i < kNew; ++i) ready = ready && (i * 32 + lane >= kNewWords || has_tag(got_new[i], tag));
+                for (int i = 0; i < kNew; ++i) ready &= i * 32 + lane >= kNewWords || has_tag(got_new[i], tag);
             }
             if (__all_sync(kFullWarp, ready)) break;
             if (must_leave(role.stopped())) return false;
