@@ -15,6 +15,7 @@ from kog_dist.chat.service import Piece
 
 _FRAME_S: Final = 0.016  # text is written once per frame of a screen, not once per token
 _LINE_EVERY_S: Final = 0.1
+_SHOWN_QUEUE_MS: Final = 10.0  # less is not worth a word
 _SHOWN: Final = {"\n", "\t"}  # of the control characters; a terminal obeys the others
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -29,6 +30,8 @@ class Meter:
     num_tokens: int = 0
     is_exact: bool = False  # counted by the service, not by chunks
     num_prompt_tokens: int | None = None
+    num_before: int | None = None
+    queue_ms: float | None = None
 
     def take(self, piece: Piece, now_s: float) -> None:
         """Count a piece."""
@@ -41,6 +44,8 @@ class Meter:
             self.num_tokens += 1
         if piece.usage is not None:
             self.num_prompt_tokens = piece.usage.get("prompt_tokens")
+        self.num_before = self.num_before if piece.num_before is None else piece.num_before
+        self.queue_ms = self.queue_ms if piece.queue_ms is None else piece.queue_ms
 
     @property
     def rate(self) -> float | None:
@@ -53,10 +58,13 @@ class Meter:
         """The rate line."""
         ranks = [] if num_ranks is None else [f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"]
         if self.first_s is None:
-            return ", ".join([f"waiting for the first token, {now_s - self.begin_s:.1f} s", *ranks])
+            what = f"waiting, {self.num_before} before this one" if self.num_before else "waiting for the first token"
+            return ", ".join([f"{what}, {now_s - self.begin_s:.1f} s", *ranks])
         about = "" if self.is_exact else "about "
         rate = [] if self.rate is None else [f"{about}{self.rate:.0f} tokens/s"]
         first = f"first after {(self.first_s - self.begin_s) * 1e3:.0f} ms"
+        if self.queue_ms is not None and self.queue_ms >= _SHOWN_QUEUE_MS:
+            first += f" ({self.queue_ms:.0f} in the queue)"
         return ", ".join([*rate, f"{about if not rate else ''}{self.num_tokens} tokens", first, *ranks])
 
 

@@ -23,12 +23,15 @@ _MAX_PLAIN_BYTES: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. `num_tokens`: of the answer so far, where the service says so."""
+    """A part of an answer. A service may leave out: `num_tokens` of the answer so far; `num_before`, requests before this one;
+    `queue_ms`, how long it waited."""
 
     text: str = ""
     num_tokens: int | None = None
     finish_reason: str | None = None
     usage: Mapping[str, Any] | None = None
+    num_before: int | None = None
+    queue_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,10 @@ class ChatService:
                 elif response.status != 200 or not response.fields.get("content-type", "").startswith("text/event-stream"):
                     plain = (plain + received)[:_MAX_PLAIN_BYTES]
                 else:
-                    for payload in events.feed(received):
+                    payloads, num_before = events.feed(received), events.num_before
+                    if num_before is not None and not payloads:
+                        yield Piece(num_before=num_before)
+                    for payload in payloads:
                         is_finished = is_finished or payload == b"[DONE]"
                         yield from _pieces(payload)
         if response.status != 200:
@@ -170,7 +176,7 @@ def _pieces(payload: bytes) -> Iterator[Piece]:
         return
     try:
         chunk = json.loads(payload)
-        error, usage = chunk.get("error"), chunk.get("usage")
+        error, usage, queue_ms = chunk.get("error"), chunk.get("usage"), (chunk.get("timings") or {}).get("queue_ms")
         choices = chunk.get("choices") or []
     except (ValueError, AttributeError):
         raise RequestFailed("protocol", f"the service sent a chunk that cannot be read: {payload[:80]!r}") from None
@@ -183,4 +189,4 @@ def _pieces(payload: bytes) -> Iterator[Piece]:
         text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
         yield Piece(text, num_tokens, choice.get("finish_reason"))
     if usage and not choices:
-        yield Piece(num_tokens=num_tokens, usage=usage)
+        yield Piece(num_tokens=num_tokens, usage=usage, queue_ms=queue_ms if isinstance(queue_ms, int | float) else None)

@@ -7,6 +7,7 @@ Sources: RFC 9112 (messages, chunked coding), the WHATWG HTML standard (event st
 from __future__ import annotations
 
 import json
+import re
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from kog_dist.errors import ConfigError, ProtocolError
 
 MAX_HEAD_BYTES: Final = 1 << 16  # status line and header fields
 MAX_LINE_BYTES: Final = 1 << 22  # one line of an event stream
+_PLACE: Final = re.compile(rb": (\d{1,9}) before this one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +187,11 @@ def _chunk_size(line: bytes) -> int:
 
 
 class EventParser:
-    """An event stream, cut into the payloads of its events: their `data` fields. Comments and other fields are left out."""
+    """An event stream, cut into the payloads of its events: their `data` fields. Other fields are left out, and of comments all
+    but how many requests are before this one, as our own service says it (`num_before`)."""
 
     def __init__(self) -> None:
+        self.num_before: int | None = None
         self._unread = b""
         self._fields: list[bytes] = []
 
@@ -203,6 +207,9 @@ class EventParser:
                 line = line[:-1]
             if line.startswith(b"data:"):
                 self._fields.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif line.startswith(b":"):
+                place = _PLACE.fullmatch(line)
+                self.num_before = int(place[1]) if place else self.num_before
             elif not line and self._fields:
                 payloads.append(b"\n".join(self._fields))
                 self._fields = []

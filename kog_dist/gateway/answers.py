@@ -63,7 +63,7 @@ class AnswerResponse(Response):
             return exchange.refusal.status
         if exchange.is_abandoned:
             return _GONE_STATUS
-        await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *_place_header(exchange)]})
         self._service.metrics.stream_opened()
         exchange.write_now = write_now
         try:
@@ -85,7 +85,9 @@ class AnswerResponse(Response):
         except ApiError as error:
             await send_error(send, error)
             return error.status
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [
+            (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *_place_header(exchange),
+        ]  # fmt: skip
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         return 200
@@ -115,6 +117,11 @@ class AnswerResponse(Response):
             return first.prompt
         tokenizer = None if served is None else served.tokenizer
         return str(list(first.prompt_ids)) if tokenizer is None else tokenizer.decode(first.prompt_ids)
+
+
+def _place_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    """How many requests the engine had to take before this one; nothing while it has not said so."""
+    return [] if exchange.first_place is None else [(b"x-kog-queue-position", str(exchange.first_place).encode())]
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:

@@ -14,7 +14,7 @@ from kog_dist.gateway.engine import Call
 from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.metrics import Metrics, RequestMeter
 from kog_dist.gateway.openai.errors import SERVER, ApiError, from_rpc
-from kog_dist.gateway.openai.reply import Planned
+from kog_dist.gateway.openai.reply import Planned, place_comment
 from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, PrefillProgress, Tokens
 
 
@@ -28,6 +28,8 @@ class Exchange:
         self.refusal: ApiError | None = None  # why there is no answer, or why it has ended early
         self.is_abandoned = False
         self.last: dict[int, Done] = {}
+        self.first_place: int | None = None  # how many requests were before the first choice when the engine took it
+        self._place = 0
         self.meters = [metrics.request_started(endpoint) for _ in planned.generates]
         self._planned, self._metrics, self._limits, self._keeps_text = planned, metrics, limits, keeps_text
         self._call: Call | None = None
@@ -72,6 +74,8 @@ class Exchange:
             meter.accepted(event.num_prompt_tokens, event.max_tokens)
         if self._is_over:
             return
+        if choice == 0 and isinstance(event, Accepted | Alive):
+            self._take_place(event)
         if isinstance(event, Error):
             self.fail(choice, from_rpc(event), event)
         elif isinstance(event, Accepted | Alive | PrefillProgress | Done):
@@ -85,6 +89,13 @@ class Exchange:
             if self.reply.is_over and not self._is_over:  # one choice was cancelled: nobody wants the others
                 self._end()
                 self.cancel()
+
+    def _take_place(self, event: Accepted | Alive) -> None:
+        if self.first_place is None:
+            self.first_place = event.queue_position
+        if event.queue_position != self._place:
+            self._place = event.queue_position
+            self._put(0, place_comment(self._place), is_growing=False)
 
     def _decided(self, choice: int) -> None:
         self._undecided.discard(choice)

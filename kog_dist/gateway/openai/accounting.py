@@ -41,11 +41,12 @@ def response_usage(done: Done) -> dict[str, Any]:
 
 
 def timings(dones: Sequence[Done]) -> dict[str, Any]:
-    """Times of the ranks in ms, without the queue; null where there was no such time.
+    """Times of the ranks in ms; null where there was no such time.
 
-    prompt_n: prompt tokens that were not cached; prompt_ms: from the hand-over to the first token. predicted_ms: from the first
-    token to the last, and so predicted_per_token_ms and predicted_per_second count the tokens after the first. Of several
-    choices: sums, for they are decoded one after the other.
+    queue_ms: until the first choice was handed to the ranks, which no other time contains. prompt_n: prompt tokens that were
+    not cached; prompt_ms: from the hand-over to the first token. predicted_ms: from the first token to the last, and so
+    predicted_per_token_ms and predicted_per_second count the tokens after the first. Of several choices: sums, for they are
+    decoded one after the other.
     """
     cached = sum(done.num_cached_tokens for done in dones)
     prompt_n = sum(done.num_prompt_tokens for done in dones) - cached
@@ -56,6 +57,7 @@ def timings(dones: Sequence[Done]) -> dict[str, Any]:
     decode_s = sum((done.num_generated_tokens - 1) / done.tokens_per_s for done in timed if done.tokens_per_s)
     prompt_s = sum(prefills) if prefills else None
     return {
+        "queue_ms": _ms(dones[0].queue_s) if dones else None,
         "cache_n": cached,
         "prompt_n": prompt_n,
         "prompt_ms": _ms(prompt_s),

@@ -13,6 +13,11 @@ StreamEvent: TypeAlias = Accepted | Alive | PrefillProgress | Tokens | Done
 KEEPALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 
 
+def place_comment(num_before: int) -> bytes:
+    """The comment that says how many requests the engine takes before this one; `kog-chat` and the page show it."""
+    return b": %d before this one\n\n" % num_before
+
+
 class Reply(Protocol):
     """Turns the events of a request's choices into an answer, streamed or whole. Pure, for one request, not thread-safe.
 

@@ -122,8 +122,11 @@ async function start() {
   announcer.began(() => mine.figures());
   showSpeed();
   if (chat) setPrompt("");
+  let waits = true;
   const outcome = await mine.follow(request, key.headers(), (receipt) => {
-    if (receipt.pieces.length) element("outcome").textContent = "";
+    if (receipt.pieces.length) waits = false;
+    const before = receipt.numBefore ? `Waiting: ${receipt.numBefore} before this one` : "Waiting for the first token";
+    element("outcome").textContent = waits ? before : "";
   });
   if (run === mine) finished(asked, outcome);
 }

@@ -3,6 +3,7 @@
 import { count, duration, rate } from "./numbers.js";
 
 const REFRESH_MS = 100;
+const SHOWN_QUEUE_MS = 10; // less is not worth a word
 const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
 
 export class SpeedView {
@@ -32,9 +33,10 @@ export class SpeedView {
    * @param {Record<string, number> | null} timings
    */
   showEngine(usage, timings) {
+    const queue = timings?.queue_ms >= SHOWN_QUEUE_MS ? ` after ${duration(timings.queue_ms)} in the queue` : "";
     const said = {
       rate: timings?.predicted_per_second && rate(timings.predicted_per_second),
-      ttft: timings?.prompt_ms && duration(timings.prompt_ms),
+      ttft: timings?.prompt_ms && duration(timings.prompt_ms) + queue,
       "itl-p50": timings?.predicted_per_token_ms && duration(timings.predicted_per_token_ms),
       "num-tokens": usage && count(usage.completion_tokens),
     };

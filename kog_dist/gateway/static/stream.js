@@ -18,6 +18,7 @@ import { Failure } from "./failures.js";
  * @property {string | null} finishReason
  * @property {Usage | null} usage the last one of the read
  * @property {Record<string, number> | null} timings of the server, in the keys of llama.cpp
+ * @property {number | null} numBefore requests that the engine takes before this one
  * @property {Failure | null} failure what ended the answer after these pieces
  *
  * @typedef {object} Usage
@@ -29,6 +30,8 @@ import { Failure } from "./failures.js";
 /** Give up on a server that sends nothing at all, not even a comment, for this long. */
 const SILENCE_LIMIT_MS = 60_000;
 
+const PLACE = /^: (\d{1,9}) before this one$/;
+
 /** Longest event that is put together from pieces; a server that never ends its line must not fill the memory. */
 const EVENT_LIMIT = 4 * 1024 * 1024;
 
@@ -36,6 +39,8 @@ const EVENT_LIMIT = 4 * 1024 * 1024;
 export class EventReader {
   #rest = "";
   #lines = /** @type {string[]} */ ([]);
+  /** Requests that the engine takes before this one, as a comment of our own service said last. */
+  numBefore = /** @type {number | null} */ (null);
 
   /**
    * @param {string} text
@@ -53,7 +58,10 @@ export class EventReader {
         this.#lines = [];
       } else if (line.startsWith("data:")) {
         this.#lines.push(line.slice(line.charCodeAt(5) === 32 ? 6 : 5));
-      } // comments keep the connection alive; other fields are not used by this API
+      } else if (line.startsWith(":")) {
+        const place = PLACE.exec(line);
+        if (place) this.numBefore = Number(place[1]);
+      } // other comments keep the connection alive; other fields are not used by this API
     }
     this.#rest = all.slice(begin);
     if (this.#rest.length > EVENT_LIMIT) throw Failure.unreadable(`an event of more than ${EVENT_LIMIT} characters`);
@@ -73,7 +81,7 @@ export class ChunkReader {
    */
   receipt(events, at) {
     /** @type {Receipt} */
-    const receipt = { at, pieces: [], finishReason: null, usage: null, timings: null, failure: null };
+    const receipt = { at, pieces: [], finishReason: null, usage: null, timings: null, numBefore: null, failure: null };
     try {
       for (const event of events) this.#take(event, receipt);
     } catch (error) {
@@ -154,6 +162,7 @@ async function* read(reader, silence) {
       if (done) break;
       silence.broken();
       const receipt = chunks.receipt(events.push(value), performance.now());
+      receipt.numBefore = events.numBefore;
       finished ||= receipt.finishReason !== null;
       yield receipt;
       if (receipt.failure) throw receipt.failure;

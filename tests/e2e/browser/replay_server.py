@@ -33,10 +33,13 @@ INFO = {
 class Script:
     """What the next requests get.
 
-    `pieces` are sent at `tokens_per_s`, one token each. `end`: "done" (finish reason, usage, timings, [DONE]), "error" (an error
-    event), "close" (the connection closes without a word), "hold" (nothing more comes). `status` other than 200 refuses.
+    A comment says that `place` requests are before them. `pieces` are sent at `tokens_per_s`, one token each. `end`: "done"
+    (finish reason, usage, timings, [DONE]), "error" (an error event), "close" (the connection closes without a word), "hold"
+    (nothing more comes). `status` other than 200 refuses.
     """
 
+    place: int = 0
+    queue_ms: float = 0.0
     pieces: Sequence[str] = ("    return", " n", "\n")
     tokens_per_s: float = 2000.0
     first_after_s: float = 0.005
@@ -176,6 +179,8 @@ async def _watch(reader: asyncio.StreamReader, served: Served) -> None:
 
 async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) -> None:
     chat = served.path.endswith("/chat/completions")
+    if script.place:
+        writer.write(b": %d before this one\n\n" % script.place)
     await asyncio.sleep(script.first_after_s)
     began_s = time.monotonic()
     while served.num_sent < len(script.pieces) and not served.disconnected.is_set():
@@ -194,7 +199,8 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
         seconds = max(time.monotonic() - began_s, 1e-6)
         usage = {"prompt_tokens": 12, "completion_tokens": served.num_sent, "total_tokens": 12 + served.num_sent}
         timings = {
-            "prompt_ms": script.first_after_s * 1e3, "predicted_n": served.num_sent, "predicted_ms": seconds * 1e3,
+            "queue_ms": script.queue_ms, "prompt_ms": script.first_after_s * 1e3,
+            "predicted_n": served.num_sent, "predicted_ms": seconds * 1e3,
             "predicted_per_token_ms": seconds * 1e3 / max(1, served.num_sent - 1),
             "predicted_per_second": served.num_sent / seconds,
         }  # fmt: skip

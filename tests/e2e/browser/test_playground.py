@@ -147,6 +147,17 @@ def test_a_server_that_is_gone_is_named(browser: Browser) -> None:
         page.close()
 
 
+def test_who_waits_sees_how_many_are_before_and_later_how_long_it_was(page: Page, server: ReplayServer) -> None:
+    server.script = Script(place=2, pieces=(), end="hold")
+    run(page)
+    expect(page.locator("#outcome")).to_have_text("Waiting: 2 before this one")
+    page.locator("#stop").click()
+    server.script = Script(place=2, queue_ms=1500.0, pieces=ANSWER)
+    run(page)
+    expect(page.locator("#outcome")).not_to_contain_text("Waiting")
+    expect(page.locator("#engine-ttft")).to_contain_text("after 1.50 s in the queue")
+
+
 def test_a_silent_server_is_given_up(page: Page, server: ReplayServer) -> None:
     server.script = Script(pieces=ANSWER, end="hold")
     failure = page.evaluate("""async () => {

@@ -89,12 +89,18 @@ def test_help_names_every_command_and_quit_ends() -> None:
 def test_the_meter_counts_what_the_service_counts() -> None:
     meter = Meter(0.0)
     assert meter.line(1.5, 8) == "waiting for the first token, 1.5 s, 8 ranks"
+    meter.take(Piece(num_before=2), 1.6)
     meter.take(Piece(), 1.6)
+    assert meter.line(1.7, None) == "waiting, 2 before this one, 1.7 s"
+    meter.take(Piece(num_before=0), 1.8)
+    assert meter.line(1.9, None).startswith("waiting for the first token")
     meter.take(Piece("a", 1), 2.0)
     meter.take(Piece("bc", 21), 2.01)
     meter.take(Piece(usage={"prompt_tokens": 4}, num_tokens=21), 2.02)
     assert meter.line(2.02, 8) == "2000 tokens/s, 21 tokens, first after 2000 ms, 8 ranks"
     assert summary(meter, "length", 1).startswith("[4 prompt tokens, 2000 tokens/s")
+    meter.take(Piece(queue_ms=1500.2), 2.03)
+    assert "first after 2000 ms (1500 in the queue)" in summary(meter, "length", 1)
     assert "cut off" in summary(meter, "length", 1)
 
 

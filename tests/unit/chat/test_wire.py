@@ -39,6 +39,14 @@ def test_a_response_is_the_same_however_it_arrives(raw: bytes, seed: int) -> Non
     assert parser.may_reuse == (raw is not UNTIL_CLOSED)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_of_comments_only_a_place_in_the_queue_is_read(seed: int) -> None:
+    events, payloads = EventParser(), list[bytes]()
+    for piece in cut(b": keep-alive\n\n: 2 before this one\r\n\r\n: 7 before this one or that\n\ndata: x\n\n", seed):
+        payloads += events.feed(piece)
+    assert (events.num_before, payloads) == (2, [b"x"])
+
+
 @pytest.mark.parametrize("raw", [CHUNKED, SIZED])
 def test_a_response_that_is_cut_off_is_an_error(raw: bytes) -> None:
     for length in range(len(raw)):

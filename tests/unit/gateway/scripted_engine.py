@@ -61,8 +61,8 @@ class Received:
     engine: ScriptedEngine
     sent: int = field(default=0)
 
-    def accept(self, num_prompt_tokens: int = 3, max_tokens: int = 1000) -> None:
-        self.engine.send(self.peer, Accepted(self.message.request_id, 0, num_prompt_tokens, max_tokens))
+    def accept(self, num_prompt_tokens: int = 3, max_tokens: int = 1000, *, num_before: int = 0) -> None:
+        self.engine.send(self.peer, Accepted(self.message.request_id, num_before, num_prompt_tokens, max_tokens))
 
     def say(self, text: str, count: int = 1) -> None:
         self.engine.send(self.peer, Tokens(self.message.request_id, self.sent, (7,) * count, text, ()))

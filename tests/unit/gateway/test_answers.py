@@ -144,7 +144,7 @@ def test_a_client_that_goes_cancels(running: RunningGateway, engine: ScriptedEng
 
 def test_a_silent_stream_has_comments(shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine) -> None:
     def play(received: Received) -> None:
-        engine.send(received.peer, Alive(received.message.request_id, 1))
+        engine.send(received.peer, Alive(received.message.request_id, 0))
         threading.Timer(0.3, engine.send, (received.peer, Alive(received.message.request_id, 0))).start()
         threading.Timer(0.4, says("late"), (received,)).start()
 
@@ -153,6 +153,30 @@ def test_a_silent_stream_has_comments(shared_engine: ScriptedEngine, folder: Pat
         text = http.post("/v1/completions", json={**ASK, "stream": True}).text
     assert ": keep-alive\n\n" in text
     assert frames_of(text)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_a_stream_that_waits_hears_how_many_are_before_it(http: httpx.Client, engine: ScriptedEngine, path: str) -> None:
+    def play(received: Received) -> None:
+        request_id = received.message.request_id
+        received.accept(num_before=2)
+        for num_before in (2, 1, 1, 0, 0):
+            engine.send(received.peer, Alive(request_id, num_before))
+        received.say("late")
+        received.finish()
+
+    engine.on_generate = play
+    body = {"input": "x"} if "responses" in path else ASK
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.headers["x-kog-queue-position"] == "2"
+        comments = [line for line in response.iter_lines() if line.startswith(":")]
+    assert comments == [": 2 before this one", ": 1 before this one", ": 0 before this one"]
+    whole = http.post(path, json=body)
+    assert (whole.headers["x-kog-queue-position"], "late" in whole.text) == ("2", True)
+    engine.on_generate = says("at once")
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.headers["x-kog-queue-position"] == "0"
+        assert not [line for line in response.iter_lines() if line.startswith(":")]
 
 
 def test_a_slow_reader_loses_its_stream_and_nobody_else_does(

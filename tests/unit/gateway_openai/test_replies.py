@@ -31,7 +31,7 @@ TOOLS = [
 ]
 FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
 TIMING_KEYS = {
-    "cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second",
+    "queue_ms", "cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second",
     "predicted_n", "predicted_ms", "predicted_per_token_ms", "predicted_per_second",
 }  # fmt: skip
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -78,6 +78,7 @@ def test_no_chunk_comes_before_the_first_token(base_model: ServedModel) -> None:
 def test_timings_of_an_answer(base_model: ServedModel) -> None:
     timings = whole(plan_chat(CHAT, base_model), ["a", "b", "c"], num_cached=2)["timings"]
     num_prompt = len(plan_chat(CHAT, base_model).generates[0].prompt_ids or ())
+    assert timings.pop("queue_ms") >= 0
     assert timings == {
         "cache_n": 2, "prompt_n": num_prompt - 2, "prompt_ms": 250.0, "prompt_per_token_ms": round(250 / (num_prompt - 2), 3),
         "prompt_per_second": round((num_prompt - 2) / 0.25, 3), "predicted_n": 3, "predicted_ms": 20.0,
