@@ -102,6 +102,11 @@ class EngineProcesses:
         return EngineOfGateway(self._target.folder, self.model_name, self._lease.folder)
 
     @property
+    def target(self) -> Target:
+        """What it runs, and where."""
+        return self._target
+
+    @property
     def kind(self) -> str:
         """What its ranks run on, for people; of GPUs that are ready also whether prompts go through prefill."""
         if self.device != "cuda":

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import select
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from kog_dist.config import LaunchConfig
 from kog_dist.gateway import bind
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs, read_key_file, write_key
 from kog_dist.launch import local
+from kog_dist.launch.banner import has_terminal
 from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, signal_name
@@ -101,6 +103,7 @@ class HttpGateway:
         settings = self._settings
         key_fd = -1 if self._api_key is None else write_key(self._api_key)
         listen_fd = self._port.listener.fileno()
+        terminal_fd = -1 if settings.quiet or not has_terminal() else os.dup(sys.stdout.fileno())
         try:
             arguments = GatewayArgs(
                 listen_fd=listen_fd, host=self._port.host, key_fd=key_fd, instance_folder=str(engine.instance_folder),
@@ -108,15 +111,16 @@ class HttpGateway:
                 model=None if engine.model_folder is None else str(engine.model_folder), model_name=engine.model_name,
                 cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, stall_s=settings.stall_timeout,
                 log_format=settings.log_format, log_prompts=settings.log_prompts, page_fd=page.fd,
-                ends_with_engine=True,
+                terminal_fd=terminal_fd, ends_with_engine=True,
             )  # fmt: skip
             return local.spawn(
                 ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,
-                pass_fds=[fd for fd in (listen_fd, key_fd, page.fd) if fd >= 0],
+                pass_fds=[fd for fd in (listen_fd, key_fd, page.fd, terminal_fd) if fd >= 0],
             )  # fmt: skip
         finally:
-            if key_fd >= 0:
-                os.close(key_fd)
+            for fd in (key_fd, terminal_fd):
+                if fd >= 0:
+                    os.close(fd)
 
     def look(self, say: Callable[..., None], *, has_served: bool) -> Outcome | None:
         """Kill it if it is silent, and start it again if it has ended, a few times; an outcome when that is of no use.

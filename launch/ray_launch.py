@@ -14,6 +14,7 @@ from pathlib import Path
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
 from kog_dist.launch import local
+from kog_dist.launch.banner import facts_of, show_banner
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
 from kog_dist.launch.instance_watch import InstanceWatch
@@ -205,6 +206,8 @@ class RayLauncher:
             f"{self._target.model_name} on {size} rank{'s' if size > 1 else ''} ({gang.kind}; {where}), instance "
             f"{gang.instance}, {gang.access.address}{key}{url}, ready after {took_s:.1f} s"
         )
+        facts = {**facts_of(self._target), "devices": f"{size} x {gang.kind}; {where}"}
+        show_banner(self._settings, None if self._http is None else self._http.url, facts)
 
     def _write_key(self, access: Access) -> None:
         """Keep a copy of the key here, for clients on this machine."""

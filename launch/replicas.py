@@ -16,6 +16,7 @@ from types import FrameType
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.launch.banner import show_banner
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.fleet_folder import FleetFolder
@@ -219,6 +220,7 @@ class FleetLauncher:
             f"{ready[0].model} on {what}, instance {self._folder.name}, {report.address}, "
             f"{f'{self._http.url}, ' if self._http is not None else ''}ready after {time.monotonic() - self._begin_s:.1f} s"
         )
+        show_banner(self._settings, None if self._http is None else self._http.url, {"model": f"{ready[0].model}, {what}"})
 
     # ---- decisions ----
     def _decide(self) -> Outcome | None:

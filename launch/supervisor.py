@@ -10,6 +10,7 @@ import time
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
+from kog_dist.launch.banner import facts_of, show_banner
 from kog_dist.launch.deaths import Deaths
 from kog_dist.launch.engine import EngineProcesses, RankSource
 from kog_dist.launch.events import EventLog
@@ -285,6 +286,7 @@ class Supervisor:
             f"{engine.model_name} on {ranks} ({engine.kind}){origin}, instance {engine.instance}, "
             f"{engine.endpoint}{f', {self._http.url}' if self._http is not None else ''}, ready after {took_s:.1f} s"
         )
+        show_banner(self._settings, None if self._http is None else self._http.url, facts_of(engine.target))
 
     # ---- being asked to stop ----
     def _interrupted_or_draining(self) -> Outcome | None:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from kog_dist.gateway.errors import send_error
 from kog_dist.gateway.exchange import Exchange
 from kog_dist.gateway.guard import Receive, Scope, Send
-from kog_dist.gateway.logs import RequestLine, address_class
+from kog_dist.gateway.logs import CLIENT_GONE, RequestLine, address_class
 from kog_dist.gateway.openai.errors import ApiError
 from kog_dist.gateway.openai.reply import Planned
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
 ]  # fmt: skip
-_GONE_STATUS = 499  # as nginx has it: the client closed the connection
 
 
 class AnswerResponse(Response):
@@ -62,7 +61,7 @@ class AnswerResponse(Response):
             await send_error(send, exchange.refusal)
             return exchange.refusal.status
         if exchange.is_abandoned:
-            return _GONE_STATUS
+            return CLIENT_GONE
         await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *_place_header(exchange)]})
         self._service.metrics.stream_opened()
         exchange.write_now = write_now
@@ -80,7 +79,7 @@ class AnswerResponse(Response):
             if exchange.refusal is not None:
                 raise exchange.refusal
             if exchange.is_abandoned:
-                return _GONE_STATUS
+                return CLIENT_GONE
             body = json.dumps(exchange.reply.whole(), ensure_ascii=False).encode("utf-8", "replace")
         except ApiError as error:
             await send_error(send, error)
@@ -98,7 +97,7 @@ class AnswerResponse(Response):
         prompts = [end.num_prompt_tokens for end in done]
         return RequestLine(
             request_id=scope["kog.request_id"], endpoint=self._endpoint,
-            status=_GONE_STATUS if exchange.is_abandoned else status,
+            status=CLIENT_GONE if exchange.is_abandoned else status,
             client=address_class((scope.get("client") or ("",))[0]), stream=self._planned.stream,
             finish_reason=str(first.finish_reason) if first is not None else None,
             error=exchange.refusal.code if exchange.refusal is not None else None,

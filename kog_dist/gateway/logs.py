@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 from kog_dist.errors import ConfigError
+from kog_dist.quoting import printable
 
 FORMATS = ("text", "json")
 MAX_VALUE_CHARS = 512  # of one field; what is longer is cut and says so
@@ -29,6 +30,8 @@ MAX_PENDING_LINES = 1024
 REPEATS_PER_WINDOW = 5
 WINDOW_S = 10.0
 MAX_KINDS = 256  # different problems whose repetitions are counted
+SHOWN_QUEUE_S = 0.01  # less is not worth a word
+CLIENT_GONE = 499  # as nginx has it: the client closed the connection
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+,-]+")
@@ -66,6 +69,21 @@ class RequestLine:
     tokens_per_s: float | None = None
     prompt: str | None = None  # these two are of the first choice, and written only with `with_prompts`
     answer: str | None = None
+
+    def sentence(self) -> str:
+        """For somebody who watches: what was asked, how fast it was answered, how it ended."""
+        cached = f" ({self.num_cached_tokens:,} cached)" if self.num_cached_tokens else ""
+        queue = f" ({self.queue_s * 1e3:,.0f} in the queue)" if self.queue_s and self.queue_s >= SHOWN_QUEUE_S else ""
+        plural = "token" if self.num_prompt_tokens == 1 else "tokens"
+        parts = [
+            f"{self.num_prompt_tokens:,} prompt {plural}{cached}" if self.num_prompt_tokens is not None else None,
+            f"{self.num_generated_tokens:,} generated" if self.num_generated_tokens else None,
+            f"first after {self.ttft_s * 1e3:,.0f} ms{queue}" if self.ttft_s is not None else None,
+            f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else None,
+            self.error or self.finish_reason or ("the client has gone" if self.status == CLIENT_GONE else None),
+        ]
+        told = ", ".join(part for part in parts if part)
+        return f"{self.endpoint} {self.status}{': ' if told else ''}{told}"
 
 
 _PRIVATE_FIELDS = frozenset({"prompt", "answer"})
@@ -155,10 +173,12 @@ class Log:
         log_format: str = "text",
         with_prompts: bool = False,
         secrets: Iterable[str] = (),
+        terminal: TextIO | None = None,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError for an unknown format. Without a stream: standard error."""
+        """Raises ConfigError for an unknown format. Without a stream: standard error. `terminal`: also has a sentence about each
+        request."""
         if log_format not in FORMATS:
             raise ConfigError(f"log_format must be {' or '.join(FORMATS)}, got {log_format!r}")
         self._as_json = log_format == "json"
@@ -167,6 +187,7 @@ class Log:
         self._wall_clock, self._clock = wall_clock, clock
         self._bound = RepeatBound()
         self._writer = LineWriter(stream if stream is not None else sys.stderr)
+        self._terminal = None if terminal is None else LineWriter(terminal)
 
     @property
     def num_dropped(self) -> int:
@@ -176,6 +197,9 @@ class Log:
     def request(self, line: RequestLine) -> None:
         """A request has ended."""
         values = {name: getattr(line, name) for name in _LINE_FIELDS if self.with_prompts or name not in _PRIVATE_FIELDS}
+        if self._terminal is not None:
+            moment = datetime.fromtimestamp(self._wall_clock()).astimezone()
+            self._terminal.put(f"{moment:%H:%M:%S} {printable(line.sentence())}")
         level = LogLevel.ERROR if line.status >= 500 else LogLevel.INFO
         self._write(level, "request", {name: value for name, value in values.items() if value is not None})
 
@@ -199,6 +223,8 @@ class Log:
         if self._writer.num_dropped:
             self.event("log_lines_dropped", count=self._writer.num_dropped)
         self._writer.close()
+        if self._terminal is not None:
+            self._terminal.close()
 
     def _write(self, level: LogLevel, event: str, values: dict[str, Value]) -> None:
         moment = datetime.fromtimestamp(self._wall_clock(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -12,6 +12,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TextIO
 
 from kog_dist.gateway.args import GatewayArgs, read_key
 from kog_dist.gateway.bind import url_of
@@ -37,7 +38,10 @@ def run_gateway(args: GatewayArgs) -> int:
     api_key = read_key(args.key_fd)
     page = ProcessPage.from_fd(args.page_fd)
     limits = replace(LIMITS, connections=_room_for_connections())
-    log = Log(log_format=args.log_format, with_prompts=args.log_prompts, secrets=() if api_key is None else (api_key,))
+    log = Log(
+        log_format=args.log_format, with_prompts=args.log_prompts, secrets=() if api_key is None else (api_key,),
+        terminal=_open_terminal(args.terminal_fd),
+    )  # fmt: skip
 
     sys.setswitchinterval(SWITCH_S)
 
@@ -54,6 +58,14 @@ def run_gateway(args: GatewayArgs) -> int:
         log.event("stopped")
         log.close()
     return 0
+
+
+def _open_terminal(fd: int) -> TextIO | None:
+    if fd < 0:
+        return None
+    os.set_inheritable(fd, False)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # this process is in the background, and `stty tostop` would stop it
+    return os.fdopen(fd, "w", encoding="utf-8", errors="replace")
 
 
 def _room_for_connections() -> int:

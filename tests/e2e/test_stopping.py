@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import termios
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kog_dist.bench.engine.session import EngineSession, until
@@ -167,32 +169,73 @@ def test_output_that_nobody_reads_any_more_changes_nothing(session: EngineSessio
     assert_clean(session)
 
 
+class Terminal:
+    """`kog-launch` at a terminal that stops background processes that write to it (`stty tostop`)."""
+
+    def __init__(self, session: EngineSession, *arguments: str) -> None:
+        command = [sys.executable, "-m", "kog_dist.launch.cli", *arguments]
+        self._session, self._shown = session, bytearray()
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            modes = termios.tcgetattr(0)
+            modes[3] |= termios.TOSTOP
+            termios.tcsetattr(0, termios.TCSANOW, modes)
+            os.execvpe(command[0], command, session.environment())
+        os.set_blocking(self._fd, False)
+
+    def shown(self) -> str:
+        """All that it has shown."""
+        with contextlib.suppress(OSError):  # nothing there yet, or the terminal's other side is closed
+            while chunk := os.read(self._fd, 65536):
+                self._shown.extend(chunk)
+        return self._shown.decode()
+
+    def has_ended(self) -> bool:
+        """Whether the launcher has."""
+        self.shown()
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def close(self) -> int:
+        """Kill what is left; the launcher's exit code."""
+        for left in self._session.processes().values():
+            os.kill(left, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        self.shown()
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(status)
+
+
 def test_prompt_answers_on_a_terminal_that_stops_background_output(session: EngineSession, tiny_model: Path) -> None:
     """The client writes from a background group; `stty tostop` must not stop it."""
-    command = [sys.executable, "-m", "kog_dist.launch.cli", str(tiny_model), "--ranks=1", "--prompt-ids=1,2", "--max-tokens=4"]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        modes = termios.tcgetattr(0)
-        modes[3] |= termios.TOSTOP
-        termios.tcsetattr(0, termios.TCSANOW, modes)
-        os.execvpe(command[0], command, session.environment())
-    os.set_blocking(terminal, False)
-    shown = bytearray()
-
-    def has_ended() -> bool:
-        with contextlib.suppress(OSError):  # nothing there yet, or the terminal's other side is closed
-            shown.extend(os.read(terminal, 65536))
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
+    terminal = Terminal(session, str(tiny_model), "--ranks=1", "--prompt-ids=1,2", "--max-tokens=4")
     try:
-        until(has_ended, ENDED_S, shown.decode)
-        with contextlib.suppress(OSError):
-            shown.extend(os.read(terminal, 65536))
+        until(terminal.has_ended, ENDED_S, terminal.shown)
     finally:
-        for left in session.processes().values():
-            os.kill(left, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0, shown.decode()
-    assert "2 prompt tokens, 4 generated" in shown.decode()
+        code = terminal.close()
+    assert code == 0, terminal.shown()
+    assert "2 prompt tokens, 4 generated" in terminal.shown()
+    assert_clean(session)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_who_serves_at_a_terminal_sees_where_and_how_each_request_went(
+    session: EngineSession, tiny_model: Path, quiet: bool
+) -> None:
+    terminal = Terminal(session, str(tiny_model), "--ranks=1", "--http", "--port=0", *(["--quiet"] if quiet else []))
+    try:
+        until(lambda: "ready after" in terminal.shown(), ENDED_S, terminal.shown)
+        if not quiet:
+            until(lambda: "  stop " in terminal.shown(), ENDED_S, terminal.shown)
+        url = re.findall(r"http://[0-9.:]+", terminal.shown())[-1]
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": [1, 2], "max_tokens": 4}, timeout=ENDED_S)
+        assert answer.status_code == 200, answer.text
+        if not quiet:
+            until(lambda: "/v1/completions 200: 2 prompt tokens, 4 generated" in terminal.shown(), ENDED_S, terminal.shown)
+        os.kill(terminal.pid, signal.SIGINT)
+        until(terminal.has_ended, ENDED_S, terminal.shown)
+    finally:
+        terminal.close()
+    labels = re.findall(r"^  (page|API base|model|devices|context|logs|stop) ", terminal.shown(), re.MULTILINE)
+    assert labels == ([] if quiet else ["page", "API base", "model", "devices", "context", "logs", "stop"])
+    assert ("/v1/completions" in terminal.shown()) is not quiet
     assert_clean(session)

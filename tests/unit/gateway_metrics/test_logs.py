@@ -54,6 +54,38 @@ def test_a_request_as_json() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (LINE, "/v1/completions 200: 5 prompt tokens, 7 generated, first after 12 ms, 12 tokens/s, stop"),
+        (
+            RequestLine(
+                "r", "/v1/responses", 200, "local", num_prompt_tokens=2000, num_cached_tokens=1999, queue_s=1.5, ttft_s=1.6
+            ),
+            "/v1/responses 200: 2,000 prompt tokens (1,999 cached), first after 1,600 ms (1,500 in the queue)",
+        ),
+        (RequestLine("r", "/v1/completions", 499, "local"), "/v1/completions 499: the client has gone"),
+        (RequestLine("r", "/v1/completions", 429, "local", error="queue_full"), "/v1/completions 429: queue_full"),
+        (RequestLine("r", "/v1/completions", 200, "local", num_prompt_tokens=1), "/v1/completions 200: 1 prompt token"),
+    ],
+)
+def test_a_request_as_a_sentence(line: RequestLine, sentence: str) -> None:
+    assert line.sentence() == sentence
+
+
+def test_a_terminal_has_a_sentence_about_each_request_and_nothing_else() -> None:
+    terminal = io.StringIO()
+    log = Log(io.StringIO(), with_prompts=True, terminal=terminal)
+    log.event("listening")
+    log.request(LINE)
+    log.request(RequestLine("r", "/v1/\x1b[2J", 400, "local"))
+    log.close()
+    first, second = terminal.getvalue().splitlines()
+    assert first[8:] == f" {LINE.sentence()}"
+    assert "\x1b" not in second
+    assert "my prompt" not in first
+
+
 def test_a_request_as_text() -> None:
     log, stream = lines_of("text")
     log.request(LINE)
