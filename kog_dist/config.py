@@ -89,6 +89,7 @@ class LaunchConfig:
     log_dir: str | None = _setting(None, "Folder for one log per process and exit.json.")
     log_format: str = _setting("text", "Of the HTTP gateway's log: {choices}.", choices=("text", "json"))
     log_prompts: bool = _setting(False, "Log prompts and answers, too.")
+    unknown_fields: str = _setting("warn", "Of HTTP requests: {choices}.", choices=("refuse", "warn", "ignore"))
     quiet: bool = _setting(False, "On a terminal, neither a banner nor a line for each request.")
 
     def __post_init__(self) -> None:

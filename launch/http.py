@@ -111,7 +111,7 @@ class HttpGateway:
                 model=None if engine.model_folder is None else str(engine.model_folder), model_name=engine.model_name,
                 cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, stall_s=settings.stall_timeout,
                 log_format=settings.log_format, log_prompts=settings.log_prompts, page_fd=page.fd,
-                terminal_fd=terminal_fd, ends_with_engine=True,
+                unknown_fields=settings.unknown_fields, terminal_fd=terminal_fd, ends_with_engine=True,
             )  # fmt: skip
             return local.spawn(
                 ROLE, MODULE, [arguments.to_json()], environment=env.child_environment(os.environ), log_dir=self._log_dir,

@@ -32,6 +32,7 @@ class AnswerResponse(Response):
     def __init__(self, planned: Planned, service: Service, endpoint: str) -> None:
         super().__init__()
         self._planned, self._service, self._endpoint = planned, service, endpoint
+        self._left_out = ", ".join(planned.left_out) if service.args.unknown_fields == "warn" else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the requests, and write the answer or the error."""
@@ -62,7 +63,7 @@ class AnswerResponse(Response):
             return exchange.refusal.status
         if exchange.is_abandoned:
             return CLIENT_GONE
-        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *_place_header(exchange)]})
+        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *self._told(exchange)]})
         self._service.metrics.stream_opened()
         exchange.write_now = write_now
         try:
@@ -85,11 +86,16 @@ class AnswerResponse(Response):
             await send_error(send, error)
             return error.status
         headers = [
-            (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *_place_header(exchange),
+            (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *self._told(exchange),
         ]  # fmt: skip
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         return 200
+
+    def _told(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+        """How many requests the engine had to take before this one, if it has said so; fields that were not read."""
+        place = [] if exchange.first_place is None else [(b"x-kog-queue-position", str(exchange.first_place).encode())]
+        return [*place, (b"x-kog-unknown-fields", self._left_out.encode())] if self._left_out else place
 
     def _line(self, exchange: Exchange, scope: Scope, status: int, total_s: float) -> RequestLine:
         done = list(exchange.last.values())
@@ -106,6 +112,7 @@ class AnswerResponse(Response):
             num_generated_tokens=sum(meter.num_tokens for meter in exchange.meters),
             queue_s=first.queue_s if first is not None else None, ttft_s=exchange.meters[0].ttft_s if exchange.meters else None,
             total_s=total_s, tokens_per_s=exchange.meters[0].tokens_per_s if exchange.meters else None,
+            left_out=self._left_out or None,
             prompt=self._prompt() if self._service.log.with_prompts else None, answer="".join(exchange.texts) or None,
         )  # fmt: skip
 
@@ -116,11 +123,6 @@ class AnswerResponse(Response):
             return first.prompt
         tokenizer = None if served is None else served.tokenizer
         return str(list(first.prompt_ids)) if tokenizer is None else tokenizer.decode(first.prompt_ids)
-
-
-def _place_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    """How many requests the engine had to take before this one; nothing while it has not said so."""
-    return [] if exchange.first_place is None else [(b"x-kog-queue-position", str(exchange.first_place).encode())]
 
 
 async def _watch(receive: Receive, exchange: Exchange) -> None:

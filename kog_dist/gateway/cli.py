@@ -18,7 +18,9 @@ from kog_dist.runtime.python_child import harden
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 # Flags that mean the same for `kog-launch`; there they are settings of a file and of the environment, too.
-SHARED = ("host", "port", "http_socket", "api_key", "api_key_file", "shutdown_timeout", "log_format", "log_prompts")
+SHARED = (
+    "host", "port", "http_socket", "api_key", "api_key_file", "shutdown_timeout", "log_format", "log_prompts", "unknown_fields",
+)  # fmt: skip
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -52,6 +54,7 @@ def gateway(
         key_file=None if key_file is None else str(key_file), model=None if model is None else str(_folder(model)),
         cors_origins=settings.cors_origins, drain_s=settings.shutdown_timeout, log_format=settings.log_format,
         log_prompts=settings.log_prompts,
+        unknown_fields=settings.unknown_fields,
     )  # fmt: skip
     try:
         args.access()  # a key file that is none is said now

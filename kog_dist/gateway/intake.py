@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 async def received(request: Request, service: Service) -> AsyncIterator[bytes]:
     """The body; it counts against what all bodies may have together until the context is left.
 
-    Raises ApiError: 415 for what is not declared as JSON, 413, 408, or 503 when too much is being read already.
+    Raises ApiError: 415 for what is declared as something else than JSON, 413, 408, or 503 when too much is being read already.
     """
     service.bridge.deliver()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type not in ("application/json", ""):  # pages of other origins were refused before this
         raise ApiError(
             415, INVALID_REQUEST, "unsupported_media_type", None,
             f"the body is declared as {media_type[:60]!a}; send JSON with the header Content-Type: application/json",

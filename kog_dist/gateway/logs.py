@@ -67,6 +67,7 @@ class RequestLine:
     ttft_s: float | None = None
     total_s: float | None = None
     tokens_per_s: float | None = None
+    left_out: str | None = None  # unknown fields of the request
     prompt: str | None = None  # these two are of the first choice, and written only with `with_prompts`
     answer: str | None = None
 
@@ -80,6 +81,7 @@ class RequestLine:
             f"{self.num_generated_tokens:,} generated" if self.num_generated_tokens else None,
             f"first after {self.ttft_s * 1e3:,.0f} ms{queue}" if self.ttft_s is not None else None,
             f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else None,
+            f"unknown fields left out: {self.left_out}" if self.left_out else None,
             self.error or self.finish_reason or ("the client has gone" if self.status == CLIENT_GONE else None),
         ]
         told = ", ".join(part for part in parts if part)

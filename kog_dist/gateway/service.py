@@ -71,7 +71,7 @@ class Service:
         self.served = ServedModel(
             name=welcome.model, aliases=(), max_context=welcome.max_context, vocab_size=welcome.vocab_size,
             tokenizer=self.tokenizer, chat_template=self.chat_template, created=self.created, defaults=self._defaults,
-            engine_takes_text=welcome.has_tokenizer,
+            engine_takes_text=welcome.has_tokenizer, leaves_out_unknown=self.args.unknown_fields != "refuse",
         )  # fmt: skip
 
     def _on_report(self, report: StatusReport | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -20,6 +21,8 @@ MAX_NESTING = 64  # of arrays and objects; far above what a JSON schema needs, f
 MAX_FIELDS = 256
 _MAX_MEMBERS = 4096  # of one object: each may cost a complaint, of which one is told
 _MAX_SHOWN = 60
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # a response header can name it
+_HOLD_CACHE_CONTROL = {"messages", "input"}
 
 
 def read_body(raw: bytes) -> object:
@@ -44,8 +47,12 @@ def read_body(raw: bytes) -> object:
     return parsed
 
 
-def parse(model: type[Model], body: object) -> Model:
-    """The body as a `model`. Raises ApiError naming the first field that is wrong, unknown or unsupported."""
+def parse(model: type[Model], body: object, *, leaves_out: bool = False) -> Model:
+    """The body as a `model`. Raises ApiError naming the first field that is wrong, unknown or unsupported.
+
+    `leaves_out`: unknown fields of the request itself, unless their names look like a known one that was misspelt: that
+    would change the answer. `cache_control`, which Anthropic's clients put anywhere, is left out in any case.
+    """
     if not isinstance(body, dict):
         raise invalid(None, f"the body must be a JSON object, got {_kind(body)}")
     _check_nesting(body)
@@ -58,10 +65,29 @@ def parse(model: type[Model], body: object) -> Model:
             kept[name] = value
         elif not _is_one_of(value, refusal.harmless):
             raise unsupported(name, f"{name} is not supported: {refusal.reason}")
+    for name in _HOLD_CACHE_CONTROL & kept.keys():
+        kept[name] = _without_cache_control(kept[name])
+    unknown = [name for name in kept if leaves_out and _is_unknown(name, model)]
     try:
-        return model.model_validate(kept)
+        return model.model_validate({name: kept[name] for name in kept if name not in unknown}).with_left_out(unknown)
     except pydantic.ValidationError as error:
         raise _first_problem(error, kept, model) from None
+
+
+def _is_unknown(name: str, model: type[RequestModel]) -> bool:
+    """Whether it is a name, and not of a field or like one."""
+    return name not in model.model_fields and bool(_NAME.fullmatch(name)) and not _nearest(name, model)
+
+
+def _nearest(name: str, model: type[RequestModel]) -> list[str]:
+    return difflib.get_close_matches(name, model.model_fields, 1)
+
+
+def _without_cache_control(value: Any) -> Any:
+    """Messages or tools without marks of what a prompt cache shall keep: ours keeps what fits."""
+    if isinstance(value, dict):
+        return {name: _without_cache_control(inner) for name, inner in value.items() if name != "cache_control"}
+    return [_without_cache_control(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _json_complaint(error: ValueError) -> str:
@@ -115,7 +141,7 @@ def _first_problem(error: pydantic.ValidationError, body: Mapping[str, Any], mod
     if param is None:
         return invalid(None, f"the body has a field whose name is not valid Unicode: {_shown(finding['input'])}")
     if finding["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(path[-1]), model.model_fields, 1) if len(path) == 1 else []
+        close = _nearest(str(path[-1]), model) if len(path) == 1 else []
         hint = f"; did you mean {close[0]}?" if close else ""
         return invalid(param, f"unknown field {_shown(param)}{hint} docs/openai.md lists the known ones", "unknown_parameter")
     if finding["type"] == "missing":

@@ -32,7 +32,7 @@ __all__ = ["ChatReply", "ChatRequest", "plan_chat"]
 
 def plan_chat(body: object, served: ServedModel) -> Planned:
     """The RPC requests and the reply of a chat. May take up to a second in the template's process. Raises ApiError."""
-    request = parse(ChatRequest, body)
+    request = parse(ChatRequest, body, leaves_out=served.leaves_out_unknown)
     check_model(request.model, served)
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
@@ -52,7 +52,7 @@ def plan_chat(body: object, served: ServedModel) -> Planned:
     generates = plan_choices("messages", request, stamp, [prompt], num_choices, params, conversation)
     form = ReplyForm.of(stamp, served.name, num_choices, num_choices, request.stream, request.stream_options)
     names = TokenNames(served.tokenizer) if request.logprobs else None
-    return Planned(generates, form.stream, ChatReply(form, use, names))
+    return Planned(generates, form.stream, ChatReply(form, use, names), request.left_out)
 
 
 def format_schema(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None, param: str) -> str | None:

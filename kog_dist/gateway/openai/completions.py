@@ -30,7 +30,7 @@ __all__ = ["CompletionReply", "CompletionRequest", "plan_completion"]
 
 def plan_completion(body: object, served: ServedModel) -> Planned:
     """The RPC requests and the reply of a text completion: for each prompt its n choices. Raises ApiError."""
-    request = parse(CompletionRequest, body)
+    request = parse(CompletionRequest, body, leaves_out=served.leaves_out_unknown)
     check_model(request.model, served)
     prompts = _prompts(request, served)
     per_prompt = request.n or 1
@@ -51,7 +51,7 @@ def plan_completion(body: object, served: ServedModel) -> Planned:
     )  # fmt: skip
     form = ReplyForm.of(stamp, served.name, num_choices, per_prompt, request.stream, request.stream_options)
     names = TokenNames(served.tokenizer) if request.logprobs is not None else None
-    return Planned(generates, form.stream, CompletionReply(form, names))
+    return Planned(generates, form.stream, CompletionReply(form, names), request.left_out)
 
 
 def _prompt_fields(prompt: str | tuple[int, ...], limits: Sequence[int | None], served: ServedModel) -> dict[str, Any]:

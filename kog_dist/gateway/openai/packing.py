@@ -21,25 +21,25 @@ from kog_dist.rpc.messages import BadMessage, Generate, decode_request, encode
 
 
 def packed(planned: Planned) -> dict[str, Any]:
-    """`generates` and `reply`, as `unpacked` takes them. Raises ApiError for a request that no RPC message can carry."""
+    """What `unpacked` takes, by its names. Raises ApiError for a request that no RPC message can carry."""
     try:
         generates = [encode(message) for message in planned.generates]
     except BadMessage as error:
         raise invalid(None, str(error)) from None
-    return {"generates": generates, "reply": json.dumps(_recipe(planned.reply)).encode()}
+    return {"generates": generates, "reply": json.dumps(_recipe(planned.reply)).encode(), "left_out": planned.left_out}
 
 
-def unpacked(generates: Sequence[bytes], reply: bytes, tokenizer: Tokenizer | None) -> Planned:
+def unpacked(generates: Sequence[bytes], reply: bytes, left_out: Sequence[str], tokenizer: Tokenizer | None) -> Planned:
     """The inverse. `tokenizer`: of the served model, for the names of tokens."""
     recipe: dict[str, Any] = json.loads(reply)
     names = TokenNames(tokenizer) if recipe["has_names"] else None
     messages = tuple(_generate(frame) for frame in generates)
     if "outline" in recipe:
         made: Reply = ResponseReply(recipe["outline"], _tool_use(recipe["use"]), names, stream=recipe["stream"])
-        return Planned(messages, recipe["stream"], made)
+        return Planned(messages, recipe["stream"], made, tuple(left_out))
     form = ReplyForm(**{**recipe["form"], "stamp": Stamp(**recipe["form"]["stamp"])})
     made = ChatReply(form, _tool_use(recipe["use"]), names) if "use" in recipe else CompletionReply(form, names)
-    return Planned(messages, form.stream, made)
+    return Planned(messages, form.stream, made, tuple(left_out))
 
 
 def packed_error(error: ApiError) -> bytes:

@@ -46,8 +46,10 @@ class Reply(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """A checked request. `generates`: one per choice, with ids of their own, to be sent in this order."""
+    """A checked request. `generates`: one per choice, with ids of their own, to be sent in this order. `left_out`: names of its
+    fields that nobody here knows."""
 
     generates: tuple[Generate, ...]
     stream: bool
     reply: Reply
+    left_out: tuple[str, ...] = ()

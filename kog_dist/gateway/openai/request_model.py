@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from kog_dist.rpc.messages import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from kog_dist.sampling_params import LIMITS, MAX_LOGIT_BIAS, MAX_SEED, MAX_TOP_LOGPROBS
@@ -32,10 +32,21 @@ def ignored(what: str) -> Any:
 
 
 class RequestModel(BaseModel):
-    """Unknown fields are refused, and so is a value of another type: "5" is no number."""
+    """Unknown fields are refused, where `body.parse` does not leave them out, and a value of another type: "5" is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     refused: ClassVar[Mapping[str, Refusal]] = {}
+    _left_out: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of unknown fields that the request had."""
+        return self._left_out
+
+    def with_left_out(self, names: Sequence[str]) -> Self:
+        """The same request, that remembers them."""
+        self._left_out = tuple(names)
+        return self
 
 
 def _bounded(name: str, description: str) -> Any:

@@ -41,7 +41,7 @@ __all__ = ["ResponseReply", "ResponsesRequest", "plan_response"]
 
 def plan_response(body: object, served: ServedModel) -> Planned:
     """The RPC request and the reply of a response. May take up to a second in the template's process. Raises ApiError."""
-    request = parse(ResponsesRequest, without_hosted_tools(body))
+    request = parse(ResponsesRequest, without_hosted_tools(body), leaves_out=served.leaves_out_unknown)
     check_model(request.model, served)
     answer_schema = _format_schema(request)
     use = _tool_use(request, served, has_format=answer_schema is not None)
@@ -58,7 +58,8 @@ def plan_response(body: object, served: ServedModel) -> Planned:
     generates = plan_choices("input", request, stamp, [prompt], 1, params, conversation_of(request, beginning_of(messages)))
     outline = _outline(request, stamp, served, params)
     names = TokenNames(served.tokenizer) if has_logprobs else None
-    return Planned(generates, bool(request.stream), ResponseReply(outline, use, names, stream=bool(request.stream)))
+    reply = ResponseReply(outline, use, names, stream=bool(request.stream))
+    return Planned(generates, bool(request.stream), reply, request.left_out)
 
 
 def without_hosted_tools(body: object) -> object:

@@ -33,7 +33,8 @@ class ServedModel:
     """The model behind the gateway. `max_context`: tokens of prompt and answer together. `created`: Unix time in seconds.
 
     Without a tokenizer only `/v1/completions` works, with token ids, and with text where the engine has a tokenizer itself
-    (`engine_takes_text`); without a chat template chats become plain text, as docs/openai.md says.
+    (`engine_takes_text`); without a chat template chats become plain text, as docs/openai.md says. `leaves_out_unknown`: see
+    `body.parse`.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ServedModel:
     created: int
     defaults: SamplingParams = OPENAI_DEFAULTS
     engine_takes_text: bool = False
+    leaves_out_unknown: bool = True
 
     def answers_to(self, name: str | None) -> bool:
         """Whether a request for the model `name` is ours; one that names none is."""

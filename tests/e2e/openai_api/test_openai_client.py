@@ -185,7 +185,7 @@ def test_tools_are_text_where_the_model_has_no_way_to_call_them(client: openai.O
         ({"model": "gpt-5"}, openai.NotFoundError, "model_not_found", "model"),
         ({"max_tokens": 5000}, openai.BadRequestError, "context_length_exceeded", "messages"),
         ({"temperature": 300}, openai.BadRequestError, None, "temperature"),
-        ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "unknown_parameter", "nonsense"),
+        ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "unknown_parameter", "temprature"),
         ({"logit_bias": {"99999": 1}}, openai.BadRequestError, None, "logit_bias"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},

@@ -179,6 +179,21 @@ def test_a_stream_that_waits_hears_how_many_are_before_it(http: httpx.Client, en
         assert not [line for line in response.iter_lines() if line.startswith(":")]
 
 
+@pytest.mark.parametrize(("mode", "told"), [("warn", "wings, feet"), ("ignore", None), ("refuse", None)])
+def test_unknown_fields_are_told_ignored_or_refused(
+    shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine, mode: str, told: str | None
+) -> None:
+    engine.on_generate = says("a")
+    with gateway(shared_engine, folder, unknown_fields=mode) as made, client(made) as http:
+        for stream in (False, True):
+            response = http.post("/v1/completions", json={**ASK, "stream": stream, "wings": 2, "feet": None})
+            assert response.status_code == (400 if mode == "refuse" else 200), response.text
+            assert response.headers.get("x-kog-unknown-fields") == told
+        if mode != "refuse":
+            until(lambda: len([line for line in made.log() if line.get("event") == "request"]) == 2)
+            assert {line.get("left_out") for line in made.log() if line.get("event") == "request"} == {told}
+
+
 def test_a_slow_reader_loses_its_stream_and_nobody_else_does(
     shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine
 ) -> None:

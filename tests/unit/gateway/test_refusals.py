@@ -39,6 +39,9 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
 def test_bodies_that_are_no_json(http: httpx.Client, path: str) -> None:
     plain = http.post(path, content=b"{}", headers={"content-type": "text/plain"})
     assert "Content-Type: application/json" in error_of(plain, 415)["message"]
+    undeclared = http.post("/v1/completions", content=b"{}")
+    assert "content-type" not in undeclared.request.headers
+    assert error_of(undeclared, 400)["param"] == "prompt", "it is read as JSON"
     assert "not valid JSON" in error_of(http.post(path, content=b"{", headers=JSON), 400)["message"]
     assert "NaN" in error_of(http.post(path, content=b'{"a": NaN}', headers=JSON), 400)["message"]
     assert "-Infinity" in error_of(http.post(path, content=b'{"a": -Infinity}', headers=JSON), 400)["message"]
@@ -129,7 +132,7 @@ def test_requests_that_the_model_cannot_serve(http: httpx.Client, engine: Script
     assert "demo" in found["message"]
     assert "default" in found["message"]
     assert error_of(http.post(path, json={**body, "temperature": -1}), 400)["param"] == "temperature"
-    assert error_of(http.post(path, json={**body, "wings": 2}), 400)["param"] == "wings"
+    assert error_of(http.post(path, json={**body, "temprature": 2}), 400)["param"] == "temprature"
     assert not engine.received, "nothing of that may reach the engine"
 
 

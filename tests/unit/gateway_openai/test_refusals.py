@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from array import array
 from pathlib import Path
@@ -15,6 +16,7 @@ from kog_dist.gateway.openai.body import read_body
 from kog_dist.gateway.openai.chat import ChatRequest, plan_chat
 from kog_dist.gateway.openai.completions import CompletionRequest, plan_completion
 from kog_dist.gateway.openai.errors import ApiError, from_rpc
+from kog_dist.gateway.openai.packing import packed, unpacked
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.gateway.openai.responses import ResponsesRequest, plan_response
 from kog_dist.gateway.openai.served import ServedModel
@@ -154,6 +156,32 @@ def test_unknown_fields_are_refused_with_a_guess(base_model: ServedModel) -> Non
     assert (error.code, error.param) == ("unknown_parameter", "temprature")
     assert "temperature?" in error.message
     assert refused("chat", base_model, **{"\x00\ud800": 1}).status == 400
+    strict = dataclasses.replace(base_model, leaves_out_unknown=False)
+    assert refused("chat", strict, wings=2).param == "wings"
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion", "response"])
+def test_unknown_fields_that_look_like_no_other_are_left_out(base_model: ServedModel, kind: str) -> None:
+    plan, body = PLANS[kind], LEAST[kind]
+    planned = plan({**body, "wings": 2, "x-y.z": None}, base_model)
+    assert planned.left_out == ("wings", "x-y.z")
+    assert planned.generates[0].prompt_ids == plan(body, base_model).generates[0].prompt_ids
+    parts = packed(planned)
+    again = unpacked(parts["generates"], parts["reply"], parts["left_out"], base_model.tokenizer)
+    assert again.left_out == planned.left_out
+    assert refused(kind, base_model, **{"line\nbreak": 1}).status == 400
+    assert refused(kind, base_model, é=1).status == 400
+
+
+def test_marks_for_a_prompt_cache_are_left_out_of_messages(base_model: ServedModel) -> None:
+    part = {"type": "text", "text": "hi"}
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked = {"messages": [{"role": "user", "content": [{**part, **mark}], **mark}]}
+    plain = {"messages": [{"role": "user", "content": [part]}]}
+    for served in (base_model, dataclasses.replace(base_model, leaves_out_unknown=False)):
+        found = plan_chat(marked, served)
+        assert (found.generates[0].prompt_ids, found.left_out) == (plan_chat(plain, served).generates[0].prompt_ids, ())
+    assert refused("chat", base_model, messages=[{"role": "user", "content": "x", "wings": 2}]).param == "messages[0].wings"
 
 
 def test_harmless_values_of_unsupported_fields_pass(base_model: ServedModel) -> None:
