@@ -29,7 +29,7 @@ def chat(
         bool, typer.Option("--completion", help="Have the model continue the text, as base models do.")
     ] = False,
     temperature: Annotated[float | None, typer.Option(help="Default: the service's.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer. Default: 512.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long the service may say nothing.")] = 120.0,
     api_key: Annotated[str | None, typer.Option(help="Better: --api-key-file, KOG_API_KEY or OPENAI_API_KEY.")] = None,
@@ -50,7 +50,8 @@ def chat(
         raise ConfigError(f"--timeout must be more than 0 seconds, got {timeout:g}")
     settings = Settings()
     for name, value in (("temperature", temperature), ("max_tokens", max_tokens), ("seed", seed)):
-        settings.change(name, "" if value is None else str(value))
+        if value is not None:
+            settings.change(name, str(value))
     is_alone = prompt is not None or not (sys.stdin is not None and sys.stdin.isatty())
     asked = prompt if prompt is not None else piped_prompt() if is_alone else ""
     service = ChatService(ServiceUrl.parse(url or _found_url(instance)), _key(api_key, api_key_file), silence_s=timeout)

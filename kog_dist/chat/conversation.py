@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,8 +14,11 @@ from kog_dist.errors import ConfigError
 
 HELP: Final = """\
 /help                this list
+/retry               ask the last question again; /edit TEXT asks TEXT instead of it
 /reset               begin anew; settings stay
-/save FILE           write the conversation as JSON
+/save FILE           write the conversation as JSON; /load FILE goes on with one
+/model NAME          ask another model of the service
+/stats               how fast the answers were
 /system TEXT         instructions for the model; without TEXT: none
 /temperature NUMBER  0 takes the most likely token; also /top_p /seed /max_tokens; without NUMBER: the service's default
 /chat, /completion   talk to the model, or have it continue a text
@@ -23,12 +27,52 @@ HELP: Final = """\
 
 Ctrl-C ends an answer. A line that ends with a backslash goes on in the next one."""
 
+_COMMANDS: Final = (
+    "help", "retry", "edit", "reset", "save", "load", "model", "stats", "system", "chat", "completion", "settings", "quit",
+)  # fmt: skip
 _LIMITS: Final[Mapping[str, tuple[Callable[[str], float], float, float]]] = {
     "temperature": (float, 0.0, 100.0),
     "top_p": (float, 1e-6, 1.0),
     "seed": (int, 0, 2**63 - 1),
     "max_tokens": (int, 1, 2**31 - 1),
 }
+
+
+MAX_TOKENS: Final = 512  # of an answer, unless something else is asked for
+_MAX_SAVED_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True)
+class Again:
+    """A command wants this asked."""
+
+    prompt: str
+
+
+@dataclass
+class Stats:
+    """How fast answers were, as their reader saw them."""
+
+    num_answers: int = 0
+    num_tokens: int = 0
+    num_gaps: int = 0  # between tokens of one answer
+    decode_s: float = 0.0
+    first_s: list[float] = field(default_factory=list)
+
+    def count(self, num_tokens: int, first_s: float | None, decode_s: float) -> None:
+        """An answer has ended; `first_s`: until its first token, `decode_s`: from there to its last one."""
+        if first_s is None:
+            return
+        self.num_answers, self.num_tokens = self.num_answers + 1, self.num_tokens + num_tokens
+        self.num_gaps, self.decode_s = self.num_gaps + max(0, num_tokens - 1), self.decode_s + decode_s
+        self.first_s.append(first_s)
+
+    def __str__(self) -> str:
+        if not self.num_answers:
+            return "no answer yet"
+        rate = f", {self.num_gaps / self.decode_s:.0f} tokens/s" if self.decode_s > 0 and self.num_gaps else ""
+        answers = f"{self.num_answers} answer{'s' if self.num_answers > 1 else ''} of {self.num_tokens} tokens together"
+        return f"{answers}{rate}, first token after {statistics.median(self.first_s) * 1e3:.0f} ms (median)"
 
 
 @dataclass
@@ -38,7 +82,7 @@ class Settings:
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = MAX_TOKENS
 
     def change(self, name: str, text: str) -> None:
         """Set one of them. Raises ConfigError for what it cannot be."""
@@ -68,9 +112,12 @@ class Conversation:
     system: str = ""
     is_completion: bool = False
     messages: list[dict[str, str]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    last_prompt: str | None = None
 
     def request(self, prompt: str, *, counts_tokens: bool) -> tuple[str, dict[str, Any]]:
         """Path and body that ask for the answer to `prompt`. `counts_tokens`: each chunk is to say how many there are."""
+        self.last_prompt = prompt
         options = {"include_usage": True} | ({"continuous_usage_stats": True} if counts_tokens else {})
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": options, **self.settings.fields()}
         if self.is_completion:
@@ -84,17 +131,22 @@ class Conversation:
             self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     # ---- commands ----
-    def command(self, line: str) -> str:
-        """Obey a line that begins with a slash; returns what to say. Raises ConfigError, and EOFError for the end."""
+    def command(self, line: str) -> str | Again:
+        """Obey a line that begins with a slash; returns what to say, or ask. Raises ConfigError, and EOFError for the end."""
         name, _, rest = line[1:].partition(" ")
         name, rest = name.lower().replace("-", "_"), rest.strip()
         if name in _LIMITS:
             self.settings.change(name, rest)
             return f"{name} is {value:g}" if (value := getattr(self.settings, name)) is not None else f"{name} is the service's"
-        commands: dict[str, Callable[[], str]] = {
+        commands: dict[str, Callable[[], str | Again]] = {
             "help": lambda: HELP,
+            "retry": lambda: self._again(None),
+            "edit": lambda: self._again(rest),
             "reset": self._reset,
             "save": lambda: self._save(rest),
+            "load": lambda: self._load(rest),
+            "model": lambda: self._set_model(rest),
+            "stats": lambda: str(self.stats),
             "system": lambda: self._set_system(rest),
             "chat": lambda: self._set_mode(is_completion=False),
             "completion": lambda: self._set_mode(is_completion=True),
@@ -107,8 +159,45 @@ class Conversation:
             raise ConfigError(f"there is no command /{name[:40]}; " + (f"did you mean /{near[0]}?" if near else "see /help"))
         return commands[name]()
 
+    def _again(self, prompt: str | None) -> Again:
+        """Forget the last turn, and ask the same or something else instead."""
+        if prompt == "":
+            raise ConfigError("/edit needs the text that is to stand instead of your last question")
+        if self.last_prompt is None:
+            raise ConfigError("there is no question yet that could be asked again")
+        if self.messages and self.messages[-2]["content"] == self.last_prompt:
+            del self.messages[-2:]
+        return Again(self.last_prompt if prompt is None else prompt)
+
+    def _set_model(self, name: str) -> str:
+        if not name:
+            raise ConfigError("/model needs the name of a model of this service")
+        self.model = name
+        return f"{name} is asked from now on"
+
+    def _load(self, path: str) -> str:
+        if not path:
+            raise ConfigError("/load needs the name of a file that /save has written")
+        try:
+            with Path(path).expanduser().open("rb") as stream:
+                saved = json.loads(stream.read(_MAX_SAVED_BYTES))
+            messages = [{"role": str(one["role"]), "content": one["content"]} for one in saved["messages"]]
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path} is no conversation that /save has written") from None
+        system = [one["content"] for one in messages if one["role"] == "system"]
+        turns = [one for one in messages if one["role"] != "system"]
+        roles = [one["role"] for one in turns]
+        if not all(isinstance(one["content"], str) for one in messages) or roles != ["user", "assistant"] * (len(turns) // 2):
+            raise ConfigError(f"{path} is no conversation of questions and answers in turns")
+        self.system, self.messages = "\n".join(system), turns
+        self.last_prompt = turns[-2]["content"] if turns else None
+        return f"{len(turns)} messages read from {path}"
+
     def _reset(self) -> str:
         self.messages.clear()
+        self.last_prompt = None
         return "the conversation begins anew"
 
     def _set_system(self, text: str) -> str:
@@ -135,6 +224,11 @@ class Conversation:
         shown = [f"{name} {value:g}" for name, value in self.settings.fields().items()]
         system = [f"instructions: {self.system}"] if self.system else []
         return ", ".join([f"{self.model} {mode}, {len(self.messages)} messages so far", *shown, *system])
+
+
+def completions(begin: str) -> list[str]:
+    """Commands that begin so."""
+    return [name for name in sorted(f"/{name}" for name in (*_COMMANDS, *_LIMITS)) if name.startswith(begin)]
 
 
 def _quit() -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kog_dist.chat.conversation import Conversation
+from kog_dist.chat import history
+from kog_dist.chat.conversation import Again, Conversation
 from kog_dist.chat.screen import Meter, Screen, now, summary
 from kog_dist.chat.service import ChatService, ServiceFacts
 from kog_dist.errors import ConfigError, KogError
@@ -79,8 +80,7 @@ class ChatSession:
     # ---- on a terminal ----
     def talk(self) -> int:
         """Questions and commands until Ctrl-D. Returns the exit code."""
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # editing and history of `input`
+        history.begin()
         facts = self._facts
         ranks = f" on {facts.num_ranks} ranks" if facts.num_ranks else ""
         mode = "continues what you write" if self._conversation.is_completion else "answers"
@@ -89,7 +89,11 @@ class ChatSession:
             try:
                 line = _read_line()
                 if line.startswith("/"):
-                    self._screen.say(self._conversation.command(line))
+                    said = self._conversation.command(line)
+                    if isinstance(said, Again):
+                        self._turn(said.prompt)
+                    else:
+                        self._screen.say(said)
                 elif line.strip():
                     self._turn(line)
             except EOFError:
@@ -111,6 +115,9 @@ class ChatSession:
             self._screen.say(f"kog-chat: {answer.error}")
         elif answer.is_cancelled:
             self._screen.say("[cancelled]")
+        meter = answer.meter
+        first_s = None if meter.first_s is None else meter.first_s - meter.begin_s
+        self._conversation.stats.count(meter.num_tokens, first_s, meter.last_s - (meter.first_s or 0.0))
         if answer.meter.first_s is not None:
             self._screen.say(summary(answer.meter, answer.finish_reason, self._facts.num_ranks))
         if not self._conversation.is_completion:

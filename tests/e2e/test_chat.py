@@ -31,7 +31,7 @@ class Terminal:
 
     def __init__(self, arguments: list[str], **variables: str) -> None:
         own, theirs = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80", **variables}
+        environment = {**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80", "XDG_STATE_HOME": os.devnull, **variables}
         self.process = subprocess.Popen(
             [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
         )
@@ -94,14 +94,15 @@ def piped(arguments: list[str], text: str | None = "hello", **variables: str) ->
     return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=60, env=environment)
 
 
-def test_a_conversation_on_a_terminal() -> None:
+def test_a_conversation_on_a_terminal(tmp_path: Path) -> None:
     go_on = threading.Event()
     answers = (
         Scripted(chat(["Good", " day"], usage=USAGE)),
         Scripted(chat(["never", " complete"], usage=USAGE), wait=go_on),
         Scripted(chat(["sec", "ond\x1b[2J"], usage=USAGE)),
+        Scripted(chat(["inst", "ead"], usage=USAGE)),
     )
-    with openai_stub(*answers) as stub, terminal(stub) as shown:
+    with openai_stub(*answers) as stub, terminal(stub, XDG_STATE_HOME=str(tmp_path)) as shown:
         shown.wait_for("stub at .*answers; /help.*> ")
         shown.type("hi\n")
         assert "first after" in shown.wait_for(r"Good day.*3 prompt tokens.*tokens, first after.*\].*> ")
@@ -114,10 +115,18 @@ def test_a_conversation_on_a_terminal() -> None:
         go_on.set()
         shown.type("third\n")
         assert "\x1b[2J" not in shown.wait_for(r"second.*first after.*> ").replace("\x1b[2K", "")
+        shown.type("/edit fourth\n")
+        shown.wait_for(r"instead.*first after.*> ")
+        shown.type("/st\t\n")
+        shown.wait_for(r"4 answers of \d+ tokens together.*> ")
         shown.wait_for("Ctrl-D ends.*> ", again=shown.interrupt)
         assert shown.end() == 0
-    said = [message["content"] for message in stub.requests[-1]["messages"]]
+    said = [message["content"] for message in stub.requests[2]["messages"]]
     assert said == ["hi", "Good day", "again", "never complete", "third"]
+    assert [message["content"] for message in stub.requests[-1]["messages"]][-2:] == ["never complete", "fourth"]
+    kept = tmp_path / "kog" / "chat_history"
+    assert kept.read_text().splitlines()[-4:] == ["again", "third", "/edit fourth", "/stats"]
+    assert kept.stat().st_mode & 0o077 == 0
     assert stub.requests[-1]["temperature"] == 0.5
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.chat.conversation import HELP, Conversation
+from kog_dist.chat.conversation import HELP, MAX_TOKENS, Again, Conversation, Stats, completions
 from kog_dist.chat.screen import Meter, summary
 from kog_dist.chat.service import Piece
 from kog_dist.errors import ConfigError
@@ -27,6 +27,7 @@ def test_a_request_carries_what_was_said_and_what_is_set() -> None:
     assert (body["temperature"], body["stream"]) == (0.5, True)
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert "seed" not in body
+    assert body["max_tokens"] == MAX_TOKENS == 512
 
 
 def test_completion_mode_sends_the_text_alone() -> None:
@@ -45,7 +46,7 @@ def test_reset_system_and_save(tmp_path: Path) -> None:
     talk.add("a", "b")
     talk.command("/seed 7")
     path = tmp_path / "talk.json"
-    assert str(path) in talk.command(f"/save {path}")
+    assert str(path) in str(talk.command(f"/save {path}"))
     saved = json.loads(path.read_text())
     assert (saved["model"], saved["seed"], len(saved["messages"])) == ("m", 7, 3)
     assert saved["messages"][0] == {"role": "system", "content": "speak  German"}
@@ -55,10 +56,77 @@ def test_reset_system_and_save(tmp_path: Path) -> None:
     assert talk.system == ""
 
 
+def test_a_saved_conversation_goes_on(tmp_path: Path) -> None:
+    path, talk, other = tmp_path / "talk.json", Conversation("m", system="be brief"), Conversation("m")
+    talk.add("a", "b")
+    talk.command(f"/save {path}")
+    assert "2 messages" in str(other.command(f"/load {path}"))
+    assert (other.messages, other.system) == (talk.messages, "be brief")
+    assert other.command("/retry") == Again("a")
+    assert other.messages == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", '{"messages": 1}', '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "x"}]}',
+    ],
+)  # fmt: skip
+def test_what_is_no_saved_conversation_changes_nothing(tmp_path: Path, text: str) -> None:
+    path, talk = tmp_path / "talk.json", Conversation("m")
+    path.write_text(text)
+    talk.add("a", "b")
+    with pytest.raises(ConfigError, match="is no conversation"):
+        talk.command(f"/load {path}")
+    assert len(talk.messages) == 2
+
+
+def test_a_question_is_asked_again_or_another_one_instead() -> None:
+    talk = Conversation("m")
+    with pytest.raises(ConfigError, match="no question yet"):
+        talk.command("/retry")
+    for prompt, answer in (("one", "first"), ("two", "second")):
+        talk.request(prompt, counts_tokens=False)
+        talk.add(prompt, answer)
+    assert talk.command("/retry") == Again("two")
+    assert [message["content"] for message in talk.messages] == ["one", "first"]
+    talk.request("two", counts_tokens=False)  # refused: nothing was added
+    assert talk.command("/edit  three") == Again("three")
+    assert [message["content"] for message in talk.messages] == ["one", "first"]
+    with pytest.raises(ConfigError, match="needs the text"):
+        talk.command("/edit")
+    talk.command("/reset")
+    with pytest.raises(ConfigError, match="no question yet"):
+        talk.command("/retry")
+
+
+def test_another_model_is_asked() -> None:
+    talk = Conversation("m")
+    talk.command("/model other")
+    assert talk.request("x", counts_tokens=False)[1]["model"] == "other"
+    with pytest.raises(ConfigError, match="needs the name"):
+        talk.command("/model")
+
+
+def test_stats_are_of_all_answers() -> None:
+    talk, stats = Conversation("m"), Stats()
+    assert str(talk.command("/stats")) == "no answer yet"
+    stats.count(0, None, 0.0)
+    for num_tokens, first_s in ((11, 0.1), (21, 0.3), (1, 0.2)):
+        stats.count(num_tokens, first_s, 0.1 * (num_tokens > 1))
+    assert str(stats) == "3 answers of 33 tokens together, 150 tokens/s, first token after 200 ms (median)"
+
+
+def test_commands_complete() -> None:
+    assert completions("/s") == ["/save", "/seed", "/settings", "/stats", "/system"]
+    assert all(name in HELP for name in completions("/"))
+
+
 def test_settings_go_back_to_the_default_and_are_shown() -> None:
     talk = Conversation("m")
     assert talk.command("/max-tokens 9") == "max_tokens is 9"
-    assert "max_tokens 9" in talk.command("/settings")
+    assert "max_tokens 9" in str(talk.command("/settings"))
     assert talk.command("/max_tokens") == "max_tokens is the service's"
     assert talk.settings.fields() == {}
 

@@ -1,0 +1,46 @@
+"""What was typed before, kept for the next time, and commands that complete with Tab; where Python has readline."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from pathlib import Path
+from typing import Final
+
+from kog_dist.chat.conversation import completions
+
+MOST_LINES: Final = 1000
+
+
+def file() -> Path:
+    """Where lines are kept: `kog/chat_history` in the user's folder for state (XDG_STATE_HOME)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kog" / "chat_history"
+
+
+def _complete(text: str, place: int) -> str | None:
+    found = completions(text) if text.startswith("/") else []
+    return found[place] if place < len(found) else None
+
+
+def begin() -> None:
+    """Let `input` edit lines, recall earlier ones and complete commands; keep them when the process ends. Never fails."""
+    try:
+        import readline
+    except ImportError:
+        return
+    path = file()
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(MOST_LINES)
+    readline.set_completer_delims(" ")
+    readline.set_completer(_complete)
+    readline.parse_and_bind("tab: complete")
+
+    def keep() -> None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))  # prompts: for this user alone
+            readline.write_history_file(path)
+
+    atexit.register(keep)
