@@ -85,20 +85,23 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation. Special tokens stand in it as text: encode it with `add_special_tokens=False`.
+        `variables`: further ones, which templates may look at; none of them replaces what is given in any case.
 
         Raises RequestError: `chat_rejected` if the template refuses the messages, `chat_template_failed` if it breaks on them,
         `chat_template_limit` if it exceeds a limit. CheckpointError if the template cannot be used at all.
         """
-        variables = {
+        given = {
+            **(variables or {}),
             **self._special_tokens,
             "messages": list(messages),
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            line = json.dumps(variables, allow_nan=False).encode() + b"\n"
+            line = json.dumps(given, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError("invalid_messages", f"the messages cannot be expressed as JSON: {error}") from None
         with self._turn:

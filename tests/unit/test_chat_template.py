@@ -80,6 +80,11 @@ def test_the_environment_is_the_one_templates_are_written_for(source: str, expec
     assert render(source, CHAT, SPECIAL) == expected
 
 
+def test_variables_reach_the_template_and_replace_nothing() -> None:
+    with ChatTemplate("{{ thinks }}{{ messages | length }}{{ bos_token }}", {"bos_token": "<s>"}) as template:
+        assert template.render(CHAT, variables={"thinks": False, "messages": [], "bos_token": "x"}) == f"False{len(CHAT)}<s>"
+
+
 def test_tools_reach_the_template() -> None:
     assert render("{{ tools[0].name }}", CHAT, tools=[{"name": "search"}]) == "search"
 

@@ -39,7 +39,7 @@ def plan_chat(body: object, served: ServedModel) -> Planned:
     answer_schema = format_schema(request.response_format, "response_format")
     use = _tool_use(request, served, has_format=answer_schema is not None)
     tools = [function.as_chat_tool() for function in use.offered]
-    ids = prompt_ids(request.messages, tools, served)
+    ids = prompt_ids(request.messages, tools, served, variables=request.chat_template_kwargs)
     num_choices = request.n or 1
     stamp = Stamp.new("chatcmpl-")
     conversation = conversation_of(request, beginning_of(request.messages))

@@ -125,6 +125,10 @@ class JsonSchemaFormat(RequestModel):
     json_schema: JsonSchema
 
 
+MAX_TEMPLATE_VALUES = 32
+TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+TemplateValue = Annotated[str, Field(max_length=4096)] | bool | int | float | None
+
 _CHAT_ONLY: Mapping[str, Refusal] = {
     "functions": Refusal("it is deprecated; use tools", (None, [])),
     "function_call": Refusal("it is deprecated; use tool_choice", (None, "none", "auto")),
@@ -132,7 +136,6 @@ _CHAT_ONLY: Mapping[str, Refusal] = {
     "modalities": Refusal("the model speaks text only", (None, ["text"])),
     "web_search_options": Refusal("there is no web search"),
     "chat_template": Refusal("the template is the model's own"),
-    "chat_template_kwargs": Refusal("templates get messages and tools only", (None, {})),
     "continue_final_message": Refusal("an answer is always a new message", (None, False)),
     "add_generation_prompt": Refusal("an answer is always a new message", (None, True)),
     "documents": Refusal("put them into messages", (None, [])),
@@ -157,6 +160,9 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="An enforced answer has one call in either case.")
+    chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_TEMPLATE_VALUES)] | None = Field(
+        default=None, description="Variables of the model's chat template, such as enable_thinking; see its model card."
+    )
     reasoning_effort: Any = ignored("the model does not reason apart from its answer")
     verbosity: Any = ignored("the model does not know it")
     prediction: Any = ignored("it would make the answer no other")

@@ -12,16 +12,27 @@ from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.planning import encode_prompt
 from kog_dist.gateway.openai.served import ServedModel
 
+_OWN_VARIABLES = {"messages", "tools", "add_generation_prompt"}
+
 
 def prompt_ids(
-    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages"
-) -> tuple[int, ...]:
-    """Token ids of the conversation, up to where the answer begins. Raises ApiError 400 naming the message that is wrong."""
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], served: ServedModel, param: str = "messages",
+    *, variables: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """Token ids of the conversation, up to where the answer begins. Raises ApiError 400 naming the message that is wrong.
+
+    `variables`: further ones of the chat template.
+    """
+    for name in variables or ():
+        if name in _OWN_VARIABLES or name.endswith("_token"):
+            raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name} is given by the request or the model itself")
+    if variables and served.chat_template is None:
+        raise invalid("chat_template_kwargs", "this model has no chat template", "no_chat_template")
     plain = [_plain_message(message, f"{param}[{idx}]") for idx, message in enumerate(messages)]
     if served.chat_template is None or served.tokenizer is None:
         return encode_prompt(joined_text(plain), served, param, add_special_tokens=True)
     try:
-        text = served.chat_template.render(plain, tools=tools or None)
+        text = served.chat_template.render(plain, tools=tools or None, variables=variables)
     except RequestError as error:
         raise invalid(param, str(error), error.code) from None
     except CheckpointError as error:

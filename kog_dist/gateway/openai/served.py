@@ -24,6 +24,7 @@ class ChatRenderer(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. Raises RequestError if the template refuses the messages, breaks on them or exceeds its limits."""
 

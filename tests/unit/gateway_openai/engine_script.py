@@ -21,6 +21,7 @@ TAGGED_TEMPLATE = """\
 {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+{%- if enable_thinking is false %}{{ '<think></think>' }}{% endif %}
 """
 
 
@@ -37,9 +38,11 @@ class TemplateTwin:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         try:
-            return self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+            given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            return self._template.render(**(variables or {}), **given)
         except RaisedByTemplate as error:
             raise RequestError("chat_rejected", f"the chat template refuses the conversation: {error}") from None
 

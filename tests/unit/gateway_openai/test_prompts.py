@@ -77,6 +77,21 @@ def test_a_template_gets_messages_and_tools(tagged_model: ServedModel) -> None:
     assert "<tools>" not in prompt_of(chat(tagged_model, *messages, tools=TOOLS, tool_choice="none"), tagged_model)
 
 
+def test_a_template_gets_the_variables_of_a_request(tagged_model: ServedModel, base_model: ServedModel) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    asked = plan_chat({**chat, "chat_template_kwargs": {"enable_thinking": False, "unused": None}}, tagged_model)
+    assert prompt_of(asked.generates[0], tagged_model).endswith("<|assistant|><think></think>")
+    for wrong, param in (
+        ({"messages": "x"}, "messages is given"), ({"bos_token": "x"}, "bos_token is given"), ({"a b": 1}, "pattern"),
+        ({"a": [1]}, "chat_template_kwargs"), ({f"a{i}": i for i in range(33)}, "at most 32"),
+    ):  # fmt: skip
+        with pytest.raises(ApiError, match=param):
+            plan_chat({**chat, "chat_template_kwargs": wrong}, tagged_model)
+    with pytest.raises(ApiError, match="no chat template"):
+        plan_chat({**chat, "chat_template_kwargs": {"a": 1}}, base_model)
+    assert plan_chat({**chat, "chat_template_kwargs": {}}, base_model)
+
+
 def test_a_response_has_the_prompt_of_the_same_chat(tagged_model: ServedModel) -> None:
     items: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
