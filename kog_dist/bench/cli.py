@@ -1,4 +1,5 @@
-"""`kog-bench`: measures what docs/results.md reports. The last line of every benchmark is one JSON object."""
+"""`kog-bench`: measures what docs/results.md reports. The last line of every benchmark is one JSON object,
+but at a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from kog_dist.bench.commands.router import router
 from kog_dist.bench.commands.scaling import scaling
 from kog_dist.bench.commands.serve import serve
 from kog_dist.bench.commands.soak import soak
-from kog_dist.bench.report import allow_dirty, check_stdout
+from kog_dist.bench.report import allow_dirty, check_stdout, want_json
 from kog_dist.errors import KogError, naming_extra
 from kog_dist.rpc.field_flags import Version
 from kog_dist.rpc.output import checked_stdout
@@ -33,16 +34,19 @@ from kog_dist.rpc.output import checked_stdout
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    help="Measure an engine on this machine. The last line is one JSON object: commit, machine, configuration, figures.",
+    help="Measure an engine on this machine. In a pipe or file the last line is one JSON object: commit, machine, "
+    "configuration, figures.",
 )  # fmt: skip
 
 
 @app.callback()
 def _destination(
     dirty: Annotated[bool, typer.Option("--dirty", help="Allow docs/results to get figures of changes in no commit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the JSON object at a terminal, too.")] = False,
     version: Version = False,
 ) -> None:
     allow_dirty(dirty)
+    want_json(json)
     check_stdout()
 
 

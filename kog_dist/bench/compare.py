@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kog_dist.bench.report import print_json
 from kog_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def run(first_path: Path, second_path: Path, *, fail_if_slower: float | None, se
              "verdict": line.verdict} for line in lines
         ],
     }  # fmt: skip
-    print(json.dumps(whole), flush=True)
+    print_json(whole)
     return not too_slow
 
 

@@ -8,7 +8,8 @@ import os
 import platform
 import stat
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -89,12 +90,27 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def finish(benchmark: str, configuration: dict[str, Any], before: dict[str, Any], figures: Any) -> None:
-    """Print the JSON object that ends a benchmark; `before` is `machine()` from its start."""
+    """Print the JSON object that ends a benchmark (see `print_json`); `before` is `machine()` from its start."""
     source = commit()
     if source.endswith(DIRTY):
         print("these figures are of a tree with changes that are in no commit: not for publication")
     whole = {"benchmark": benchmark, "commit": source, "machine": before, "configuration": configuration, "figures": figures}
-    print(json.dumps(whole), flush=True)
+    print_json(whole)
+
+
+def print_json(whole: Mapping[str, Any]) -> None:
+    """One line for programs. People at a terminal have the table, and this only if they asked for it."""
+    if _Json.is_wanted or not sys.stdout.isatty():
+        print(json.dumps(whole), flush=True)
+
+
+def want_json(is_wanted: bool) -> None:
+    """For this process: whether a terminal gets the JSON, too."""
+    _Json.is_wanted = is_wanted
+
+
+class _Json:
+    is_wanted = False
 
 
 @contextmanager

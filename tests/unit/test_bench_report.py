@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -23,6 +24,19 @@ def dirty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(report, "_git", lambda *words: "abcdef123456" if words[0] == "rev-parse" else " M README.md")
     yield
     report.allow_dirty(False)
+
+
+@pytest.mark.parametrize(("is_terminal", "is_wanted", "comes"), [(True, False, 0), (True, True, 1), (False, False, 1)])
+def test_json_comes_where_programs_read(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, is_wanted: bool, comes: int) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", stream)
+    report.want_json(is_wanted)
+    try:
+        report.finish("a", {}, {}, [1])
+    finally:
+        report.want_json(False)
+    assert [json.loads(line)["figures"] for line in stream.getvalue().splitlines() if line.startswith("{")] == [[1]] * comes
 
 
 def git(folder: Path, *words: str) -> None:

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from kog_dist.bench.report import commit, machine
+from kog_dist.bench.report import commit, machine, print_json
 from kog_dist.bench.service.answers import RequestRecord, answer_of
 from kog_dist.bench.service.client import LoadClient, SentRequest
 from kog_dist.bench.service.figures import DETAILS, METRICS, figures_of, notes_of
@@ -80,7 +80,7 @@ def run(settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | No
     if html is not None:
         html.write_text(report_html(result), encoding="utf-8")
     print(_table(result), flush=True)
-    print(json.dumps({name: value for name, value in result.items() if name not in DETAILS}), flush=True)
+    print_json({name: value for name, value in result.items() if name not in DETAILS})
     return int(result["failed"])
 
 
