@@ -21,6 +21,7 @@ from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import say, silence
 from kog_dist.quoting import escaped
 from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Version, with_flags
+from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import write_out
 from kog_dist.rpc.prompt_request import PromptRequest, flags_of_one_request, parse_ids, read_schema, sampling_of
 from kog_dist.runtime.rank_env import read_rank_variables
@@ -34,7 +35,10 @@ _MODULES = {"local": "supervisor", "mpi": "mpi", "ray": "ray_launch", "replicas"
 _muted = ExitStack()  # what keeps a process silent that mpirun started and that is not rank 0
 
 
-@app.command(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@app.command(
+    no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog=examples("kog-launch"),
+)  # fmt: skip
 @with_flags(settings=FlagsOf(config.LaunchConfig, shows_defaults=True), sampling=FlagsOf(SamplingParams))
 def launch(
     settings: Any = None,

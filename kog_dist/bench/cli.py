@@ -29,13 +29,14 @@ from kog_dist.bench.commands.soak import soak
 from kog_dist.bench.report import allow_dirty, check_stdout, want_json
 from kog_dist.errors import KogError, naming_extra
 from kog_dist.rpc.field_flags import Version
+from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Measure an engine on this machine. In a pipe or file the last line is one JSON object: commit, machine, "
-    "configuration, figures.",
+    "configuration, figures.", epilog=examples("kog-bench"),
 )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ for _command in (
     scaling,
     endurance,
 ):
-    app.command()(_command)
+    app.command(epilog=examples(f"kog-bench {_command.__name__.replace('_', '-')}"))(_command)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.rpc.field_flags import Instance, Version
+from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import checked_stdout
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -18,7 +19,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLES = ("KOG_API_KEY", "OPENAI_API_KEY")
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=examples("kog-chat"))
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Ask this alone. Without it: standard input, if that is a pipe.")] = None,
     url: Annotated[str | None, typer.Option(help=f"The service. Default: that of --instance, else {DEFAULT_URL}.")] = None,

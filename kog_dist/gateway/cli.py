@@ -13,6 +13,7 @@ from kog_dist.config import LaunchConfig, resolve
 from kog_dist.env import variable
 from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.rpc.field_flags import FlagsOf, Instance, KeyFile, Version, with_flags
+from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import checked_stdout
 from kog_dist.runtime.python_child import harden
 
@@ -23,7 +24,7 @@ SHARED = (
 )  # fmt: skip
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=examples("kog-gateway"))
 @with_flags(http=FlagsOf(LaunchConfig, only=SHARED, shows_defaults=True))
 def gateway(
     instance: Instance = None,

@@ -8,6 +8,7 @@ import typer
 
 from kog_dist.errors import ConfigError, KogError
 from kog_dist.rpc.field_flags import JSON_SCHEMA, REGEX, FlagsOf, Instance, KeyFile, Version, with_flags
+from kog_dist.rpc.help_examples import examples
 from kog_dist.rpc.output import checked_stdout, write_error
 from kog_dist.rpc.prompt_request import PromptRequest, parse_ids, read_schema, sampling_of
 from kog_dist.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Talk to a running engine. "
     "Exit codes: 0 fine, 2 usage or refused, 3 no engine or no output, 4 the request failed, 5 timeout.",
+    epilog=examples("kog-client"),
 )  # fmt: skip
 
 Endpoint = Annotated[str | None, typer.Option(help="Address instead of a name: ipc://PATH, or tcp://HOST:PORT with --key-file.")]
@@ -30,7 +32,7 @@ def _of_all_commands(version: Version = False) -> None:
     pass
 
 
-@app.command()
+@app.command(epilog=examples("kog-client generate"))
 @with_flags(sampling=FlagsOf(SamplingParams))
 def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
@@ -71,7 +73,7 @@ def generate(
     raise typer.Exit(commands.generate(target, request, timeout_s=timeout, wait_ready=wait_ready))
 
 
-@app.command()
+@app.command(epilog=examples("kog-client status"))
 def status(
     json: Json = False, instance: Instance = None, endpoint: Endpoint = None, key_file: KeyFile = None, timeout: Timeout = None
 ) -> None:
@@ -82,7 +84,7 @@ def status(
     raise typer.Exit(commands.ask(target, "status", as_json=json, timeout_s=timeout))
 
 
-@app.command()
+@app.command(epilog=examples("kog-client cancel"))
 def cancel(
     request_id: Annotated[str | None, typer.Argument(help="As `status` shows it; none: the one that runs.")] = None,
     json: Json = False, instance: Instance = None, endpoint: Endpoint = None, key_file: KeyFile = None, timeout: Timeout = None,
@@ -94,7 +96,7 @@ def cancel(
     raise typer.Exit(commands.ask(target, "cancel", request_id, as_json=json, timeout_s=timeout))
 
 
-@app.command()
+@app.command(epilog=examples("kog-client drain"))
 def drain(
     json: Json = False, instance: Instance = None, endpoint: Endpoint = None, key_file: KeyFile = None, timeout: Timeout = None
 ) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import typer
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from kog_dist.bench.cli import app as bench
 from kog_dist.chat.cli import app as chat
 from kog_dist.gateway.cli import app as gateway
 from kog_dist.launch.flags import app as launch
 from kog_dist.rpc.flags import app as client
+from kog_dist.rpc.help_examples import EXAMPLES
 from kog_dist.train.__main__ import app as train
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +31,7 @@ APPS: dict[str, typer.Typer] = {
     "python -m kog_dist.train": train,
 }  # fmt: skip
 PROGRAM = "(" + "|".join(map(re.escape, APPS)) + r")(?![\w-])"
-BEHIND = re.compile(r" (?:[|>&;]|2>).*|;.*| +#.*")  # what a shell does with it, a comment
+BEHIND = re.compile(r" (?:[|<>&;]|2>).*|;.*| +#.*")  # what a shell does with it, a comment
 NUMBER = re.compile(r"\bN\b")  # stands for one
 
 
@@ -49,6 +51,7 @@ def arguments_of(command: str) -> tuple[str, list[str]]:
     return program, shlex.split(NUMBER.sub("1", BEHIND.sub("", command[len(program) :])))
 
 
+EXAMPLES_OF_HELP = [(name, command) for name, pairs in EXAMPLES.items() for command, _ in pairs]
 COMMANDS = sorted(
     {(str(page.relative_to(ROOT)), command) for page in PAGES for command in shown(page.read_text(encoding="utf-8"))}
 )
@@ -62,7 +65,7 @@ def parse(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -
     command(arguments, prog_name=program, standalone_mode=True)
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
+@pytest.mark.parametrize(("page", "command"), [*COMMANDS, *EXAMPLES_OF_HELP])
 def test_a_documented_command_parses(
     page: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +75,18 @@ def test_a_documented_command_parses(
     with pytest.raises(SystemExit) as ended:
         parse(program, arguments, monkeypatch)
     assert not ended.value.code, f"{page}: {command}\n{capsys.readouterr().err}"
+
+
+def test_every_help_has_examples_of_its_own_command() -> None:
+    for program, app in APPS.items():
+        command: Any = get_command(app)
+        for name in ("", *getattr(command, "commands", {})):
+            if program.startswith("python"):
+                continue  # training is described in docs/demo-model.md
+            whole = f"{program} {name}".strip()
+            assert all(shown.startswith(program) and name in shown for shown, _ in EXAMPLES[whole]), whole
+            help_text = CliRunner().invoke(app, [*whole.split()[1:], "--help"]).output
+            assert all(shown in help_text for shown, _ in EXAMPLES[whole]), help_text
 
 
 def test_commands_are_found() -> None:
