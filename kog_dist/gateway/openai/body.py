@@ -19,10 +19,10 @@ Model = TypeVar("Model", bound=RequestModel)
 
 MAX_NESTING = 64  # of arrays and objects; far above what a JSON schema needs, far below what recursion can take
 MAX_FIELDS = 256
+MAX_LEFT_OUT = 16  # each is compared with all known names, and named in a header
 _MAX_MEMBERS = 4096  # of one object: each may cost a complaint, of which one is told
 _MAX_SHOWN = 60
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # a response header can name it
-_HOLD_CACHE_CONTROL = {"messages", "input"}
 
 
 def read_body(raw: bytes) -> object:
@@ -50,8 +50,8 @@ def read_body(raw: bytes) -> object:
 def parse(model: type[Model], body: object, *, leaves_out: bool = False) -> Model:
     """The body as a `model`. Raises ApiError naming the first field that is wrong, unknown or unsupported.
 
-    `leaves_out`: unknown fields of the request itself, unless their names look like a known one that was misspelt: that
-    would change the answer. `cache_control`, which Anthropic's clients put anywhere, is left out in any case.
+    `leaves_out`: unknown fields of the request itself, up to MAX_LEFT_OUT, unless their names look like a known one that was
+    misspelt: that would change the answer.
     """
     if not isinstance(body, dict):
         raise invalid(None, f"the body must be a JSON object, got {_kind(body)}")
@@ -65,29 +65,21 @@ def parse(model: type[Model], body: object, *, leaves_out: bool = False) -> Mode
             kept[name] = value
         elif not _is_one_of(value, refusal.harmless):
             raise unsupported(name, f"{name} is not supported: {refusal.reason}")
-    for name in _HOLD_CACHE_CONTROL & kept.keys():
-        kept[name] = _without_cache_control(kept[name])
-    unknown = [name for name in kept if leaves_out and _is_unknown(name, model)]
+    unknown = [name for name in kept if name not in model.model_fields] if leaves_out else []
+    unknown = [name for name in unknown if _may_be_left_out(name, model)] if len(unknown) <= MAX_LEFT_OUT else []
     try:
         return model.model_validate({name: kept[name] for name in kept if name not in unknown}).with_left_out(unknown)
     except pydantic.ValidationError as error:
         raise _first_problem(error, kept, model) from None
 
 
-def _is_unknown(name: str, model: type[RequestModel]) -> bool:
-    """Whether it is a name, and not of a field or like one."""
-    return name not in model.model_fields and bool(_NAME.fullmatch(name)) and not _nearest(name, model)
+def _may_be_left_out(name: str, model: type[RequestModel]) -> bool:
+    """Whether this, which is no field, is a name, and not like that of a field."""
+    return bool(_NAME.fullmatch(name)) and not _nearest(name, model)
 
 
 def _nearest(name: str, model: type[RequestModel]) -> list[str]:
     return difflib.get_close_matches(name, model.model_fields, 1)
-
-
-def _without_cache_control(value: Any) -> Any:
-    """Messages or tools without marks of what a prompt cache shall keep: ours keeps what fits."""
-    if isinstance(value, dict):
-        return {name: _without_cache_control(inner) for name, inner in value.items() if name != "cache_control"}
-    return [_without_cache_control(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _json_complaint(error: ValueError) -> str:

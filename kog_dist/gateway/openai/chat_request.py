@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from kog_dist.gateway.openai.request_model import (
+    CACHE_CONTROL,
     MAX_CHOICES,
     MAX_MESSAGES,
     MAX_NAME,
@@ -33,6 +34,7 @@ class TextPart(RequestModel):
     type: Literal["text"]
     text: str
     prompt_cache_breakpoint: Any = ignored("beginnings are cached wherever they end")
+    cache_control: Any = ignored(CACHE_CONTROL)
 
 
 class CalledFunction(RequestModel):
@@ -62,6 +64,7 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = Field(default=None, description="Handed to the chat template.")
     refusal: Any = ignored("of an earlier answer")
     annotations: Any = ignored("of an earlier answer")
+    cache_control: Any = ignored(CACHE_CONTROL)
     audio: None = None
     function_call: None = None
 
@@ -80,6 +83,7 @@ class Tool(RequestModel):
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = ignored(CACHE_CONTROL)
 
 
 class FunctionName(RequestModel):

@@ -31,6 +31,9 @@ def ignored(what: str) -> Any:
     return Field(default=None, description=f"Accepted and ignored: {what}.")
 
 
+CACHE_CONTROL: Final = "Anthropic's mark of what to cache; caches are used whenever they fit"
+
+
 class RequestModel(BaseModel):
     """Unknown fields are refused, where `body.parse` does not leave them out, and a value of another type: "5" is no number."""
 

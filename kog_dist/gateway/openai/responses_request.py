@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from kog_dist.gateway.openai.request_model import (
+    CACHE_CONTROL,
     MAX_MESSAGES,
     MAX_NAME,
     MAX_TOOLS,
@@ -41,6 +42,7 @@ class InputPart(RequestModel):
     annotations: Any = ignored("of an earlier answer")
     logprobs: Any = ignored("of an earlier answer")
     prompt_cache_breakpoint: Any = ignored("beginnings are cached wherever they end")
+    cache_control: Any = ignored(CACHE_CONTROL)
 
 
 class InputItem(RequestModel):
@@ -62,6 +64,7 @@ class InputItem(RequestModel):
     caller: Any = ignored("of an earlier answer")
     summary: Any = ignored("of reasoning")
     encrypted_content: Any = ignored("of reasoning")
+    cache_control: Any = ignored(CACHE_CONTROL)
 
 
 class FunctionTool(RequestModel):

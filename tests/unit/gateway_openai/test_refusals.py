@@ -169,6 +169,8 @@ def test_unknown_fields_that_look_like_no_other_are_left_out(base_model: ServedM
     parts = packed(planned)
     again = unpacked(parts["generates"], parts["reply"], parts["left_out"], base_model.tokenizer)
     assert again.left_out == planned.left_out
+    assert len(plan({**body, **{f"wings{i}": 0 for i in range(16)}}, base_model).left_out) == 16
+    assert refused(kind, base_model, **{f"wings{i}": 0 for i in range(17)}).code == "unknown_parameter"
     assert refused(kind, base_model, **{"line\nbreak": 1}).status == 400
     assert refused(kind, base_model, é=1).status == 400
 
@@ -181,6 +183,8 @@ def test_marks_for_a_prompt_cache_are_left_out_of_messages(base_model: ServedMod
     for served in (base_model, dataclasses.replace(base_model, leaves_out_unknown=False)):
         found = plan_chat(marked, served)
         assert (found.generates[0].prompt_ids, found.left_out) == (plan_chat(plain, served).generates[0].prompt_ids, ())
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "hi", **mark}], **mark}]
+    assert plan_response({"input": items}, base_model).generates[0].prompt_ids == found.generates[0].prompt_ids
     assert refused("chat", base_model, messages=[{"role": "user", "content": "x", "wings": 2}]).param == "messages[0].wings"
 
 
