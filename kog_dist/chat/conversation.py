@@ -23,13 +23,10 @@ HELP: Final = """\
 /temperature NUMBER  0 takes the most likely token; also /top_p /seed /max_tokens; without NUMBER: the service's default
 /chat, /completion   talk to the model, or have it continue a text
 /settings            what is set
-/quit                end; so does Ctrl-D
+/quit, /exit         end; so does Ctrl-D
 
 Ctrl-C ends an answer. A line that ends with a backslash goes on in the next one."""
 
-_COMMANDS: Final = (
-    "help", "retry", "edit", "reset", "save", "load", "model", "stats", "system", "chat", "completion", "settings", "quit",
-)  # fmt: skip
 _LIMITS: Final[Mapping[str, tuple[Callable[[str], float], float, float]]] = {
     "temperature": (float, 0.0, 100.0),
     "top_p": (float, 1e-6, 1.0),
@@ -138,7 +135,15 @@ class Conversation:
         if name in _LIMITS:
             self.settings.change(name, rest)
             return f"{name} is {value:g}" if (value := getattr(self.settings, name)) is not None else f"{name} is the service's"
-        commands: dict[str, Callable[[], str | Again]] = {
+        commands = self._commands(rest)
+        if name not in commands:
+            near = difflib.get_close_matches(name, [*commands, *_LIMITS], 1)
+            raise ConfigError(f"there is no command /{name[:40]}; " + (f"did you mean /{near[0]}?" if near else "see /help"))
+        return commands[name]()
+
+    def _commands(self, rest: str) -> dict[str, Callable[[], str | Again]]:
+        """By name; `rest`: what stands behind it."""
+        return {
             "help": lambda: HELP,
             "retry": lambda: self._again(None),
             "edit": lambda: self._again(rest),
@@ -154,10 +159,10 @@ class Conversation:
             "quit": _quit,
             "exit": _quit,
         }
-        if name not in commands:
-            near = difflib.get_close_matches(name, [*commands, *_LIMITS], 1)
-            raise ConfigError(f"there is no command /{name[:40]}; " + (f"did you mean /{near[0]}?" if near else "see /help"))
-        return commands[name]()
+
+    def completions(self, begin: str) -> list[str]:
+        """Commands that begin so."""
+        return [name for name in sorted(f"/{name}" for name in (*self._commands(""), *_LIMITS)) if name.startswith(begin)]
 
     def _again(self, prompt: str | None) -> Again:
         """Forget the last turn, and ask the same or something else instead."""
@@ -184,7 +189,7 @@ class Conversation:
             messages = [{"role": str(one["role"]), "content": one["content"]} for one in saved["messages"]]
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"{path} is no conversation that /save has written") from None
         system = [one["content"] for one in messages if one["role"] == "system"]
         turns = [one for one in messages if one["role"] != "system"]
@@ -224,11 +229,6 @@ class Conversation:
         shown = [f"{name} {value:g}" for name, value in self.settings.fields().items()]
         system = [f"instructions: {self.system}"] if self.system else []
         return ", ".join([f"{self.model} {mode}, {len(self.messages)} messages so far", *shown, *system])
-
-
-def completions(begin: str) -> list[str]:
-    """Commands that begin so."""
-    return [name for name in sorted(f"/{name}" for name in (*_COMMANDS, *_LIMITS)) if name.startswith(begin)]
 
 
 def _quit() -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
-
-from kog_dist.chat.conversation import completions
 
 MOST_LINES: Final = 1000
 
@@ -18,13 +17,11 @@ def file() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kog" / "chat_history"
 
 
-def _complete(text: str, place: int) -> str | None:
-    found = completions(text) if text.startswith("/") else []
-    return found[place] if place < len(found) else None
+def begin(completions: Callable[[str], Sequence[str]]) -> None:
+    """Let `input` edit lines, recall earlier ones and complete commands; keep them when the process ends. Never fails.
 
-
-def begin() -> None:
-    """Let `input` edit lines, recall earlier ones and complete commands; keep them when the process ends. Never fails."""
+    `completions`: the commands that begin with a text, which begins with a slash.
+    """
     try:
         import readline
     except ImportError:
@@ -34,8 +31,11 @@ def begin() -> None:
         readline.read_history_file(path)
     readline.set_history_length(MOST_LINES)
     readline.set_completer_delims(" ")
-    readline.set_completer(_complete)
     readline.parse_and_bind("tab: complete")
+
+    def complete(text: str, place: int) -> str | None:
+        found = completions(text) if text.startswith("/") else ()
+        return found[place] if place < len(found) else None
 
     def keep() -> None:
         with contextlib.suppress(OSError):
@@ -43,4 +43,5 @@ def begin() -> None:
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))  # prompts: for this user alone
             readline.write_history_file(path)
 
+    readline.set_completer(complete)
     atexit.register(keep)

@@ -80,7 +80,7 @@ class ChatSession:
     # ---- on a terminal ----
     def talk(self) -> int:
         """Questions and commands until Ctrl-D. Returns the exit code."""
-        history.begin()
+        history.begin(self._conversation.completions)
         facts = self._facts
         ranks = f" on {facts.num_ranks} ranks" if facts.num_ranks else ""
         mode = "continues what you write" if self._conversation.is_completion else "answers"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kog_dist.chat.conversation import HELP, MAX_TOKENS, Again, Conversation, Stats, completions
+from kog_dist.chat.conversation import HELP, MAX_TOKENS, Again, Conversation, Stats
 from kog_dist.chat.screen import Meter, summary
 from kog_dist.chat.service import Piece
 from kog_dist.errors import ConfigError
@@ -119,6 +119,7 @@ def test_stats_are_of_all_answers() -> None:
 
 
 def test_commands_complete() -> None:
+    completions = Conversation("m").completions
     assert completions("/s") == ["/save", "/seed", "/settings", "/stats", "/system"]
     assert all(name in HELP for name in completions("/"))
 
