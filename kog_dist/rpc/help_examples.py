@@ -57,12 +57,11 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-bench scaling": (("kog-bench scaling --gpus 2,1 --spec qwen3-4b@9216 --contexts 512,8000", ""),),
     "kog-bench endurance": (("kog-bench endurance --gpus 2,1 --tokens 100000", ""),),
 }
-_COLUMN = 4
 
 
 def examples(command: str) -> str:
     """What `--help` of a command shows last."""
     lines = ["\b", "Examples:"]
     for shown, meaning in EXAMPLES[command]:
-        lines += [f"  {shown}", *([f"{' ' * _COLUMN}  {meaning}"] if meaning else [])]
+        lines += [f"  {shown}", *([f"      {meaning}"] if meaning else [])]
     return "\n".join(lines)
