@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from kog_dist.model.spec import ReduceMode
-from kog_dist.workers.prefill.model.buffers import Buffers, Rows
-from kog_dist.workers.prefill.model.matrices import LayerMatrices
-from kog_dist.workers.prefill.operations import Operations, TorchOperations
+from kog_dist.workers.prefill.dense.buffers import DenseRows
+from kog_dist.workers.prefill.model.buffers import PromptBuffers, Rows
+from kog_dist.workers.prefill.model.matrices import DenseMatrices, LayerMatrices
 
 LIMIT = 2e-3  # relative, of one operation: binary16 rounds to 2.4e-4 on average, sums in another order add to it
 
 
-class CheckedOperations:
-    """`Operations` that leave behind what the device did. `errors`: the largest relative error of each operation."""
+class Checked:
+    """Operations that leave behind what the device did. `errors`: the largest relative error of each operation."""
 
-    def __init__(self, device: Operations, twin: TorchOperations, buffers: Buffers) -> None:
+    def __init__(self, device: Any, twin: Any, buffers: PromptBuffers) -> None:
         self.device, self.twin, self.buffers = device, twin, buffers
         self.errors: dict[str, float] = {}
 
-    def _compare(self, name: str, outputs: dict[str, Tensor], run: Callable[[Operations], None]) -> None:
+    def _compare(self, name: str, outputs: dict[str, Tensor], run: Callable[[Any], None]) -> None:
         before = {key: tensor.clone() for key, tensor in outputs.items()}
         run(self.device)
         found = {key: tensor.clone() for key, tensor in outputs.items()}
@@ -36,6 +36,10 @@ class CheckedOperations:
             self.errors[name] = max(self.errors.get(name, 0.0), error)
             assert error < LIMIT, f"{name}: {key} is wrong by {error:.1e}"
             tensor.copy_(found[key])
+
+
+class CheckedOperations(Checked):
+    """`Operations`."""
 
     def begin(self, rows: Rows) -> None:
         outputs = {"place": rows.place, "next start": self.buffers.next_start}
@@ -60,7 +64,7 @@ class CheckedOperations:
         results: list[Tensor] = []
         mixed = torch.empty(len(rows.stream), rows.size, rows.query.numel() // rows.size // len(rows.stream), device="cuda")
 
-        def run(do: Operations) -> None:
+        def run(do: Any) -> None:
             results.append(do.attend(rows, layer))
             mixed.copy_(results[-1])
 
@@ -104,3 +108,51 @@ class CheckedOperations:
     def store_cache(self, first: int, last: int) -> None:
         outputs: dict[str, Any] = {"cache": self.twin.cache}
         self._compare("store cache", outputs, lambda do: do.store_cache(first, last))
+
+
+class CheckedDenseOperations(Checked):
+    """`DenseOperations`."""
+
+    def begin(self, rows: DenseRows) -> None:
+        self._compare("begin", {"place": rows.place, "next start": self.buffers.next_start}, lambda do: do.begin(rows))
+
+    def embed(self, rows: DenseRows, norm: Tensor) -> None:
+        self._compare("embed", {"stream": rows.stream, "x": rows.x}, lambda do: do.embed(rows, norm))
+
+    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        self._compare("product", {"product": out}, lambda do: do.product(x, matrix, out))
+
+    def append(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
+        outputs = {
+            "query": rows.query, "keys": self.buffers.keys, "values": self.buffers.values, "overflow": self.buffers.overflow,
+            "cache": self.twin.cache,
+        }  # fmt: skip
+        self._compare(f"append of layer {layer}", outputs, lambda do: do.append(rows, matrices, layer))
+
+    def attend(self, rows: DenseRows, layer: int) -> Tensor:
+        results: list[Tensor] = []
+        mixed = torch.empty(len(rows.partial), rows.size, rows.query.numel() // rows.size // len(rows.partial), device="cuda")
+
+        def run(do: Any) -> None:
+            results.append(do.attend(rows, layer))
+            mixed.copy_(results[-1])
+
+        self._compare(f"attention of layer {layer}", {"outputs": mixed}, run)
+        return results[0]
+
+    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Tensor) -> None:
+        self._compare("lane sum", {"own sum": own_sum}, lambda do: do.lane_sum(rows, scale, own_sum))
+
+    def residual(self, rows: DenseRows, scale: float, total: Tensor | None, norm: Tensor | None) -> None:
+        outputs = {"stream": rows.stream, "x": rows.x}
+        self._compare("residual", outputs, lambda do: do.residual(rows, scale, total, norm))
+
+    def gate(self, rows: DenseRows, matrix: Tensor) -> None:
+        self._compare("gate", {"activation": rows.activation}, lambda do: do.gate(rows, matrix))
+
+    def take_last(self, rows: DenseRows, last: DenseRows) -> None:
+        outputs = {"place": last.place, "stream": last.stream, "query": last.query}
+        self._compare("take last", outputs, lambda do: do.take_last(rows, last))
+
+    def give_stream(self, last: DenseRows) -> None:
+        self._compare("give stream", {"stream": self.buffers.last_streams}, lambda do: do.give_stream(last))

@@ -25,6 +25,7 @@ from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
 from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
+from kog_dist.workers.prefill.dense.dense_abi import dense_header
 from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
 from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
 from kog_dist.workers.prefill.model.buffers import misfit
@@ -69,16 +70,25 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
             yield partial(build_without_delayed_sums, shape)
         return
     yield from (partial(build, shape.headers(), source) for source in (*KERNEL_SOURCES, *HEAD_SOURCES))
+    if spec.has_one_stream:
+        header = dense_header(layout, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
+        yield partial(compiled.build, "dense", header)
+        yield from _attention_and_sums(shape)
+        return
     rows = spec.max_context + CHUNK_ROWS.get(group, max(sizes_within(spec.max_context)))
     header = prefill_header(layout, num_positions=rows, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     yield partial(compiled.build, "prefill", header)
-    yield partial(
-        attention.build, AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
-    )
+    yield from _attention_and_sums(shape)
+    if shape.num_ranks == 1:
+        yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
+
+
+def _attention_and_sums(shape: KernelShape) -> Iterator[partial[Any]]:
+    spec, layout = shape.spec, CacheLayout.of(shape)
+    heads = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
+    yield partial(attention.build, heads)
     if shape.num_ranks > 1:
         yield partial(compiled.build, "allreduce", sums_header(shape.num_ranks))
-    else:
-        yield from (partial(tiles.build, one) for one in tiles_abi.tile_shapes(layout, shape.kv_dtype).values())
 
 
 def builds_of(groups: Sequence[str]) -> list[partial[Any]]:

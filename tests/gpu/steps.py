@@ -71,6 +71,7 @@ STEPS = {
     "prefill": _tests(1, 50, 240, "test_prefill", builds="one_gpu:1 2b:1"),
     "attention": _tests(1, 10, 100, "test_prefill_attention"),
     "tiles": _tests(1, 10, 100, "test_prefill_tiles"),
+    "families": _tests(1, 60, 240, "test_families"),
     "processors": _tests(1, 10, 90, "test_processors"),
     "engine": _tests(1, 10, 120, "test_engine", builds="demo:1"),
     "smollm2": _tests(1, 70, 200, "test_smollm2"),  # with `make model`

@@ -32,6 +32,8 @@ from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.cuda import MIN_PREFILL_TOKENS, CudaEngine
 from kog_dist.workers.notes import Watch
+from kog_dist.workers.prefill.dense.layers import DenseLayers
+from kog_dist.workers.prefill.dense.operations import TorchDenseOperations
 from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gpu import Tuning, exact_products, matrices_for, prefill_by, prefill_for, runner_for
@@ -40,7 +42,7 @@ from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.operations import TorchOperations
 from kog_dist.workers.prefill.prefill import HostRunner, Prefill
-from tests.gpu.checked_operations import CheckedOperations
+from tests.gpu.checked_operations import CheckedDenseOperations, CheckedOperations
 from tests.gpu.last_streams import published_streams, streams_in
 from tests.gpu.test_monokernel import DEMO, HEADS, attention_options
 from tests.gpu.test_monokernel import VARIANTS as KERNEL_VARIANTS
@@ -51,6 +53,7 @@ TUNING = Tuning((16, 32, 64, 128), exact_size=24, split_size=64)
 # Slices of the FFN that are no multiple of 8 are not for prefill.
 VARIANTS = {**KERNEL_VARIANTS, "nothing divides": {**KERNEL_VARIANTS["nothing divides"], "intermediate_size": 608}}
 LIMIT = 2e-3
+DENSE_LIMIT = 4e-3  # rounding keys and values alone to bfloat16 is 3e-3 in short prompts
 CASES = [*((variant, "bfloat16") for variant in VARIANTS), ("demo", "float16")]  # each builds a monokernel
 IN_BINARY16 = [(variant, "float16") for variant in VARIANTS if variant != "demo"]
 SPEC, SEED = laneformer_2b(), 1
@@ -125,14 +128,22 @@ def relative_error(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) ->
 @pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
 def test_every_operation_is_its_twin(tmp_path: Path, variant: str, kv_dtype: str) -> None:
     model = Prepared(tmp_path, VARIANTS[variant], kv_dtype)
-    runner = runner_for(model.kernel, model.collected, tuning=Tuning((16, 32), exact_size=24, split_size=16))
+    tuning = Tuning((16, 32), exact_size=24, split_size=16).within(model.spec)
+    runner = runner_for(model.kernel, model.collected, tuning=tuning)
     embedding = torch.as_tensor(model.kernel.weights.embedding.view(np.int16), device="cuda").view(torch.bfloat16)
     cache = torch.as_tensor(model.kernel.kv.view(np.int16), device="cuda").view(getattr(torch, kv_dtype))
-    twin = TorchOperations(runner.buffers, embedding, cache)
-    checked = CheckedOperations(runner.layers.operations, twin, runner.buffers)
-    layers = Layers(model.spec, model.matrices, checked, OneRank())
-    by_host = HostRunner(layers, runner.buffers, (16, 32), exact_size=24)
-    prefill = Prefill(by_host, max_context=model.spec.max_context, sizes=(16, 32), exact_size=24)
+    checked: CheckedOperations | CheckedDenseOperations
+    layers: Layers | DenseLayers
+    if model.spec.has_one_stream:
+        twin = TorchDenseOperations(runner.buffers, embedding, cache)
+        checked = CheckedDenseOperations(runner.layers.operations, twin, runner.buffers)
+        layers = DenseLayers(model.spec, model.matrices, checked, OneRank())
+    else:
+        of_lanes = TorchOperations(runner.buffers, embedding, cache)
+        checked = CheckedOperations(runner.layers.operations, of_lanes, runner.buffers)
+        layers = Layers(model.spec, model.matrices, checked, OneRank())
+    by_host = HostRunner(layers, runner.buffers, tuning.sizes, exact_size=tuning.exact_size)
+    prefill = Prefill(by_host, max_context=model.spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size)
     with torch.no_grad():
         fill(prefill, model.ids[:20])
         fill(prefill, model.ids[:150])
@@ -159,7 +170,8 @@ def test_logits_after_prefill_match_the_oracle(tmp_path: Path, variant: str, kv_
     fill(prefill, model.ids[:700], 310)
     of_heads[0] = relative_error(begin_at_head(model.kernel, prefill, model.ids[:700]), wanted[699])
     print(variant, kv_dtype, *({length: f"{error:.1e}" for length, error in some.items()} for some in (errors, of_heads)))
-    assert max(*errors.values(), *of_heads.values()) < LIMIT * max(1.0, (model.spec.num_layers / 16) ** 0.5)
+    limit = DENSE_LIMIT if model.spec.has_one_stream else LIMIT
+    assert max(*errors.values(), *of_heads.values()) < limit * max(1.0, (model.spec.num_layers / 16) ** 0.5)
 
 
 def test_decoding_goes_on_with_the_same_bits_however_prefill_was_cut(demo: Prepared) -> None:

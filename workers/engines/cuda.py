@@ -191,7 +191,8 @@ class CudaEngine:
         """Positions that the KV cache holds once the prompt has gone through prefill: all of them, and then the kernel begins
         with the LM head; the request's launches, if they could be queued right behind prefill.
 
-        Fewer when the request is to end, or when prefill cannot run it: the kernel goes on from there, and sees why.
+        Fewer when the request is to end, or when prefill cannot run it (also fewer than there were): the kernel goes on from
+        there, and sees why.
         """
         start, num_prompt, prefill = request.kv.num_cached, len(request.prompt), self._prefill
         if prefill is None:
@@ -204,7 +205,7 @@ class CudaEngine:
         held = prompt.run(prefill)
         if self._control.aborted():
             self._leave(f"left request {seq}")
-        if held == start and not prompt.is_stopped and not self._has_overflown:
+        if held <= start and not prompt.is_stopped and not self._has_overflown:
             self._has_overflown = True  # said once
             note(f"a value of request {seq} left the range of prefill's binary16; such prompts go token by token")
         return held, prompt.launches if held == num_prompt else None

@@ -7,7 +7,7 @@ for any place in any prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,16 @@ import numpy as np
 from kog_dist.cuda.driver import Kernel
 from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.prefill import compiled
-from kog_dist.workers.prefill.attention import attention_abi
-from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
-from kog_dist.workers.prefill.attention.hopper_attention import Attention, attention_on_gpu
+from kog_dist.workers.prefill.attention.choice import attention_for, flash_attention
 from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
 from kog_dist.workers.prefill.gemm.gemm_abi import tile_shapes
 from kog_dist.workers.prefill.gemm.hopper_gemm import Tiles, tiles_on_gpu
 from kog_dist.workers.prefill.hopper_abi import HOPPER
+from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
 from kog_dist.workers.prefill.model.buffers import UNIT, Buffers, Rows
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.operations import wanted_rows
-from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, PREFILL_PARAMS, prefill_header, threads_for
+from kog_dist.workers.prefill.prefill_abi import APPEND_ROWS, MAX_THREADS, PREFILL_PARAMS, prefill_header, threads_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +38,7 @@ _KERNELS = (
     "swiglu", "swiglu_exact", "take_last", "take_last_split", "take_last_exact", "give_streams",
     *(f"{name}{form}" for name in _RESIDUALS for form in ("", "_split", "_exact")),
 )  # fmt: skip
+_MOST_COPYING = 256  # thread blocks of a layer that copy keys and values between the caches
 _MOST_APPENDING = 1024  # thread blocks of `append`: each waits for its first loads
 
 
@@ -57,34 +57,18 @@ class DeviceOperations:
         self.build_log = cubin.log
         self.products = Products(algorithms_kept())
         self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in _KERNELS})
-        self._attention, self._tiles = _attention_for(self.layout), _tiles_for(self.layout, kv_dtype)
+        self._attention, self._tiles = attention_for(self.layout), _tiles_for(self.layout, kv_dtype)
 
-    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Mapping[str, Callable[[int, int, bytes, bool], None]]) -> None:
-        """`launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early."""
+    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Launchers) -> None:
+        """`launchers`: see `KernelCalls`."""
         buffers = self.buffers
-        self._launchers = launchers
-        self._held = (embedding, cache)  # the kernels have their addresses
-        self._params = np.zeros((), PREFILL_PARAMS.dtype)
-        pointers = {
+        tensors = {
             "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
             "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
             "last_position": buffers.last_position, "last_streams": buffers.last_streams,
         }  # fmt: skip
-        for name, tensor in pointers.items():
-            self._params[f"{name}_ptr"] = tensor.data_ptr()
+        self._launch = KernelCalls(PREFILL_PARAMS, launchers, tensors)
         self._row_threads = threads_for(self.spec.hidden_size // UNIT)
-
-    def _launch(
-        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False, **fields: Tensor | int | None
-    ) -> None:
-        """`fields`: tensors are for the pointers of their names. `early`: see `Kernel.launch_grid`."""
-        params = self._params.copy()
-        for name, value in fields.items():
-            if isinstance(value, int):
-                params[name] = value
-            else:
-                params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
-        self._launchers[kernel](num_ctas, num_threads, params.tobytes(), early)
 
     def begin(self, rows: Rows) -> None:
         """See `Operations`."""
@@ -143,8 +127,7 @@ class DeviceOperations:
         self._launch(
             "append_split" if rows.is_split else "append", num_ctas, threads_for(last - first), early=True, size=rows.size,
             first=first, last=last, place=rows.place, qkv=rows.qkv, inverse_rms=rows.inverse_rms, query=rows.query,
-            keys=self.buffers.keys[layer], values=self.buffers.values[layer], qkv_bias=matrices.qkv_bias,
-            head_norms=matrices.head_norms,
+            keys=self.buffers.keys[layer], values=self.buffers.values[layer],
         )  # fmt: skip
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -155,16 +138,9 @@ class DeviceOperations:
         return self._attention.run(rows.query, keys, values, rows.place, self.spec.window(layer))
 
     def attend_by_torch(self, rows: Rows, layer: int) -> Tensor:
-        """The same by flash attention. The query's rows stand at the end of the keys, whose number is read on the device."""
-        import torch
-
+        """The same by flash attention."""
         keys, values, window = self.buffers.keys[layer], self.buffers.values[layer], self.spec.window(layer)
-        mixed = torch.ops.aten._flash_attention_forward(
-            rows.query, keys, values, rows.query_bounds, rows.place[1:3], rows.size, len(keys), 0.0, True, False,
-            scale=self.spec.head_dim**-0.5, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        )[0]  # fmt: skip
-        by_lane: Tensor = mixed.view(rows.size, self.layout.num_lanes, -1)
-        return by_lane.transpose(0, 1)
+        return flash_attention(rows.query, keys, values, rows.query_bounds, rows.place, window, self.layout.num_lanes)
 
     def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
@@ -218,33 +194,22 @@ class DeviceOperations:
     def load_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
         if last > first:
-            self._copy("load_cache", last - first, 2, first, last)
+            self._copy("load_cache", first, last)
 
     def store_cache(self, first: int, last: int) -> None:
         """See `Operations`."""
-        step = 2 * self.layout.splits  # positions a multiple of `splits` apart lie side by side, two by two
         if last > first:
-            self._copy("store_cache", (-(-last // step) - first // step) * self.layout.splits, 4, first, last)
+            self._copy("store_cache", first, last)
 
-    def _copy(self, kernel: str, num_ctas: int, num_values: int, first: int, last: int) -> None:
-        """A thread block for each layer and part of the positions; a thread has `num_values` neighbouring values."""
-        items = self.layout.heads * self.spec.head_dim // num_values
-        self._launch(kernel, num_ctas * self.spec.num_layers, threads_for(items), first=first, last=last)
+    def _copy(self, kernel: str, first: int, last: int) -> None:
+        """As many thread blocks for each layer, whose threads have four neighbouring values of two positions at a time."""
+        items = self.layout.heads * (last - first) * self.spec.head_dim // 8
+        num_ctas = max(1, min(_MOST_COPYING, items // MAX_THREADS))
+        self._launch(kernel, num_ctas * self.spec.num_layers, MAX_THREADS, first=first, last=last)
 
 
 def _form(rows: Rows) -> str:
     return "_exact" if rows.is_exact else "_split" if rows.is_split else ""
-
-
-def _attention_for(layout: CacheLayout) -> Attention | None:
-    """Attention of our own, if this GPU and this model are those it is made for. Raises CompileError or LaunchError."""
-    import torch
-
-    spec = layout.spec
-    if torch.cuda.get_device_capability() != HOPPER or attention_abi.misfit(spec.head_dim):
-        return None
-    shape = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
-    return attention_on_gpu(shape, spec.max_context)
 
 
 def _tiles_for(layout: CacheLayout, kv_dtype: str) -> dict[str, Tiles]:
@@ -255,10 +220,7 @@ def _tiles_for(layout: CacheLayout, kv_dtype: str) -> dict[str, Tiles]:
 
     if torch.cuda.get_device_capability() != HOPPER or layout.num_lanes < layout.spec.num_lanes:
         return {}
-    shapes = tile_shapes(layout, kv_dtype)
-    if layout.spec.qkv_bias or layout.spec.qk_norm:
-        shapes.pop("qkv", None)  # it has neither; cuBLAS and `append` do it
-    return {product: tiles_on_gpu(shape) for product, shape in shapes.items()}
+    return {product: tiles_on_gpu(shape) for product, shape in tile_shapes(layout, kv_dtype).items()}
 
 
 def observer(take: Callable[[str, Tensor], None], wants: Callable[[str], bool], weight_dtype: str) -> Callable[[str, Any], None]:

@@ -10,11 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kog_dist.cuda.driver import launch_graph
+from kog_dist.model.spec import ModelSpec
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers
+from kog_dist.workers.prefill.dense.device import DenseDeviceOperations
+from kog_dist.workers.prefill.dense.layers import DenseLayers
 from kog_dist.workers.prefill.device_operations import DeviceOperations, observer
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
-from kog_dist.workers.prefill.model.buffers import Buffers, Rows
+from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within
 from kog_dist.workers.prefill.model.layers import Layers
@@ -35,9 +39,10 @@ class Tuning:
     exact_size: int = EXACT_SIZE  # of the chunk of a short prompt, not one of `sizes`; 0: none. This one decides about bits
     split_size: int = SPLIT_SIZE  # of the largest chunk whose streams are sums of two; this one, too
 
-    def within(self, max_context: int) -> Tuning:
-        """The same without chunks that no prompt of such a context needs."""
-        return replace(self, sizes=sizes_within(max_context, self.sizes))
+    def within(self, spec: ModelSpec) -> Tuning:
+        """The same without chunks that no prompt of the model's context needs. A single stream is float32, and never split."""
+        sizes = sizes_within(spec.max_context, self.sizes)
+        return replace(self, sizes=sizes, exact_size=0, split_size=0) if spec.has_one_stream else replace(self, sizes=sizes)
 
 
 DEFAULT = Tuning()
@@ -88,13 +93,14 @@ def prefill_for(
     size without the peers, for which algorithms of products may have to be chosen, and captures it. `ended` is told each step.
     Raises CompileError, LaunchError, or ConfigError for a model that it cannot run.
     """
-    runner = runner_for(kernel, matrices, exchange=exchange, tuning=tuning, ended=ended)
-    return prefill_by(runner, tuning)
+    return prefill_by(runner_for(kernel, matrices, exchange=exchange, tuning=tuning, ended=ended), tuning)
 
 
 def prefill_by(runner: GraphRunner, tuning: Tuning) -> Prefill:
     """Prefill by a runner that was made for this tuning."""
-    return Prefill(runner, max_context=runner.layers.spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size)
+    spec = runner.layers.spec
+    tuning = tuning.within(spec)
+    return Prefill(runner, max_context=spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size)
 
 
 def runner_for(
@@ -110,14 +116,24 @@ def runner_for(
     import torch
 
     shape = kernel.shape
-    tuning = tuning.within(shape.spec.max_context)
+    spec, layout = shape.spec, CacheLayout.of(shape)
+    tuning = tuning.within(spec)
     kernel.prepare_head_start()
     ended("head start")
-    buffers = Buffers(CacheLayout.of(shape), torch.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
     embedding = torch.as_tensor(kernel.weights.embedding.view(np.int16), device="cuda")
     cache = torch.as_tensor(kernel.kv.view(np.int16), device="cuda")
-    operations = DeviceOperations(buffers, embedding, cache, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
-    layers = Layers(shape.spec, matrices.layers(), operations, exchange or OneRank())
+    dtypes = {"weight_dtype": shape.weight_dtype, "kv_dtype": shape.kv_dtype}
+    buffers: Buffers | DenseBuffers
+    operations: DeviceOperations | DenseDeviceOperations
+    layers: Layers | DenseLayers
+    if spec.has_one_stream:
+        buffers = DenseBuffers(layout, torch.float16, max(tuning.sizes), "cuda")
+        operations = DenseDeviceOperations(buffers, embedding, cache, **dtypes)
+        layers = DenseLayers(spec, matrices.layers(), operations, exchange or OneRank())
+    else:
+        buffers = Buffers(layout, torch.float16, max(tuning.sizes), "cuda", split_size=tuning.split_size)
+        operations = DeviceOperations(buffers, embedding, cache, **dtypes)
+        layers = Layers(spec, matrices.layers(), operations, exchange or OneRank())
     stream = torch.cuda.ExternalStream(kernel.stream.ptr)  # type: ignore[no-untyped-call]
     ended("kernels of prefill")
 
@@ -134,13 +150,14 @@ def runner_for(
 class GraphRunner:
     """See `Runner`. Each size is captured once; what differs between chunks is in device memory.
 
+    `layers` are a `Layers` with `Buffers`, or a `DenseLayers` with `DenseBuffers`.
     `prepared` is called when a chunk of each size has run, before the first is captured.
     """
 
     def __init__(
         self,
-        layers: Layers,
-        buffers: Buffers,
+        layers: Any,
+        buffers: Any,
         stream: torch.cuda.Stream,
         tuning: Tuning = DEFAULT,
         prepared: Callable[[], None] = lambda: None,
@@ -151,10 +168,10 @@ class GraphRunner:
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size
         self.ends: dict[int, torch.cuda.CUDAGraph] = {}  # what is left for the prompt's last token, by the size of its chunk
-        self._rows = {size: buffers.rows(size) for size in tuning.sizes}  # the graphs have their addresses
+        self._rows: dict[int, Any] = {size: buffers.rows(size) for size in tuning.sizes}  # the graphs have their addresses
         if tuning.exact_size:
             self._rows[tuning.exact_size] = buffers.rows(tuning.exact_size, is_exact=True)
-        self._last = buffers.rows(1, is_exact=True)
+        self._last = buffers.last_rows()
         torch.cuda.synchronize()  # weights and buffers were filled on other streams
         pool = torch.cuda.graph_pool_handle()
         largest_first = sorted(self._rows.items(), reverse=True)
@@ -176,7 +193,7 @@ class GraphRunner:
             {size: graph.raw_cuda_graph_exec() for size, graph in graphs.items()} for graphs in (self.graphs, self.ends)
         )
 
-    def _warm_up(self, rows: Rows) -> None:
+    def _warm_up(self, rows: Any) -> None:
         """Have all workspaces and modules that a graph needs. Peers may come to this at another time."""
         exchange = self.layers.exchange
         if not exchange.is_alone:
@@ -185,9 +202,14 @@ class GraphRunner:
         self.layers.finish(rows, self._last)
         self.layers.exchange = exchange
 
-    def rows(self, size: int) -> Rows:
-        """The memory of a chunk."""
+    def rows(self, size: int) -> Any:
+        """The memory of a chunk: `Rows` or `DenseRows`."""
         return self._rows[size]
+
+    @property
+    def is_all_or_nothing(self) -> bool:
+        """See `Runner`."""
+        return bool(self.layers.is_all_or_nothing)
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
@@ -196,7 +218,7 @@ class GraphRunner:
         self.buffers.staging.load(token_ids, start, self.buffers.max_size, self._stream_ptr)
         if held < start:
             with torch.cuda.stream(self.stream):
-                self.layers.operations.load_cache(held, start)
+                self.layers.load_cache(held, start)
 
     def queue(self, chunk: Chunk) -> Callable[[], bool]:
         """See `Runner`."""
@@ -210,7 +232,8 @@ class GraphRunner:
     @property
     def streams(self) -> LastStreams:
         """See `Runner`."""
-        return self.buffers.streams
+        streams: LastStreams = self.buffers.streams
+        return streams
 
     def queue_end(self, chunk: Chunk) -> None:
         """See `Runner`."""
@@ -222,7 +245,7 @@ class GraphRunner:
 
         with torch.cuda.stream(self.stream):
             self.layers.exchange.share_overflow(self.buffers.overflow)
-            self.layers.operations.store_cache(first, last)
+            self.layers.store_cache(first, last)
             self.buffers.staging.read_back()
             self._stored.record()
 

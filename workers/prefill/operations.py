@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from kog_dist.errors import ConfigError
 from kog_dist.model.spec import ModelSpec, ReduceMode
 from kog_dist.workers.prefill.model.buffers import Buffers, Rows
+from kog_dist.workers.prefill.model.reference import attend, tree_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +40,8 @@ class Operations(Protocol):
         """activation = silu(gate) * up, of gate and up = 1 / rms of the stream times the stream times the transposed `matrix`."""
 
     def append(self, rows: Rows, matrices: LayerMatrices, layer: int, *, queries: bool = True, others: bool = True) -> None:
-        """From 1 / rms of the stream times the stream times the transposed `wqkv`, and biases: normed and turned queries; keys
-        (likewise) and values, rounded to the cache's type. Or some of these.
+        """From 1 / rms of the stream times the stream times the transposed `wqkv`: rotated queries; rotated keys and values,
+        rounded to the cache's type. Or some of these.
         """
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
@@ -126,14 +127,7 @@ class TorchOperations:
         self.product(rows.stream, matrices.wqkv[:, wanted], rows.qkv[:, :, wanted])
         spec, start, lanes = self.spec, int(rows.place[0]), len(rows.stream)
         scaled = _whole(rows.qkv, rows.size) * rows.inverse_rms[..., None]
-        if matrices.qkv_bias is not None:
-            scaled = scaled + matrices.qkv_bias[:, None]
         heads = scaled.view(lanes, rows.size, -1, spec.head_dim)
-        if matrices.head_norms is not None:
-            counts = torch.tensor([spec.lane_heads, spec.lane_kv_heads], device=heads.device)
-            normed, values = torch.split(heads, [spec.lane_heads + spec.lane_kv_heads, spec.lane_kv_heads], dim=2)
-            scale = (normed.square().mean(-1, keepdim=True) + spec.norm_eps).rsqrt()
-            heads = torch.cat((normed * scale * matrices.head_norms.repeat_interleave(counts, dim=0), values), dim=2)
         positions = torch.arange(start, start + rows.size, device=heads.device).clamp(max=spec.max_context - 1)
         cos, sin = self.buffers.rope[positions].unbind(-1)  # (size, head_dim / 2)
         even, odd = (
@@ -156,31 +150,12 @@ class TorchOperations:
 
     def attend(self, rows: Rows, layer: int) -> Tensor:
         """See `Operations`."""
-        import torch
-
-        start, end = int(rows.place[0]), int(rows.place[2])
-        window = self.spec.window(layer)
-        positions = torch.arange(start, end, device=rows.query.device)[:, None]
-        first = 0 if window is None else max(0, start - window + 1)
-        others = torch.arange(first, end, device=rows.query.device)
-        seen = others <= positions
-        if window is not None:
-            seen &= others > positions - window
-        group = self.spec.lane_heads // self.spec.lane_kv_heads
-        query = rows.query.float().view(rows.size, -1, group, self.spec.head_dim).permute(1, 2, 0, 3)
-        keys, values = (
-            kept[layer, first:end].float().transpose(0, 1)[:, None] for kept in (self.buffers.keys, self.buffers.values)
-        )
-        scores = (query @ keys.transpose(2, 3)) * self.spec.head_dim**-0.5  # (L * KV heads, group, size, positions)
-        chances = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        mixed = (chances @ values).to(rows.query.dtype)  # (L * KV heads, group, size, head_dim)
-        by_lane = mixed.view(len(rows.stream), self.spec.lane_heads, rows.size, self.spec.head_dim)
-        outputs: Tensor = by_lane.transpose(1, 2).reshape(len(rows.stream), rows.size, -1)
-        return outputs
+        keys, values = self.buffers.keys[layer], self.buffers.values[layer]
+        return attend(self.spec, rows.query, keys, values, int(rows.place[0]), self.spec.window(layer))
 
     def lane_sum(self, rows: Rows, partial: Tensor, own_sum: Tensor) -> None:
         """See `Operations`."""
-        own_sum.copy_(_tree_sum(_whole(partial, rows.size)))
+        own_sum.copy_(tree_sum(_whole(partial, rows.size)))
 
     def residual(
         self,
@@ -197,13 +172,13 @@ class TorchOperations:
         """See `Operations`."""
         added = _whole(partial, rows.size)
         if own_sum is not None:
-            own_sum.copy_(_tree_sum(added))
+            own_sum.copy_(tree_sum(added))
         if mode is ReduceMode.BLOCKING:
-            added = _tree_sum(added) if total is None else total
+            added = tree_sum(added) if total is None else total
         elif mode is ReduceMode.DELAYED:
             assert past is not None
             before = _whole(past, rows.size)
-            added = added + ((_tree_sum(before) if total is None else total) - before)
+            added = added + ((tree_sum(before) if total is None else total) - before)
         else:
             added = added * math.sqrt(self.spec.num_lanes)
         h = _whole(rows.stream, rows.size)
@@ -281,11 +256,3 @@ def _split(values: Tensor, to: Tensor) -> None:
     to[:, :size] = values
     if to.shape[1] > size:
         to[:, size:] = values - to[:, :size].float()
-
-
-def _tree_sum(partial: Tensor) -> Tensor:
-    """Sum over the lanes, float32, as a binary tree of neighbours."""
-    terms = partial.float()
-    while len(terms) > 1:
-        terms = terms[0::2] + terms[1::2]
-    return terms[0]

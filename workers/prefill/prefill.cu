@@ -2,7 +2,8 @@
 // as can be: they are bounded by memory. `workers/prefill/operations.py` defines them; the names are the same. A thread takes
 // kUnit neighbouring values of a row at a time (16 bytes); a thread block takes rows in turn. Activations are binary16, arithmetic is
 // float32.
-#include "prefill_cache.cuh"
+#include "prefill_units.cuh"
+#include "cache_place.cuh"
 #include "prefill_last_row.cuh"
 #include "prefill_residual.cuh"
 #include "rope.cuh"
@@ -34,8 +35,7 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
         float squares[kLanes] = {};
         for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
             const uint4 w = is_zero ? uint4{} : words[unit];
-            const Unit value = {{WeightFormat::low(w.x), WeightFormat::high(w.x), WeightFormat::low(w.y), WeightFormat::high(w.y),
-                                 WeightFormat::low(w.z), WeightFormat::high(w.z), WeightFormat::low(w.w), WeightFormat::high(w.w)}};
+            const Unit value = widened_as<WeightFormat>(w);
             const float sum = square_sum(value);
             Unit scaled{};
 #pragma unroll
@@ -53,17 +53,6 @@ __device__ __forceinline__ void embed_rows(const KogPrefillParams& params) {
     }
 }
 
-// Where heads are normed, as many neighbouring threads as a head has fours add their squares: all go through the loop to its end.
-constexpr u32 kHeadThreads = kHeadDim / 4;
-static_assert(!kQkNorm || (32 % kHeadThreads == 0 && kHeadDim % 4 == 0), "a head's values are those of threads of one warp");
-__device__ __forceinline__ float4 normed_head(const float4& value, const float4& weights) {
-    float squares = value.x * value.x + value.y * value.y + value.z * value.z + value.w * value.w;
-#pragma unroll
-    for (u32 offset = 1; offset < kHeadThreads; offset *= 2) squares += __shfl_xor_sync(kFullWarp, squares, offset);
-    const float scale = 1.0f / sqrtf(squares * (1.0f / kHeadDim) + kNormEps);
-    return {value.x * scale * weights.x, value.y * scale * weights.y, value.z * scale * weights.z, value.w * scale * weights.w};
-}
-
 // Neighbouring rows of a lane at a time, the last ones of the last lane first, as in swiglu_rows. A thread has two pairs of each row,
 // of those from `first` to `last`: queries, keys and values, or some of them.
 template <bool kExact>
@@ -78,9 +67,7 @@ __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
     bool finite = true;
     for (u32 n = blockIdx.x; n < kLanes * num_groups; n += gridDim.x) {
         const u32 i = kLanes * num_groups - 1 - n, lane = i / num_groups, first_row = i % num_groups * kAppendRows;
-        for (u32 next = params.first + threadIdx.x; next < (kQkNorm ? params.last + threadIdx.x : params.last); next += blockDim.x) {
-            const bool is_mine = !kQkNorm || next < params.last;
-            const u32 at = is_mine ? next : params.last - 1;
+        for (u32 at = params.first + threadIdx.x; at < params.last; at += blockDim.x) {
             float4 values[kAppendRows];
 #pragma unroll
             for (int r = 0; r < kAppendRows; ++r) {
@@ -97,17 +84,6 @@ __device__ __forceinline__ void append_rows(const KogPrefillParams& params) {
                 if (row >= size) break;
                 const float scale = __ldg(&inverse_rms[lane * size + row]);
                 float4 value = {values[r].x * scale, values[r].y * scale, values[r].z * scale, values[r].w * scale};
-                if constexpr (kQkvBias) {
-                    const float4 bias = __ldg(&reinterpret_cast<const float4*>(params.qkv_bias_ptr)[lane * kCount + at]);
-                    value = {value.x + bias.x, value.y + bias.y, value.z + bias.z, value.w + bias.w};
-                }
-                if constexpr (kQkNorm) {
-                    const u32 of_kind = at < kQueries ? 0 : kHeadThreads;
-                    const float4* norms = reinterpret_cast<const float4*>(params.head_norms_ptr);
-                    const float4 normed = normed_head(value, __ldg(&norms[of_kind + at % kHeadThreads]));
-                    if (at < kQueries + kKeys) value = normed;
-                    if (!is_mine) continue;
-                }
                 if (at < kQueries + kKeys) {
                     const u32 turn = position < kMaxContext ? position : kMaxContext - 1;
                     value = turned(value, __ldg(&rope[static_cast<u64>(turn) * (kPairs / 2) + at % (kPairs / 2)]));
@@ -137,7 +113,7 @@ __device__ __forceinline__ void sum_lanes(const KogPrefillParams& params) {
     for (u32 row = blockIdx.x; row < params.size; row += gridDim.x) {
         float* own_sum = reinterpret_cast<float*>(params.own_sum_ptr) + static_cast<u64>(row) * kHidden;
         for (u32 unit = threadIdx.x; unit < kUnits; unit += blockDim.x) {
-            LaneTree tree;
+            Lanes tree;
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane)
                 tree.add(lane, Values::result(params.partial_ptr, Values::at(lane, row, params.size, kUnits) + unit,
@@ -172,6 +148,25 @@ __device__ __forceinline__ void swiglu_rows(const KogPrefillParams& params) {
     }
 }
 
+// Thread blocks of the same number for each layer.
+struct LayerShare {
+    u32 num_ctas = gridDim.x / kLayers, layer = blockIdx.x / num_ctas;
+    u32 thread = blockIdx.x % num_ctas * blockDim.x + threadIdx.x, count = num_ctas * blockDim.x;
+    u64 first_byte = static_cast<u64>(layer) * kPositions * kCachedHeads * kHeadDim * 2;
+};
+__device__ __forceinline__ void load_layer(const KogPrefillParams& params) {
+    const LayerShare mine;
+    const CachedItems items{params.cache_ptr, mine.layer, params.first, params.last};
+    if (!load_items(items, params.keys_ptr + mine.first_byte, params.values_ptr + mine.first_byte, mine.thread, mine.count))
+        *reinterpret_cast<int*>(params.overflow_ptr) = 1;
+}
+__device__ __forceinline__ void store_layer(const KogPrefillParams& params) {
+    if (*reinterpret_cast<const int*>(params.overflow_ptr)) return;
+    const LayerShare mine;
+    const CachedItems items{params.cache_ptr, mine.layer, params.first, params.last};
+    store_items(items, params.keys_ptr + mine.first_byte, params.values_ptr + mine.first_byte, mine.thread, mine.count);
+}
+
 #define KOG_KERNEL(name, threads, body) \
     __global__ void __launch_bounds__ threads name(const __grid_constant__ KogPrefillParams params) { \
         await_predecessors();                                                                         \
@@ -197,8 +192,8 @@ KOG_RESIDUAL(residual_delayed, Mode::kDelayed, kHoldsLanes ? 1 : 2)
 KOG_RESIDUAL(residual_delayed_alone, Mode::kDelayedAlone, kHoldsLanes ? 1 : 2)
 KOG_RESIDUAL(residual_local, Mode::kLocal, kHoldsLanes ? 1 : 2)
 
-KOG_KERNEL(load_cache, (kMaxThreads), load_position)
-KOG_KERNEL(store_cache, (kMaxThreads), store_positions)
+KOG_KERNEL(load_cache, (kMaxThreads), load_layer)
+KOG_KERNEL(store_cache, (kMaxThreads), store_layer)
 KOG_KERNEL(take_last, (kRowThreads), take_row<Form::kPlain>)
 KOG_KERNEL(take_last_split, (kRowThreads), take_row<Form::kSplit>)
 KOG_KERNEL(take_last_exact, (kRowThreads), take_row<Form::kExact>)

@@ -6,13 +6,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.prefill.model.buffers import Buffers, Rows
 from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, Chunk, chunks
-from kog_dist.workers.prefill.model.layers import Layers
 
 CHUNKS_QUEUED = 2  # the next one starts without the host
 ROWS_QUEUED = 4096  # of several chunks together: what a stop waits for
@@ -33,6 +31,10 @@ class Runner(Protocol):
     @property
     def streams(self) -> LastStreams:
         """What `queue_end` makes; invalid if `store` stores nothing."""
+
+    @property
+    def is_all_or_nothing(self) -> bool:
+        """Whether the monokernel's cache is as it was where `finish` says False; else it holds nothing then."""
 
     def queue_end(self, chunk: Chunk) -> None:
         """Queue behind the chunk of the prompt's last token: that one's streams behind the last layer."""
@@ -92,9 +94,10 @@ class Prefill:
 
         That is all of `token_ids`, or fewer when `should_stop` became true: it is asked before every chunk, and what is queued by
         then (some milliseconds of work) still counts. If a value left the range of the products' type, nothing is stored and
-        `start` comes back; the monokernel can go on from there. `on_progress` is called with the number of positions after every
-        chunk, and `on_queued` once, when all is queued, unless it was stopped before: a launch that begins with `streams` may be
-        queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start` may come back.
+        `start` comes back, or 0 if the cache was changed; the monokernel can go on from there. `on_progress` is called with the
+        number of positions after every chunk, and `on_queued` once, when all is queued, unless it was stopped before: a launch
+        that begins with `streams` may be queued behind it. Once `aborted` is true, nobody waits for a peer any more, and `start`
+        may come back.
 
         Raises ConfigError if the tokens do not fit into the context, DeviceError if a peer did not send its sums in time; what
         `should_stop` raises ends all waits, too.
@@ -114,7 +117,7 @@ class Prefill:
             self._runner.stop()
             raise
         if not self._runner.finish():
-            return start
+            return start if self._runner.is_all_or_nothing else 0
         self._held = reached
         return reached
 
@@ -166,20 +169,23 @@ def _has_room(queued: Sequence[Chunk], chunk: Chunk) -> bool:
 
 
 class HostRunner:
-    """Runs chunks on a CPU, at once: for tests, and as the definition of what a GPU does."""
+    """Runs chunks on a CPU, at once: for tests, and as the definition of what a GPU does.
 
-    def __init__(self, layers: Layers, buffers: Buffers, sizes: Sequence[int] = CHUNK_SIZES, *, exact_size: int = 0) -> None:
+    `layers` are a `Layers` with `Buffers`, or a `DenseLayers` with `DenseBuffers`.
+    """
+
+    def __init__(self, layers: Any, buffers: Any, sizes: Sequence[int] = CHUNK_SIZES, *, exact_size: int = 0) -> None:
         self._layers, self._buffers = layers, buffers
-        self._rows: dict[int, Rows] = {size: buffers.rows(size) for size in sizes}
+        self._rows: dict[int, Any] = {size: buffers.rows(size) for size in sizes}
         if exact_size:
             self._rows[exact_size] = buffers.rows(exact_size, is_exact=True)
-        self._last = buffers.rows(1, is_exact=True)
+        self._last = buffers.last_rows()
 
     def begin(self, token_ids: Sequence[int], start: int, held: int) -> None:
         """See `Runner`."""
         self._buffers.staging.load(token_ids, start, self._buffers.max_size, 0)
         if held < start:
-            self._layers.operations.load_cache(held, start)
+            self._layers.load_cache(held, start)
 
     def queue(self, chunk: Chunk) -> Callable[[], bool]:
         """See `Runner`."""
@@ -189,7 +195,13 @@ class HostRunner:
     @property
     def streams(self) -> LastStreams:
         """See `Runner`."""
-        return self._buffers.streams
+        streams: LastStreams = self._buffers.streams
+        return streams
+
+    @property
+    def is_all_or_nothing(self) -> bool:
+        """See `Runner`."""
+        return bool(self._layers.is_all_or_nothing)
 
     def queue_end(self, chunk: Chunk) -> None:
         """See `Runner`."""
@@ -198,7 +210,7 @@ class HostRunner:
     def store(self, first: int, last: int) -> None:
         """See `Runner`."""
         self._layers.exchange.share_overflow(self._buffers.overflow)
-        self._layers.operations.store_cache(first, last)
+        self._layers.store_cache(first, last)
 
     def has_ended(self) -> bool:
         """See `Runner`."""

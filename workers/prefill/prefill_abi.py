@@ -25,8 +25,6 @@ PREFILL_PARAMS = Struct(
         Field("overflow_ptr", "u64", "int32: set to 1 when a value is not finite"),
         Field("embedding_ptr", "u64", "16-bit (vocab, hidden), of the weights' type"),
         Field("rope_ptr", "u64", "float32 (max_context, head_dim / 2, 2): cosine, sine"),
-        Field("qkv_bias_ptr", "u64", "float32 (lanes, rows); 0 without biases"),
-        Field("head_norms_ptr", "u64", "float32 (2, head_dim): of query heads, of key heads; 0 without such norms"),
         Field("stream_ptr", "u64", "binary16 (lanes, size, hidden), or (1, size, hidden) for all lanes"),
         Field("unscale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams read; 0 = none"),
         Field("scale_ptr", "u64", "float32 (lanes or 1, hidden): factors of the streams written; 0 = none"),
@@ -99,23 +97,31 @@ def prefill_header(layout: CacheLayout, *, num_positions: int, weight_dtype: str
         "kLanes": layout.num_lanes, "kHidden": spec.hidden_size, "kHeads": spec.lane_heads, "kKvHeads": spec.lane_kv_heads,
         "kScales": 1 if spec.shared_norm_scale else layout.num_lanes,
         "kHeadDim": spec.head_dim, "kFfn": spec.lane_ffn, "kLayers": spec.num_layers, "kMaxContext": spec.max_context,
-        "kPositions": num_positions, "kSplits": layout.splits, "kWindowBatches": layout.window_batches,
-        "kFullBatches": layout.full_batches, "kBatch": BATCH, "kUnit": UNIT, "kMaxThreads": MAX_THREADS,
-        "kAppendRows": APPEND_ROWS, "kHeldLanes": HELD_LANES, "kMostPadding": MOST_PADDING,
+        "kPositions": num_positions, "kUnit": UNIT, "kMaxThreads": MAX_THREADS, "kAppendRows": APPEND_ROWS,
+        "kHeldLanes": HELD_LANES, "kMostPadding": MOST_PADDING,
         "kRowThreads": threads_for(spec.hidden_size // UNIT),
     }  # fmt: skip
     floats = {"kNormEps": spec.norm_eps, "kLocalScale": math.sqrt(spec.num_lanes)}
     lines = [device_header("kog_dist.workers.prefill.prefill_abi", (PREFILL_PARAMS,)), "namespace kog {"]
     lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     lines += [f"constexpr float {name} = static_cast<float>({value!r});" for name, value in floats.items()]
-    flags = {"kQkvBias": spec.qkv_bias, "kQkNorm": spec.qk_norm}
-    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    return "\n".join([*lines, *cache_lines(layout, weight_dtype, kv_dtype), "}  // namespace kog", ""])
+
+
+def cache_lines(layout: CacheLayout, weight_dtype: str, kv_dtype: str) -> list[str]:
+    """What cache_place.cuh needs to find keys and values, and the formats of weights and cache."""
+    spec = layout.spec
+    numbers = {
+        "kSplits": layout.splits, "kWindowBatches": layout.window_batches, "kFullBatches": layout.full_batches, "kBatch": BATCH
+    }  # fmt: skip
     is_windowed = ", ".join("false" if spec.window(layer) is None else "true" for layer in range(spec.num_layers))
     first_batches = ", ".join(map(str, layout.first_batches))
-    lines += [f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};"]
-    lines += [f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};"]
-    lines += [f"using WeightFormat = {FORMATS[weight_dtype]};", f"using KvFormat = {FORMATS[kv_dtype]};"]
-    return "\n".join([*lines, "}  // namespace kog", ""])
+    return [
+        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+        f"__constant__ const bool kIsWindowed[] = {{{is_windowed}}};",
+        f"__constant__ const unsigned long long kFirstBatches[] = {{{first_batches}}};",
+        f"using WeightFormat = {FORMATS[weight_dtype]};", f"using KvFormat = {FORMATS[kv_dtype]};",
+    ]  # fmt: skip
 
 
 def sums_header(num_ranks: int) -> str:

@@ -41,7 +41,7 @@ __device__ __forceinline__ void residual(const KogPrefillParams& params, u32 row
             if constexpr (!kBlocks) partials[lane % kAhead] = Results::held_result(params.partial_ptr, result_at(lane), rest);
         };
         Unit total{};
-        LaneTree tree;
+        Lanes tree;
         if constexpr (kHoldsPasts) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) pasts[lane] = Results::held_result(params.past_ptr, result_at(lane), rest);

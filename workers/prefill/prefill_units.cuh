@@ -4,6 +4,7 @@
 #include "ptx.cuh"
 #include "pdl.cuh"
 #include "prefill_shape.cuh"
+#include "unit.cuh"
 
 namespace kog {
 
@@ -11,35 +12,10 @@ constexpr int kUnits = kHidden / kUnit, kFfnUnits = kFfn / kUnit;
 constexpr int kPairs = kHeadDim / 2;                     // of one head
 constexpr int kLanePairs = (kHeads + 2 * kKvHeads) * kPairs;  // queries, keys, values of a lane
 constexpr int kKvPairs = kKvHeads * kPairs;
-constexpr int kBatchBytes = 2 * kBatch * kHeadDim * 2;
 static_assert(kPairs % 2 == 0, "a thread takes two pairs of a head");
-static_assert(kUnit == 8 && kHidden % kUnit == 0 && kFfn % kUnit == 0, "a unit is 16 bytes");
+static_assert(kHidden % kUnit == 0 && kFfn % kUnit == 0, "rows are whole units");
+using Lanes = LaneTree<kLanes>;
 
-struct Unit {
-    float v[kUnit];
-};
-__device__ __forceinline__ Unit widened(const uint4& packed) {
-    return {{Fp16::low(packed.x), Fp16::high(packed.x), Fp16::low(packed.y), Fp16::high(packed.y), Fp16::low(packed.z),
-             Fp16::high(packed.z), Fp16::low(packed.w), Fp16::high(packed.w)}};
-}
-__device__ __forceinline__ uint4 narrowed(const Unit& unit) {
-    return make_uint4(Fp16::pack(unit.v[0], unit.v[1]), Fp16::pack(unit.v[2], unit.v[3]), Fp16::pack(unit.v[4], unit.v[5]),
-                      Fp16::pack(unit.v[6], unit.v[7]));
-}
-__device__ __forceinline__ Unit float_unit(const float* from) {
-    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
-}
-__device__ __forceinline__ void store_unit(float* to, const Unit& unit) {
-    reinterpret_cast<float4*>(to)[0] = make_float4(unit.v[0], unit.v[1], unit.v[2], unit.v[3]);
-    reinterpret_cast<float4*>(to)[1] = make_float4(unit.v[4], unit.v[5], unit.v[6], unit.v[7]);
-}
-__device__ __forceinline__ float square_sum(const Unit& unit) {
-    float sum = 0;
-#pragma unroll
-    for (int k = 0; k < kUnit; ++k) sum += unit.v[k] * unit.v[k];
-    return sum;
-}
 __device__ __forceinline__ void multiply(Unit& unit, const Unit& factors) {
 #pragma unroll
     for (int k = 0; k < kUnit; ++k) unit.v[k] *= factors.v[k];
@@ -116,27 +92,6 @@ struct Scales {
         return values ? float_unit(values + (kScales > 1 ? lane * kHidden : 0) + at * kUnit) : Unit{};
     }
 };
-// Binary tree over the lanes' partials, fed lane by lane in order.
-struct LaneTree {
-    Unit waiting[5];  // by level: a sum that waits for its neighbour
-    Unit sum;         // after the last lane
-
-    __device__ __forceinline__ void add(int lane, const Unit& partial) {  // `lane` is a constant in unrolled loops
-        sum = partial;
-#pragma unroll
-        for (int level = 0; level < 5; ++level) {
-            if (1 << level >= kLanes) break;
-            if ((lane >> level & 1) == 0) {
-                waiting[level] = sum;
-                break;
-            }
-#pragma unroll
-            for (int k = 0; k < kUnit; ++k) sum.v[k] = waiting[level].v[k] + sum.v[k];
-        }
-    }
-};
-static_assert(kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "lanes are a power of two");
-
 constexpr bool kHoldsLanes = kLanes <= kHeldLanes;
 
 // 1 / rms of a row in every lane from the threads' sums of squares. Called by all threads of a thread block, whole warps.
@@ -156,10 +111,6 @@ __device__ __forceinline__ void store_inverse_rms(float (&squares)[kLanes], floa
         inverse_rms[lane * size + row] = 1.0f / sqrtf(sum * (1.0f / kHidden) + kNormEps);
     }
     __syncthreads();  // the next row's sums
-}
-
-__device__ __forceinline__ bool is_finite_pair(u32 packed) {
-    return (packed & 0x7c00u) != 0x7c00u && (packed & 0x7c000000u) != 0x7c000000u;
 }
 
 }  // namespace kog

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,18 +15,17 @@ import numpy as np
 
 from kog_dist.bench.kernel import prefill_ranks
 from kog_dist.bench.kernel.gpu import free_memory, gpu_name, require_gpus
+from kog_dist.bench.kernel.prefill_operations import cases, row_bits
 from kog_dist.bench.kernel.prefill_ranks import first_token
 from kog_dist.bench.kernel.shapes import SEED, named_spec, random_checkpoint
 from kog_dist.bench.report import finish, machine, percentile
 from kog_dist.errors import ConfigError
 from kog_dist.model.checkpoint import open_checkpoint
-from kog_dist.model.spec import ReduceMode
 from kog_dist.workers.cuda.device_weights import random_weights
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.cuda.load import load_weights
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.notes import Watch
-from kog_dist.workers.prefill.device_operations import DeviceOperations
 from kog_dist.workers.prefill.gpu import (
     DEFAULT,
     GraphRunner,
@@ -41,7 +40,6 @@ from kog_dist.workers.prefill.prefill import Prefill
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 _TO_1024, _TO_2048 = (tuple(size for size in CHUNK_SIZES if size <= largest) for largest in (1024, 2048))
 CHOICES = {  # what could be the default
@@ -78,7 +76,7 @@ def run(
         raise ConfigError(f"--prompts {max(prompts)}: the model's context leaves room for {longest} tokens")
     figures["prompts"], figures["graphs"] = [], []
     for choice in choices:
-        tuning = CHOICES[choice].within(kernel.shape.spec.max_context)
+        tuning = CHOICES[choice].within(kernel.shape.spec)
         begin_s, watch = time.monotonic(), Watch()
         runner = runner_for(kernel, matrices, tuning=tuning, ended=watch.ended)
         made_s = round(time.monotonic() - begin_s, 2)
@@ -89,7 +87,7 @@ def run(
         figures["graphs"] += [{"choice": choice, **figure} for figure in _graphs(runner)]
         if choice == choices[0] and not only_prompts:
             figures["operations"] = _operations(runner, tuning.sizes)
-            figures["rows_have_the_bits_of_the_largest_block"] = _row_bits(runner, tuning.sizes)
+            figures["rows_have_the_bits_of_the_largest_block"] = row_bits(runner, tuning.sizes)
         del runner, prefill
         free_memory()
     finish("prefill", configuration, before, figures)
@@ -197,7 +195,7 @@ def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any
     figures: list[dict[str, Any]] = []
     for size in sizes:
         cells = []
-        for name, operation, flops, num_bytes in itertools.chain(_products(runner, size), _others(runner, size)):
+        for name, operation, flops, num_bytes in cases(runner, size):
             us = _time_us(runner, operation)
             figure = {"size": size, "operation": name, "us": round(us, 1)}
             figure |= {"tflop_per_s": round(flops / us / 1e6, 1)} if flops else {}
@@ -207,52 +205,6 @@ def _operations(runner: GraphRunner, sizes: Sequence[int]) -> list[dict[str, Any
             cells.append(f"{name} {us:.1f}{rate}")
         print(f"  us at {size} rows: {', '.join(cells)}", flush=True)
     return figures
-
-
-_Case = tuple[str, Callable[[], object], int, int]  # name, what to run, its FLOP and bytes (0: not of interest)
-
-
-def _products(runner: GraphRunner, size: int) -> Iterator[_Case]:
-    rows, do, matrices = runner.rows(size), runner.layers.operations, runner.layers.matrices[0]
-    assert isinstance(do, DeviceOperations)
-    mixed = rows.query.view(size, len(rows.stream), -1).transpose(0, 1)
-    shapes: list[tuple[str, Tensor, Tensor, Tensor]] = [
-        ("qkv", rows.stream, matrices.wqkv, rows.qkv), ("out", mixed, matrices.wo, rows.partials[0][0]),
-        ("gate_up", rows.stream, matrices.w13, rows.gate_up), ("down", rows.activation, matrices.w2, rows.partials[0][0]),
-        ("qkv of one stream", rows.shared.stream, matrices.wqkv, rows.qkv),
-        ("gate_up of one stream", rows.shared.stream, matrices.w13, rows.gate_up),
-    ]  # fmt: skip
-    for name, x, matrix, out in shapes:
-        yield name, partial(do.products, x, matrix, out), 2 * size * matrix.numel(), 0
-    down = partial(do.product, rows.activation, matrices.w2, rows.partials[0][0])
-    yield "down as in chunks", down, 2 * size * matrices.w2.numel(), 0
-    yield "qkv and append", partial(do.append, rows, matrices, 0), 2 * size * matrices.wqkv.numel(), 0
-    yield "gate_up and swiglu", partial(do.gate, rows, matrices.w13), 2 * size * matrices.w13.numel(), 0
-
-
-def _others(runner: GraphRunner, size: int) -> Iterator[_Case]:
-    rows, do, spec = runner.rows(size), runner.layers.operations, runner.layers.spec
-    now, past = rows.partials[0][0], rows.partials[0][-1]
-    assert isinstance(do, DeviceOperations)
-    yield "append", partial(do.append_product, rows, runner.layers.matrices[0], 0), 0, rows.qkv.nbytes * 3 // 2
-    yield "swiglu", partial(do.swiglu, rows), 0, rows.gate_up.nbytes + rows.activation.nbytes
-    if spec.delay:
-        unscale = runner.layers.matrices[1].unscale
-        residual = partial(do.residual, rows, rows, ReduceMode.DELAYED, now, past, None, None, unscale, None)
-        yield "residual", residual, 0, 4 * rows.stream.nbytes
-        for name, streams in (("of all lanes", rows), ("of one stream", rows.shared)):
-            first = partial(do.residual, streams, streams, ReduceMode.BLOCKING, now, None, None, None, unscale, None)
-            yield f"blocking residual {name}", first, 0, now.nbytes + 2 * streams.kept_stream.nbytes
-    end = spec.max_context - 1
-    yield f"load {end} positions", partial(do.load_cache, 0, end), 0, 0
-    yield f"store {size} positions", partial(do.store_cache, 0, size), 0, 0
-    for layer, kind in ((0, "first"), (spec.num_layers - 1, "last")):
-        for start in (0, spec.max_context - size):
-            rows.place[0], rows.place[2] = start, start + size
-            seen = sum(min(position + 1, spec.window(layer) or position + 1) for position in range(start, start + size))
-            flops = 4 * seen * rows.query.numel() // size
-            for way, attend in (("attend", do.attend), ("torch's", do.attend_by_torch)):
-                yield f"{way} of the {kind} layer at {start}", partial(attend, rows, layer), flops, 0
 
 
 def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
@@ -274,28 +226,6 @@ def _time_us(runner: GraphRunner, operation: Callable[[], object]) -> float:
         runner.stream.synchronize()
     times = [1000 * a.elapsed_time(b) / _REPEATS_OF_OPERATIONS for a, b in itertools.pairwise(events)]
     return percentile(times, 0.5)
-
-
-def _row_bits(runner: GraphRunner, sizes: Sequence[int]) -> dict[str, dict[str, bool]]:
-    """Whether each product gives a row the same bits in a chunk of every size as in the largest one."""
-    import torch
-
-    found: dict[str, dict[str, bool]] = {}
-    outputs_of = {"wqkv": torch.float32, "wo": torch.float16, "w13": torch.float16, "w2": torch.float16}
-    generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad(), exact_products():
-        for name, dtype in outputs_of.items():
-            matrix = getattr(runner.layers.matrices[0], name)
-            lanes, out_rows, columns = matrix.shape
-            x = torch.randn(lanes, max(sizes), columns, device="cuda", dtype=torch.float16, generator=generator)
-            outputs = {}
-            for size in sizes:
-                outputs[size] = torch.empty(lanes, size, out_rows, device="cuda", dtype=dtype)
-                runner.layers.operations.product(x[:, :size].contiguous(), matrix, outputs[size])
-            largest = outputs[max(sizes)]
-            found[name] = {str(size): torch.equal(outputs[size], largest[:, :size]) for size in sizes}
-    print(f"  rows have the bits of the largest chunk: {found}", flush=True)
-    return found
 
 
 def _load(model: str | None, spec_name: str) -> dict[str, float]:

@@ -62,7 +62,7 @@ def prepared(
         for source in (PLAIN_SOURCE, PLAIN_HEAD_SOURCE, STREAMS_SOURCE):
             build(shape.headers(), source)
     context.rendezvous.barrier(context.deadline)
-    tuning = tuning.within(spec.max_context)
+    tuning = tuning.within(spec)
     matrices, observe = matrices_for(shape)
     weights = random_weights(shape, seed, observe)
     boxes = [*shape.boxes.specs(), *peer_exchange.mailboxes(spec, max(tuning.sizes), world_size)]
@@ -111,7 +111,7 @@ def first_token(kernel: Monokernel, prefill: Prefill, ids: list[int], cached: in
     reached = prefill.run(ids, cached, should_stop=lambda: False, on_queued=launch)
     filled_s = time.perf_counter()
     if reached != len(ids):
-        raise LaunchError(f"prefill gave up at position {reached}: a value left the range of binary16")
+        raise LaunchError(f"prefill gave up and left {reached} positions: a value left the range of binary16")
     while kernel.token(0) is None and time.perf_counter() < filled_s + _LONGEST_TOKEN_S:
         pass
     first_s = time.perf_counter()

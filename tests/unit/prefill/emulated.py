@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 from kog_dist.cuda import build as compiler
 from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers
+from kog_dist.workers.prefill.dense.dense_abi import DENSE_PARAMS, dense_header
+from kog_dist.workers.prefill.dense.device import KERNELS, DenseDeviceOperations
+from kog_dist.workers.prefill.dense.operations import TorchDenseOperations
 from kog_dist.workers.prefill.device_operations import _KERNELS, DeviceOperations
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.operations import TorchOperations
@@ -91,4 +95,18 @@ class EmulatedOperations(DeviceOperations):
         library = ctypes.CDLL(str(compiled(folder, "prefill", header, _KERNELS, "KogPrefillParams")))
         self._bind(embedding, cache, {name: launcher(library, name, PREFILL_PARAMS.size_bytes) for name in _KERNELS})
         self._tiles = {}
+        self.product, self.attend = twin.product, twin.attend  # type: ignore[method-assign]
+
+
+class EmulatedDenseOperations(DenseDeviceOperations):
+    """The same for models with one residual stream."""
+
+    def __init__(
+        self, buffers: DenseBuffers, embedding: Any, cache: Any, folder: Path, *, weight_dtype: str, kv_dtype: str
+    ) -> None:  # fmt: skip
+        twin = TorchDenseOperations(buffers, embedding, cache)
+        self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
+        header = dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+        library = ctypes.CDLL(str(compiled(folder, "dense", header, KERNELS, "KogDenseParams")))
+        self._bind(embedding, cache, {name: launcher(library, name, DENSE_PARAMS.size_bytes) for name in KERNELS})
         self.product, self.attend = twin.product, twin.attend  # type: ignore[method-assign]

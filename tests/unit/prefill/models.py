@@ -14,6 +14,9 @@ from kog_dist.decode.plan import make_plan
 from kog_dist.model.checkpoint import Checkpoint
 from kog_dist.model.layout import EMBEDDING
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers
+from kog_dist.workers.prefill.dense.layers import DenseLayers
+from kog_dist.workers.prefill.dense.operations import TorchDenseOperations
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, SumExchange
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import BATCH, CacheLayout
@@ -67,10 +70,18 @@ class Rank:
         self.lanes = lanes or range(self.spec.num_lanes)
         self.layout = layout_of(self.spec, len(self.lanes))
         self.cache = torch.zeros(self.layout.num_values, dtype=kv_dtype)
-        self.buffers = Buffers(self.layout, dtype, max(*sizes, exact_size), "cpu", split_size=split_size)
-        operations = TorchOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
         self.matrices = matrices_of(self.spec, self.lanes, self.tensor, dtype).layers()
-        self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())
+        self.buffers: Any
+        self.layers: Any
+        if self.spec.has_one_stream:
+            exact_size = 0
+            self.buffers = DenseBuffers(self.layout, dtype, max(sizes), "cpu")
+            of_dense = TorchDenseOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
+            self.layers = DenseLayers(self.spec, self.matrices, of_dense, exchange or OneRank())
+        else:
+            self.buffers = Buffers(self.layout, dtype, max(*sizes, exact_size), "cpu", split_size=split_size)
+            operations = TorchOperations(self.buffers, self.tensor(EMBEDDING), self.cache)
+            self.layers = Layers(self.spec, self.matrices, operations, exchange or OneRank())
         runner = HostRunner(self.layers, self.buffers, sizes, exact_size=exact_size)
         self.prefill = Prefill(runner, max_context=self.spec.max_context, sizes=sizes, exact_size=exact_size)
 

@@ -45,8 +45,7 @@ class Asked(OneRank):
         (8, 0, {}),
         (1, 2, {}),
         (8, 0, {"attention_comm": True, "delay": 2}),
-        (1, 2, {"attention_comm": True, "delay": 0}),
-        (8, 2, {"attention_comm": True, "delay": 0, "own_head_dim": 8, "qkv_bias": True, "qk_norm": True}),
+        (1, 2, {"attention_comm": True, "delay": 0, "shared_norm_scale": False}),
     ],
 )
 def test_kernels_are_the_twin(

@@ -12,6 +12,7 @@ from kog_dist.collectives.mailbox import place
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec, laneformer_2b
 from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_bytes
 from kog_dist.workers.prefill.exchange.peer_exchange import mailboxes
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.memory import buffer_bytes, matrix_bytes, prefill_bytes
@@ -23,10 +24,18 @@ def test_memory_is_counted_beforehand(tmp_path: Path, variant: str) -> None:
     spec = ModelSpec(**{**SMALL, **VARIANTS[variant]})
     write_checkpoint(tmp_path, spec, random_tensors(spec, 1), manifest=False)
     lanes = range(max(1, spec.num_lanes // 2))
-    buffers = Buffers(layout_of(spec, len(lanes)), torch.float16, 16, "cpu")
-    for size, is_exact in ((8, False), (16, False), (12, True), (1, True)):
-        buffers.rows(size, is_exact=is_exact)
-    assert buffer_bytes(buffers.layout, (8, 16), 12) == buffers.num_bytes
+    layout = layout_of(spec, len(lanes))
+    if spec.has_one_stream:
+        dense = DenseBuffers(layout, torch.float16, 16, "cpu")
+        for size in (8, 16):
+            dense.rows(size)
+        dense.last_rows()
+        assert dense_buffer_bytes(layout, 16) == dense.num_bytes
+    else:
+        buffers = Buffers(layout, torch.float16, 16, "cpu")
+        for size, is_exact in ((8, False), (16, False), (12, True), (1, True)):
+            buffers.rows(size, is_exact=is_exact)
+        assert buffer_bytes(layout, (8, 16), 12) == buffers.num_bytes
     rank = Rank(open_checkpoint(tmp_path), lanes=lanes, dtype=torch.float16)
     kept = [getattr(layer, name) for layer in rank.matrices for name in layer.__slots__]
     assert matrix_bytes(spec, len(lanes)) == sum(tensor.nbytes for tensor in kept if tensor is not None)

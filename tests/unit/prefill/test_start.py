@@ -170,9 +170,10 @@ def test_heads_that_flash_attention_cannot_take() -> None:
 
 @pytest.mark.parametrize(("head_dim", "is_taken"), [(2, False), (10, False), (24, False), (64, True), (128, True), (256, False)])
 def test_normed_heads_that_append_cannot_take(head_dim: int, is_taken: bool) -> None:
-    spec = replace(laneformer_2b(), own_head_dim=head_dim)
+    spec = replace(laneformer_2b(), own_head_dim=head_dim, delay=0)
     assert misfit(spec) == ""
     assert (misfit(replace(spec, qk_norm=True)) == "") == is_taken
+    assert "in lanes with streams of their own" in misfit(replace(spec, qk_norm=True, delay=1))
 
 
 def test_an_error_of_cublas_is_a_sentence() -> None:

@@ -71,36 +71,32 @@ class Rows:
         return self.stream[:, : self.gate_up.shape[1]]
 
 
-class Buffers:
-    """Everything that chunks of at most `max_size` tokens need, on `device`. Chunks of different sizes share the memory.
-
-    Keys and values are kept for all positions of the context, rounded to the cache's type, as values of T. Padding may reach
-    beyond the context. Chunks of up to `split_size` rows have split streams. Raises ConfigError for shapes that the fused kernels
-    cannot take.
+class PromptBuffers:
+    """What prefill of every model needs on `device` for chunks of at most `max_size` tokens: the prompt and where it stands, and
+    `keys` and `values`, (`kept_layers`, positions, KV heads, head_dim), rounded to the cache's type, as values of T. Positions
+    are those of the context, and a chunk's padding behind it. Raises ConfigError for shapes that the fused kernels cannot take.
     """
 
-    def __init__(
-        self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str, *, split_size: int = SPLIT_SIZE
-    ) -> None:
+    def __init__(self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str, *, kept_layers: int) -> None:
         import torch
 
         spec = layout.spec
         if finding := misfit(spec):
             raise ConfigError(f"prefill cannot run this model: it has {finding}")
         self.layout, self.spec, self.dtype, self.max_size, self.device = layout, spec, dtype, max_size, device
-        self._split_size = split_size
         self._memory: dict[str, Tensor] = {}
         cos, sin = (torch.from_numpy(table) for table in rope_table(spec, spec.max_context))
         self.rope = torch.stack((cos, sin), dim=-1).to(device)  # (max_context, head_dim / 2, 2)
         num_rows = spec.max_context + max_size
         self.staging = Staging(num_rows, device)
         self.prompt, self.flags = self.staging.prompt, self.staging.flags
-        shape = (spec.num_layers, num_rows, layout.heads, spec.head_dim)
+        shape = (kept_layers, num_rows, layout.heads, spec.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.next_start, self.overflow = self.flags[:1], self.flags[1:2]  # where the next chunk begins; 1: a value was not finite
         self.last_position = self.flags[2:]  # of the prompt
-        self.last_streams = torch.zeros(layout.num_lanes, spec.hidden_size, device=device)  # of it, behind the last layer
+        num_streams = 1 if spec.has_one_stream else layout.num_lanes
+        self.last_streams = torch.zeros(num_streams, spec.hidden_size, device=device)  # of it, behind the last layer
 
     @property
     def streams(self) -> LastStreams:
@@ -118,6 +114,27 @@ class Buffers:
         held = (self.rope, self.prompt, self.keys, self.values, self.flags, self.last_streams)
         return sum(array.nbytes for array in (*held, *self._memory.values()))
 
+    def _front(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> Tensor:
+        """The front of the memory `name`, which is made for `count` values."""
+        import torch
+
+        if name not in self._memory:
+            self._memory[name] = torch.zeros(count, dtype=dtype, device=self.device)
+        return self._memory[name][: prod(shape)].view(shape)
+
+
+class Buffers(PromptBuffers):
+    """Those of a Laneformer, whose keys and values are kept in all layers. Chunks of different sizes share the memory.
+
+    Chunks of up to `split_size` rows have split streams.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str, *, split_size: int = SPLIT_SIZE
+    ) -> None:
+        super().__init__(layout, dtype, max_size, device, kept_layers=layout.spec.num_layers)
+        self._split_size = split_size
+
     def rows(self, size: int, *, is_exact: bool = False) -> Rows:
         """The views of a chunk of `size` tokens. Exact chunks share nothing with chunks of other sizes."""
         import torch
@@ -132,11 +149,8 @@ class Buffers:
         bounds = torch.tensor([0, size], dtype=torch.int32, device=self.device)
 
         def view(name: str, *shape: int, dtype: torch.dtype = self.dtype, part: int = size, largest: int = max_size) -> Tensor:
-            """The front of the memory `name`, which is made for the largest chunk: `part` of it is `largest` there."""
-            key = f"{name} exact {size}" if is_exact else name
-            if key not in self._memory:
-                self._memory[key] = torch.zeros(prod(shape) // part * largest, dtype=dtype, device=self.device)
-            return self._memory[key][: prod(shape)].view(shape)
+            """Made for the largest chunk: `part` of it is `largest` there."""
+            return self._front(f"{name} exact {size}" if is_exact else name, shape, dtype, prod(shape) // part * largest)
 
         def by_slot(name: str, *shape: int, dtype: torch.dtype = self.dtype) -> tuple[tuple[Tensor, ...], ...]:
             return tuple(tuple(view(f"{name} {sublayer} {slot}", *shape, dtype=dtype) for slot in slots) for sublayer in range(2))
@@ -163,6 +177,10 @@ class Buffers:
             query_bounds=bounds,
         )
 
+    def last_rows(self) -> Rows:
+        """Those of the prompt's last token, which goes on beside a chunk."""
+        return self.rows(1, is_exact=True)
+
 
 def stream_rows_of(size: int, max_size: int, split_size: int) -> tuple[int, int]:
     """Rows of a lane's stream in a chunk of `size` tokens that is not exact, and the most of any chunk of up to `max_size`."""
@@ -177,4 +195,6 @@ def misfit(spec: ModelSpec) -> str:
         findings.append(f"{spec.head_dim} values in a head (at most {MAX_HEAD_DIM}, of flash attention)")
     if spec.qk_norm and (spec.head_dim % 4 or 32 % (spec.head_dim // 4)):
         findings.append(f"norms of heads of {spec.head_dim} values (4, 8, 16, 32, 64 or 128)")
+    if (spec.qkv_bias or spec.qk_norm) and not spec.has_one_stream:
+        findings.append("biases or norms of heads in lanes with streams of their own")
     return "; ".join(findings)

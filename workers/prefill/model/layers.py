@@ -23,6 +23,8 @@ class Layers:
     the prompt's last token behind the last layer.
     """
 
+    is_all_or_nothing = True  # nothing is in the monokernel's cache before all of it is
+
     def __init__(self, spec: ModelSpec, matrices: Sequence[LayerMatrices], operations: Operations, exchange: SumExchange) -> None:
         self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
         self._num_shared = num_shared_streams(spec)
@@ -59,6 +61,14 @@ class Layers:
             exchange.publish(sublayer, past_layer, own_sum)
         self._attend_and_feed(last, layer)
         do.give_streams(last)
+
+    def load_cache(self, first: int, last: int) -> None:
+        """See `Operations`."""
+        self.operations.load_cache(first, last)
+
+    def store_cache(self, first: int, last: int) -> None:
+        """See `Operations`."""
+        self.operations.store_cache(first, last)
 
     def _attend_and_feed(self, rows: Rows, layer: int) -> None:
         do, matrices = self.operations, self.matrices[layer]

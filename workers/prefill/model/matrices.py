@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kog_dist.model.layout import layer_prefix, norm_name, tensor_layouts
 from kog_dist.model.spec import ModelSpec
@@ -20,7 +20,6 @@ _MATRICES = {
     "w13": ("feed_forward.w1", "feed_forward.w3"),
     "w2": ("feed_forward.w2",),
 }
-_NORM_OF = {"w13": "ffn_norm"}
 _BIASES = ("attention.wq.bias", "attention.wk.bias", "attention.wv.bias")
 _HEAD_NORMS = ("attention.q_norm", "attention.k_norm")
 _LEAST_SCALE = 2.0**-6
@@ -41,6 +40,18 @@ class LayerMatrices:
     w2: Tensor
     scale: Tensor  # (lanes or 1, D) float32
     unscale: Tensor  # its inverse
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrices:
+    """One layer of the hosted lanes of a model with one residual stream, (lanes, out, in), in the type of the products."""
+
+    wqkv: Tensor  # query rows, key rows, value rows
+    wo: Tensor
+    w13: Tensor  # gate rows, up rows
+    w2: Tensor
+    attention_norm: Tensor  # (D,) float32
+    ffn_norm: Tensor
     qkv_bias: Tensor | None = None  # (lanes, rows of wqkv) float32
     head_norms: Tensor | None = None  # (2, head_dim) float32: of query heads, of key heads
 
@@ -48,6 +59,7 @@ class LayerMatrices:
 class Matrices:
     """Collects the layers of a model while its tensors pass by, in any order; a layer is made as soon as it is complete.
 
+    Layers are `DenseMatrices` where the model has one residual stream, else `LayerMatrices`.
     `take` wants the rows of the hosted lanes (all lanes of the model have the same number of rows), as floating-point values.
     Memory at the peak: what is made, the tensors of layers that are not complete, and one matrix in float32.
     """
@@ -59,7 +71,7 @@ class Matrices:
         self._parts += _HEAD_NORMS if spec.qk_norm else ()
         self._names = {name: layer for layer in range(spec.num_layers) for name in self._tensor_names(layer)}
         self._waiting: dict[int, dict[str, Tensor]] = {layer: {} for layer in range(spec.num_layers)}
-        self._made: dict[int, LayerMatrices] = {}
+        self._made: dict[int, LayerMatrices | DenseMatrices] = {}
 
     def wants(self, name: str) -> bool:
         """Whether a tensor belongs to a matrix."""
@@ -74,11 +86,12 @@ class Matrices:
         waiting[name] = values
         names = self._tensor_names(layer)
         if len(waiting) == len(names):
-            self._made[layer] = self._make([waiting[name] for name in names])
+            make = self._make_dense if self._spec.has_one_stream else self._make
+            self._made[layer] = make({part: waiting[name] for part, name in zip(self._parts, names, strict=True)})
             waiting.clear()
 
-    def layers(self) -> list[LayerMatrices]:
-        """All layers, once every tensor has passed."""
+    def layers(self) -> list[Any]:
+        """All layers, of the model's kind, once every tensor has passed."""
         missing = [layer for layer in range(self._spec.num_layers) if layer not in self._made]
         assert not missing, f"tensors of layers {missing} did not pass"
         return [self._made[layer] for layer in range(self._spec.num_layers)]
@@ -90,23 +103,27 @@ class Matrices:
             for part in self._parts
         ]
 
-    def _make(self, tensors: list[Tensor]) -> LayerMatrices:
+    def _make(self, parts: dict[str, Tensor]) -> LayerMatrices:
+        norm = parts["attention_norm"].float().reshape(-1, self._spec.hidden_size)
+        scale = _scale(norm)
+        wo, w2 = (self._matrix(parts, name) for name in ("wo", "w2"))
+        return LayerMatrices(
+            self._matrix(parts, "wqkv", norm / scale), wo, self._matrix(parts, "w13", parts["ffn_norm"]), w2, scale, 1 / scale
+        )  # fmt: skip
+
+    def _make_dense(self, parts: dict[str, Tensor]) -> DenseMatrices:
         import torch
 
-        by_part = dict(zip(self._parts, tensors, strict=True))
-
-        def matrix(name: str) -> Tensor:
-            return self._matrix([by_part[part] for part in _MATRICES[name]], by_part.get(_NORM_OF.get(name, "")))
-
-        norm = by_part["attention_norm"].float().reshape(-1, self._spec.hidden_size)
-        scale = _scale(norm)
-        wqkv = self._matrix([by_part[part] for part in _MATRICES["wqkv"]], norm / scale)
+        wqkv, wo, w13, w2 = (self._matrix(parts, name) for name in _MATRICES)
+        attention_norm, ffn_norm = (parts[name].float().flatten().contiguous() for name in _NORMS)
         spec = self._spec
-        bias = torch.cat([by_part[part].float() for part in _BIASES], dim=1) if spec.qkv_bias else None
-        head_norms = torch.stack([by_part[part].float() for part in _HEAD_NORMS]) if spec.qk_norm else None
-        return LayerMatrices(wqkv, matrix("wo"), matrix("w13"), matrix("w2"), scale, 1 / scale, bias, head_norms)
+        bias = torch.cat([parts[part].float() for part in _BIASES], dim=1) if spec.qkv_bias else None
+        head_norms = torch.stack([parts[part].float() for part in _HEAD_NORMS]) if spec.qk_norm else None
+        return DenseMatrices(wqkv, wo, w13, w2, attention_norm, ffn_norm, bias, head_norms)
 
-    def _matrix(self, parts: list[Tensor], norm: Tensor | None) -> Tensor:
+    def _matrix(self, by_part: dict[str, Tensor], name: str, norm: Tensor | None = None) -> Tensor:
+        """The parts of a matrix below each other, by lane, times `norm` column by column."""
+        parts = [by_part[part] for part in _MATRICES[name]]
         lanes, _, columns = parts[0].shape
         matrix = parts[0].new_empty((lanes, sum(part.shape[1] for part in parts), columns), dtype=self._dtype)
         row = 0

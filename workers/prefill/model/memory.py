@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.dense.buffers import dense_buffer_bytes
 from kog_dist.workers.prefill.exchange.peer_exchange import mailboxes
 from kog_dist.workers.prefill.model.buffers import misfit, stream_rows_of
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
@@ -33,7 +34,8 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
     if shape.num_ranks > 1:
         boxes = place(mailboxes(shape.spec, max(sizes), shape.num_ranks), shape.num_ranks)
         sums = 8 * sum(box.num_words for box in boxes)
-    work = buffer_bytes(CacheLayout.of(shape), sizes, EXACT_SIZE)
+    layout = CacheLayout.of(shape)
+    work = dense_buffer_bytes(layout, max(sizes)) if shape.spec.has_one_stream else buffer_bytes(layout, sizes, EXACT_SIZE)
     return {"prefill weights": matrix_bytes(shape.spec, shape.num_lanes), "prefill": work + sums + _BESIDES_BYTES}
 
 
@@ -42,6 +44,7 @@ def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
     attention = spec.lane_heads * spec.head_dim
     qkv = spec.lane_qkv_rows
     rest = attention + 3 * spec.lane_ffn
+    # Norms, or scales and their inverses.
     scales = 2 * 4 * spec.num_layers * (1 if spec.shared_norm_scale else num_lanes) * spec.hidden_size
     biases = 4 * spec.num_layers * num_lanes * qkv if spec.qkv_bias else 0
     head_norms = 4 * spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0

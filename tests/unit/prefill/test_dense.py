@@ -1,0 +1,158 @@
+"""Prefill of models with one residual stream: its kernels are the twin in torch, its values stay in range, memory is counted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.cuda import build as compiler
+from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
+from kog_dist.model.layout import EMBEDDING
+from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.prefill.compiled import SOURCE_FOLDERS
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers, dense_buffer_bytes
+from kog_dist.workers.prefill.dense.dense_abi import dense_header
+from kog_dist.workers.prefill.dense.device import KERNELS
+from kog_dist.workers.prefill.dense.layers import DenseLayers
+from kog_dist.workers.prefill.dense.operations import ACTIVATION_SCALE
+from kog_dist.workers.prefill.exchange.lane_sums import OneRank
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+from kog_dist.workers.prefill.prefill import HostRunner, Prefill
+from tests.unit.prefill.emulated import EmulatedDenseOperations
+from tests.unit.prefill.models import SMALL, Rank, layout_of, relative_error, token_ids
+
+DENSE: dict[str, Any] = {**SMALL, "delay": 0}
+TINY: dict[str, Any] = {
+    **DENSE, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 32, "num_layers": 4, "max_context": 40,
+    "sliding_window": 3, "window_layers": (0, 1),
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one lane": {"num_lanes": 1, "sliding_window": None, "window_layers": ()},
+    "biases, normed heads": {"own_head_dim": 8, "qkv_bias": True, "qk_norm": True, "num_lanes": 2},
+    "rows of several turns": {"hidden_size": 2 * 256 + 32, "num_heads": 8, "own_head_dim": 8},
+}  # fmt: skip
+
+
+class Asked(OneRank):
+    """A rank that makes its sums as one among others does."""
+
+    is_alone = False
+
+
+def checkpoint_of(folder: Path, overrides: dict[str, Any]) -> Checkpoint:
+    write_checkpoint(folder, ModelSpec(**overrides), random_tensors(ModelSpec(**overrides), 3), manifest=False)
+    return open_checkpoint(folder)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_are_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
+        monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)  # threads are expensive here
+    monkeypatch.setattr("kog_dist.workers.prefill.dense.device._LOADING", 3)
+    checkpoint = checkpoint_of(tmp_path, {**TINY, **VARIANTS[variant]})
+    spec, sizes = checkpoint.spec, (2, 3)
+    rank = Rank(checkpoint, dtype=torch.float16, sizes=sizes)
+    cache, embedding = torch.zeros_like(rank.cache), rank.tensor(EMBEDDING).to(torch.bfloat16)
+    buffers = DenseBuffers(rank.layout, torch.float16, max(sizes), "cpu")
+    made = EmulatedDenseOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    layers = DenseLayers(spec, rank.matrices, made, OneRank())
+    emulated = Prefill(HostRunner(layers, buffers, sizes), max_context=spec.max_context, sizes=sizes)
+    ids = token_ids(spec, 11)
+    # A chunk with padding; one behind the cache of it, as a rank among others; several; one behind them.
+    for end, start, asked in ((4, 0, False), (7, 4, True), (9, 0, False), (11, 9, False)):
+        layers.exchange = Asked() if asked else OneRank()
+        buffers.keys.fill_(9), buffers.values.fill_(9)  # what a layer sees comes from the cache
+        assert rank.run(ids[:end], start) == end
+        assert emulated.run(ids[:end], start, should_stop=lambda: False) == end
+        wanted, got = rank.cache.float(), cache.float()
+        assert torch.equal(wanted != 0, got != 0), "other places of the cache were written"
+        assert relative_error(got, wanted) < 1e-3
+        assert (wanted != got).float().mean() < 0.01
+        assert relative_error(buffers.last_streams, rank.buffers.last_streams) < 1e-3
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_kernels_load_and_store_as_the_twin_does_where_windows_wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("prefill_abi", "dense.dense_abi", "dense.device"):
+        monkeypatch.setattr(f"kog_dist.workers.prefill.{place}.MAX_THREADS", 32)
+    monkeypatch.setattr("kog_dist.workers.prefill.dense.device._LOADING", 2)
+    checkpoint = checkpoint_of(tmp_path, {**TINY, "max_context": 300, "num_layers": 2, "window_layers": (0,)})
+    rank = Rank(checkpoint, dtype=torch.float16, sizes=(64, 160))
+    assert rank.layout.capacity(0) < 150 < rank.layout.capacity(1)
+    cache, buffers = torch.zeros_like(rank.cache), DenseBuffers(rank.layout, torch.float16, 160, "cpu")
+    embedding = rank.tensor(EMBEDDING).to(torch.bfloat16)
+    made = EmulatedDenseOperations(buffers, embedding, cache, tmp_path, weight_dtype="bfloat16", kv_dtype="bfloat16")
+    layers = DenseLayers(checkpoint.spec, rank.matrices, made, OneRank())
+    emulated = Prefill(HostRunner(layers, buffers, (64, 160)), max_context=300, sizes=(64, 160))
+    ids = token_ids(checkpoint.spec, 290)
+    for end, start in ((150, 0), (290, 147)):
+        assert emulated.run(ids[:end], start, should_stop=lambda: False) == rank.run(ids[:end], start) == end
+        assert torch.equal(rank.cache != 0, cache != 0)
+        assert relative_error(cache.float(), rank.cache.float()) < 1e-3
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b", "qwen2.5-coder-7b"])
+def test_kernels_build_without_spills(tmp_path: Path, name: str) -> None:
+    spec = named_spec(name)
+    layout = CacheLayout.of(KernelShape(spec, range(spec.num_lanes)))
+    sources = {
+        **compiler.read_sources(*SOURCE_FOLDERS),
+        "dense_shape.cuh": dense_header(layout, weight_dtype="bfloat16", kv_dtype="bfloat16"),
+    }
+    cubin = compiler.build(sources, "dense.cu", folder=tmp_path)
+    assert cubin.log.count("0 bytes spill stores, 0 bytes spill loads") == len(KERNELS)
+
+
+def test_large_streams_and_activations_do_not_overflow(tmp_path: Path) -> None:
+    """What binary16 could not hold: a stream beyond 65,504, as some models' outliers have, and activations of a million."""
+    checkpoint = checkpoint_of(tmp_path, {**DENSE, "num_layers": 3, "window_layers": (0,)})
+    rank, exact = (Rank(checkpoint, dtype=dtype) for dtype in (torch.float16, torch.float32))
+    ids = token_ids(checkpoint.spec, 40)
+    for one in (rank, exact):
+        one.matrices[0].wo[:, 5] = 300  # of one column of the stream, as outliers are
+        one.matrices[0].w2[:, 7] = 20000
+        one.matrices[1].w13[:, 3] = one.matrices[1].w13[:, 32 + 3] = 9  # a gate and its up
+        assert one.run(ids) == len(ids)
+    assert exact.layers.operations.buffers.last_streams.abs().max() > 65504
+    runners: list[Any] = [one.prefill._runner for one in (rank, exact)]
+    activations = [float(runner._rows[16].activation.abs().max()) for runner in runners]
+    assert activations[1] / ACTIVATION_SCALE > 1000
+    assert relative_error(rank.buffers.last_streams, exact.buffers.last_streams) < 2e-3
+    assert relative_error(rank.cache.float(), exact.cache.float()) < 5e-3
+
+
+def test_a_value_out_of_range_gives_the_cache_up(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path, DENSE)
+    rank, fresh = (Rank(checkpoint, dtype=torch.float16) for _ in range(2))
+    ids = token_ids(checkpoint.spec, 141)
+    rank.run(ids[:20])
+    wqkv = rank.matrices[2].wqkv.clone()
+    rank.matrices[2].wqkv.mul_(60000)
+    assert rank.run(ids, 20) == 0, "layers before the third have been stored: the kernel begins anew"
+    assert bool(rank.buffers.values.isfinite().all())
+    rank.matrices[2].wqkv.copy_(wqkv)
+    w2 = rank.matrices[-1].w2.clone()
+    rank.matrices[-1].w2.fill_(torch.inf)  # which only the prompt's last token needs
+    assert rank.run(ids) == 0
+    rank.matrices[-1].w2.copy_(w2)
+    assert rank.run(ids) == fresh.run(ids) == len(ids), "the next request is unharmed"
+    assert torch.equal(rank.cache, fresh.cache)
+
+
+def test_one_layer_of_plain_keys_and_values_is_kept() -> None:
+    spec = ModelSpec(**DENSE)
+    buffers = DenseBuffers(layout_of(spec, 4), torch.float16, 16, "cpu")
+    for size in (8, 16):
+        buffers.rows(size)
+    buffers.last_rows()
+    assert buffers.keys.shape == (1, 256 + 16, 8, spec.head_dim)
+    assert dense_buffer_bytes(buffers.layout, 16) == buffers.num_bytes

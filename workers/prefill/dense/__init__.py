@@ -1,0 +1,1 @@
+"""Prefill of models with one residual stream: Llama, Mistral, Qwen."""

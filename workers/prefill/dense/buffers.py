@@ -1,0 +1,86 @@
+"""What chunks of a model with one residual stream work in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from kog_dist.model.spec import Sublayer
+from kog_dist.workers.prefill.model.buffers import PromptBuffers
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DenseRows:
+    """Views for a chunk of `size` tokens. L: hosted lanes, D: hidden size, F: FFN columns of a lane, T: the products' type."""
+
+    size: int
+    stream: Tensor  # (size, D) float32
+    x: Tensor  # (size, D) T: the stream's norm, times the weights of the norm that comes next
+    qkv: Tensor  # (size, L * rows of wqkv) float32, so that keys and values are rounded once
+    query: Tensor  # (size, L * heads, head_dim) T
+    gate_up: Tensor  # (size, L * 2F) T: gates of a lane, its ups, those of the next lane
+    activation: Tensor  # (L, size, F) T, a view of (size, L, F): times ACTIVATION_SCALE
+    partial: Tensor  # (L, size, D) T: what a sublayer adds to the stream, by lane
+    own_sums: tuple[Tensor, ...]  # by sublayer, (size, D) float32: sums over the hosted lanes, for other ranks
+    place: Tensor  # int32: first position of the chunk; 0 and one past its last row, the bounds of its keys
+    query_bounds: Tensor  # int32: 0, size
+
+
+class DenseBuffers(PromptBuffers):
+    """Those of a model with one residual stream. Chunks of different sizes share the memory.
+
+    `keys` and `values` are those of one layer at a time: what came before a chunk is taken from the monokernel's cache, layer by
+    layer.
+    """
+
+    def __init__(self, layout: CacheLayout, dtype: torch.dtype, max_size: int, device: str) -> None:
+        super().__init__(layout, dtype, max_size, device, kept_layers=1)
+
+    def rows(self, size: int) -> DenseRows:
+        """The views of a chunk of `size` tokens."""
+        assert size <= self.max_size
+        return self._rows(size, "", self.max_size)
+
+    def last_rows(self) -> DenseRows:
+        """Those of the prompt's last token, which goes on beside a chunk."""
+        return self._rows(1, " of the last", 1)
+
+    def _rows(self, size: int, suffix: str, largest: int) -> DenseRows:
+        import torch
+
+        spec, lanes, half = self.spec, self.layout.num_lanes, self.dtype
+
+        def view(name: str, *shape: int, dtype: torch.dtype) -> Tensor:
+            return self._front(name + suffix, shape, dtype, prod(shape) // size * largest)
+
+        d, f32 = spec.hidden_size, torch.float32
+        return DenseRows(
+            size=size,
+            stream=view("stream", size, d, dtype=f32),
+            x=view("x", size, d, dtype=half),
+            qkv=view("qkv", size, lanes * spec.lane_qkv_rows, dtype=f32),
+            query=view("query", size, lanes * spec.lane_heads, spec.head_dim, dtype=half),
+            gate_up=view("gate up", size, lanes * 2 * spec.lane_ffn, dtype=half),
+            activation=view("activation", size, lanes, spec.lane_ffn, dtype=half).transpose(0, 1),
+            partial=view("partial", lanes, size, d, dtype=half),
+            own_sums=tuple(view(f"own sum {sublayer}", size, d, dtype=f32) for sublayer in Sublayer),
+            place=torch.zeros(3, dtype=torch.int32, device=self.device),
+            query_bounds=torch.tensor([0, size], dtype=torch.int32, device=self.device),
+        )
+
+
+def dense_buffer_bytes(layout: CacheLayout, max_size: int) -> int:
+    """Of `DenseBuffers` with the rows of chunks of up to so many tokens, and of one token."""
+    spec, lanes = layout.spec, layout.num_lanes
+    num_rows = spec.max_context + max_size
+    kept = 2 * 2 * num_rows * layout.heads * spec.head_dim
+    rope, prompt, flags = 4 * spec.max_context * spec.head_dim, 4 * num_rows, 3 * 4
+    of_lane = 4 * spec.lane_qkv_rows + 2 * spec.lane_heads * spec.head_dim + 2 * 3 * spec.lane_ffn + 2 * spec.hidden_size
+    row = (4 + 2 + 2 * 4) * spec.hidden_size + lanes * of_lane
+    return kept + rope + prompt + flags + (max_size + 1) * row + 4 * spec.hidden_size

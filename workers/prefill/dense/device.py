@@ -1,0 +1,119 @@
+"""The operations of a chunk of a model with one residual stream on a GPU: products by cuBLAS, attention of our own or torch's,
+and the fused kernels of dense.cu for the rest.
+
+All of it is queued on torch's current stream and reads positions from device memory, so a chunk can be captured once and replayed
+for any place in any prompt.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kog_dist.cuda.driver import Kernel
+from kog_dist.workers.prefill import compiled
+from kog_dist.workers.prefill.attention.choice import attention_for, flash_attention
+from kog_dist.workers.prefill.dense.buffers import DenseBuffers, DenseRows
+from kog_dist.workers.prefill.dense.dense_abi import APPEND_ROWS, DENSE_PARAMS, MAX_THREADS, dense_header, row_threads
+from kog_dist.workers.prefill.dense.operations import wide_product
+from kog_dist.workers.prefill.gemm.cublas_autotune import Products, algorithms_kept
+from kog_dist.workers.prefill.kernel_calls import KernelCalls, Launchers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kog_dist.workers.prefill.model.matrices import DenseMatrices
+
+KERNELS = (
+    "begin", "embed", "append", "store", "lane_sum", "residual", "residual_alone", "swiglu", "take_last", "give_stream"
+)  # fmt: skip
+_LOADING = 264  # thread blocks that bring what the cache holds
+_MOST_STORING = 1024
+
+
+class DenseDeviceOperations:
+    """`DenseOperations` on a GPU. The products' type is binary16.
+
+    `embedding` is (vocab, hidden) in `weight_dtype`; `cache` the monokernel's, in `kv_dtype`. Raises CompileError or LaunchError.
+    """
+
+    def __init__(self, buffers: DenseBuffers, embedding: Tensor, cache: Tensor, *, weight_dtype: str, kv_dtype: str) -> None:
+        self.buffers, self.spec, self.layout = buffers, buffers.spec, buffers.layout
+        cubin = compiled.build("dense", dense_header(self.layout, weight_dtype=weight_dtype, kv_dtype=kv_dtype))
+        self.products = Products(algorithms_kept())
+        self._bind(embedding, cache, {name: partial(compiled.launch, Kernel(cubin.path, name, 0)) for name in KERNELS})
+        self._attention = attention_for(self.layout)
+
+    def _bind(self, embedding: Tensor, cache: Tensor, launchers: Launchers) -> None:
+        """`launchers`: see `KernelCalls`."""
+        buffers = self.buffers
+        tensors = {
+            "prompt": buffers.prompt, "next_start": buffers.next_start, "overflow": buffers.overflow, "embedding": embedding,
+            "rope": buffers.rope, "keys": buffers.keys, "values": buffers.values, "cache": cache,
+            "last_position": buffers.last_position, "last_streams": buffers.last_streams,
+        }  # fmt: skip
+        self._launch = KernelCalls(DENSE_PARAMS, launchers, tensors)
+        self._row_threads = row_threads(self.spec.hidden_size)
+
+    def begin(self, rows: DenseRows) -> None:
+        """See `DenseOperations`."""
+        self._launch("begin", 1, 1, size=rows.size, place=rows.place)
+
+    def embed(self, rows: DenseRows, norm: Tensor) -> None:
+        """See `DenseOperations`."""
+        self._launch("embed", rows.size, self._row_threads, place=rows.place, stream=rows.stream, x=rows.x, norm=norm)
+
+    def product(self, x: Tensor, matrix: Tensor, out: Tensor) -> None:
+        """See `DenseOperations`."""
+        self.products(x, matrix, out)
+
+    def append(self, rows: DenseRows, matrices: DenseMatrices, layer: int) -> None:
+        """See `DenseOperations`."""
+        wide_product(self, rows.x, matrices.wqkv, rows.qkv)
+        num_row_ctas = -(-rows.size // APPEND_ROWS)
+        self._launch(
+            "append", num_row_ctas + _LOADING, MAX_THREADS, early=True, size=rows.size, layer=layer, num_row_ctas=num_row_ctas,
+            place=rows.place, qkv=rows.qkv, query=rows.query, qkv_bias=matrices.qkv_bias, head_norms=matrices.head_norms,
+        )  # fmt: skip
+        num_ctas = min(_MOST_STORING, -(-rows.size * self.layout.heads * self.spec.head_dim // (8 * MAX_THREADS)))
+        self._launch("store", num_ctas, MAX_THREADS, early=True, size=rows.size, layer=layer, place=rows.place)
+
+    def attend(self, rows: DenseRows, layer: int) -> Tensor:
+        """See `DenseOperations`."""
+        keys, values, window = self.buffers.keys[0], self.buffers.values[0], self.spec.window(layer)
+        if self._attention is None:
+            return flash_attention(rows.query, keys, values, rows.query_bounds, rows.place, window, self.layout.num_lanes)
+        return self._attention.run(rows.query, keys, values, rows.place, window)
+
+    def lane_sum(self, rows: DenseRows, scale: float, own_sum: Tensor) -> None:
+        """See `DenseOperations`."""
+        self._launch(
+            "lane_sum", rows.size, self._row_threads, early=True, size=rows.size, scale=scale, partial=rows.partial,
+            own_sum=own_sum,
+        )  # fmt: skip
+
+    def residual(self, rows: DenseRows, scale: float, total: Tensor | None, norm: Tensor | None) -> None:
+        """See `DenseOperations`."""
+        self._launch(
+            "residual_alone" if total is None else "residual", rows.size, self._row_threads,
+            early=total is None,  # else it is not a product alone that comes before
+            size=rows.size, scale=scale, stream=rows.stream, x=rows.x, norm=norm, partial=rows.partial, total=total,
+        )  # fmt: skip
+
+    def gate(self, rows: DenseRows, matrix: Tensor) -> None:
+        """See `DenseOperations`."""
+        wide_product(self, rows.x, matrix, rows.gate_up)
+        self._launch(
+            "swiglu", rows.size, MAX_THREADS, early=True, size=rows.size, gate_up=rows.gate_up, activation=rows.activation
+        )  # fmt: skip
+
+    def take_last(self, rows: DenseRows, last: DenseRows) -> None:
+        """See `DenseOperations`."""
+        self._launch(
+            "take_last", 1, MAX_THREADS, place=rows.place, stream=rows.stream, query=rows.query, last_place=last.place,
+            last_stream=last.stream, last_query=last.query,
+        )  # fmt: skip
+
+    def give_stream(self, last: DenseRows) -> None:
+        """See `DenseOperations`."""
+        self._launch("give_stream", 1, MAX_THREADS, stream=last.stream)

@@ -1,0 +1,75 @@
+"""One chunk of tokens through all layers of a model with one residual stream: the model's formula, as operations in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kog_dist.model.spec import ModelSpec, Sublayer
+from kog_dist.workers.prefill.dense.operations import ACTIVATION_SCALE
+from kog_dist.workers.prefill.exchange.lane_sums import SumExchange
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kog_dist.workers.prefill.dense.buffers import DenseRows
+    from kog_dist.workers.prefill.dense.operations import DenseOperations
+    from kog_dist.workers.prefill.model.matrices import DenseMatrices
+
+
+class DenseLayers:
+    """The layers of one rank's lanes. `run` leaves the keys and values of a chunk's tokens in the monokernel's cache, `finish`
+    the stream of the prompt's last token behind the last layer in `DenseBuffers`.
+    """
+
+    is_all_or_nothing = False  # a layer's keys and values are stored when they are made
+
+    def __init__(
+        self, spec: ModelSpec, matrices: Sequence[DenseMatrices], operations: DenseOperations, exchange: SumExchange
+    ) -> None:  # fmt: skip
+        self.spec, self.matrices, self.operations, self.exchange = spec, matrices, operations, exchange
+
+    def run(self, rows: DenseRows) -> None:
+        """The next chunk. Of the last layer it makes queries, keys and values only. Collective when there are several ranks."""
+        do = self.operations
+        do.begin(rows)
+        self.exchange.begin_chunk()
+        do.embed(rows, self.matrices[0].attention_norm)
+        for layer, matrices in enumerate(self.matrices):
+            do.append(rows, matrices, layer)
+            if layer < self.spec.num_layers - 1:
+                self._attend_and_feed(rows, layer)
+
+    def finish(self, rows: DenseRows, last: DenseRows) -> None:
+        """What is left of the last layer, for the prompt's last token, which is in the chunk that was run in `rows` just before.
+        `last` has room for one token. Collective when there are several ranks.
+        """
+        self.operations.take_last(rows, last)
+        self.exchange.begin_last()
+        self._attend_and_feed(last, self.spec.num_layers - 1)
+        self.operations.give_stream(last)
+
+    def load_cache(self, first: int, last: int) -> None:
+        """Nothing: each layer takes what it needs from the cache."""
+
+    def store_cache(self, first: int, last: int) -> None:
+        """Nothing: it is stored."""
+
+    def _attend_and_feed(self, rows: DenseRows, layer: int) -> None:
+        do, matrices = self.operations, self.matrices[layer]
+        do.product(do.attend(rows, layer), matrices.wo, rows.partial)
+        self._add(rows, Sublayer.ATTENTION, layer, 1.0, matrices.ffn_norm)
+        do.gate(rows, matrices.w13)
+        do.product(rows.activation, matrices.w2, rows.partial)
+        is_last = layer == self.spec.num_layers - 1
+        self._add(rows, Sublayer.MLP, layer, 1 / ACTIVATION_SCALE, None if is_last else self.matrices[layer + 1].attention_norm)
+
+    def _add(self, rows: DenseRows, sublayer: Sublayer, layer: int, scale: float, norm: Tensor | None) -> None:
+        """stream += `scale` times the sum of all lanes' partial sums, those of other ranks included; x = its norm."""
+        do, exchange, own_sum = self.operations, self.exchange, rows.own_sums[sublayer]
+        total: Tensor | None = None
+        if not exchange.is_alone:
+            do.lane_sum(rows, scale, own_sum)
+            exchange.publish(sublayer, layer, own_sum)
+            total = exchange.total(sublayer, layer, own_sum)
+        do.residual(rows, scale, total, norm)

@@ -1,0 +1,40 @@
+"""Launches of fused kernels that share one struct of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kog_dist.runtime.abi import Struct
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Launchers = Mapping[str, Callable[[int, int, bytes, bool], None]]
+
+
+class KernelCalls:
+    """`launchers`: by kernel; called with thread blocks, threads of each, parameters, and whether it may begin early.
+
+    `tensors` are what all launches have in common, by the names of their pointers. They are held.
+    """
+
+    def __init__(self, params: Struct, launchers: Launchers, tensors: Mapping[str, Tensor]) -> None:
+        self._launchers, self._tensors = launchers, tensors
+        self._params = np.zeros((), params.dtype)
+        for name, tensor in tensors.items():
+            self._params[f"{name}_ptr"] = tensor.data_ptr()
+
+    def __call__(
+        self, kernel: str, num_ctas: int, num_threads: int, *, early: bool = False, **fields: Tensor | float | None
+    ) -> None:
+        """`fields`: tensors are for the pointers of their names; None: there is none. `early`: see `Kernel.launch_grid`."""
+        params = self._params.copy()
+        for name, value in fields.items():
+            if isinstance(value, (int, float)):
+                params[name] = value
+            else:
+                params[f"{name}_ptr"] = 0 if value is None else value.data_ptr()
+        self._launchers[kernel](num_ctas, num_threads, params.tobytes(), early)
