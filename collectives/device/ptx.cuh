@@ -77,6 +77,11 @@ __device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u
         : "memory");
 }
 
+// Memory is asked for `bytes` (a multiple of 16) that somebody will read soon.
+__device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // ---- registers of a group of four warps ----
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {

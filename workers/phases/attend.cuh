@@ -197,6 +197,7 @@ struct Attender : CacheReader {
                           first, second);
         }
         load_values(rows, next, batch);
+        read_ahead(rows, next + kAttendWarps);
     }
 
     // For one set of the query heads. The first one puts the new row into the cache, where the others' threads read what they have stored

@@ -112,6 +112,12 @@ struct CacheReader {
         const unsigned char* at = values_at(rows, batch);
         load_share<kValueChunks>(at, to.values[0]), load_share<kValueChunks>(at + kValuesStride, to.values[1]);
     }
+    // A batch is brought into the L2 cache where there are many of them: registers have room for two on their way, and memory can do with
+    // a third. Where there are few it comes no earlier, and weights do not (docs/history/geometry.md).
+    static constexpr u32 kMany = 64;
+    __device__ __forceinline__ void read_ahead(const Rows& rows, u32 batch) const {
+        if (rows.num_batches >= kMany && batch < rows.num_batches && opaque(this->lane) == 0) prefetch_l2(batch_at(rows, batch), kBatchBytes);
+    }
 };
 
 }  // namespace kog

@@ -281,6 +281,7 @@ inline void claim(u32 bar, u32 first, u32 end) {
     }
     ++own.number;
 }
+inline void prefetch_l2(const void*, u32) {}
 inline void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64) {
     const char* from = static_cast<const char*>(src);
     bool is_inside = false;
