@@ -75,7 +75,7 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
         yield partial(compiled.build, "dense", header)
         yield from _attention_and_sums(shape)
         return
-    rows = spec.max_context + CHUNK_ROWS.get(group, max(sizes_within(spec.max_context)))
+    rows = spec.max_context + CHUNK_ROWS.get(group, max(sizes_within(spec)))
     header = prefill_header(layout, num_positions=rows, weight_dtype=shape.weight_dtype, kv_dtype=shape.kv_dtype)
     yield partial(compiled.build, "prefill", header)
     yield from _attention_and_sums(shape)

@@ -87,7 +87,7 @@ class Start:
             loaded, cause = self._attempt(partial(self._load_both, watch.ended))
             watch.ended("weights")
         if loaded is not None:
-            heap = self._link(max(sizes_within(self.shape.spec.max_context)))
+            heap = self._link(max(sizes_within(self.shape.spec)))
             kernel, cause = self._make_kernel(loaded[0], heap)
             watch.ended("kernel")
         if loaded is not None and kernel is not None:

@@ -20,7 +20,7 @@ from kog_dist.workers.prefill.device_operations import DeviceOperations, observe
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank, Rehearsal, SumExchange
 from kog_dist.workers.prefill.model.buffers import Buffers
 from kog_dist.workers.prefill.model.cache_layout import CacheLayout
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, EXACT_SIZE, SPLIT_SIZE, Chunk, sizes_within, work_of
 from kog_dist.workers.prefill.model.layers import Layers
 from kog_dist.workers.prefill.model.matrices import Matrices
 from kog_dist.workers.prefill.prefill import Prefill
@@ -40,8 +40,8 @@ class Tuning:
     split_size: int = SPLIT_SIZE  # of the largest chunk whose streams are sums of two; this one, too
 
     def within(self, spec: ModelSpec) -> Tuning:
-        """The same without chunks that no prompt of the model's context needs. A single stream is float32, and never split."""
-        sizes = sizes_within(spec.max_context, self.sizes)
+        """The same without chunks that no prompt of the model has. A single stream is float32, and never split."""
+        sizes = sizes_within(spec, self.sizes)
         return replace(self, sizes=sizes, exact_size=0, split_size=0) if spec.has_one_stream else replace(self, sizes=sizes)
 
 
@@ -100,7 +100,9 @@ def prefill_by(runner: GraphRunner, tuning: Tuning) -> Prefill:
     """Prefill by a runner that was made for this tuning."""
     spec = runner.layers.spec
     tuning = tuning.within(spec)
-    return Prefill(runner, max_context=spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size)
+    return Prefill(
+        runner, max_context=spec.max_context, sizes=tuning.sizes, exact_size=tuning.exact_size, work=work_of(spec)
+    )  # fmt: skip
 
 
 def runner_for(

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from kog_dist.errors import ConfigError
 from kog_dist.workers.cuda.head_start import LastStreams
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, Chunk, chunks
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, MOST_FLOP, NO_LIMIT, Chunk, Work, chunks
 
 CHUNKS_QUEUED = 2  # the next one starts without the host
-ROWS_QUEUED = 4096  # of several chunks together: what a stop waits for
+ROWS_QUEUED = 4096  # of several chunks together, whose work is at most MOST_FLOP: what a stop waits for
 POLL_S = 20e-6
 
 
@@ -66,9 +66,10 @@ class Prefill:
         max_context: int,
         sizes: Sequence[int] = CHUNK_SIZES,
         exact_size: int = 0,
+        work: Work = NO_LIMIT,
     ) -> None:
         self._runner, self._max_context, self._sizes = runner, max_context, tuple(sizes)
-        self._exact_size = exact_size
+        self._exact_size, self._work = exact_size, work
         self._held = 0  # positions whose plain keys and values are those of the cache
 
     @property
@@ -106,7 +107,7 @@ class Prefill:
             raise ConfigError(
                 f"prefill from position {start} to {len(token_ids)} is not within the model's context of {self._max_context}"
             )
-        waiting = deque(chunks(start, len(token_ids), self._sizes, self._exact_size))
+        waiting = deque(chunks(start, len(token_ids), self._sizes, self._exact_size, self._work))
         if not waiting:
             return start
         self._runner.begin(token_ids, start, min(self._held, start))
@@ -140,7 +141,7 @@ class Prefill:
                 self._runner.stop()
                 waiting.clear()
                 is_stopped = True
-            elif waiting and _has_room([chunk for chunk, _ in queued], waiting[0]):
+            elif waiting and self._has_room([chunk for chunk, _ in queued], waiting[0]):
                 if should_stop():
                     waiting.clear()
                     continue
@@ -162,10 +163,13 @@ class Prefill:
                 os.sched_yield()
         return end
 
-
-def _has_room(queued: Sequence[Chunk], chunk: Chunk) -> bool:
-    """Whether another chunk may be queued behind these."""
-    return not queued or (len(queued) < CHUNKS_QUEUED and sum(one.size for one in queued) + chunk.size <= ROWS_QUEUED)
+    def _has_room(self, queued: Sequence[Chunk], chunk: Chunk) -> bool:
+        """Whether another chunk may be queued behind these."""
+        if not queued:
+            return True
+        together = [*queued, chunk]
+        flop = sum(self._work.of(one.start, one.size) for one in together)
+        return len(together) <= CHUNKS_QUEUED and sum(one.size for one in together) <= ROWS_QUEUED and flop <= MOST_FLOP
 
 
 class HostRunner:

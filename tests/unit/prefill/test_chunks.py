@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, Chunk, chunks, sizes_within
+from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.model.spec import laneformer_2b
+from kog_dist.workers.prefill.model.chunks import CHUNK_SIZES, MOST_FLOP, Chunk, chunks, sizes_within, work_of
 
 
 def test_chunks_cover_every_position_once_and_waste_little() -> None:
@@ -58,7 +62,7 @@ def test_sizes(end: int, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("max_context", [60, 128, 300, 1408, 1409, 2048, 3968, 3969, 4096])
 def test_a_context_has_the_sizes_that_its_prompts_need(max_context: int) -> None:
-    sizes = sizes_within(max_context)
+    sizes = sizes_within(replace(laneformer_2b(), max_context=max_context))
     needed = {chunk.size for end in range(1, max_context + 1) for chunk in chunks(0, end)}
     assert needed == set(sizes)
     assert all(chunks(0, end) == chunks(0, end, sizes) for end in range(1, max_context + 1, 7))
@@ -67,3 +71,17 @@ def test_a_context_has_the_sizes_that_its_prompts_need(max_context: int) -> None
 def test_a_chunk_knows_its_padding() -> None:
     assert chunks(3900, 3950) == [Chunk(3900, 128, 50)]
     assert chunks(7, 7) == []
+
+
+def test_chunks_far_into_a_context_are_small() -> None:
+    """A stop waits for what is queued: of a large model, or behind many positions, that is fewer rows."""
+    spec = named_spec("llama-3.1-8b@131072")
+    work, sizes = work_of(spec), sizes_within(spec)
+    assert max(sizes) == 1536
+    found = chunks(0, 131072, sizes, 0, work)
+    assert [found[i].size for i in (0, -2)] == [1536, 256]
+    assert all(work.of(chunk.start, chunk.size) <= MOST_FLOP for chunk in found)
+    assert [chunk.size for chunk in found] == sorted((chunk.size for chunk in found), reverse=True)
+    for chunk in found[::7]:
+        assert chunks(chunk.start, 131072, sizes, 0, work) == found[found.index(chunk) :]
+    assert chunks(0, 4096, work=work_of(laneformer_2b())) == chunks(0, 4096), "2B has its chunks as before"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from kog_dist.model.spec import ModelSpec
 
 # Rows of a chunk. The smallest takes about as long as reading the weights; larger ones use the matrix units better. Few rows are
 # what an agent's conversation goes on with, so small sizes lie close together.
@@ -13,11 +16,37 @@ CHUNK_SIZES = (128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 3072, 4096)
 EXACT_SIZE = 64
 # Chunks of at most so many rows keep streams as such sums, too, and multiply both for queries, keys and values alone.
 SPLIT_SIZE = 128
+# FLOP of what is queued at a time: a stop waits for it. 35 to 40 ms of one H200.
+MOST_FLOP = 24e12
 
 
-def sizes_within(max_context: int, sizes: Sequence[int] = CHUNK_SIZES) -> tuple[int, ...]:
-    """Those of `sizes`, which ascend, that `chunks` uses in a context of so many positions."""
-    return tuple(size for size in sizes if size == sizes[0] or size - max_context < sizes[0])
+@dataclass(frozen=True)
+class Work:
+    """FLOP of a chunk on all ranks together: the same chunks on any number of them. The default is none, so without a limit."""
+
+    row_flop: float = 0.0  # of a row, whatever it sees
+    key_flop: float = 0.0  # of a row, for each position that it sees
+
+    def of(self, start: int, size: int) -> float:
+        """Of `size` rows from position `start` on."""
+        return size * (self.row_flop + self.key_flop * (start + size / 2))
+
+
+NO_LIMIT = Work()
+
+
+def work_of(spec: ModelSpec) -> Work:
+    """Products of the layers, and attention of those that see everything."""
+    attention = spec.num_heads * spec.head_dim
+    values = spec.hidden_size * (2 * attention + 2 * spec.num_kv_heads * spec.head_dim + 3 * spec.intermediate_size)
+    return Work(2 * spec.num_layers * values, 4 * attention * (spec.num_layers - len(spec.window_layers)))
+
+
+def sizes_within(spec: ModelSpec, sizes: Sequence[int] = CHUNK_SIZES) -> tuple[int, ...]:
+    """Those of `sizes`, which ascend, that `chunks` uses for prompts of this model."""
+    work = work_of(spec)
+    fitting = [size for size in sizes if size == sizes[0] or work.of(0, size) <= MOST_FLOP]
+    return tuple(size for size in fitting if size == sizes[0] or size - spec.max_context < sizes[0])
 
 
 class Chunk(NamedTuple):
@@ -33,8 +62,11 @@ class Chunk(NamedTuple):
         return self.start + self.num_tokens
 
 
-def chunks(start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size: int = 0) -> list[Chunk]:
-    """The chunks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them.
+def chunks(
+    start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size: int = 0, work: Work = NO_LIMIT
+) -> list[Chunk]:  # fmt: skip
+    """The chunks of positions `start` to `end` - 1; `sizes` ascend, and `exact_size` (0: there is none) is not among them. None
+    but of the smallest size has more than MOST_FLOP.
 
     A function of its arguments alone, so that results depend neither on when a request was stopped nor on how fast chunks were
     queued. Largest chunks come first: where a prompt was left at the end of one, going on there gives the chunks that the whole
@@ -46,9 +78,10 @@ def chunks(start: int, end: int, sizes: Sequence[int] = CHUNK_SIZES, exact_size:
     found = []
     while start < end:
         rest = end - start
-        holding = next((size for size in sizes if size >= rest), None)
+        allowed = [size for size in sizes if size == sizes[0] or work.of(start, size) <= MOST_FLOP]
+        holding = next((size for size in allowed if size >= rest), None)
         if holding is None or holding - rest >= sizes[0]:
-            holding = max(size for size in sizes if size <= rest)
+            holding = max(size for size in allowed if size <= rest)
         found.append(Chunk(start, holding, min(holding, rest)))
         start += holding
     return found

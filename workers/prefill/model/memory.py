@@ -30,7 +30,7 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
     """GPU memory of a rank's prefill by use: the weights once more, and what it works in."""
     from kog_dist.collectives.mailbox import place
 
-    sizes, sums = sizes_within(shape.spec.max_context), 0
+    sizes, sums = sizes_within(shape.spec), 0
     if shape.num_ranks > 1:
         boxes = place(mailboxes(shape.spec, max(sizes), shape.num_ranks), shape.num_ranks)
         sums = 8 * sum(box.num_words for box in boxes)
