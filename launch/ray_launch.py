@@ -45,7 +45,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
 
     Raises KogError for what is wrong before the cluster was asked for anything.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
+    with StopSignals() as signals, EventLog.of_run(settings, serves=request is None) as events, contextlib.ExitStack() as stack:
         try:
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
@@ -65,7 +65,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
         if outcome.sentence is not None and outcome.user_knows:
             events.note(outcome.sentence)
         elif outcome.sentence is not None:
-            events.say(outcome.sentence, error=True)
+            events.say_end(outcome.sentence)
         events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
         outcome.write(events.log_dir, settings.instance)
     if launcher.has_lost_cluster:
@@ -207,7 +207,7 @@ class RayLauncher:
             f"{gang.instance}, {gang.access.address}{key}{url}, ready after {took_s:.1f} s"
         )
         facts = {**facts_of(self._target), "devices": f"{size} x {gang.kind}; {where}"}
-        show_banner(self._settings, None if self._http is None else self._http.url, facts)
+        show_banner(self._settings, None if self._http is None else self._http.url, facts, self._events)
 
     def _write_key(self, access: Access) -> None:
         """Keep a copy of the key here, for clients on this machine."""

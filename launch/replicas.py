@@ -52,7 +52,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
 
     Raises KogError only for what is wrong before any process exists.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
+    with StopSignals() as signals, EventLog.of_run(settings, serves=True) as events, contextlib.ExitStack() as stack:
         try:
             _check(settings, request)
             settings = with_device(settings)
@@ -68,7 +68,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             Outcome(error.exit_code, "cannot_start", str(error)).write(events.log_dir, settings.instance)
             raise
         if outcome.sentence is not None:
-            events.say(outcome.sentence, error=True)
+            events.say_end(outcome.sentence)
         events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
         outcome.write(events.log_dir, settings.instance)
     return outcome.exit_code
@@ -99,7 +99,7 @@ def _starter(settings: LaunchConfig, folder: FleetFolder, events: EventLog) -> I
         return
 
     def start_local(name: str, _generation: int) -> Replica:
-        return LocalReplica(settings, folder.name, name, watch=folder.watch)
+        return LocalReplica(settings, folder.name, name, watch=folder.watch, log_dir=events.log_dir)
 
     yield start_local
 
@@ -220,7 +220,9 @@ class FleetLauncher:
             f"{ready[0].model} on {what}, instance {self._folder.name}, {report.address}, "
             f"{f'{self._http.url}, ' if self._http is not None else ''}ready after {time.monotonic() - self._begin_s:.1f} s"
         )
-        show_banner(self._settings, None if self._http is None else self._http.url, {"model": f"{ready[0].model}, {what}"})
+        show_banner(
+            self._settings, None if self._http is None else self._http.url, {"model": f"{ready[0].model}, {what}"}, self._events
+        )
 
     # ---- decisions ----
     def _decide(self) -> Outcome | None:

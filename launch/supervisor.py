@@ -43,7 +43,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
     Its ranks come from `ranks`; None: they are children of this process. Raises KogError only for what is wrong before any
     process exists.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
+    with StopSignals() as signals, EventLog.of_run(settings, serves=request is None) as events, contextlib.ExitStack() as stack:
         try:
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
@@ -127,7 +127,7 @@ class Supervisor:
         if outcome.sentence is not None and outcome.user_knows:
             self._events.note(outcome.sentence)
         elif outcome.sentence is not None:
-            self._events.say(outcome.sentence, error=True)
+            self._events.say_end(outcome.sentence)
 
     def _take(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         child = key.data
@@ -286,7 +286,7 @@ class Supervisor:
             f"{engine.model_name} on {ranks} ({engine.kind}){origin}, instance {engine.instance}, "
             f"{engine.endpoint}{f', {self._http.url}' if self._http is not None else ''}, ready after {took_s:.1f} s"
         )
-        show_banner(self._settings, None if self._http is None else self._http.url, facts_of(engine.target))
+        show_banner(self._settings, None if self._http is None else self._http.url, facts_of(engine.target), self._events)
 
     # ---- being asked to stop ----
     def _interrupted_or_draining(self) -> Outcome | None:

@@ -33,7 +33,8 @@ common runs are in `configs/`.
 # Read by the code besides KOG_*; `tests/unit/test_documents.py` compares the names with the code.
 VARIABLES = {
     "XDG_RUNTIME_DIR": "where folders of running engines are: `$XDG_RUNTIME_DIR/kog`; without it `kog-UID` in `TMPDIR` or `/tmp`",
-    "XDG_STATE_HOME": "`kog-chat`: where typed lines are kept, `kog/chat_history`; default `~/.local/state`",
+    "XDG_STATE_HOME": "what outlives an engine: logs without `--log-dir` in `kog/logs/INSTANCE`, lines typed into `kog-chat` in "
+    "`kog/chat_history`; default `~/.local/state`",
     "XDG_CACHE_HOME": "where built device programs and chosen algorithms are kept; default `~/.cache`",
     "HF_HUB_CACHE, HF_HOME": "the Hub's own: where downloaded models are ([models.md](models.md#from-the-hub)); "
     "default `~/.cache/huggingface`",
