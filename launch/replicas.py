@@ -38,6 +38,7 @@ from kog_dist.launch.router_process import RouterProcess
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import model_folder
 from kog_dist.rpc.prompt_request import PromptRequest
+from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.wait import Deadline
 
 TICK_S = 0.05
@@ -62,6 +63,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             remotes = RemoteReplicas(settings.remote_replicas)
             socket_file = None if http is None else http.socket_file
             with FleetFolder(settings.instance or "default", socket_file) as folder, _starter(settings, folder, events) as start:
+                LauncherFile.of_this_process(settings.shutdown_timeout, events.log_dir).write(folder.path)
                 outcome = FleetLauncher(settings, folder, start, remotes, signals, events, http).run()
         except KogError as error:
             events.note(str(error))

@@ -29,6 +29,7 @@ from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.runtime.control import COORDINATOR, AbortCause, RankState
+from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.wait import Deadline
 
 TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests to abort are looked at every tick
@@ -57,6 +58,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
             raise
         ended: Outcome | None = None
         try:
+            engine.introduce(LauncherFile.of_this_process(settings.shutdown_timeout, events.log_dir))
             ended = outcome = Supervisor(settings, engine, signals, events, http).run()
             _record(outcome, events, engine.instance)  # at once: where a host of a rank died, mpirun kills this process, too
         except KogError as error:

@@ -107,6 +107,29 @@ def drain(
     raise typer.Exit(commands.ask(target, "drain", as_json=json, timeout_s=timeout))
 
 
+@app.command(epilog=examples("kog-client stop"))
+def stop(
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for the running request.")] = False, instance: Instance = None
+) -> None:
+    """End an engine of this machine: let the running request finish, then stop. Returns when it is gone."""
+    from kog_dist.rpc import instance_commands
+
+    raise typer.Exit(instance_commands.stop(instance, at_once=now))
+
+
+@app.command(epilog=examples("kog-client logs"))
+def logs(
+    process: Annotated[str | None, typer.Argument(help="Whose log: gateway, rank-0, ... Default: launcher.")] = None,
+    lines: Annotated[int, typer.Option(min=0, help="How many of the last lines.")] = 30,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until the engine ends.")] = False,
+    instance: Instance = None,
+) -> None:
+    """Show what an engine of this machine has logged, also when it has ended."""
+    from kog_dist.rpc import instance_commands
+
+    raise typer.Exit(instance_commands.logs(instance, process, num_lines=lines, follow=follow))
+
+
 def run(arguments: list[str]) -> int:
     """Parse and execute; every KogError becomes one line on stderr and its exit code."""
     try:

@@ -7,6 +7,9 @@ import errno
 import os
 import secrets
 from pathlib import Path
+from typing import Final
+
+EXIT_FILE: Final = "exit.json"  # among the logs: how the last run ended
 
 
 def state_folder() -> Path:

@@ -9,7 +9,8 @@ import pytest
 
 from kog_dist.config import LaunchConfig
 from kog_dist.launch import events
-from kog_dist.launch.events import EXIT_FILE, EventLog, LogFile
+from kog_dist.launch.events import EventLog, LogFile
+from kog_dist.runtime.files import EXIT_FILE
 
 
 @pytest.fixture
