@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kog_dist.config import LaunchConfig
+from kog_dist.launch import detach
 from kog_dist.launch.events import EventLog, is_terminal, say
 from kog_dist.launch.target import Target
 
@@ -18,6 +19,8 @@ def show_banner(settings: LaunchConfig, url: str | None, facts: Mapping[str, str
         return
     where = {} if url.startswith("unix:") else {"page": url, "API base": f"{url}/v1"}
     stop = f"Ctrl-C, which lets requests end for {settings.shutdown_timeout:g} s; again: at once"
+    if detach.is_detached():
+        stop = f"kog-client stop{'' if settings.instance is None else f' --instance {settings.instance}'}"
     shown = {**where, **facts, "logs": str(events.log_dir or events.without), "stop": stop}
     for label, text in shown.items():
         say(f"  {label:<{_LABEL_COLUMNS}}{text}")

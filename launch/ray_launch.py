@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
-from kog_dist.launch import local
+from kog_dist.launch import detach, local
 from kog_dist.launch.banner import facts_of, show_banner
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
@@ -50,6 +50,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
                 stack.callback(http.close)
+            detach.check_logs(events)
             target = choose_ray_target(settings)
             with driver_folder(None if http is None else http.socket_file) as place:
                 if http is not None:
@@ -208,6 +209,7 @@ class RayLauncher:
         )
         facts = {**facts_of(self._target), "devices": f"{size} x {gang.kind}; {where}"}
         show_banner(self._settings, None if self._http is None else self._http.url, facts, self._events)
+        detach.ready()
 
     def _write_key(self, access: Access) -> None:
         """Keep a copy of the key here, for clients on this machine."""

@@ -16,6 +16,7 @@ from types import FrameType
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.launch import detach
 from kog_dist.launch.banner import show_banner
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import EventLog
@@ -63,6 +64,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             remotes = RemoteReplicas(settings.remote_replicas)
             socket_file = None if http is None else http.socket_file
             with FleetFolder(settings.instance or "default", socket_file) as folder, _starter(settings, folder, events) as start:
+                detach.check_logs(events)
                 LauncherFile.of_this_process(settings.shutdown_timeout, events.log_dir).write(folder.path)
                 outcome = FleetLauncher(settings, folder, start, remotes, signals, events, http).run()
         except KogError as error:
@@ -222,9 +224,9 @@ class FleetLauncher:
             f"{ready[0].model} on {what}, instance {self._folder.name}, {report.address}, "
             f"{f'{self._http.url}, ' if self._http is not None else ''}ready after {time.monotonic() - self._begin_s:.1f} s"
         )
-        show_banner(
-            self._settings, None if self._http is None else self._http.url, {"model": f"{ready[0].model}, {what}"}, self._events
-        )
+        url = None if self._http is None else self._http.url
+        show_banner(self._settings, url, {"model": f"{ready[0].model}, {what}"}, self._events)
+        detach.ready()
 
     # ---- decisions ----
     def _decide(self) -> Outcome | None:

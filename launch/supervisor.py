@@ -10,6 +10,7 @@ import time
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
+from kog_dist.launch import detach
 from kog_dist.launch.banner import facts_of, show_banner
 from kog_dist.launch.deaths import Deaths
 from kog_dist.launch.engine import EngineProcesses, RankSource
@@ -58,6 +59,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
             raise
         ended: Outcome | None = None
         try:
+            detach.check_logs(events)
             engine.introduce(LauncherFile.of_this_process(settings.shutdown_timeout, events.log_dir))
             ended = outcome = Supervisor(settings, engine, signals, events, http).run()
             _record(outcome, events, engine.instance)  # at once: where a host of a rank died, mpirun kills this process, too
@@ -289,6 +291,7 @@ class Supervisor:
             f"{engine.endpoint}{f', {self._http.url}' if self._http is not None else ''}, ready after {took_s:.1f} s"
         )
         show_banner(self._settings, None if self._http is None else self._http.url, facts_of(engine.target), self._events)
+        detach.ready()
 
     # ---- being asked to stop ----
     def _interrupted_or_draining(self) -> Outcome | None:
