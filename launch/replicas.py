@@ -127,7 +127,7 @@ class FleetLauncher:
         self._is_announced = False
         self._num_rolls = 0
         self._drain_deadline: Deadline | None = None
-        self._progress = StartupProgress(under_starter=False)
+        self._progress = StartupProgress()
 
     def run(self) -> Outcome:
         """Start everything, keep it alive, and take it down again. Returns how it ended."""

@@ -25,7 +25,7 @@ from kog_dist.launch.outcome import (
     Outcome,
 )
 from kog_dist.launch.process import EngineProcess
-from kog_dist.launch.progress import DOING, StartupProgress, waiting_for
+from kog_dist.launch.progress import StartupProgress, Waiting, starts_of, waiting_for
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.prompt_request import PromptRequest
@@ -128,6 +128,7 @@ class Supervisor:
                     return outcome
 
     def _conclude(self, outcome: Outcome) -> None:
+        self._progress.clear()
         if outcome.sentence is not None and outcome.user_knows:
             self._events.note(outcome.sentence)
         elif outcome.sentence is not None:
@@ -258,25 +259,27 @@ class Supervisor:
     # ---- start-up ----
     def _startup(self, deadline: Deadline) -> Outcome | None:
         engine = self._engine
-        states = [engine.control.state(rank) for rank in range(engine.world_size)]
+        starts = starts_of(engine.control)
         if not deadline.expired():
-            self._progress.show("waiting for the HTTP gateway" if engine.is_ready() else waiting_for(states))
+            waiting = Waiting("waiting for the HTTP gateway") if engine.is_ready() else waiting_for(starts)
+            self._progress.show(waiting.text, doing=waiting.doing, share=waiting.share)
             return None
-        unready = (rank for rank, state in enumerate(states) if state not in (RankState.READY, RankState.RUNNING))
-        waiting = sorted(unready, key=states.__getitem__)  # first the one that is furthest behind, on which others wait
-        engine.abort(AbortCause.STARTUP_FAILED, waiting[0] if waiting else COORDINATOR)
-        if waiting:
-            doing = DOING[states[waiting[0]]]
-            names = f"rank {waiting[0]} is still {doing}" + (f", {len(waiting) - 1} more not ready" if len(waiting) > 1 else "")
+        unready = (rank for rank, start in enumerate(starts) if not start.is_ready)
+        late = sorted(unready, key=lambda rank: starts[rank].state)  # first the furthest behind, on which others wait
+        engine.abort(AbortCause.STARTUP_FAILED, late[0] if late else COORDINATOR)
+        if late:
+            names = f"rank {late[0]} is still {starts[late[0]].doing}" + (f", {len(late) - 1} more not ready" if late[1:] else "")
         elif engine.is_ready():
             names = "the HTTP gateway does not answer yet"
         else:
             names = "the coordinator is not serving yet"
         sentence = f"the engine was not ready after {self._settings.startup_timeout:g} s: {names}; see --startup-timeout"
-        return Outcome(EXIT_TIMEOUT, "startup_timeout", sentence, waiting[0] if waiting else None)
+        return Outcome(EXIT_TIMEOUT, "startup_timeout", sentence, late[0] if late else None)
 
     def _announce(self) -> None:
         engine = self._engine
+        if summary := self._progress.summary():
+            self._events.note(f"start-up: {summary}")
         for child in engine.children:
             child.read_output()
             for text in child.notes:

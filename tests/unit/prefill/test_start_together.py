@@ -82,13 +82,13 @@ def start(
     monkeypatch.setattr(gpu, "release_unused", lambda: None)
     monkeypatch.setattr(cuda_peers.CudaPeers, "prefill_sums", lambda peers, limit_s: None)
     monkeypatch.setattr(
-        gpu, "prefill_for", lambda kernel, matrices, exchange, ended: make(
+        gpu, "prefill_for", lambda kernel, matrices, exchange, ended, tell: make(
             "prefill", rank_of(kernel.shape), Trial(failing if failing == "overflow" or rank_of(kernel.shape) == 1 else ""),
         ),
     )  # fmt: skip
     for module in (cuda, cuda_start):
         monkeypatch.setattr(module, "free_memory", lambda: None)
-    monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, observe=None: None)
+    monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, observe=None, on_share=None: None)
     kernel_of, failed, held = monokernel.Monokernel, list[int](), dict[int, Any]()
 
     def make_kernel(shape: Any, weights: Any, **options: Any) -> Any:
@@ -150,7 +150,7 @@ def test_one_that_cannot_ends_the_engine_with_the_way_out(
 def test_the_one_that_others_wait_for_is_seen(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     state = ranks.page.state
 
-    def slow(kernel: Any, matrices: Any, exchange: Any, ended: Any) -> Trial:
+    def slow(kernel: Any, matrices: Any, exchange: Any, ended: Any, tell: Any) -> Trial:
         if kernel.shape.vocab_rows[0] > 0:
             assert state(1) is RankState.LOADING
             deadline = Deadline.after(20.0)
