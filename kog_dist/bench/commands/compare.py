@@ -18,7 +18,7 @@ def compare(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
 ) -> None:
-    """Two results side by side: ratios with 95% intervals, and what is not the same in their configurations."""
+    """Two results of serve side by side. Ratios with 95% intervals, and what is not the same in their configurations."""
     from kog_dist.bench import compare as comparison
 
     if fail_if_slower is not None and not fail_if_slower >= 0:

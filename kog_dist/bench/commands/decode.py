@@ -17,7 +17,7 @@ def decode(
     repeats: Annotated[int, typer.Option(help="Requests per rank count; the median counts.")] = 5,
     idle_s: Annotated[float, typer.Option(help="Seconds over which idle ranks are watched.")] = 5.0,
 ) -> None:
-    """Tokens per second, time to be ready, and what idle ranks cost."""
+    """Speed of one request on CPU ranks. Also time to be ready, and what idle ranks cost."""
     from kog_dist.bench.engine import decode as benchmark
 
     counts = counts_of(ranks)

@@ -26,7 +26,7 @@ def latency(
     ] = "",
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
 ) -> None:
-    """Microseconds per token of the monokernel on one GPU, beside the time that reading the weights alone takes."""
+    """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
     from kog_dist.bench.kernel import latency as benchmark
     from kog_dist.bench.kernel.torch_baseline import FORMS
 

@@ -23,7 +23,7 @@ def scaling(
     long_run: Annotated[bool, typer.Option("--long-run", help="Also one launch to the end of the context; its tokens.")] = False,
     yardstick: Annotated[bool, typer.Option("--yardstick", help="Also, in turn, with the delayed sums left out.")] = False,
     builds: Annotated[
-        str, typer.Option(help="Also other builds, in turn: options of KernelShape, max_slots=8;pieces=1,pieces_in_flight=3")
+        str, typer.Option(help="Also other builds, in turn, by options of KernelShape (max_slots=8;pieces=1,pieces_in_flight=3).")
     ] = "",
     trace: Annotated[str | None, typer.Option(help="Also trace a token on each number of GPUs; folder for the pictures.")] = None,
     lanes_us: Annotated[
@@ -40,7 +40,7 @@ def scaling(
     context: Annotated[int, typer.Option(help="Of the figures that are taken from --measured.")] = 64,
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
 ) -> None:
-    """Microseconds per token on several GPUs, and whether the bits are the same (else code 1); or a prediction."""
+    """Microseconds per token on several GPUs, or a prediction. Whether the bits are the same, too (else code 1)."""
     from kog_dist.bench.kernel import scaling as benchmark
     from kog_dist.bench.kernel.scaling_files import measured_in
     from kog_dist.bench.kernel.shapes import named_spec
