@@ -91,6 +91,19 @@ def test_a_folder_that_was_asked_for_is_used_or_refused(state: Path, tmp_path: P
         assert "Not a directory" in kept.without
 
 
+@pytest.mark.parametrize("has_terminal", [False, True])
+def test_a_failure_says_at_a_terminal_where_more_is_said(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_terminal: bool
+) -> None:
+    monkeypatch.setattr(events, "is_terminal", lambda stream: has_terminal)
+    with EventLog.of_run(LaunchConfig(), serves=True) as kept:
+        kept.say_end("rank 1 was killed")
+    where = f"kog-launch: the logs are in {kept.log_dir}\n" if has_terminal else ""
+    assert capsys.readouterr().err == f"kog-launch: rank 1 was killed\n{where}"
+    assert kept.log_dir is not None
+    assert (kept.log_dir / "launcher.log").read_text().endswith(" rank 1 was killed\n")
+
+
 def test_without_a_home_there_are_no_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home(_cls: type[Path]) -> Path:
         raise RuntimeError("Could not determine home directory.")

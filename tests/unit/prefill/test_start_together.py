@@ -11,6 +11,7 @@ import pytest
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import AbortedError, LaunchError
 from kog_dist.runtime.control import RankState
+from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.workers import worker
 from kog_dist.workers.cuda import load, monokernel
@@ -108,10 +109,20 @@ def start(
 
 @pytest.mark.parametrize("prefill", ["auto", "on"])
 def test_all_have_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, prefill: str) -> None:
+    told: list[list[StartReport]] = [[], []]
+    for engine, reports in zip(ranks.engines, told, strict=True):
+        engine._start = StartTeller(reports.append)
     assert start(ranks, monkeypatch, prefill=prefill) == [None, None], ranks.happened
     assert ranks.page.has_prefill()
     assert len(ranks.answer(1, request(num_prompt=100, max_tokens=5))) == 5
     assert {kernel.begun[-1] for kernel in ranks.kernels.values()} == {(100, 99)}
+    for reports in told:
+        stages = [report.stage for report in reports]
+        assert list(dict.fromkeys(stages)) == [
+            StartStage.CHECKPOINT, StartStage.DEVICE, StartStage.PEERS, StartStage.TORCH, StartStage.WEIGHTS, StartStage.KERNEL,
+            StartStage.TRIAL,
+        ]  # fmt: skip
+        assert stages[-2:] == [StartStage.PEERS, StartStage.TRIAL]
 
 
 @pytest.mark.parametrize(("failing", "cause", "room"), [
