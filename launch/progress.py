@@ -53,7 +53,7 @@ def starts_of(control: ControlPage) -> list[RankStart]:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class AwaitedStage:
     """What start-up waits for. `share`: how much of it is done, None where nobody knows."""
 
     text: str
@@ -61,11 +61,11 @@ class Waiting:
     share: float | None = None
 
 
-def waiting_for(starts: Sequence[RankStart]) -> Waiting:
+def waiting_for(starts: Sequence[RankStart]) -> AwaitedStage:
     """`waiting for rank 3: loading and packing weights`: the ranks that are furthest behind, on which the others wait."""
     behind = min(((start.state, start.report.stage) for start in starts if start.state < RankState.READY), default=None)
     if behind is None:
-        return Waiting("waiting for the coordinator: opening its socket")
+        return AwaitedStage("waiting for the coordinator: opening its socket")
     found = {rank: start for rank, start in enumerate(starts) if (start.state, start.report.stage) == behind}
     ranks, doing = list(found), next(iter(found.values())).doing
     if len(ranks) == 1:
@@ -76,7 +76,7 @@ def waiting_for(starts: Sequence[RankStart]) -> Waiting:
         names = f"ranks {', '.join(map(str, ranks))}"
     shares = [start.report.share for start in found.values()]
     known = [share for share in shares if share is not None]
-    return Waiting(f"waiting for {names}: {doing}", doing, min(known) if len(known) == len(shares) else None)
+    return AwaitedStage(f"waiting for {names}: {doing}", doing, min(known) if len(known) == len(shares) else None)
 
 
 def bar(share: float | None, elapsed_s: float) -> str:
@@ -106,7 +106,7 @@ class StartupProgress:
         self._took_s: dict[str, float] = {}
 
     def show(self, text: str, *, doing: str = "", share: float | None = None) -> None:
-        """Show it if it is time to. `doing`: under which name its time counts, if not as it is; `share`: see `Waiting`."""
+        """Show it if it is time to. `doing`: under which name its time counts, if not as it is; `share`: see `AwaitedStage`."""
         now_s = time.monotonic()
         self._count(now_s)
         if text != self._text:

@@ -25,7 +25,7 @@ from kog_dist.launch.outcome import (
     Outcome,
 )
 from kog_dist.launch.process import EngineProcess
-from kog_dist.launch.progress import StartupProgress, Waiting, starts_of, waiting_for
+from kog_dist.launch.progress import AwaitedStage, StartupProgress, starts_of, waiting_for
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.prompt_request import PromptRequest
@@ -261,7 +261,7 @@ class Supervisor:
         engine = self._engine
         starts = starts_of(engine.control)
         if not deadline.expired():
-            waiting = Waiting("waiting for the HTTP gateway") if engine.is_ready() else waiting_for(starts)
+            waiting = AwaitedStage("waiting for the HTTP gateway") if engine.is_ready() else waiting_for(starts)
             self._progress.show(waiting.text, doing=waiting.doing, share=waiting.share)
             return None
         unready = (rank for rank, start in enumerate(starts) if not start.is_ready)
