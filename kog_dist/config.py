@@ -86,7 +86,7 @@ class LaunchConfig:
     step_timeout: float = _setting(30.0, "Seconds a rank may wait for its peers.", _SECONDS)
     shutdown_timeout: float = _setting(10.0, "Seconds for the running request after a stop.", _SECONDS)
     stall_timeout: float = _setting(1.0, "Seconds without a heartbeat until a rank counts as hung.", (MIN_STALL_S, MAX_TIMEOUT_S))
-    log_dir: str | None = _setting(None, "Folder for one log per process and exit.json.")
+    log_dir: str | None = _setting(None, "Folder for one log per process and exit.json. Default: one of this user.")
     log_format: str = _setting("text", "Of the HTTP gateway's log: {choices}.", choices=("text", "json"))
     log_prompts: bool = _setting(False, "Log prompts and answers, too.")
     unknown_fields: str = _setting("warn", "Of HTTP requests: {choices}.", choices=("refuse", "warn", "ignore"))

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections import Counter
 from collections.abc import Mapping
 
 from kog_dist.config import LaunchConfig
-from kog_dist.launch.events import say
+from kog_dist.launch import detach
+from kog_dist.launch.events import EventLog, is_terminal, say
 from kog_dist.launch.target import Target
 
 _LABEL_COLUMNS = 10
 
 
-def has_terminal() -> bool:
-    """Whether somebody may be reading standard output."""
-    with contextlib.suppress(ValueError, AttributeError):  # it may be closed
-        return sys.stdout.isatty()
-    return False
-
-
-def show_banner(settings: LaunchConfig, url: str | None, facts: Mapping[str, str]) -> None:
+def show_banner(settings: LaunchConfig, url: str | None, facts: Mapping[str, str], events: EventLog) -> None:
     """Print where the service is, `facts` (by label), where logs are and how to stop; on a terminal, unless it shall be quiet."""
-    if url is None or settings.quiet or not has_terminal():
+    if url is None or settings.quiet or not is_terminal("stdout"):
         return
     where = {} if url.startswith("unix:") else {"page": url, "API base": f"{url}/v1"}
-    logs = settings.log_dir if settings.log_dir is not None else "none; --log-dir FOLDER keeps them"
     stop = f"Ctrl-C, which lets requests end for {settings.shutdown_timeout:g} s; again: at once"
-    shown = {**where, **facts, "logs": logs, "stop": stop}
+    if detach.is_detached():
+        stop = f"kog-client stop{'' if settings.instance is None else f' --instance {settings.instance}'}"
+    shown = {**where, **facts, "logs": str(events.log_dir or events.without), "stop": stop}
     for label, text in shown.items():
         say(f"  {label:<{_LABEL_COLUMNS}}{text}")
 

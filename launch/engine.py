@@ -27,6 +27,7 @@ from kog_dist.rpc.paths import ACCESS_NAME, SOCKET_NAME
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, ControlPage, RankState
 from kog_dist.runtime.instance import sweep_stale
+from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.socket_file import SocketFile
 from kog_dist.runtime.topology import LocalRendezvous, RankInfo
 from kog_dist.runtime.wait import Deadline
@@ -95,6 +96,10 @@ class EngineProcesses:
         if self._settings.rpc_port is not None and access.exists():
             return str(json.loads(access.read_text(encoding="utf-8"))["address"])
         return f"ipc://{self._lease.folder / SOCKET_NAME}"
+
+    def introduce(self, launcher: LauncherFile) -> None:
+        """Leave word of this process in the folder, for `kog-client stop` and `logs`. Raises LaunchError."""
+        launcher.write(self._lease.folder)
 
     @property
     def seen_by_gateway(self) -> EngineOfGateway:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
+import itertools
 import os
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Final, Literal
 
+from kog_dist.config import LaunchConfig
 from kog_dist.errors import LaunchError
 from kog_dist.quoting import escaped_bytes, printable
+from kog_dist.runtime.files import EXIT_FILE, log_folder
 
-EXIT_FILE = "exit.json"
+MOST_BYTES: Final = 16 << 20  # of a log file: some 40,000 lines of requests
+NUM_OLDER: Final = 3
 
 
 def say(line: str, *, error: bool = False) -> None:
@@ -24,6 +29,13 @@ def say(line: str, *, error: bool = False) -> None:
         print(printable(line), file=getattr(sys, stream), flush=True)
     except (OSError, ValueError):
         silence(stream)
+
+
+def is_terminal(stream: Literal["stdout", "stderr"]) -> bool:
+    """Whether somebody may be reading it."""
+    with contextlib.suppress(ValueError, AttributeError):  # it may be closed
+        return bool(getattr(sys, stream).isatty())
+    return False
 
 
 def silence(stream: Literal["stdout", "stderr"]) -> None:
@@ -54,26 +66,48 @@ def make_log_folder(folder: Path) -> None:
 
 
 class LogFile:
-    """The log of a process, appended to. Readable by this user alone, if it was not there before."""
+    """The log of a process, appended to. Readable by this user alone, if it was not there before.
+
+    One that grows beyond MOST_BYTES goes on as a new file; NUM_OLDER earlier ones are kept, as `NAME.log.1` and so on.
+    """
 
     def __init__(self, folder: Path, role: str) -> None:
         """Open it and begin this run with a line. Raises LaunchError if it cannot be opened."""
-        path = folder / f"{role.replace(' ', '-')}.log"
+        self._folder, self._path = folder, folder / f"{role.replace(' ', '-')}.log"
         try:
-            self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab", buffering=0)
+            self._open()
         except OSError as error:
-            raise LaunchError(f"log file {path} cannot be opened: {error.strerror}; choose another --log-dir") from None
-        self._folder = folder
+            raise LaunchError(f"log file {self._path} cannot be opened: {error.strerror}; choose another --log-dir") from None
         self.write(f"---- {role}, run of kog-launch {os.getpid()}, {_now()} ----\n".encode())
+
+    def _open(self) -> None:
+        self._file = os.fdopen(
+            os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab", buffering=0
+        )
+        self._num_bytes = os.fstat(self._file.fileno()).st_size
 
     def write(self, chunk: bytes) -> None:
         """Append to it, escaped, or say that this cannot be done."""
         chunk = escaped_bytes(chunk)
         try:
+            if self._num_bytes and self._num_bytes + len(chunk) > MOST_BYTES:
+                self._begin_anew()
+            self._num_bytes += len(chunk)
             if rest := chunk[self._file.write(chunk) or 0 :]:  # what no longer fits: the next attempt says why
                 self._file.write(rest)
         except OSError as error:
             say_lost(self._folder, error)
+
+    def _begin_anew(self) -> None:
+        """The file becomes the newest of the older ones. Where that cannot be done it is appended to for as long again."""
+        self._num_bytes = 0
+        older = [self._path, *(Path(f"{self._path}.{age}") for age in range(1, NUM_OLDER + 1))]
+        for later, earlier in reversed(list(itertools.pairwise(older))):
+            with contextlib.suppress(FileNotFoundError):
+                later.replace(earlier)
+        before = self._file
+        self._open()
+        before.close()
 
     def close(self) -> None:
         """Write no more."""
@@ -83,39 +117,95 @@ class LogFile:
 class EventLog:
     """The launcher's own lines: to the user, and with the time to `launcher.log` in the log folder, if there is one."""
 
-    def __init__(self, log_dir: str | None) -> None:
-        """Make the log folder and forget how an earlier run ended. Raises LaunchError when that cannot be done."""
+    def __init__(self, log_dir: str | None, unless_given: Path | None = None) -> None:
+        """Make the log folder and forget how an earlier run ended. Raises LaunchError when that cannot be done.
+
+        Without a `log_dir` logs go to the folder `unless_given`. A run that cannot have that one for itself has none.
+        """
         self.log_dir: Path | None = None
+        self.without = "none; --log-dir FOLDER keeps them"  # for people: why there are no logs
         self._log: LogFile | None = None
-        if log_dir is None:
+        self._lock_fd = -1
+        folder = Path(log_dir) if log_dir is not None else unless_given
+        if folder is None:
             return
-        self.log_dir = Path(log_dir)
         try:
-            make_log_folder(self.log_dir)
-            (self.log_dir / EXIT_FILE).unlink(missing_ok=True)
-        except OSError as error:
+            make_log_folder(folder)
+            if log_dir is None:
+                self._lock_fd = _locked(folder)
+            (folder / EXIT_FILE).unlink(missing_ok=True)
+            self._log = LogFile(folder, "launcher")
+        except (OSError, LaunchError) as error:
+            if log_dir is None:
+                self._give_up(folder, error)
+                return
+            if isinstance(error, LaunchError):
+                raise
             raise LaunchError(
                 f"log folder {log_dir} cannot be made or used: {error.strerror}; choose another --log-dir"
             ) from None
-        self._log = LogFile(self.log_dir, "launcher")
+        self.log_dir = folder
+
+    @classmethod
+    def of_run(cls, settings: LaunchConfig, *, serves: bool) -> EventLog:
+        """Of an engine, or of a fleet. One that `serves` has logs unless it is told otherwise, so that they are there at night.
+
+        Raises LaunchError.
+        """
+        folder = None
+        if serves:
+            with contextlib.suppress(OSError):
+                folder = log_folder(settings.instance or "default")
+        return cls(settings.log_dir, folder)
+
+    def _give_up(self, folder: Path, error: OSError | LaunchError) -> None:
+        why = f"{folder} cannot be written: {error.strerror}" if isinstance(error, OSError) else str(error)
+        self.without = f"none: {why}; --log-dir FOLDER keeps them elsewhere"
+        self.close()
 
     def __enter__(self) -> EventLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write no more; somebody else may have the folder."""
         if self._log is not None:
             self._log.close()
             self._log = None
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def say(self, text: str, *, error: bool = False) -> None:
         """Tell the user and the log."""
         say(f"kog-launch: {text}", error=error)
         self.note(text)
 
+    def say_end(self, sentence: str) -> None:
+        """Tell why the run has failed; who sits at a terminal also wants to know where more is said."""
+        self.say(sentence, error=True)
+        if self.log_dir is not None and is_terminal("stderr"):
+            say(f"kog-launch: the logs are in {self.log_dir}", error=True)
+
     def note(self, text: str) -> None:
         """Tell only the log."""
         if self._log is not None:
             self._log.write(f"{_now()} {printable(text)}\n".encode(errors="replace"))
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that keeps the folder for this launcher. Raises LaunchError if another one has it, OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise LaunchError(f"another engine writes into {folder}") from None
+    except OSError:  # a network's file system without locks
+        pass
+    return fd
 
 
 def _now() -> str:

@@ -56,6 +56,7 @@ def launch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show bytes per rank, plan and ceiling; start nothing.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Open all files of the model as a start does; exit 0 or 3.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="With --check: also read all weights.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; it goes on in the background.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show every setting and its source.")] = False,
     version: Version = False,
 ) -> None:
@@ -81,26 +82,32 @@ def launch(
         raise ConfigError("--dry-run, --check and --print-config exclude each other")
     if deep and not check:
         raise ConfigError("--deep goes with --check; a start reads all weights anyway")
+    if detach and (request is not None or dry_run or check or print_config):
+        raise ConfigError("--detach goes with an engine that serves: it has no answer and nothing to show")
     if print_config:
         _print(resolved.describe())
         choice = choose_launcher(resolved.config, os.environ)
         _print(f"\nlauncher {choice.launcher}: {choice.reason}")
         raise typer.Exit(0)
-    raise typer.Exit(_start(resolved.config, request, dry_run=dry_run, check=check, deep=deep))
+    if check or dry_run:
+        from kog_dist.launch import inspection
+
+        _print(inspection.check(resolved.config, deep=deep) if check else inspection.dry_run(resolved.config))
+        raise typer.Exit(0)
+    raise typer.Exit(_start(resolved.config, request, detach=detach))
 
 
-def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, dry_run: bool, check: bool, deep: bool) -> int:
-    from kog_dist.launch import inspection
-
-    if check:
-        _print(inspection.check(settings, deep=deep))
-        return 0
-    if dry_run:
-        _print(inspection.dry_run(settings))
-        return 0
+def _start(settings: config.LaunchConfig, request: PromptRequest | None, *, detach: bool) -> int:
     launcher = choose_launcher(settings, os.environ).launcher
     if launcher != "mpi":
         _muted.close()  # whoever runs an engine of its own speaks for itself
+    if detach:
+        from kog_dist.launch import detach as background
+
+        if launcher == "mpi":
+            raise ConfigError("--detach is not for mpirun, which ends its processes with itself; put mpirun in the background")
+        if (code := background.begin(settings.startup_timeout)) is not None:
+            return code
     module = _MODULES["replicas" if settings.has_router else launcher]
     supervise: Supervise = import_module(f"kog_dist.launch.{module}").supervise
     return supervise(settings, request)

@@ -17,7 +17,8 @@ from kog_dist.config import LaunchConfig
 from kog_dist.gateway import bind
 from kog_dist.gateway.args import HTTP_FILE, GatewayArgs, read_key_file, write_key
 from kog_dist.launch import local
-from kog_dist.launch.banner import has_terminal
+from kog_dist.launch.detach import is_detached
+from kog_dist.launch.events import is_terminal
 from kog_dist.launch.liveness import WatchedChild
 from kog_dist.launch.local import Child
 from kog_dist.launch.outcome import EXIT_CANNOT_START, EXIT_RANK_DIED, Outcome, signal_name
@@ -103,7 +104,7 @@ class HttpGateway:
         settings = self._settings
         key_fd = -1 if self._api_key is None else write_key(self._api_key)
         listen_fd = self._port.listener.fileno()
-        terminal_fd = -1 if settings.quiet or not has_terminal() else os.dup(sys.stdout.fileno())
+        terminal_fd = -1 if settings.quiet or is_detached() or not is_terminal("stdout") else os.dup(sys.stdout.fileno())
         try:
             arguments = GatewayArgs(
                 listen_fd=listen_fd, host=self._port.host, key_fd=key_fd, instance_folder=str(engine.instance_folder),

@@ -8,8 +8,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kog_dist.launch.events import EXIT_FILE, say_lost
-from kog_dist.runtime.files import write_at_once
+from kog_dist.launch.events import say_lost
+from kog_dist.runtime.files import EXIT_FILE, write_at_once
 
 INTERRUPTED = "stopped_by_"  # how the reason of an interrupted run begins
 _REQUEST = "request_"  # how the reason of an end begins about which the client has told the user

@@ -85,13 +85,14 @@ class ReportedProgress(StartupProgress):
 
     def __init__(self, reports: Reports) -> None:
         super().__init__(under_starter=True)
-        self._reports, self._text = reports, ""
+        self._reports, self._told = reports, ""
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, *, doing: str = "", share: float | None = None) -> None:
         """See `StartupProgress`."""
-        if text != self._text:
-            self._text = text
-            self._reports.report("doing", text=text)
+        told = text if share is None else f"{text} ({10 * int(10 * share)} % done)"
+        if told != self._told:
+            self._told = told
+            self._reports.report("doing", text=told)
 
     def clear(self) -> None:
         """See `StartupProgress`. The driver clears its own."""

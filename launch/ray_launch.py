@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
-from kog_dist.launch import local
+from kog_dist.launch import detach, local
 from kog_dist.launch.banner import facts_of, show_banner
 from kog_dist.launch.events import EventLog
 from kog_dist.launch.http import EngineOfGateway, HttpGateway
@@ -45,11 +45,12 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
 
     Raises KogError for what is wrong before the cluster was asked for anything.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
+    with StopSignals() as signals, EventLog.of_run(settings, serves=request is None) as events, contextlib.ExitStack() as stack:
         try:
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
                 stack.callback(http.close)
+            detach.check_logs(events)
             target = choose_ray_target(settings)
             with driver_folder(None if http is None else http.socket_file) as place:
                 if http is not None:
@@ -65,7 +66,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
         if outcome.sentence is not None and outcome.user_knows:
             events.note(outcome.sentence)
         elif outcome.sentence is not None:
-            events.say(outcome.sentence, error=True)
+            events.say_end(outcome.sentence)
         events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
         outcome.write(events.log_dir, settings.instance)
     if launcher.has_lost_cluster:
@@ -207,7 +208,8 @@ class RayLauncher:
             f"{gang.instance}, {gang.access.address}{key}{url}, ready after {took_s:.1f} s"
         )
         facts = {**facts_of(self._target), "devices": f"{size} x {gang.kind}; {where}"}
-        show_banner(self._settings, None if self._http is None else self._http.url, facts)
+        show_banner(self._settings, None if self._http is None else self._http.url, facts, self._events)
+        detach.ready()
 
     def _write_key(self, access: Access) -> None:
         """Keep a copy of the key here, for clients on this machine."""

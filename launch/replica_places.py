@@ -65,13 +65,13 @@ def replica_instance(fleet: str, name: str) -> str:
 class LocalReplica:
     """A child `kog-launch`: a plain engine with an instance of its own, killed by the kernel when this process dies."""
 
-    def __init__(self, settings: LaunchConfig, fleet: str, name: str, *, watch: Callable[[int], None]) -> None:
-        """Start it. `watch` is told its pid. Raises LaunchError, ConfigError."""
+    def __init__(
+        self, settings: LaunchConfig, fleet: str, name: str, *, watch: Callable[[int], None], log_dir: Path | None
+    ) -> None:
+        """Start it; its logs go into a folder in `log_dir`. `watch` is told its pid. Raises LaunchError, ConfigError."""
         instance = replica_instance(fleet, name)
         arguments = replica_arguments(settings, instance, gpus_of_replica(settings, int(name.removeprefix("r"))))
-        log_dir = None
-        if settings.log_dir is not None:
-            log_dir = Path(settings.log_dir)
+        if log_dir is not None:
             arguments.append(f"--log-dir={log_dir / name}")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(env.PREFIX)} | {"NO_COLOR": "1"}
         self._child = local.spawn(

@@ -16,6 +16,7 @@ from types import FrameType
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import ConfigError, KogError
+from kog_dist.launch import detach
 from kog_dist.launch.banner import show_banner
 from kog_dist.launch.choice import choose_launcher
 from kog_dist.launch.events import EventLog
@@ -38,6 +39,7 @@ from kog_dist.launch.router_process import RouterProcess
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import model_folder
 from kog_dist.rpc.prompt_request import PromptRequest
+from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.wait import Deadline
 
 TICK_S = 0.05
@@ -52,7 +54,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
 
     Raises KogError only for what is wrong before any process exists.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
+    with StopSignals() as signals, EventLog.of_run(settings, serves=True) as events, contextlib.ExitStack() as stack:
         try:
             _check(settings, request)
             settings = with_device(settings)
@@ -62,13 +64,15 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None) -> int:
             remotes = RemoteReplicas(settings.remote_replicas)
             socket_file = None if http is None else http.socket_file
             with FleetFolder(settings.instance or "default", socket_file) as folder, _starter(settings, folder, events) as start:
+                detach.check_logs(events)
+                LauncherFile.of_this_process(settings.shutdown_timeout, events.log_dir).write(folder.path)
                 outcome = FleetLauncher(settings, folder, start, remotes, signals, events, http).run()
         except KogError as error:
             events.note(str(error))
             Outcome(error.exit_code, "cannot_start", str(error)).write(events.log_dir, settings.instance)
             raise
         if outcome.sentence is not None:
-            events.say(outcome.sentence, error=True)
+            events.say_end(outcome.sentence)
         events.note(f"exit code {outcome.exit_code}: {outcome.reason}")
         outcome.write(events.log_dir, settings.instance)
     return outcome.exit_code
@@ -99,7 +103,7 @@ def _starter(settings: LaunchConfig, folder: FleetFolder, events: EventLog) -> I
         return
 
     def start_local(name: str, _generation: int) -> Replica:
-        return LocalReplica(settings, folder.name, name, watch=folder.watch)
+        return LocalReplica(settings, folder.name, name, watch=folder.watch, log_dir=events.log_dir)
 
     yield start_local
 
@@ -123,7 +127,7 @@ class FleetLauncher:
         self._is_announced = False
         self._num_rolls = 0
         self._drain_deadline: Deadline | None = None
-        self._progress = StartupProgress(under_starter=False)
+        self._progress = StartupProgress()
 
     def run(self) -> Outcome:
         """Start everything, keep it alive, and take it down again. Returns how it ended."""
@@ -220,7 +224,9 @@ class FleetLauncher:
             f"{ready[0].model} on {what}, instance {self._folder.name}, {report.address}, "
             f"{f'{self._http.url}, ' if self._http is not None else ''}ready after {time.monotonic() - self._begin_s:.1f} s"
         )
-        show_banner(self._settings, None if self._http is None else self._http.url, {"model": f"{ready[0].model}, {what}"})
+        url = None if self._http is None else self._http.url
+        show_banner(self._settings, url, {"model": f"{ready[0].model}, {what}"}, self._events)
+        detach.ready()
 
     # ---- decisions ----
     def _decide(self) -> Outcome | None:

@@ -10,6 +10,7 @@ import time
 
 from kog_dist.config import LaunchConfig
 from kog_dist.errors import KogError
+from kog_dist.launch import detach
 from kog_dist.launch.banner import facts_of, show_banner
 from kog_dist.launch.deaths import Deaths
 from kog_dist.launch.engine import EngineProcesses, RankSource
@@ -24,11 +25,12 @@ from kog_dist.launch.outcome import (
     Outcome,
 )
 from kog_dist.launch.process import EngineProcess
-from kog_dist.launch.progress import DOING, StartupProgress, waiting_for
+from kog_dist.launch.progress import AwaitedStage, StartupProgress, starts_of, waiting_for
 from kog_dist.launch.signals import StopSignals
 from kog_dist.launch.target import choose_target
 from kog_dist.rpc.prompt_request import PromptRequest
 from kog_dist.runtime.control import COORDINATOR, AbortCause, RankState
+from kog_dist.runtime.launcher_file import LauncherFile
 from kog_dist.runtime.wait import Deadline
 
 TICK_S = 0.05  # deaths and signals end a tick at once; heartbeats and requests to abort are looked at every tick
@@ -43,7 +45,7 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
     Its ranks come from `ranks`; None: they are children of this process. Raises KogError only for what is wrong before any
     process exists.
     """
-    with StopSignals() as signals, EventLog(settings.log_dir) as events, contextlib.ExitStack() as stack:
+    with StopSignals() as signals, EventLog.of_run(settings, serves=request is None) as events, contextlib.ExitStack() as stack:
         try:
             http = HttpGateway.open(settings) if request is None else None
             if http is not None:
@@ -57,6 +59,8 @@ def supervise(settings: LaunchConfig, request: PromptRequest | None, ranks: Rank
             raise
         ended: Outcome | None = None
         try:
+            detach.check_logs(events)
+            engine.introduce(LauncherFile.of_this_process(settings.shutdown_timeout, events.log_dir))
             ended = outcome = Supervisor(settings, engine, signals, events, http).run()
             _record(outcome, events, engine.instance)  # at once: where a host of a rank died, mpirun kills this process, too
         except KogError as error:
@@ -124,10 +128,11 @@ class Supervisor:
                     return outcome
 
     def _conclude(self, outcome: Outcome) -> None:
+        self._progress.clear()
         if outcome.sentence is not None and outcome.user_knows:
             self._events.note(outcome.sentence)
         elif outcome.sentence is not None:
-            self._events.say(outcome.sentence, error=True)
+            self._events.say_end(outcome.sentence)
 
     def _take(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         child = key.data
@@ -254,25 +259,27 @@ class Supervisor:
     # ---- start-up ----
     def _startup(self, deadline: Deadline) -> Outcome | None:
         engine = self._engine
-        states = [engine.control.state(rank) for rank in range(engine.world_size)]
+        starts = starts_of(engine.control)
         if not deadline.expired():
-            self._progress.show("waiting for the HTTP gateway" if engine.is_ready() else waiting_for(states))
+            waiting = AwaitedStage("waiting for the HTTP gateway") if engine.is_ready() else waiting_for(starts)
+            self._progress.show(waiting.text, doing=waiting.doing, share=waiting.share)
             return None
-        unready = (rank for rank, state in enumerate(states) if state not in (RankState.READY, RankState.RUNNING))
-        waiting = sorted(unready, key=states.__getitem__)  # first the one that is furthest behind, on which others wait
-        engine.abort(AbortCause.STARTUP_FAILED, waiting[0] if waiting else COORDINATOR)
-        if waiting:
-            doing = DOING[states[waiting[0]]]
-            names = f"rank {waiting[0]} is still {doing}" + (f", {len(waiting) - 1} more not ready" if len(waiting) > 1 else "")
+        unready = (rank for rank, start in enumerate(starts) if not start.is_ready)
+        late = sorted(unready, key=lambda rank: starts[rank].state)  # first the furthest behind, on which others wait
+        engine.abort(AbortCause.STARTUP_FAILED, late[0] if late else COORDINATOR)
+        if late:
+            names = f"rank {late[0]} is still {starts[late[0]].doing}" + (f", {len(late) - 1} more not ready" if late[1:] else "")
         elif engine.is_ready():
             names = "the HTTP gateway does not answer yet"
         else:
             names = "the coordinator is not serving yet"
         sentence = f"the engine was not ready after {self._settings.startup_timeout:g} s: {names}; see --startup-timeout"
-        return Outcome(EXIT_TIMEOUT, "startup_timeout", sentence, waiting[0] if waiting else None)
+        return Outcome(EXIT_TIMEOUT, "startup_timeout", sentence, late[0] if late else None)
 
     def _announce(self) -> None:
         engine = self._engine
+        if summary := self._progress.summary():
+            self._events.note(f"start-up: {summary}")
         for child in engine.children:
             child.read_output()
             for text in child.notes:
@@ -286,7 +293,8 @@ class Supervisor:
             f"{engine.model_name} on {ranks} ({engine.kind}){origin}, instance {engine.instance}, "
             f"{engine.endpoint}{f', {self._http.url}' if self._http is not None else ''}, ready after {took_s:.1f} s"
         )
-        show_banner(self._settings, None if self._http is None else self._http.url, facts_of(engine.target))
+        show_banner(self._settings, None if self._http is None else self._http.url, facts_of(engine.target), self._events)
+        detach.ready()
 
     # ---- being asked to stop ----
     def _interrupted_or_draining(self) -> Outcome | None:

@@ -16,6 +16,7 @@ from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
+from kog_dist.launch.progress import compilers_shown
 from kog_dist.model.gguf.tensors import is_gguf
 from kog_dist.model.hub_cache import find_snapshot, hub_name, is_hub_name
 
@@ -142,7 +143,10 @@ def _ranks_for(num_lanes: int) -> int:
 
 def cpu_matrix_bytes(checkpoint: Checkpoint) -> int:
     """Of a value of a matrix that CPU ranks keep: as it is stored if it is 16 bit and can be multiplied so, else float32."""
-    return 2 if checkpoint.dtype != "float32" and half_products.library() is not None else _CPU_BYTES
+    if checkpoint.dtype == "float32":
+        return _CPU_BYTES
+    with compilers_shown():
+        return _CPU_BYTES if half_products.library() is None else 2
 
 
 def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:

@@ -18,6 +18,12 @@ settings.register_profile("mutants", settings.get_profile("suite"), phases=(Phas
 settings.load_profile(os.environ.get("TESTS_HYPOTHESIS_PROFILE", "suite"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Logs and histories of what tests start stay out of the user's own."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needed = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
     if not needed:

@@ -213,7 +213,8 @@ def run(first_path: Path, second_path: Path, *, fail_if_slower: float | None, se
     if too_slow:
         print(f"B is slower than A by more than {limit:g}%: {', '.join(too_slow)}")
     whole = {
-        "benchmark": "compare", "differences": found, "num_failed": num_failed, "too_slow": too_slow,
+        "benchmark": "compare", "configuration": {"A": str(first_path), "B": str(second_path)},
+        "differences": found, "num_failed": num_failed, "too_slow": too_slow,
         "ratios": [
             {"name": line.name, "a": line.first, "b": line.second, "ratio": line.ratio, "low": line.low, "high": line.high,
              "verdict": line.verdict} for line in lines

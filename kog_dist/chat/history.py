@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from kog_dist.runtime.files import state_folder
+
 MOST_LINES: Final = 1000
 
 
 def file() -> Path:
-    """Where lines are kept: `kog/chat_history` in the user's folder for state (XDG_STATE_HOME)."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kog" / "chat_history"
+    """Where lines are kept: `chat_history` in the user's folder for state. Raises OSError: there is none."""
+    return state_folder() / "chat_history"
 
 
 def begin(completions: Callable[[str], Sequence[str]]) -> None:
@@ -26,9 +28,8 @@ def begin(completions: Callable[[str], Sequence[str]]) -> None:
         import readline
     except ImportError:
         return
-    path = file()
     with contextlib.suppress(OSError):
-        readline.read_history_file(path)
+        readline.read_history_file(file())
     readline.set_history_length(MOST_LINES)
     readline.set_completer_delims(" ")
     readline.parse_and_bind("tab: complete")
@@ -39,6 +40,7 @@ def begin(completions: Callable[[str], Sequence[str]]) -> None:
 
     def keep() -> None:
         with contextlib.suppress(OSError):
+            path = file()
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))  # prompts: for this user alone
             readline.write_history_file(path)

@@ -23,6 +23,7 @@ from typing import Any
 
 from kog_dist.errors import CompileError, LaunchError
 from kog_dist.runtime.files import write_at_once
+from kog_dist.runtime.startup import compiling
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-lineinfo", "-ftz=false", "-prec-div=true")
 _TIMEOUT_S = 300.0
@@ -67,7 +68,8 @@ def build(sources: Mapping[str, str], kernel: str, *, folder: Path | None = None
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written")
-    code, log = _with_nvrtc(kernel, sources) if compiler == "nvrtc" else _with_nvcc(compiler, kernel, sources)
+    with compiling():
+        code, log = _with_nvrtc(kernel, sources) if compiler == "nvrtc" else _with_nvcc(compiler, kernel, sources)
     with _keeping(folder):
         write_at_once(path, code)
     return Cubin(path, log)

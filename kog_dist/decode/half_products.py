@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from kog_dist.model.weights import BFLOAT16
 from kog_dist.runtime.files import write_at_once
+from kog_dist.runtime.startup import compiling
 
 Array = NDArray[Any]
 _SOURCE: Final = "half_products.c"
@@ -89,7 +90,7 @@ def library() -> Path | None:
         if not _is_safe(folder):
             return None
         if not path.exists():
-            with tempfile.TemporaryDirectory(prefix="kog-build-") as made:
+            with compiling(), tempfile.TemporaryDirectory(prefix="kog-build-") as made:
                 (Path(made) / _SOURCE).write_text(source, encoding="utf-8")
                 _output(compiler, *_OPTIONS, "-o", f"{made}/out.so", f"{made}/{_SOURCE}")
                 write_at_once(path, (Path(made) / "out.so").read_bytes(), is_private=True)

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code, all_ended = 0, True
     try:
         with checked_stdout():
-            as_json = _parse(arguments)
+            as_json: bool = parser().parse_args(arguments).json
             from kog_dist.doctor import report
             from kog_dist.doctor.checks import all_checks
             from kog_dist.doctor.runner import run_checks
@@ -44,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _parse(arguments: Sequence[str] | None) -> bool:
-    parser = argparse.ArgumentParser("kog-doctor", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with all details")
-    parser.add_argument("--version", action="version", version=f"kog_dist {__version__}", help="show the version")
-    is_json: bool = parser.parse_args(arguments).json
-    return is_json
+def parser() -> argparse.ArgumentParser:
+    """Its command line."""
+    made = argparse.ArgumentParser("kog-doctor", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", action="store_true", help="one JSON object on stdout, with all details")
+    made.add_argument("--version", action="version", version=f"kog_dist {__version__}", help="show the version")
+    return made
 
 
 if __name__ == "__main__":

@@ -135,20 +135,21 @@ class Checkpoint:
 
     def rank_weights(
         self, lanes: Iterable[int], vocab_lanes: Iterable[int] | None = None, dtype: DTypeLike = np.float32, *,
-        keeps_halves: bool = False,
+        keeps_halves: bool = False, on_share: Callable[[float], None] = lambda share: None,
     ) -> RankWeights:  # fmt: skip
         """The weights of a rank that hosts `lanes` and computes the logits of `vocab_lanes` (by default the same).
 
         Only the slices that the rank needs are read. Of tensors that every rank needs whole (embedding, norms) the rank verifies
         the parts of its own lanes; the other ranks verify theirs. With `keeps_halves` matrices that are stored in 16 bit stay so
-        (`weights.BFLOAT16`, float16). Raises CheckpointError naming file and tensor.
+        (`weights.BFLOAT16`, float16). `on_share` is told now and then which share has been read. Raises CheckpointError naming
+        file and tensor.
         """
         hosted = tuple(lanes)
         vocab_hosted = hosted if vocab_lanes is None else tuple(vocab_lanes)
         for lane in (*hosted, *vocab_hosted):
             if not 0 <= lane < self.spec.num_lanes:
                 raise ValueError(f"lane {lane} does not exist: the model has {self.spec.num_lanes}")
-        return RankReader(self, hosted, vocab_hosted, _float_dtype(dtype), keeps_halves).read()
+        return RankReader(self, hosted, vocab_hosted, _float_dtype(dtype), keeps_halves, on_share).read()
 
     def stored_dtype(self, name: str) -> str:
         """How a tensor is stored: `BF16`, `F16` or `F32`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -164,6 +164,7 @@ class RankReader:
     vocab_lanes: tuple[int, ...]
     dtype: np.dtype[Any]
     keeps_halves: bool = False  # matrices that are stored in 16 bit stay so
+    on_share: Callable[[float], None] = lambda share: None  # told which share of all values has been read
     arena: WeightArena = field(default_factory=WeightArena)
 
     def read(self) -> RankWeights:
@@ -177,17 +178,26 @@ class RankReader:
         out_biases = [
             self._whole(f"{layer_prefix(i)}attention.wo.bias") if spec.out_bias else None for i in range(spec.num_layers)
         ]
-        lanes = {
-            lane: LaneWeights(
-                tuple(
-                    self._layer(i, lane, norms[2 * i][lane], norms[2 * i + 1][lane], *head_norms[i], out_biases[i])
-                    for i in range(spec.num_layers)
-                )
-            )
-            for lane in self.lanes
-        }
+        num_read, num_values = embedding.size, embedding.size + self._num_lane_values()
+        self.on_share(num_read / num_values)
+        lanes: dict[int, LaneWeights] = {}
+        for lane in self.lanes:
+            layers: list[LayerWeights] = []
+            for i in range(spec.num_layers):
+                shared = (norms[2 * i][lane], norms[2 * i + 1][lane], *head_norms[i], out_biases[i])
+                layers.append(self._layer(i, lane, *shared))
+                num_read += sum(matrix.size for matrix in (layers[-1].wqkv, layers[-1].wo, layers[-1].w13, layers[-1].w2))
+                self.on_share(num_read / num_values)
+            lanes[lane] = LaneWeights(tuple(layers))
         heads = {lane: self._head(lane, embedding) for lane in self.vocab_lanes}
         return RankWeights(embedding, lanes, heads, self._norm("model.norm"))
+
+    def _num_lane_values(self) -> int:
+        """Values of the matrices of all layers that the rank hosts."""
+        prefixes = tuple(map(layer_prefix, range(self.checkpoint.spec.num_layers)))
+        shapes = [layout.shape for name, layout in self.checkpoint.layouts.items() if name.startswith(prefixes)]
+        matrices = sum(prod(shape) for shape in shapes if len(shape) == 3)  # lane first
+        return matrices // self.checkpoint.spec.num_lanes * len(self.lanes)
 
     def _empty(self, *shape: int) -> Array:
         return self.arena.empty(shape, self.dtype)

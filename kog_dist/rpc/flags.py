@@ -56,7 +56,7 @@ def generate(
     wait_ready: Annotated[bool, typer.Option("--wait-ready", help="Wait for an engine that is still starting.")] = False,
     request_fd: Annotated[int | None, typer.Option(hidden=True, help="What PromptRequest.write gave; for kog-launch.")] = None,
 ) -> None:
-    """Decode one prompt: text to stdout as it comes, statistics to stderr."""
+    """Decode one prompt. Text to stdout as it comes, statistics to stderr."""
     from kog_dist.rpc import commands
 
     if request_fd is not None:
@@ -105,6 +105,29 @@ def drain(
 
     target = commands.EngineChoice(instance, endpoint, key_file)
     raise typer.Exit(commands.ask(target, "drain", as_json=json, timeout_s=timeout))
+
+
+@app.command(epilog=examples("kog-client stop"))
+def stop(
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for the running request.")] = False, instance: Instance = None
+) -> None:
+    """End an engine of this machine, and wait until it is gone. The running request may finish before."""
+    from kog_dist.rpc import instance_commands
+
+    raise typer.Exit(instance_commands.stop(instance, at_once=now))
+
+
+@app.command(epilog=examples("kog-client logs"))
+def logs(
+    process: Annotated[str | None, typer.Argument(help="Whose log: gateway, rank-0, ... Default: launcher.")] = None,
+    lines: Annotated[int, typer.Option(min=0, help="How many of the last lines.")] = 30,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until the engine ends.")] = False,
+    instance: Instance = None,
+) -> None:
+    """Show what an engine of this machine has logged. Also when it has ended."""
+    from kog_dist.rpc import instance_commands
+
+    raise typer.Exit(instance_commands.logs(instance, process, num_lines=lines, follow=follow))
 
 
 def run(arguments: list[str]) -> int:

@@ -24,7 +24,8 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-client": (
         ("kog-client status", "what the engine does"),
         ('kog-client generate --prompt "def is_even(n):"', "decode a prompt"),
-        ("kog-client drain", "stop it once the running request has ended"),
+        ("kog-client stop", "end it once the running request has ended"),
+        ("kog-client logs --follow", "what it logs"),
     ),
     "kog-client generate": (
         ('kog-client generate --prompt "class Stack:" --temperature 0.7 --seed 1', "the same tokens each time"),
@@ -33,12 +34,17 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "kog-client status": (("kog-client status --instance prod --json", "of a named engine, for programs"),),
     "kog-client cancel": (("kog-client cancel", "the request that runs"),),
     "kog-client drain": (("kog-client drain --instance prod", "a named engine"),),
+    "kog-client stop": (("kog-client stop --instance prod --now", "at once; clients are told"),),
+    "kog-client logs": (
+        ("kog-client logs", "what the launcher has said"),
+        ("kog-client logs gateway --lines 100 --follow", "requests, as they end"),
+    ),
     "kog-bench": (
         ("kog-bench latency --random --spec llama-3.2-1b --lanes 4", "the kernel on one GPU, beside its ceiling"),
         ("kog-bench serve --url http://127.0.0.1:8000", "load on any OpenAI-compatible server"),
         ("kog-bench --json decode --ranks 1,2", "CPU ranks; figures as JSON, too"),
     ),
-    "kog-bench decode": (("kog-bench decode --ranks 1,2,4,8", ""),),
+    "kog-bench decode": (("kog-bench decode --ranks 1,2,4,8 -o decode.md -o decode.png", "a table and a picture, too"),),
     "kog-bench faults": (("kog-bench faults --ranks 4 --kills 20", ""),),
     "kog-bench chaos": (('kog-bench chaos --seconds 60 --only "gateway stop"', "only rows with this in their names"),),
     "kog-bench load": (("kog-bench load --spec 2b", ""),),

@@ -34,6 +34,7 @@ from kog_dist.runtime.abi import (
 )
 from kog_dist.runtime.memfd import Segment, round_up
 from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.startup import StartReport
 from kog_dist.runtime.wait import Deadline, FutexWord, WaitResult, wait
 
 COORDINATOR: Final = 0xFFFE  # in place of a rank in `set_abort` and `beat`
@@ -49,6 +50,7 @@ _PROGRESS = RANK_CONTROL.word("progress")
 _KV_CACHES, _KV_RING = RANK_CONTROL.word("num_kv_caches"), RANK_CONTROL.word("kv_ring_positions")
 _HEEDS_ROUSING, _HAS_PREFILL = RANK_CONTROL.word("heeds_rousing"), RANK_CONTROL.word("has_prefill")
 _EPOCHS_WAITED, _WAITED_NS = RANK_CONTROL.word("epochs_waited"), RANK_CONTROL.word("waited_ns")
+_STARTUP = RANK_CONTROL.word("startup")
 _ABORT_REQ, _STAGES = RANK_CONTROL.word("abort_req"), RANK_CONTROL.word("stages_ns")
 
 
@@ -271,6 +273,14 @@ class ControlPage:
     def state(self, rank: int) -> RankState:
         """What `rank` last said that it was doing."""
         return RankState(self._words[self._rank_word(rank, _STATE)])
+
+    def set_startup(self, rank: int, report: StartReport) -> None:
+        """Say what `rank` does before it is ready. Writer: the rank itself."""
+        self._words[self._rank_word(rank, _STARTUP)] = report.pack()
+
+    def startup(self, rank: int) -> StartReport:
+        """What `rank` said last of its start."""
+        return StartReport.unpack(self._words[self._rank_word(rank, _STARTUP)])
 
     def set_done(self, rank: int, seq: int) -> None:
         """Say that `rank` has finished with request `seq` and all before it. Writer: the rank itself."""

@@ -1,11 +1,28 @@
-"""Files that other processes may look for, or read, while they are being written."""
+"""Files that other processes may look for, or read, while they are being written; and where those lie that outlive a run."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from pathlib import Path
+from typing import Final
+
+EXIT_FILE: Final = "exit.json"  # among the logs: how the last run ended
+
+
+def state_folder() -> Path:
+    """What of this user outlives an engine: `kog` in `$XDG_STATE_HOME`, or ~/.local/state. Raises OSError: there is no home."""
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kog"
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder, and XDG_STATE_HOME is not set") from None
+
+
+def log_folder(instance: str) -> Path:
+    """Where an instance keeps its logs unless it is told where: they are there after its end. Raises OSError."""
+    return state_folder() / "logs" / instance
 
 
 def write_at_once(path: Path, content: bytes, *, is_private: bool = False) -> None:

@@ -17,6 +17,17 @@ def die_with_parent(parent_pid: int) -> bool:
     return os.getppid() == parent_pid
 
 
+def stop_with_parent(parent_pid: int) -> bool:
+    """Be told to stop (SIGTERM) as soon as the parent dies. False if it has died before."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    return os.getppid() == parent_pid
+
+
+def outlive_parent() -> None:
+    """Be told nothing when the parent dies."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def continue_without_parent() -> None:
     """For a process that has work to do once its parent is dead: one that is stopped then goes on (SIGCONT) and does it.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.bench.engine.session import EngineSession, engine_session, until
+from kog_dist.bench.engine.session import INSTANCE, EngineSession, engine_session, until
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
 from tests.e2e.conftest import without_progress
@@ -153,6 +153,21 @@ def test_log_folder_keeps_earlier_runs_but_not_how_they_ended(session: EngineSes
     until(lambda: "ready after" in (logs / "launcher.log").read_text(encoding="utf-8"), ENDED_S, session.output)
     launcher.terminate()
     assert launcher.wait(ENDED_S) == 0
+
+
+def test_an_engine_that_serves_has_logs_that_outlive_it(session: EngineSession, tiny_model: Path) -> None:
+    launcher = session.launch(str(tiny_model), "--ranks=1")
+    session.connect().close()
+    logs = session.folder / "state" / "kog" / "logs" / INSTANCE
+    until(lambda: "ready after" in (logs / "launcher.log").read_text(encoding="utf-8"), ENDED_S, session.output)
+    refused = session.run(LAUNCH, [str(tiny_model), "--ranks=1", f"--instance={INSTANCE}"])
+    assert refused.returncode == 3
+    assert not (logs / "exit.json").exists(), "a start that is refused is not the end of the engine that runs"
+    launcher.terminate()
+    assert launcher.wait(ENDED_S) == 0
+    assert not session.instance_folder.exists()
+    assert json.loads((logs / "exit.json").read_text(encoding="utf-8"))["exit_code"] == 0
+    assert {path.name for path in logs.glob("*.log")} == {"launcher.log", "coordinator.log", "rank-0.log"}
 
 
 def test_output_that_cannot_be_written_is_one_sentence(session: EngineSession, tiny_model: Path) -> None:

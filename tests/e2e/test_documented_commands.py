@@ -2,7 +2,8 @@
 
 A ```console block is a sequence of `$ command` lines, which a backslash continues; a line that ends in `&` starts an engine,
 which must be ready before the next line is run and gone at the end of the block. A ```python block is run while an engine named
-`readme` serves. Documents say port 8000, where something else may listen on this machine: engines and commands get a free port.
+`readme` serves. README's ```bash blocks are pasted whole into a shell. Documents say port 8000, where something else may listen
+on this machine: engines and commands get a free port.
 """
 
 from __future__ import annotations
@@ -117,6 +118,22 @@ def test_console_block(place: str, text: str) -> None:
         return None
 
     run_from(0)
+
+
+@pytest.mark.parametrize("text", [text for place, text in blocks("bash") if place.startswith("README")])
+def test_readme_can_be_pasted_into_a_shell(text: str) -> None:
+    """As people do it: the shell reads one line after the other from its standard input."""
+    name = re.search(r"--instance (\S+)", text)
+    assert name is not None, "an engine that a block leaves behind is found by its name"
+    try:
+        done = run(f"bash -e <<'EOF'\n{text}echo the last line was reached\nEOF\n")
+        assert done.stdout.endswith("the last line was reached\n")
+    finally:
+        left = subprocess.run(
+            ["kog-client", "stop", "--now", "--instance", name[1]], env=environment(), capture_output=True, timeout=TIMEOUT_S,
+            check=False,
+        )  # fmt: skip
+    assert left.returncode == 3, "the block ends its engine itself"
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -63,3 +64,14 @@ def test_every_command_says_its_version(command: str) -> None:
         [Path(sys.executable).parent / command, "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == f"kog_dist {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["kog-client", "kog-bench"])
+def test_every_command_of_a_program_has_one_whole_line(command: str) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).parent / command, "--help"], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )  # fmt: skip
+    listed = done.stdout.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) > 5
+    assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []

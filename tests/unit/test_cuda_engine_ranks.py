@@ -226,7 +226,7 @@ def ranks(request: pytest.FixtureRequest, runtime: FakeRuntime, monkeypatch: pyt
 
     monkeypatch.setattr(cuda, "check", checked)
     monkeypatch.setattr(build, "build", lambda headers, source: made.happened.append("build"))
-    monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint: made.happened.append("weights"))
+    monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, on_share: made.happened.append("weights"))
     monkeypatch.setattr(monokernel, "Monokernel", monokernel_of)
     yield made
     made.close()

@@ -20,6 +20,7 @@ from kog_dist.launch.local import Child
 from kog_dist.launch.process import EngineProcess
 from kog_dist.launch.supervisor import Supervisor
 from kog_dist.runtime.control import COORDINATOR, NO_RANK, AbortCause, RankState
+from kog_dist.runtime.startup import StartReport, StartStage
 from kog_dist.runtime.wait import Deadline
 
 
@@ -72,7 +73,8 @@ class Run:
         self.ranks = [FakeRank(rank) for rank in range(4)]
         self.aborts: list[tuple[AbortCause, int]] = []
         self.control: Any = SimpleNamespace(
-            abort_requests=list, beat_age_s=lambda rank: 0.0, state=lambda rank: RankState.RUNNING
+            abort_requests=list, beat_age_s=lambda rank: 0.0, state=lambda rank: RankState.RUNNING, world_size=4,
+            startup=lambda rank: StartReport(StartStage.WEIGHTS),
         )  # fmt: skip
         engine: Any = SimpleNamespace(
             ranks=SimpleNamespace(origin="", is_killed_soon=False), children=self.ranks, control=self.control, world_size=4,
@@ -82,7 +84,7 @@ class Run:
         )  # fmt: skip
         signals: Any = SimpleNamespace(count=0)
         self.signals = signals
-        events: Any = SimpleNamespace(say=print, note=print)
+        events: Any = SimpleNamespace(say=print, say_end=print, note=print)
         self.supervisor = Supervisor(LaunchConfig(), engine, signals, events)
         self.supervisor._is_ready = True
         self.supervisor._vigils = [Vigil(rank, 1.0) for rank in self.ranks]
@@ -181,7 +183,7 @@ def test_a_start_that_takes_too_long_names_the_rank_on_which_others_wait() -> No
     outcome = run.supervisor._startup(Deadline(0.0))
     assert outcome is not None
     assert (outcome.rank, run.aborts) == (2, [(AbortCause.STARTUP_FAILED, 2)])
-    assert "rank 2 is still loading weights, 3 more not ready" in str(outcome.sentence)
+    assert "rank 2 is still loading and packing weights, 3 more not ready" in str(outcome.sentence)
 
 
 @pytest.mark.parametrize(

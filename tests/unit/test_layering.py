@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # From top to bottom; a file may import from its own layer and from those below it.
 LAYERS = ("launch", "workers", "collectives", "core")
 FOLDERS = {"launch": "launch", "workers": "workers", "collectives": "collectives"}
-TOP = ("bench", "doctor", "train")  # folders of kog_dist that may import everything, and that nothing else imports
+TOP = ("bench", "doctor", "manual", "train")  # folders of kog_dist that may import everything, and that nothing else imports
 # Never imported by a rank process or the client when it starts, so never at the top of a module there.
 HEAVY = {"torch", "ray", "cupy", "mpi4py", "matplotlib", "transformers", "llguidance"}
 TORCH_MODULES = {"kog_dist/model/laneformer.py"}

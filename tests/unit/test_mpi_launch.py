@@ -18,8 +18,6 @@ from kog_dist.errors import ConfigError, KogError, LaunchError
 from kog_dist.launch.mpi import Identity, check_gang
 from kog_dist.launch.mpi_pair import check_flavour, check_world_size, library_name
 from kog_dist.launch.mpi_starter import starter_lifelines
-from kog_dist.launch.progress import StartupProgress, waiting_for
-from kog_dist.runtime.control import RankState
 from kog_dist.runtime.rank_env import RankVariables
 
 OPEN_MPI = RankVariables("Open MPI", 1, 4, 1)
@@ -136,32 +134,3 @@ def test_watchdog_ends_a_process_that_python_cannot_wake(speaks: bool, said: str
     assert done.returncode == -signal.SIGKILL
     assert said in done.stderr
     assert bool(done.stderr) == speaks
-
-
-@pytest.mark.parametrize(
-    ("states", "text"),
-    [
-        ([0], "waiting for rank 0: starting its interpreter"),
-        ([3, 3, 1, 2], "waiting for rank 2: loading weights"),
-        ([2, 2, 2, 3], "waiting for ranks 0 to 2: waiting for the other ranks"),
-        ([1, 2, 1, 1], "waiting for ranks 0, 2, 3: loading weights"),
-        ([3, 4], "waiting for the coordinator: opening its socket"),
-    ],
-)
-def test_start_up_says_what_it_waits_for(states: list[int], text: str) -> None:
-    assert waiting_for([RankState(state) for state in states]) == text
-
-
-def test_progress_off_a_terminal_is_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    progress = StartupProgress(under_starter=True)
-    shown = []
-    for now_s, text in ((100.5, "a"), (101.1, "b"), (101.2, "b"), (101.5, "c"), (103.2, "d")):  # noqa: B007
-        progress.show(text)
-        shown.append(capsys.readouterr().err)
-    progress.clear()
-    assert shown == ["", "kog-launch: b\n", "", "", "kog-launch: d\n"]
-    assert capsys.readouterr() == ("", "")

@@ -28,11 +28,16 @@ AHEAD_BYTES = 256 * 2**20  # of tensors that are read before they are asked for
 
 
 def load_weights(
-    shape: KernelShape, checkpoint: Checkpoint, observe: Callable[[str, GpuArray], None] | None = None
+    shape: KernelShape,
+    checkpoint: Checkpoint,
+    observe: Callable[[str, GpuArray], None] | None = None,
+    *,
+    on_share: Callable[[float], None] = lambda share: None,
 ) -> DeviceWeights:
     """Read and pack what a rank needs of a checkpoint; no value passes through float32 or stays on the host.
 
-    `observe` is shown every tensor, as it goes into the packing: its name and the rank's rows of it.
+    `observe` is shown every tensor, as it goes into the packing: its name and the rank's rows of it. `on_share` is told which
+    share of all words has come so far.
 
     With `checkpoint.verify` the bytes of the rank's own parts are compared with the manifest on the way, and all values must be
     finite, which the GPU looks at. GPU memory at the peak: what `from_tensors` says and AHEAD_BYTES; host memory: 2 * READERS
@@ -40,10 +45,14 @@ def load_weights(
     """
     import cupy
 
+    num_words, num_taken = _num_needed_words(shape), 0
     with _opened(shape, checkpoint) as tensors:
 
         def take(name: str) -> GpuArray:
+            nonlocal num_taken
             words = tensors.take(name)
+            num_taken += int(words.size)
+            on_share(num_taken / num_words)
             if observe is not None:
                 observe(name, words)
             return words
@@ -53,6 +62,12 @@ def load_weights(
     cupy.get_default_memory_pool().free_all_blocks()
     cupy.get_default_pinned_memory_pool().free_all_blocks()
     return weights
+
+
+def _num_needed_words(shape: KernelShape) -> int:
+    layouts = tensor_layouts(shape.spec)
+    rows = {name: needed_rows(shape, name) for name in layouts}
+    return sum((last - first) * layouts[name].values_per_row for name, (first, last) in rows.items())
 
 
 @dataclass

@@ -27,6 +27,7 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.model.spec import ModelSpec
 from kog_dist.runtime.control import ControlPage, EpochWaits, KvLayout, RankState
 from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.startup import StartStage, StartTeller
 from kog_dist.runtime.topology import LocalRendezvous
 from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
@@ -47,6 +48,7 @@ class CpuEngine:
         self._rendezvous: LocalRendezvous | None = None
         self._comm: CpuCommunicator | None = None
         self._interpreter: Interpreter | None = None
+        self._start = StartTeller(partial(control.set_startup, self._rank))
         self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
 
     # ---- startup ----
@@ -55,6 +57,7 @@ class CpuEngine:
         args, rank = self._args, self._rank
         deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(rank, RankState.LOADING)
+        self._start.begin(StartStage.CHECKPOINT)
         checkpoint = open_checkpoint(Path(args.model), verify=args.verify, context=args.context)
         spec = checkpoint.spec
         if spec.max_context > self._control.max_context:
@@ -62,12 +65,15 @@ class CpuEngine:
                 f"rank {rank}: the model's context is {spec.max_context} tokens, but the control page was made for "
                 f"{self._control.max_context}; the checkpoint was changed during start-up"
             )
-        products = half_products.library()
+        with self._start.hearing_compilers():
+            products = half_products.library()
         lanes = spec.lanes_of_rank(rank, self._world_size)
-        weights = checkpoint.rank_weights(lanes, keeps_halves=products is not None)
+        self._start.begin(StartStage.WEIGHTS)
+        weights = checkpoint.rank_weights(lanes, keeps_halves=products is not None, on_share=self._start.share)
         plan = make_plan(spec, self._world_size)
         check(plan)
         self._control.set_state(rank, RankState.LINKING)
+        self._start.begin(StartStage.PEERS)
         aborted = self._control.aborted
         self._rendezvous = LocalRendezvous.from_fd(args.info.rendezvous_fd, rank, aborted=aborted)
         terms = common_terms(args, checkpoint, plan.digest()) | {
@@ -84,6 +90,7 @@ class CpuEngine:
             plan, rank, weights, self._comm, kv_dtype=args.kv_dtype, num_kv_caches=args.num_kv_caches
         )  # fmt: skip
         self._control.set_kv_layout(rank, KvLayout(args.num_kv_caches))
+        self._start.begin(StartStage.TRIAL)
         self._interpreter.step(0, 0, SamplingParams())  # maps pages, fills caches, and shows that all ranks answer
         self._comm.waits = EpochWaits()  # only those of requests count
         self._control.set_epoch_waits(rank, self._comm.waits)

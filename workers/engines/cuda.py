@@ -27,6 +27,7 @@ from kog_dist.model.checkpoint import open_checkpoint
 from kog_dist.runtime.control import ControlPage, KvLayout, RankState
 from kog_dist.runtime.pace import Pace
 from kog_dist.runtime.stages import RankStage
+from kog_dist.runtime.startup import StartStage, StartTeller
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
@@ -64,6 +65,7 @@ class CudaEngine:
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._has_overflown = False  # prefill, in any request so far
         self._max_context = 0
+        self._start = StartTeller(partial(control.set_startup, self._rank))
         self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
 
     # ---- startup ----
@@ -72,6 +74,7 @@ class CudaEngine:
         args, world_size = self._args, self._args.info.world_size
         deadline = Deadline.after(args.startup_timeout_s)
         self._control.set_state(self._rank, RankState.LOADING)
+        self._start.begin(StartStage.CHECKPOINT)
         checkpoint = open_checkpoint(Path(args.model), verify=args.verify, context=args.context)
         spec = checkpoint.spec
         if spec.max_context > self._control.max_context:
@@ -82,10 +85,12 @@ class CudaEngine:
         plan = make_plan(spec, world_size, staggered=True)  # the kernel's order
         check(plan)
         shapes = kernel_shapes(checkpoint, args.kv_dtype, world_size)
-        with translated_errors(args.device):
+        with translated_errors(args.device), self._start.hearing_compilers():
+            self._start.begin(StartStage.DEVICE)
             use_device(args.device)
             if world_size > 1:
                 self._peers = CudaPeers(args, self._control, shapes, deadline)
+                self._start.begin(StartStage.PEERS)
                 self._peers.agree(checkpoint, plan.digest(), device_index(args.device))
                 self._peers.build()
             self._kernel = self._load(checkpoint, shapes[self._rank])
@@ -97,7 +102,7 @@ class CudaEngine:
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
         self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
         kernel, self._prefill = Start(
-            self._args, shape, checkpoint, self._control.masks,
+            self._args, shape, checkpoint, self._control.masks, tell=self._start,
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
             link=self._link, sums=None if peers is None else peers.prefill_sums,
             first_cause=str if peers is None else self._first_cause,
@@ -109,7 +114,8 @@ class CudaEngine:
         if self._peers is None:
             return None
         self._control.set_state(self._rank, RankState.LINKING)
-        heap = self._peers.link(device_index(self._args.device), prefill_tokens)
+        with self._start.during(StartStage.PEERS):
+            heap = self._peers.link(device_index(self._args.device), prefill_tokens)
         self._control.set_state(self._rank, RankState.LOADING)
         return heap
 
@@ -117,7 +123,8 @@ class CudaEngine:
         """See `CudaPeers.first_cause`. Says meanwhile that it waits, so that the launcher names the rank that others wait for."""
         assert self._peers is not None
         self._control.set_state(self._rank, RankState.LINKING)
-        found = self._peers.first_cause(cause)
+        with self._start.during(StartStage.PEERS):
+            found = self._peers.first_cause(cause)
         self._control.set_state(self._rank, RankState.LOADING)
         return found
 
@@ -126,7 +133,9 @@ class CudaEngine:
         kernel.begin((0,), 1, SamplingParams())  # for which cupy may have to compile
         if self._peers is not None:
             self._control.set_state(self._rank, RankState.LINKING)
+            self._start.begin(StartStage.PEERS)
             self._peers.meet()  # all have loaded all, so nobody's first wait is for somebody's weights
+        self._start.begin(StartStage.TRIAL)
         if self._prefill is not None:
             self._prefill = self._tried(self._prefill)
             if self._prefill is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kog_dist.cuda.errors import is_out_of_memory
 from kog_dist.errors import AbortedError, CheckpointError, LaunchError
+from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 from kog_dist.workers.notes import Watch, note
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Start:
     limit_us: int  # of the kernel's waits
     link: Callable[[int], CudaHeap | None]
     sums: Callable[[float], PeerExchange] | None  # the exchange of prefill whose waits are bounded by so many seconds
+    tell: StartTeller = NOBODY  # what the rank does meanwhile
     first_cause: Callable[[str], str] = str  # of all ranks, which call it together: one that is not empty; `str` for one rank
 
     def load(self) -> tuple[DecodeKernel, Prefiller | None]:
@@ -81,6 +83,7 @@ class Start:
         loaded: tuple[Any, Matrices] | None = None
         kernel: DecodeKernel | None = None
         heap: CudaHeap | None = None
+        self.tell.begin(StartStage.TORCH)
         cause = self._agreed(obstacle(self.shape))
         watch.ended("torch")
         if not cause:
@@ -105,7 +108,8 @@ class Start:
         """The kernel alone."""
         from kog_dist.workers.cuda.load import load_weights
 
-        weights = load_weights(self.shape, self.checkpoint)
+        self.tell.begin(StartStage.WEIGHTS)
+        weights = load_weights(self.shape, self.checkpoint, on_share=self.tell.share)
         return self._kernel(weights, link())
 
     def _attempt(self, make: Callable[[], _T]) -> tuple[_T | None, str]:
@@ -141,7 +145,8 @@ class Start:
             with _of_prefill():
                 observe(name, words)
 
-        weights = load_weights(self.shape, self.checkpoint, show)
+        self.tell.begin(StartStage.WEIGHTS)
+        weights = load_weights(self.shape, self.checkpoint, show, on_share=self.tell.share)
         with _of_prefill():
             gpu.release_unused()
         return weights, matrices
@@ -172,11 +177,12 @@ class Start:
 
         with _of_prefill():
             exchange = None if self.sums is None else self.sums(self.limit_us / 1e6)
-            return gpu.prefill_for(kernel, matrices, exchange=exchange, ended=ended)
+            return gpu.prefill_for(kernel, matrices, exchange=exchange, ended=ended, tell=self.tell)
 
     def _kernel(self, weights: Any, heap: CudaHeap | None) -> Monokernel:
         from kog_dist.workers.cuda.monokernel import Monokernel
 
+        self.tell.begin(StartStage.KERNEL)
         options: Any = {"processors": True, "masks": self.masks}
         return Monokernel(self.shape, weights, rank=self.args.info.rank, wait_limit_us=self.limit_us, heap=heap, **options)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_dist.cuda.driver import launch_graph
 from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.startup import NOBODY, StartStage, StartTeller
 from kog_dist.workers.cuda.head_start import LastStreams
 from kog_dist.workers.cuda.monokernel import Monokernel
 from kog_dist.workers.prefill.dense.buffers import DenseBuffers
@@ -86,14 +87,16 @@ def prefill_for(
     exchange: SumExchange | None = None,
     tuning: Tuning = DEFAULT,
     ended: Callable[[str], None] = lambda step: None,
+    tell: StartTeller = NOBODY,
 ) -> Prefill:
     """Prefill into the KV cache of `kernel`, on its stream; never to be run while a launch of it is under way.
 
     Takes some hundred ms, and seconds at the first start on a machine: compiles or loads the fused kernels, runs a chunk of each
-    size without the peers, for which algorithms of products may have to be chosen, and captures it. `ended` is told each step.
-    Raises CompileError, LaunchError, or ConfigError for a model that it cannot run.
+    size without the peers, for which algorithms of products may have to be chosen, and captures it. `ended` is told each step,
+    `tell` what is being done. Raises CompileError, LaunchError, or ConfigError for a model that it cannot run.
     """
-    return prefill_by(runner_for(kernel, matrices, exchange=exchange, tuning=tuning, ended=ended), tuning)
+    runner = runner_for(kernel, matrices, exchange=exchange, tuning=tuning, ended=ended, tell=tell)
+    return prefill_by(runner, tuning)
 
 
 def prefill_by(runner: GraphRunner, tuning: Tuning) -> Prefill:
@@ -112,6 +115,7 @@ def runner_for(
     exchange: SumExchange | None = None,
     tuning: Tuning = DEFAULT,
     ended: Callable[[str], None] = lambda step: None,
+    tell: StartTeller = NOBODY,
 ) -> GraphRunner:
     """The runner of `prefill_for`."""
     import numpy as np
@@ -144,7 +148,7 @@ def runner_for(
         products.end_trials()
         ended(f"products, {products.num_tried} of {products.num_shapes} tried,")
 
-    runner = GraphRunner(layers, buffers, stream, tuning, prepared)
+    runner = GraphRunner(layers, buffers, stream, tuning, prepared, tell)
     ended("graphs")
     return runner
 
@@ -163,6 +167,7 @@ class GraphRunner:
         stream: torch.cuda.Stream,
         tuning: Tuning = DEFAULT,
         prepared: Callable[[], None] = lambda: None,
+        tell: StartTeller = NOBODY,
     ) -> None:
         import torch
 
@@ -178,12 +183,16 @@ class GraphRunner:
         pool = torch.cuda.graph_pool_handle()
         largest_first = sorted(self._rows.items(), reverse=True)
         with torch.no_grad(), exact_products(), torch.cuda.stream(stream):
-            for _, rows in largest_first:
+            tell.begin(StartStage.PRODUCTS)
+            for num_done, (_, rows) in enumerate(largest_first):
+                tell.share(num_done / len(largest_first))
                 buffers.next_start.zero_()
                 self._warm_up(rows)
             stream.synchronize()
             prepared()
-            for size, rows in largest_first:
+            tell.begin(StartStage.GRAPHS)
+            for num_done, (size, rows) in enumerate(largest_first):
+                tell.share(num_done / len(largest_first))
                 for graphs, run in ((self.ends, partial(layers.finish, last=self._last)), (self.graphs, layers.run)):
                     graphs[size] = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graphs[size], pool=pool, stream=stream, capture_error_mode="thread_local"):

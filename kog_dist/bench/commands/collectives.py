@@ -20,7 +20,7 @@ def collectives(
     kills: Annotated[int, typer.Option(help="Times that a rank is killed while all others spin.")] = 0,
     out: Annotated[str | None, typer.Option(help="Folder for collectives.json and collectives.png.")] = None,
 ) -> None:
-    """Microseconds of an all-reduce inside a kernel, beside NCCL and torch. Code 1: a killed rank held the others up."""
+    """Microseconds of an all-reduce inside a kernel. Beside NCCL and torch. Code 1: a killed rank held the others up."""
     from kog_dist.bench.collectives import run as benchmark
 
     chosen = counts_of(sizes, "--sizes")

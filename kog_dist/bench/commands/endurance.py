@@ -16,7 +16,7 @@ def endurance(
     tokens: Annotated[int, typer.Option(help="Tokens to decode on each number of GPUs.")] = 100_000,
     deadline_s: Annotated[float, typer.Option(help="Longest time for each, seconds.")] = 400.0,
 ) -> None:
-    """Very many tokens, with a running hash that must be the same on all ranks and on every number of GPUs (else code 1)."""
+    """Very many tokens, with a hash that all ranks share. It must be the same on every number of GPUs (else code 1)."""
     from kog_dist.bench.kernel import endurance as benchmark
 
     if not deadline_s > 0:

@@ -15,7 +15,7 @@ def faults(
     ranks: Annotated[int, typer.Option(help="Rank processes.")] = 4,
     kills: Annotated[int, typer.Option(help="Kills of each kind of process.")] = 20,
 ) -> None:
-    """Kill every kind of process during a stream: time to the client's error, and until nothing is left."""
+    """Kill every kind of process during a stream. Time to the client's error, and until nothing is left."""
     from kog_dist.bench.engine import faults as benchmark
 
     for option, number in (("--ranks", ranks), ("--kills", kills)):

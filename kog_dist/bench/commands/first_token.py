@@ -17,7 +17,7 @@ def first_token(
     head_ms: Annotated[float, typer.Option(help="From there to the first token.")] = 0.05,
     repeats: Annotated[int, typer.Option(help="Requests for a figure, at least 2, but no more after some seconds.")] = 30,
 ) -> None:
-    """The host's way to a first token, with real coordinator and client and a fake rank: no GPU, no model."""
+    """The host's way to a first token. With real coordinator and client and a fake rank: no GPU, no model."""
     from kog_dist.bench.engine import first_token as benchmark
     from kog_dist.bench.fakes.fake_rank import Play
 

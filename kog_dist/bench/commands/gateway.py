@@ -14,7 +14,7 @@ def gateway(
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 4000,
     repeats: Annotated[int, typer.Option(help="Answers over each way, in turns.")] = 3,
 ) -> None:
-    """Microseconds of a token from a fake engine to a client, over RPC and over HTTP. Needs no model."""
+    """Microseconds of a token to a client, by RPC and HTTP. From a fake engine; needs no model."""
     from kog_dist.bench.service import gateway_path as benchmark
 
     if not 0 < rate <= 1e5 or not 2 <= tokens <= 30_000 or repeats < 1:

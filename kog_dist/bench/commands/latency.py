@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import SAMPLING_HELP, counts_of, samplings_of
+from kog_dist.bench.commands.options import SAMPLING_HELP, Output, counts_of, samplings_of
+from kog_dist.bench.files import writing
 from kog_dist.bench.report import check_destination
 from kog_dist.errors import ConfigError
 
@@ -25,8 +26,9 @@ def latency(
         str, typer.Option(help="Measure compiled torch in a CUDA graph, too: lanes, dense (one wide lane), or lanes,dense.")
     ] = "",
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
+    output: Output = None,
 ) -> None:
-    """Microseconds per token of the monokernel on one GPU, beside the time that reading the weights alone takes."""
+    """Microseconds per token of the kernel on one GPU. Beside the time that reading the weights alone takes."""
     from kog_dist.bench.kernel import latency as benchmark
     from kog_dist.bench.kernel.torch_baseline import FORMS
 
@@ -39,4 +41,5 @@ def latency(
         raise ConfigError(f"--baseline must be one or more of {', '.join(FORMS)}, got {baseline!r}")
     check_destination(trace)
     counts, samplings = counts_of(lanes, "--lanes"), samplings_of(sampling)
-    benchmark.run(model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings)
+    with writing(output):
+        benchmark.run(model, spec, counts, counts_of(contexts, "--contexts"), tokens, trace, baselines, samplings)

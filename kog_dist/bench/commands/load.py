@@ -17,7 +17,7 @@ def load(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Loads of each kind; the median counts.")] = 3,
 ) -> None:
-    """Seconds from a checkpoint in the page cache to weights packed on one GPU."""
+    """Seconds to load a checkpoint and pack it on one GPU. From the page cache."""
     from kog_dist.bench.kernel import load as benchmark
 
     if repeats < 1:

@@ -13,6 +13,13 @@ SAMPLING_HELP = (
     "Compare kinds of sampling, the first with the others: greedy,temperature,top-p-logprobs,mask; a wrong one lists all."
 )
 
+Output = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE",
+        help="Write the figures, too: .md, .csv, .json, or as a picture .png, .svg. May be given several times.",
+    ),
+]  # fmt: skip
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint; none: the bundled demo model.")]
 
 

@@ -22,7 +22,7 @@ def prefill(
     only_prompts: Annotated[bool, typer.Option("--only-prompts", help="Leave out the single operations.")] = False,
     gpus: Annotated[str, typer.Option(help="Prompts on so many GPUs instead: 2,4, a process each, random weights.")] = "1",
 ) -> None:
-    """Milliseconds from a prompt to its first token on one GPU, and microseconds of each operation."""
+    """Milliseconds to a first token on one GPU. And microseconds of each operation of prefill."""
     from kog_dist.bench.kernel import prefill as benchmark
     from kog_dist.bench.kernel import prefill_ranks
 

@@ -24,7 +24,7 @@ def requests(
     aborts: Annotated[str, typer.Option(help="When engines are aborted, one for each: prefill,decode.")] = "prefill,decode",
     prefill: Annotated[str, typer.Option(help="Prompts in chunks of tokens: auto (on 1, 2 or 4 GPUs), on or off.")] = "auto",
 ) -> None:
-    """Whole requests through an engine: first tokens, sampling, JSON schemas, cancels, aborts. Code 1: one went wrong."""
+    """Whole requests, step by step. First tokens, sampling, JSON schemas, cancels, aborts. Code 1: one went wrong."""
     from kog_dist.bench.engine import requests as benchmark
     from kog_dist.bench.engine.request_measures import Workload
 

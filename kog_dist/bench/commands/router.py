@@ -15,7 +15,7 @@ def router(
     tokens: Annotated[int, typer.Option(help="Tokens per stream.")] = 2000,
     streams: Annotated[int, typer.Option(help="Streams at once, each from a source of its own, beside one alone.")] = 2,
 ) -> None:
-    """Microseconds that the router in front of replicas adds to each token. Needs no model."""
+    """Microseconds that the router adds to each token. It stands in front of replicas; needs no model."""
     from kog_dist.bench.engine import router as benchmark
 
     if tokens < 2 or streams < 1:

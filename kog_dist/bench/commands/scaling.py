@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kog_dist.bench.commands.options import SAMPLING_HELP, builds_of, counts_of, samplings_of, times_of
+from kog_dist.bench.commands.options import SAMPLING_HELP, Output, builds_of, counts_of, samplings_of, times_of
+from kog_dist.bench.files import writing
 from kog_dist.bench.report import check_destination
 from kog_dist.errors import ConfigError
 
@@ -23,7 +24,7 @@ def scaling(
     long_run: Annotated[bool, typer.Option("--long-run", help="Also one launch to the end of the context; its tokens.")] = False,
     yardstick: Annotated[bool, typer.Option("--yardstick", help="Also, in turn, with the delayed sums left out.")] = False,
     builds: Annotated[
-        str, typer.Option(help="Also other builds, in turn: options of KernelShape, max_slots=8;pieces=1,pieces_in_flight=3")
+        str, typer.Option(help="Also other builds, in turn, by options of KernelShape (max_slots=8;pieces=1,pieces_in_flight=3).")
     ] = "",
     trace: Annotated[str | None, typer.Option(help="Also trace a token on each number of GPUs; folder for the pictures.")] = None,
     lanes_us: Annotated[
@@ -39,8 +40,9 @@ def scaling(
     ] = "",
     context: Annotated[int, typer.Option(help="Of the figures that are taken from --measured.")] = 64,
     sampling: Annotated[str, typer.Option(help=SAMPLING_HELP)] = "",
+    output: Output = None,
 ) -> None:
-    """Microseconds per token on several GPUs, and whether the bits are the same (else code 1); or a prediction."""
+    """Microseconds per token on several GPUs, or a prediction. Whether the bits are the same, too (else code 1)."""
     from kog_dist.bench.kernel import scaling as benchmark
     from kog_dist.bench.kernel.scaling_files import measured_in
     from kog_dist.bench.kernel.shapes import named_spec
@@ -54,7 +56,8 @@ def scaling(
             spec, counts_of(contexts, "--contexts"), tokens, repeats, samplings,
             long_run=long_run, yardstick=yardstick, builds=builds_of(builds), trace=trace,
         )  # fmt: skip
-        raise typer.Exit(0 if scaling_run.run(plan, counts) else 1)
+        with writing(output):
+            raise typer.Exit(0 if scaling_run.run(plan, counts) else 1)
     if peer_hop_us is not None and not peer_hop_us > 0:
         raise ConfigError("--peer-hop-us must be more than 0")
     files = measured_in([Path(name) for name in measured.split(",") if name], context)
@@ -62,7 +65,7 @@ def scaling(
     costs = benchmark.Costs()
     costs = replace(costs, peer_hop_us=hop_us or costs.peer_hop_us, stream_kb_per_us=rate or costs.stream_kb_per_us)
     lanes = files.lanes_us | times_of(lanes_us, "--lanes-us")
-    good = benchmark.run(
-        named_spec(spec), spec, lanes, files.gpus_us | times_of(gpus_us, "--gpus-us"), costs, has_ceiling=rate is not None
-    )
+    measured_us = files.gpus_us | times_of(gpus_us, "--gpus-us")
+    with writing(output):
+        good = benchmark.run(named_spec(spec), spec, lanes, measured_us, costs, has_ceiling=rate is not None)
     raise typer.Exit(0 if good else 1)

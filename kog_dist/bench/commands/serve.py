@@ -42,7 +42,7 @@ def serve(
     ] = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a report with plots.")] = None,
 ) -> None:
-    """Load on any OpenAI-compatible server: TTFT, ITL, TPOT, end to end, in vLLM's JSON. Code 4: a request failed."""
+    """Load on any OpenAI-compatible server. TTFT, ITL, TPOT, end to end, in vLLM's JSON. Code 4: a request failed."""
     from kog_dist.bench.service import serve as benchmark
     from kog_dist.bench.service.options import settings_of
 

@@ -16,7 +16,7 @@ def soak(
     clients: Annotated[int, typer.Option(help="Clients that ask at the same time.")] = 6,
     seed: Annotated[int, typer.Option(help="Another seed: other requests.")] = 1,
 ) -> None:
-    """Mixed requests, cancels, disconnects, deadlines; each stream against a replay. Code 1: something was wrong."""
+    """Thousands of mixed requests, each against a replay. Also cancels, disconnects, deadlines. Code 1: something was wrong."""
     from kog_dist.bench.engine import soak as benchmark
 
     if ranks is not None and gpus is not None:

@@ -52,12 +52,13 @@ class EngineSession:
 
     # ---- commands ----
     def environment(self) -> dict[str, str]:
-        """What commands see: no settings of the caller, an own runtime folder, no colours, no HTTP but with --http."""
+        """What commands see: no settings of the caller, own folders for sockets and logs, no colours, no HTTP but with --http."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         return {
             **inherited,
             _MARK: self.mark,
             "XDG_RUNTIME_DIR": str(self.folder),
+            "XDG_STATE_HOME": str(self.folder / "state"),
             "NO_COLOR": "1",
             "KOG_HTTP": "no",
             **self.variables,

@@ -12,6 +12,7 @@ import torch
 
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
+from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.workers.prefill import gpu
 from kog_dist.workers.prefill.exchange.lane_sums import OneRank
 from kog_dist.workers.prefill.gpu import GraphRunner, Tuning
@@ -145,8 +146,12 @@ def test_all_chunks_have_run_before_the_first_is_captured(made: tuple[Rank, Rank
     noting: Any = Noting()
     stream: Any = Stream()
     layers = Layers(rank.spec, rank.matrices, noting, OneRank())
-    GraphRunner(layers, rank.buffers, stream, Tuning(SIZES, exact_size=EXACT_SIZE), lambda: happened.append("prepared"))
+    told: list[StartReport] = []
+    tuning, tell = Tuning(SIZES, exact_size=EXACT_SIZE), StartTeller(told.append)
+    GraphRunner(layers, rank.buffers, stream, tuning, lambda: happened.append("prepared"), tell)
     assert happened == ["run 16", "run 12", "run 8", "prepared", "captured 16", "captured 12", "captured 8"]
+    stages = (StartStage.PRODUCTS, StartStage.GRAPHS)
+    assert told == [StartReport(stage, share) for stage in stages for share in (None, 0 / 3, 1 / 3, 2 / 3)]
 
 
 def test_the_first_graph_waits_for_one_copy_and_nothing_else(

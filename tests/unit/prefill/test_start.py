@@ -13,6 +13,7 @@ from kog_dist.cuda.driver import DriverError
 from kog_dist.errors import AbortedError, CheckpointError, CompileError, LaunchError
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.runtime.control import ControlPage
+from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.runtime.topology import RankInfo
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.cuda import load, monokernel
@@ -36,6 +37,7 @@ class Parts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
+        self.told: list[StartReport] = []
         self.failing = ""
         self.error: Exception = RuntimeError("CUDA error: no kernel image is available")
         self.torch_says = ""
@@ -57,12 +59,16 @@ class Parts:
             raise self.error
         return name
 
-    def load_weights(self, shape: Any, checkpoint: Any, observe: Any = None) -> str:
+    def load_weights(self, shape: Any, checkpoint: Any, observe: Any = None, *, on_share: Callable[[float], None]) -> str:
+        on_share(0.5)
         if observe is not None:
             observe("a tensor", None)
         return self.called("weights")
 
-    def prefill(self, kernel: Any, matrices: Any, *, exchange: Any, ended: Callable[[str], None]) -> str:
+    def prefill(
+        self, kernel: Any, matrices: Any, *, exchange: Any, ended: Callable[[str], None], tell: StartTeller
+    ) -> str:  # fmt: skip
+        tell.begin(StartStage.GRAPHS)
         ended("products, 0 of 40 tried,")
         return self.called("prefill")
 
@@ -75,7 +81,8 @@ class Parts:
         args = WorkerArgs(RankInfo(0, world_size, 0, "test"), "model", "cuda:0", "bfloat16", True, 1.0, 1.0, prefill=prefill)
         shape: Any = type("Shape", (), {"spec": laneformer_2b()})
         nothing: Any = None
-        return Start(args, shape, nothing, None, 1000, link=lambda tokens: None, sums=None).load()
+        tell = StartTeller(self.told.append)
+        return Start(args, shape, nothing, None, 1000, link=lambda tokens: None, sums=None, tell=tell).load()
 
 
 @pytest.fixture
@@ -97,6 +104,8 @@ def test_who_has_prefill(
     assert parts.calls == calls
     assert kernel is parts.kernels[0]
     assert made == ("prefill" if calls == WITH else None)
+    stages = [StartStage.WEIGHTS, StartStage.WEIGHTS, StartStage.KERNEL]  # the second one tells its share
+    assert [one.stage for one in parts.told] == ([StartStage.TORCH, *stages, StartStage.GRAPHS] if calls == WITH else stages)
     names = ("torch", "torch on the GPU", "weights", "kernel", "products, 0 of 40 tried,")
     steps = r"note: started prefill in [\d.]+ s \(" + ", ".join(rf"{name} [\d.]+" for name in names) + r"\)\n"
     assert (re.fullmatch(steps, capfd.readouterr().err) is not None) == (made is not None)

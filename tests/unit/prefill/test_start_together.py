@@ -11,6 +11,7 @@ import pytest
 from kog_dist.cuda.errors import cuda_errors
 from kog_dist.errors import AbortedError, LaunchError
 from kog_dist.runtime.control import RankState
+from kog_dist.runtime.startup import StartReport, StartStage, StartTeller
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.workers import worker
 from kog_dist.workers.cuda import load, monokernel
@@ -82,13 +83,13 @@ def start(
     monkeypatch.setattr(gpu, "release_unused", lambda: None)
     monkeypatch.setattr(cuda_peers.CudaPeers, "prefill_sums", lambda peers, limit_s: None)
     monkeypatch.setattr(
-        gpu, "prefill_for", lambda kernel, matrices, exchange, ended: make(
+        gpu, "prefill_for", lambda kernel, matrices, exchange, ended, tell: make(
             "prefill", rank_of(kernel.shape), Trial(failing if failing == "overflow" or rank_of(kernel.shape) == 1 else ""),
         ),
     )  # fmt: skip
     for module in (cuda, cuda_start):
         monkeypatch.setattr(module, "free_memory", lambda: None)
-    monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, observe=None: None)
+    monkeypatch.setattr(load, "load_weights", lambda shape, checkpoint, observe=None, on_share=None: None)
     kernel_of, failed, held = monokernel.Monokernel, list[int](), dict[int, Any]()
 
     def make_kernel(shape: Any, weights: Any, **options: Any) -> Any:
@@ -108,10 +109,20 @@ def start(
 
 @pytest.mark.parametrize("prefill", ["auto", "on"])
 def test_all_have_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, prefill: str) -> None:
+    told: list[list[StartReport]] = [[], []]
+    for engine, reports in zip(ranks.engines, told, strict=True):
+        engine._start = StartTeller(reports.append)
     assert start(ranks, monkeypatch, prefill=prefill) == [None, None], ranks.happened
     assert ranks.page.has_prefill()
     assert len(ranks.answer(1, request(num_prompt=100, max_tokens=5))) == 5
     assert {kernel.begun[-1] for kernel in ranks.kernels.values()} == {(100, 99)}
+    for reports in told:
+        stages = [report.stage for report in reports]
+        assert list(dict.fromkeys(stages)) == [
+            StartStage.CHECKPOINT, StartStage.DEVICE, StartStage.PEERS, StartStage.TORCH, StartStage.WEIGHTS, StartStage.KERNEL,
+            StartStage.TRIAL,
+        ]  # fmt: skip
+        assert stages[-2:] == [StartStage.PEERS, StartStage.TRIAL]
 
 
 @pytest.mark.parametrize(("failing", "cause", "room"), [
@@ -150,7 +161,7 @@ def test_one_that_cannot_ends_the_engine_with_the_way_out(
 def test_the_one_that_others_wait_for_is_seen(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     state = ranks.page.state
 
-    def slow(kernel: Any, matrices: Any, exchange: Any, ended: Any) -> Trial:
+    def slow(kernel: Any, matrices: Any, exchange: Any, ended: Any, tell: Any) -> Trial:
         if kernel.shape.vocab_rows[0] > 0:
             assert state(1) is RankState.LOADING
             deadline = Deadline.after(20.0)
