@@ -24,7 +24,7 @@ from kog_dist.workers.cuda.build import HEAD_SOURCES, KERNEL_SOURCES, PLAIN_SOUR
 from kog_dist.workers.cuda.kernel_shape import KernelShape
 from kog_dist.workers.prefill import compiled
 from kog_dist.workers.prefill.attention import hopper_attention as attention
-from kog_dist.workers.prefill.attention.attention_abi import AttentionShape
+from kog_dist.workers.prefill.attention.choice import heads_of
 from kog_dist.workers.prefill.dense.dense_abi import dense_header
 from kog_dist.workers.prefill.gemm import gemm_abi as tiles_abi
 from kog_dist.workers.prefill.gemm import hopper_gemm as tiles
@@ -84,9 +84,8 @@ def builds(shape: KernelShape, group: str) -> Iterator[partial[Any]]:
 
 
 def _attention_and_sums(shape: KernelShape) -> Iterator[partial[Any]]:
-    spec, layout = shape.spec, CacheLayout.of(shape)
-    heads = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
-    yield partial(attention.build, heads)
+    layout = CacheLayout.of(shape)
+    yield partial(attention.build, heads_of(layout))
     if shape.num_ranks > 1:
         yield partial(compiled.build, "allreduce", sums_header(shape.num_ranks))
 

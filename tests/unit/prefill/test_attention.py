@@ -12,7 +12,7 @@ import torch
 
 from kog_dist.workers.prefill.attention import attention_abi
 from kog_dist.workers.prefill.attention.attention_abi import ATTENTION_PARAMS, AttentionShape, misfit
-from kog_dist.workers.prefill.attention.hopper_attention import Attention, build, plan
+from kog_dist.workers.prefill.attention.hopper_attention import Attention, build, most_parts_bytes, plan
 from tests.unit.prefill.emulated import compiled, launcher, map_on_cpu
 
 SHAPE_2B = AttentionShape(96, num_heads=32, num_kv_heads=16, lane_heads=4)
@@ -35,6 +35,17 @@ def test_items_of_the_2b_shape() -> None:
         assert made.num_ctas == min(made.num_items, NUM_SMS)
         if made.num_partitions:
             assert made.num_partitions * attention_abi.PARTITION_KEYS >= MAX_CONTEXT - 1 + size
+
+
+@pytest.mark.parametrize("max_context", [16384, 40960, 131072])
+def test_few_rows_behind_a_long_context_keep_all_multiprocessors_busy(max_context: int) -> None:
+    qwen3_4b = AttentionShape(128, num_heads=32, num_kv_heads=8, lane_heads=4)
+    plans = {size: plan(qwen3_4b, size, None, max_context - 1 + size, NUM_SMS) for size in (1, 128, 256, 512)}
+    assert plans[1].num_items == 8 * plans[1].num_partitions
+    assert plans[128].num_partitions == -(-(max_context + 127) // 1024)
+    assert all(made.num_items > 0.9 * NUM_SMS for made in plans.values())
+    most = most_parts_bytes(qwen3_4b, plans, max_context, NUM_SMS)
+    assert most == max(made.parts_bytes(qwen3_4b) for made in plans.values()) <= 320 << 20
 
 
 @pytest.mark.parametrize(

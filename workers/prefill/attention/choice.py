@@ -21,8 +21,13 @@ def attention_for(layout: CacheLayout) -> Attention | None:
     spec = layout.spec
     if torch.cuda.get_device_capability() != HOPPER or attention_abi.misfit(spec.head_dim):
         return None
-    shape = AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
-    return attention_on_gpu(shape, spec.max_context)
+    return attention_on_gpu(heads_of(layout), spec.max_context)
+
+
+def heads_of(layout: CacheLayout) -> AttentionShape:
+    """The heads of a rank."""
+    spec = layout.spec
+    return AttentionShape(spec.head_dim, layout.num_lanes * spec.lane_heads, layout.heads, spec.lane_heads)
 
 
 def flash_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from kog_dist.workers.prefill.hopper_abi import GROUP_ROWS, GROUP_THREADS, NUM_T
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAX_PARTITIONS = 16  # as items of their own: memory for what each of them gives
+_MOST_PARTS_BYTES = 320 << 20  # of what partitions give that are items of their own
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,15 @@ class AttentionPlan:
     num_items: int
     num_ctas: int
 
+    def parts_bytes(self, shape: AttentionShape) -> int:
+        """Memory for what partitions give that are items of their own."""
+        return 4 * sum(self.part_values(shape)) if self.num_partitions else 0
+
+    def part_values(self, shape: AttentionShape) -> tuple[int, int]:
+        """Float32 of sums of values, and of what belongs to them."""
+        threads = self.num_items * self.num_groups * GROUP_THREADS
+        return threads * shape.head_dim // 2, threads * 4
+
 
 def plan(shape: AttentionShape, size: int, window: int | None, max_positions: int, num_sms: int) -> AttentionPlan:
     """The items of `size` rows, of which none stands at `max_positions` or behind.
@@ -41,13 +50,25 @@ def plan(shape: AttentionShape, size: int, window: int | None, max_positions: in
     """
     positions, heads = GROUP_ROWS // shape.pack, shape.num_heads // shape.pack  # positions of a group
     is_partitioned = window is None or window > PARTITION_KEYS
+
+    def cut(num_partitions: int) -> AttentionPlan:
+        num_groups = 1 if size <= positions or heads * -(-size // positions) * (num_partitions or 1) <= num_sms else 2
+        num_tiles = -(-size // (num_groups * positions))
+        num_items = num_tiles * heads * (num_partitions or 1)
+        return AttentionPlan(num_groups, num_tiles, is_partitioned, num_partitions, num_items, min(num_items, num_sms))
+
     num_partitions = -(-max_positions // PARTITION_KEYS)
-    if not is_partitioned or not 1 < num_partitions <= _MAX_PARTITIONS or 2 * heads * -(-size // (2 * positions)) > num_sms:
-        num_partitions = 0
-    num_groups = 1 if size <= positions or heads * -(-size // positions) * (num_partitions or 1) <= num_sms else 2
-    num_tiles = -(-size // (num_groups * positions))
-    num_items = num_tiles * heads * (num_partitions or 1)
-    return AttentionPlan(num_groups, num_tiles, is_partitioned, num_partitions, num_items, min(num_items, num_sms))
+    if is_partitioned and num_partitions > 1 and 2 * heads * -(-size // (2 * positions)) <= num_sms:
+        found = cut(num_partitions)
+        if found.parts_bytes(shape) <= _MOST_PARTS_BYTES:
+            return found
+    return cut(0)
+
+
+def most_parts_bytes(shape: AttentionShape, sizes: Iterable[int], max_context: int, num_sms: int) -> int:
+    """Memory for what partitions give, of chunks of all these sizes."""
+    plans = (plan(shape, size, None, max_context - 1 + size, num_sms) for size in sizes)
+    return max(made.parts_bytes(shape) for made in plans)
 
 
 def build(shape: AttentionShape) -> compiler.Cubin:
@@ -105,10 +126,10 @@ class Attention:
         for name in ("num_groups", "num_tiles", "num_partitions", "num_items"):
             params[name] = getattr(made, name)
         if made.num_partitions:
-            count = made.num_items * made.num_groups * GROUP_THREADS
-            parts = torch.empty(count * (shape.head_dim // 2 + 4), dtype=torch.float32, device=query.device)
+            num_values, num_sums = made.part_values(shape)
+            parts = torch.empty(num_values + num_sums, dtype=torch.float32, device=query.device)
             params["parts_ptr"] = parts.data_ptr()
-            params["part_sums_ptr"] = parts[count * shape.head_dim // 2 :].data_ptr()
+            params["part_sums_ptr"] = parts[num_values:].data_ptr()
         self._launchers["attend"](made.num_ctas, NUM_THREADS, params.tobytes(), True)
         if made.num_partitions:
             self._launchers["combine"](

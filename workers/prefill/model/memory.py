@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kog_dist.model.spec import ModelSpec
+from kog_dist.workers.prefill.attention.choice import heads_of
+from kog_dist.workers.prefill.attention.hopper_attention import most_parts_bytes
 from kog_dist.workers.prefill.dense.buffers import dense_buffer_bytes
 from kog_dist.workers.prefill.exchange.peer_exchange import mailboxes
 from kog_dist.workers.prefill.model.buffers import misfit, stream_rows_of
@@ -16,6 +18,7 @@ from kog_dist.workers.prefill.model.chunks import EXACT_SIZE, SPLIT_SIZE, sizes_
 if TYPE_CHECKING:
     from kog_dist.workers.cuda.kernel_shape import KernelShape
 
+_SMS = 132  # of the GPUs that attention.cu is for
 _BESIDES_BYTES = 256 << 20  # workspaces of libraries, temporary values within graphs
 
 
@@ -36,7 +39,8 @@ def prefill_bytes(shape: KernelShape) -> dict[str, int]:
         sums = 8 * sum(box.num_words for box in boxes)
     layout = CacheLayout.of(shape)
     work = dense_buffer_bytes(layout, max(sizes)) if shape.spec.has_one_stream else buffer_bytes(layout, sizes, EXACT_SIZE)
-    return {"prefill weights": matrix_bytes(shape.spec, shape.num_lanes), "prefill": work + sums + _BESIDES_BYTES}
+    parts = most_parts_bytes(heads_of(layout), sizes, shape.spec.max_context, _SMS)
+    return {"prefill weights": matrix_bytes(shape.spec, shape.num_lanes), "prefill": work + sums + parts + _BESIDES_BYTES}
 
 
 def matrix_bytes(spec: ModelSpec, num_lanes: int) -> int:
