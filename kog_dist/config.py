@@ -12,12 +12,14 @@ from typing import Any, get_type_hints
 from kog_dist import env
 from kog_dist.errors import ConfigError
 from kog_dist.model.limits import MAX_CONTEXT
+from kog_dist.quoting import short
 
 MIN_KEY_LENGTH, MAX_KEY_LENGTH = 8, 1024
 API_KEY_FORM = f"{MIN_KEY_LENGTH} to {MAX_KEY_LENGTH} visible ASCII characters without blanks"
 MAX_REPLICAS = 256
 MIN_STALL_S = 0.5
 MAX_TIMEOUT_S = 86400.0
+MAX_GIB = 4096
 MAX_FILE_BYTES, MAX_NESTED, MAX_DOTS = 2**16, 64, 256  # of a file of settings; dots in a line
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -63,6 +65,8 @@ class LaunchConfig:
         "auto", "Type of the KV cache: {choices}.", choices=("auto", "float32", "float16", "bfloat16")
     )  # auto: float32 on CPU ranks, the 16-bit type of the weights on GPUs
     kv_caches: int = _setting(0, "Requests whose KV is kept.", (1, 1024), zero="4 on CPU ranks, 1 on GPUs")
+    prefix_cache: str = _setting("auto", "GiB of each rank for the beginnings of earlier requests; off, or auto.")
+    prefix_host: str = _setting("auto", "GiB of the host's memory behind that of GPUs, for all ranks; off, or auto.")
     context: int = _setting(
         0, "Tokens of prompt and answer together.", (1, MAX_CONTEXT), zero="the model's, or what memory holds of it"
     )
@@ -106,6 +110,11 @@ class LaunchConfig:
             raise ConfigError(f"model must be the folder of a checkpoint, got {self.model!r}; leave it out for the demo model")
         if self.log_dir is not None and not self.log_dir.strip():
             raise ConfigError(f"log_dir must be a folder, got {self.log_dir!r}")
+        for name in ("prefix_cache", "prefix_host"):
+            try:
+                parse_gib(getattr(self, name))
+            except ValueError as error:
+                raise ConfigError(f"{name} {error}") from None
         if self.gpus is not None and self.device == "cpu":
             raise ConfigError(f"gpus {self.gpus} contradicts device cpu; give one of them")
 
@@ -213,6 +222,20 @@ def _check_extent(raw: bytes) -> None:
             raise ValueError(f"it has more than {MAX_NESTED} opening {what}; settings are not nested")
     if any(line.count(b".") > MAX_DOTS for line in lines):
         raise ValueError(f"a line has more than {MAX_DOTS} dots; settings are not nested")
+
+
+def parse_gib(text: str) -> int | None:
+    """Bytes of a number of GiB; 0 for `off`, None for `auto`. Raises ValueError, a sentence without its subject."""
+    if text in ("auto", "off"):
+        return None if text == "auto" else 0
+    wrong = f"must be a number of GiB up to {MAX_GIB}, off or auto, got {short(text)}"
+    try:
+        gib = float(text)
+    except ValueError:
+        raise ValueError(wrong) from None
+    if not 0 <= gib <= MAX_GIB:  # true for NaN
+        raise ValueError(wrong)
+    return int(gib * 2**30)
 
 
 def is_api_key(text: str) -> bool:

@@ -215,7 +215,8 @@ class EngineProcesses:
             info=RankInfo(rank, self.world_size, rank, self.instance, 1, self.control.fd, self._rendezvous.fd),
             model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
-            num_kv_caches=self._target.num_kv_caches, placement=self._target.placement(rank), prefill=self._target.prefill,
+            num_kv_caches=self._target.num_kv_caches, kept_bytes=self._target.kept_bytes,
+            kept_host_bytes=self._target.kept_host_bytes, placement=self._target.placement(rank), prefill=self._target.prefill,
             context=self._target.checkpoint.spec.max_context,
         )  # fmt: skip
 

@@ -39,6 +39,7 @@ class GpuChoice:
     prefill: str = "off"  # as its ranks are told: on, off, or auto, which goes on without it where it cannot start
     note: str = ""  # why an engine that would use prefill does not, or has a shorter context
     context: int = 0  # tokens that fit, where those of the model do not; else 0
+    spare_bytes: int = 0  # that are free on each GPU beside the model
 
 
 def choose_gpus(
@@ -151,7 +152,8 @@ def _shorter(settings: LaunchConfig, checkpoint: Checkpoint, count: int, kv_dtyp
 def _choice(
     count: int, kv_dtype: str, inventory: Inventory, gpus: tuple[Gpu, ...], need: _Need, obstacles: tuple[KogError, ...] = ()
 ) -> GpuChoice:
-    return GpuChoice(count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context)
+    spare_bytes = min((gpu.free_bytes for gpu in gpus), default=0) - need.num_bytes if gpus else 0
+    return GpuChoice(count, kv_dtype, inventory, gpus, obstacles, need.prefill, need.note, need.context, spare_bytes)
 
 
 def gpu_rank_bytes(checkpoint: Checkpoint, rank: int, world_size: int, kv_dtype: str, *, prefill: bool = False) -> dict[str, int]:

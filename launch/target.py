@@ -16,6 +16,7 @@ from kog_dist.hardware.cpus import CpuMap, read_cpu_map, share_cpus
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.hardware.placement import ANYWHERE, Placement
 from kog_dist.launch.gpu_choice import GpuChoice, choose_gpus
+from kog_dist.launch.kept_prefixes import kept_on_cpu, kept_on_gpus
 from kog_dist.launch.progress import compilers_shown
 from kog_dist.model.gguf.tensors import is_gguf
 from kog_dist.model.hub_cache import find_snapshot, hub_name, is_hub_name
@@ -42,6 +43,8 @@ class Target:
     gpus: tuple[Gpu, ...] = ()  # GPU of every rank; empty on CPU ranks, and in a plan for GPUs that are not here
     placements: tuple[Placement, ...] = ()  # of every rank; empty: the default
     num_kv_caches: int = 1  # of every rank
+    kept_bytes: int = 0  # of every rank, for the beginnings of earlier requests
+    kept_host_bytes: int = 0  # and in the host's memory
     prefill: str = "off"  # on, auto or off: whether GPUs take prompts in blocks
     note: str = ""  # for the launcher's log
 
@@ -108,15 +111,20 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-        target = Target(folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES)
+        target = Target(
+            folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES,
+            kept_bytes=kept_on_cpu(settings),
+        )  # fmt: skip
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
     if choice.context:
         checkpoint = replace(checkpoint, spec=checkpoint.spec.with_context(choice.context))
+    kept_bytes, kept_host_bytes = (0, 0) if choice.obstacles else kept_on_gpus(settings, choice.spare_bytes, choice.count)
     target = Target(
-        folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, prefill=choice.prefill, note=choice.note
-    )
+        folder, name, checkpoint, choice.count, "cuda", choice.kv_dtype, choice.gpus, kept_bytes=kept_bytes,
+        kept_host_bytes=kept_host_bytes, prefill=choice.prefill, note=choice.note,
+    )  # fmt: skip
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
 

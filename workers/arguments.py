@@ -26,6 +26,8 @@ class WorkerArgs(JsonArguments):
     startup_timeout_s: float
     step_timeout_s: float
     num_kv_caches: int = 1
+    kept_bytes: int = 0  # of memory that kept prefixes may take on the device: the block pool
+    kept_host_bytes: int = 0  # and behind it in the host's
     placement: Placement = ANYWHERE
     prefill: str = "off"  # whether a GPU takes prompts in blocks of many tokens: on, off, or auto: if it can
 

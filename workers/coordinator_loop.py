@@ -172,7 +172,7 @@ class Coordinator:
             request, constraint = stream.request, stream.constraint
             if constraint is not None:
                 request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
-            stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv)
+            stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv, scope=stream.cache_salt)
             stream.timings.stage("submitted", self._control.submitted_ns)
             if constraint is not None and self._slot.seq is not None:
                 self._grammars.run(self._slot.seq, request.mask_epoch, constraint)

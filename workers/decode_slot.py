@@ -12,6 +12,7 @@ from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.runtime.control import ControlPage
 from kog_dist.runtime.stages import RankStage
 from kog_dist.runtime.wait import Deadline, wait
+from kog_dist.workers.kept_blocks import KeptBlocks
 from kog_dist.workers.kept_caches import KeptCaches
 
 # How long the first token is looked for without sleeping, from a stage on of which rank 0 tells: a core that sleeps takes 0.1 to
@@ -49,6 +50,11 @@ class DecodeSlot:
         return self._num_cached if progress is None else progress
 
     @property
+    def kept_blocks(self) -> KeptBlocks | None:
+        """What the block pool holds; None without one, or before the first request."""
+        return None if self._caches is None else self._caches.blocks
+
+    @property
     def seq(self) -> int | None:
         """Number of the current request."""
         return self._seq
@@ -62,15 +68,15 @@ class DecodeSlot:
         newest = self._control.doorbell()
         return not self.busy and (newest < 2 or self._control.all_done(newest - 1))
 
-    def submit(self, request: DecodeRequest, *, reuse_kv: bool) -> DecodeRequest:
+    def submit(self, request: DecodeRequest, *, reuse_kv: bool, scope: str = "") -> DecodeRequest:
         """Hand a request to the ranks, which are ready; the slot must be free. Returns it with the KV cache that it runs in.
 
-        `reuse_kv`: positions that an earlier request left there may count.
+        `reuse_kv`: positions that an earlier request of the same `scope` left there may count.
         """
         assert not self.busy, "the ranks decode one request at a time"
         if self._caches is None:
             self._caches = KeptCaches(self._control.kv_layout(), self._window)
-        request = request.at(self._caches.take(request.prompt, reuse=reuse_kv))
+        request = request.at(self._caches.take(request.prompt, reuse=reuse_kv, scope=scope))
         self._seq = self._control.submit(request)
         self._next_index, self._num_cached, self._sequence = 0, request.kv.num_cached, array("I", request.prompt)
         return request
@@ -124,5 +130,7 @@ class DecodeSlot:
             self._caches.forget()
         else:
             self._caches.give_back(self._sequence, self.position, num_written=self.position)
+            if (kept := self._caches.save()) is not None:  # while nobody waits: what comes next is queued behind it
+                self._control.submit(DecodeRequest((0,), 1, kv=kept, only_copies=True))
         self._seq = None
         self._sequence = array("I")

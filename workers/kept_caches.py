@@ -13,6 +13,9 @@ lies outside of the window by then. So the first n positions can be used exactly
 and if they cannot, no shorter beginning can. Once the ring is full, a step back may have R - W + 1 positions: a kernel whose ring
 is just the window can go on behind the very end and one position before it, and nowhere else. Whatever was decoded after a stop
 string before the ranks knew of it has to be stepped back over, so a ring should be some tens of positions longer than the window.
+
+Where the ranks have a block pool (kept_blocks.py), what a cache holds at the end of an answer is copied there, and a request gets
+from there what no cache has.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kog_dist.decode.request import KvUse
+from kog_dist.decode.request import KvCopy, KvUse
 from kog_dist.runtime.control import KvLayout
+from kog_dist.workers.kept_blocks import KeptBlocks, num_common
+
+_WORTH = 32  # tokens more that blocks have, to be copied from there
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class _Kept:
     """One KV cache. `num_written`: positions that were ever written since it began at 0; more than `tokens` after a step back."""
 
     tokens: array[int] = field(default_factory=lambda: array("I"))
+    scope: str = ""
     num_written: int = 0
     last_used: int = 0  # 0: never
 
@@ -39,7 +44,7 @@ class _Kept:
 class KeptCaches:
     """The books of all KV caches. `window`: of the model's windowed layers, None if it has none.
 
-    One request runs at a time, between `take` and `give_back`.
+    One request runs at a time, between `take` and `give_back`. `blocks`: those of the block pool; None without one.
     """
 
     def __init__(self, layout: KvLayout, window: int | None) -> None:
@@ -48,26 +53,31 @@ class KeptCaches:
         self._window = window or 0
         self._uses = 0
         self._running = KvUse()
+        self._scope = ""  # of the running request
         self._num_inherited = 0  # positions ever written in the cache that the running request goes on in
+        self.blocks = KeptBlocks(layout.block_tokens, layout.num_slots, layout.num_host_slots) if layout.block_tokens else None
 
-    def take(self, prompt: Sequence[int], *, reuse: bool) -> KvUse:
-        """Where a request runs and what it can use; what else that cache held is lost.
+    def take(self, prompt: Sequence[int], *, reuse: bool, scope: str = "") -> KvUse:
+        """Where a request runs and what it can use; what else that cache held is lost. What other scopes have left is nobody's.
 
-        A sequence of which less than half would be left is copied, not cut: its conversation may go on.
+        A sequence of which less than half would be left is copied, not cut: its conversation may go on. In a block pool it is
+        anyway.
         """
+        self._scope = scope
         if not self._kept:
             return KvUse()
         oldest = min(range(len(self._kept)), key=lambda idx: self._kept[idx].last_used)
         use = KvUse(oldest, oldest, 0)
         if reuse:
             wanted = prompt if isinstance(prompt, array) else array("I", prompt)
-            lengths = [self._usable(kept, wanted) for kept in self._kept]
+            lengths = [self._usable(kept, wanted, scope) for kept in self._kept]
             source = max(range(len(lengths)), key=lambda idx: (lengths[idx], -len(self._kept[idx].tokens)))
             if num_cached := lengths[source]:
                 others = [idx for idx in range(len(self._kept)) if idx != source]
                 is_small_part = 2 * num_cached < len(self._kept[source].tokens)
                 cache = min(others, key=lambda idx: self._kept[idx].last_used) if is_small_part and others else source
                 use = KvUse(cache, source, num_cached)
+            use = self._with_blocks(use, wanted)
         self._num_inherited = self._kept[use.source].num_written if use.num_cached else 0
         self._uses += 1
         for idx in (use.source, use.cache):
@@ -75,10 +85,22 @@ class KeptCaches:
         self._running = use
         return use
 
-    def _usable(self, kept: _Kept, wanted: array[int]) -> int:
+    def _with_blocks(self, use: KvUse, wanted: array[int]) -> KvUse:
+        """The same with what the block pool has of the prompt, where that is more."""
+        if self.blocks is None:
+            return use
+        num_kept, path = self.blocks.match(self._scope, wanted[:-1])
+        if num_kept < use.num_cached + _WORTH:
+            return use
+        stays = use.num_cached if use.cache == use.source else 0
+        return KvUse(use.cache, use.cache, num_kept, self.blocks.load(path, stays // self.blocks.block_tokens))
+
+    def _usable(self, kept: _Kept, wanted: array[int], scope: str) -> int:
         """Positions of a cache that the prompt can go on behind."""
-        num_common = _num_common(kept.tokens, wanted[:-1])
-        return num_common if self.is_intact(num_common, kept.num_written) else 0
+        if kept.scope != scope:
+            return 0
+        common = num_common(kept.tokens, wanted[:-1])
+        return common if self.is_intact(common, kept.num_written) else 0
 
     def is_intact(self, num_positions: int, num_written: int) -> bool:
         """Whether the first `num_positions` can be used after `num_written` were written; see the top of this file."""
@@ -90,19 +112,20 @@ class KeptCaches:
         """The request has ended: its cache holds the first `num_positions` of `tokens`; it wrote below `num_written`."""
         if self._kept:
             kept = self._kept[self._running.cache]
-            kept.tokens = array("I", tokens[:num_positions])
+            kept.tokens, kept.scope = array("I", tokens[:num_positions]), self._scope
             kept.num_written = max(num_written, self._num_inherited)
+
+    def save(self) -> KvUse | None:
+        """What is to be copied to the block pool of the cache that the last request ran in; None if nothing is."""
+        if self.blocks is None or not self._kept:
+            return None
+        cache = self._running.cache
+        copies: tuple[KvCopy, ...] = self.blocks.save(self._scope, self._kept[cache].tokens)
+        return KvUse(cache, cache, 0, copies) if copies else None
 
     def forget(self) -> None:
         """Nothing is kept any more: a device may have cleared all its caches."""
         for kept in self._kept:
             kept.tokens, kept.num_written, kept.last_used = array("I"), 0, 0
-
-
-def _num_common(left: array[int], right: array[int]) -> int:
-    """How many ids both begin with."""
-    most = min(len(left), len(right))
-    left, right = left[:most], right[:most]
-    if left == right:
-        return most  # a conversation goes on: so it is mostly
-    return int(np.flatnonzero(np.frombuffer(left, np.uint32) != np.frombuffer(right, np.uint32))[0])
+        if self.blocks is not None:
+            self.blocks.clear()

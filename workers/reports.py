@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from typing import Any
 
 from kog_dist.model.generation_config import shown_sampling
 from kog_dist.rpc.counters import Counters
@@ -44,5 +45,17 @@ def status_report(
         queue_limit=args.queue_limit, client_queue_limit=args.client_queue_limit,
         running_position=slot.position if running is not None else 0,
         running_prompt_tokens=len(running.request.prompt) if running is not None else 0,
-        num_bad_messages=num_bad_messages, **asdict(counters),
+        num_bad_messages=num_bad_messages, **_kept(slot), **asdict(counters),
     )  # fmt: skip
+
+
+def _kept(slot: DecodeSlot) -> dict[str, Any]:
+    """The block pool's part of the report."""
+    blocks = slot.kept_blocks
+    if blocks is None:
+        return {}
+    used, used_of_host = blocks.num_used
+    return {
+        "kept_block_tokens": blocks.block_tokens, "kept_used": used, "kept_slots": blocks.num_slots,
+        "kept_host_used": used_of_host, "kept_host_slots": blocks.num_host_slots,
+    }  # fmt: skip

@@ -40,7 +40,7 @@ class RequestStream:
         self.request_id = message.request_id
         self.request = request
         self.constraint = constraint_of(message)
-        self.reuses_kv = message.reuse_kv
+        self.reuses_kv, self.cache_salt = message.reuse_kv, message.cache_salt or ""
         self.deadline_ns = None if message.deadline_s is None else received_ns + round(message.deadline_s * 1e9)
         self.timings = RequestTimings(received_ns)
         self.last_sent_ns = received_ns

@@ -120,7 +120,10 @@ def serve(engine: Engine, control: ControlPage, rank: int) -> None:
         request = control.read_request(seq)
         control.stamp(rank, RankStage.READ)
         control.set_state(rank, RankState.RUNNING)
-        engine.run(seq, request)
+        if request.only_copies:
+            engine.copy_blocks(request.kv)
+        else:
+            engine.run(seq, request)
         control.set_done(rank, seq)
         control.set_state(rank, RankState.READY)
 

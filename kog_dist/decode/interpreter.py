@@ -178,6 +178,10 @@ class Interpreter:
         cursor.kv_cache = cache
         cursor.held[cache] = num_positions
 
+    def filled(self, cache: int, num_positions: int) -> None:
+        """Keys and values of the first positions of a cache have been put there (`memory`), as many as it then holds."""
+        self._cursor.held[cache] = num_positions
+
     def step(
         self, token_id: int, position: int, sampling: SamplingParams | None, gather_logits: bool = False, *, stop: bool = False,
         choose: Choose | None = None,

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kog_dist.errors import RequestError
 from kog_dist.sampling_params import GREEDY, SamplingParams
+
+
+class KvCopyKind(enum.IntEnum):
+    """What a `KvCopy` copies. The numbers are those of request blocks."""
+
+    LOAD = 0  # from a slot of the block pool to a block of the KV cache
+    SAVE = 1  # from a block of the KV cache to a slot
+    MOVE = 2  # from a slot to another one
+
+
+class KvCopy(NamedTuple):
+    """A copy of the keys and values of `KvLayout.block_tokens` neighbouring positions, in all layers.
+
+    `place`: number of the block in the request's KV cache, which begins at position `place * block_tokens`; of MOVE the slot that
+    gets them. See workers/kept_blocks.py.
+    """
+
+    kind: KvCopyKind
+    slot: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +37,22 @@ class KvUse:
     """Where a request keeps its keys and values, and what it need not prefill.
 
     It runs in KV cache `cache`. Cache `source`, often the same one, holds the first `num_cached` tokens of the prompt at the
-    positions from 0 on: an engine copies them if the two differ, and goes on behind them. At least one token of the prompt is
-    always decoded, for its logits. The coordinator decides, so that all ranks do the same (see workers/kept_caches.py).
+    positions from 0 on, once `copies` are made in their order: an engine copies them if the two differ, and goes on behind them.
+    At least one token of the prompt is always decoded, for its logits. The coordinator decides, so that all ranks do the same
+    (see workers/kept_caches.py).
     """
 
     cache: int = 0
     source: int = 0
     num_cached: int = 0
+    copies: tuple[KvCopy, ...] = ()
 
 
 @dataclass(slots=True)  # not frozen: to make it would take twice as long, which is time to the first token
 class DecodeRequest:
     """What ranks know of a request; nobody changes it. At most 16 `stop_ids` (the model's end tokens).
+
+    `only_copies`: there is no answer: the ranks make the copies of `kv` and write nothing to the ring.
 
     `mask_epoch`: 0, or a grammar constrains the answer, and its token i is chosen with the mask of epoch `mask_epoch` + i (see
     decode/masks.py).
@@ -43,6 +69,7 @@ class DecodeRequest:
     logit_digests: bool = False
     kv: KvUse = KvUse()
     mask_epoch: int = 0
+    only_copies: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, array):

@@ -89,12 +89,29 @@ def _queue(report: StatusReport, facts: EngineFacts, labels: list[str]) -> Itera
     used = report.running_position / facts.max_context if facts.max_context else 0.0
     text = "Share of the context that the running request fills, from 0 to 1; kept caches of earlier ones do not count."
     yield _gauge("kog:kv_cache_usage_perc", text, labels, used)
+    yield from _kept(report, labels)
     if report.replica_names:
         family = GaugeMetricFamily("kog:num_replicas", "Engines behind the router by state.", labels=(*LABELS, "state"))
         counts = Counter(state.split(maxsplit=1)[0].rstrip(":,") or "unknown" for state in report.replica_states)
         for name in sorted({"ready", *counts}):
             family.add_metric([*labels, name], counts[name])
         yield family
+
+
+def _kept(report: StatusReport, labels: list[str]) -> Iterator[Metric]:
+    """The block pool's tokens; nothing without one."""
+    names = (*LABELS, "memory")
+    used = GaugeMetricFamily("kog:kept_tokens", "Tokens of earlier requests that blocks are taken for.", labels=names)
+    room = GaugeMetricFamily("kog:kept_tokens_limit", "Tokens of earlier requests that there are blocks for.", labels=names)
+    for memory, num_used, num_slots in (
+        ("device", report.kept_used, report.kept_slots), ("host", report.kept_host_used, report.kept_host_slots),
+    ):  # fmt: skip
+        if num_slots:
+            used.add_metric([*labels, memory], num_used * report.kept_block_tokens)
+            room.add_metric([*labels, memory], num_slots * report.kept_block_tokens)
+    if room.samples:
+        yield used
+        yield room
 
 
 def _ranks(report: StatusReport, labels: list[str]) -> Iterator[Metric]:

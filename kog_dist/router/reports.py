@@ -14,6 +14,7 @@ from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.messages import EngineState, StatusReport, Welcome, build_hash
 
 _SHOWN = 4096  # items of an array in a status report
+_KEPT = ("kept_used", "kept_slots", "kept_host_used", "kept_host_slots")  # of replicas that have blocks of the same size
 _Value = TypeVar("_Value")
 
 
@@ -65,6 +66,8 @@ def status_report(
         replica_states=tuple(_shown_state(link) for link in links),
         replica_addresses=tuple(link.order.access.address for link in links),
         replica_running=tuple(running.get(link, "") for link in links),
+        kept_block_tokens=max((report.kept_block_tokens for report in reports), default=0),
+        **{name: sum(getattr(report, name) for report in reports) for name in _KEPT},
     )  # fmt: skip
 
 

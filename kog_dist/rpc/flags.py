@@ -45,6 +45,7 @@ def generate(
     deadline: Annotated[float | None, typer.Option(help="Seconds after which the engine ends the request.")] = None,
     reuse_kv: Annotated[bool, typer.Option("--reuse-kv/--no-reuse-kv", help="Skip what earlier requests prefilled.")] = True,
     conversation: Annotated[str | None, typer.Option(help="Id that the requests of a conversation share, for a router.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Use only what requests with the same one have left.")] = None,
     sampling: Any = None,
     json_schema: Annotated[str | None, JSON_SCHEMA] = None,
     regex: Annotated[str | None, REGEX] = None,
@@ -67,7 +68,8 @@ def generate(
         request = PromptRequest(
             prompt=prompt, prompt_ids=parse_ids(prompt_ids), max_tokens=max_tokens, sampling=sampling_of(sampling),
             stop=tuple(stop or ()), ignore_eos=ignore_eos, logit_digests=logit_digests, stamps=stamps, deadline_s=deadline,
-            reuse_kv=reuse_kv, conversation=conversation, json_schema=read_schema(json_schema), regex=regex, as_json=json,
+            reuse_kv=reuse_kv, conversation=conversation, json_schema=read_schema(json_schema), regex=regex,
+            cache_salt=cache_salt, as_json=json,
         )  # fmt: skip
     target = commands.EngineChoice(instance, endpoint, key_file)
     raise typer.Exit(commands.generate(target, request, timeout_s=timeout, wait_ready=wait_ready))

@@ -35,6 +35,7 @@ class PromptRequest:
     conversation: str | None = None
     json_schema: str | None = None
     regex: str | None = None
+    cache_salt: str | None = None
     as_json: bool = False
 
     def __post_init__(self) -> None:

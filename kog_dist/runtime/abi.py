@@ -178,6 +178,9 @@ RANK_CONTROL = Struct(
         Field("progress", "u64", "seq << 32 | positions of that request that its KV cache holds"),
         Field("num_kv_caches", "u64", "KV caches that requests may run in; 0 before the rank is ready"),
         Field("kv_ring_positions", "u64", "positions that windowed layers keep before they overwrite the oldest; 0: all"),
+        Field("kv_block_tokens", "u64", "positions of a block of the block pool; 0: there is none"),
+        Field("kv_num_slots", "u64", "blocks that the pool has room for in the device's memory"),
+        Field("kv_num_host_slots", "u64", "and behind these in the host's"),
         Field("epochs_waited", "u64", "1 + epochs of peers not there at the first look, as in EpochWaits; 0: not counted"),
         Field("waited_ns", "u64", "how long it waited for them, all together"),
         Field("heeds_rousing", "u64", "1: when idle it watches the doorbell for a moment once roused", align=LINE_BYTES),
@@ -194,18 +197,19 @@ PLAIN_PARAMS = tuple(name for name in DEFAULTS if name not in ("logit_bias", "lo
 _SAMPLING_KINDS = {int: "u64", float: "f64"}
 REQUEST_BLOCK = Struct(
     "RequestBlock",
-    "One request, as ranks see it; uint32_t prompt[max_context] and LogitBias[] follow. `check` covers all, so order is free.",
+    "One request, as ranks see it; uint32_t prompt[max_context], LogitBias[], KvCopy[] follow. `check` covers all.",
     (
         Field("seq", "u64", "number of the request, from 1"),
-        Field("check", "u64", "CRC-32 of the block, the prompt ids and the biases, taken with check = 0"),
+        Field("check", "u64", "CRC-32 of the block, the prompt ids, the biases and the copies, taken with check = 0"),
         Field("num_prompt", "u32", "prompt ids that follow"),
         Field("max_tokens", "u32", "most tokens to generate"),
-        Field("flags", "u32", "1: ignore stop ids, 2: a digest of the logits with every token"),
+        Field("flags", "u32", "1: ignore stop ids, 2: a digest of the logits with every token, 4: only copies, no answer"),
         Field("num_stop_ids", "u32", "used entries of stop_ids"),
         Field("stop_ids", "u32", "token ids that end the answer", count=MAX_STOP_IDS),
         Field("kv_cache", "u32", "KV cache that the request runs in"),
         Field("kv_source", "u32", "KV cache that holds the prompt's beginning already"),
         Field("num_cached", "u32", "positions of it that count"),
+        Field("num_kv_copies", "u32", "used entries of the KvCopy array behind the LogitBias array"),
         *(Field(name, _SAMPLING_KINDS[type(DEFAULTS[name])], HELP[name]) for name in PLAIN_PARAMS),
         Field("num_logit_bias", "u32", "used entries of the LogitBias array behind the prompt's room"),
         Field("logprobs", "u32", "0: none wanted; n + 1: of every token, and of the n best"),
@@ -217,6 +221,16 @@ LOGIT_BIAS = Struct(
     "LogitBias",
     "Added to the logit of one id.",
     (Field("token_id", "u32", "each id once"), Field("bias", "f32", "from -100 to 100")),
+)
+KV_COPY = Struct(
+    "KvCopy",
+    "A copy between a KV cache and the block pool; see kog_dist/decode/request.py.",
+    (
+        Field("kind", "u32", "KvCopyKind"),
+        Field("slot", "u32", "of the pool"),
+        Field("place", "u32", "block of the cache, or slot"),
+        Field("spare", "u32", "0"),
+    ),
 )
 MASK_WORD = Struct(
     "MaskWord",
@@ -258,7 +272,8 @@ LOGPROB_ENTRY = Struct(
 )
 
 STRUCTS = (
-    CONTROL_HEADER, WAIT_RECORD, RANK_CONTROL, REQUEST_BLOCK, LOGIT_BIAS, MASK_WORD, RING_HEADER, TOKEN_ENTRY, LOGPROB_ENTRY,
+    CONTROL_HEADER, WAIT_RECORD, RANK_CONTROL, REQUEST_BLOCK, LOGIT_BIAS, KV_COPY, MASK_WORD, RING_HEADER, TOKEN_ENTRY,
+    LOGPROB_ENTRY,
 )  # fmt: skip
 CONTROL_MAGIC = int.from_bytes(b"KOGCTRL\0", "little")
 

@@ -14,7 +14,7 @@ import enum
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import numpy as np
@@ -47,7 +47,10 @@ _DOORBELL, _CANCEL = CONTROL_HEADER.word("doorbell"), CONTROL_HEADER.word("cance
 _COORDINATOR_BEAT = CONTROL_HEADER.word("coordinator_beat_ns")
 _BEAT, _STATE, _DONE = RANK_CONTROL.word("beat_ns"), RANK_CONTROL.word("state"), RANK_CONTROL.word("done_seq")
 _PROGRESS = RANK_CONTROL.word("progress")
-_KV_CACHES, _KV_RING = RANK_CONTROL.word("num_kv_caches"), RANK_CONTROL.word("kv_ring_positions")
+_KV_LAYOUT = tuple(  # the fields of KvLayout
+    RANK_CONTROL.word(name)
+    for name in ("num_kv_caches", "kv_ring_positions", "kv_block_tokens", "kv_num_slots", "kv_num_host_slots")
+)
 _HEEDS_ROUSING, _HAS_PREFILL = RANK_CONTROL.word("heeds_rousing"), RANK_CONTROL.word("has_prefill")
 _EPOCHS_WAITED, _WAITED_NS = RANK_CONTROL.word("epochs_waited"), RANK_CONTROL.word("waited_ns")
 _STARTUP = RANK_CONTROL.word("startup")
@@ -81,10 +84,16 @@ class RankState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The KV caches of every rank. A windowed layer may keep only the newest `ring_positions` of a cache; 0: it keeps all."""
+    """The KV caches of every rank, and its block pool. A windowed layer may keep only the newest `ring_positions` of a cache; 0:
+    it keeps all. Blocks have `block_tokens` positions, and there are slots for `num_slots` of them in the device's memory, and
+    behind these for `num_host_slots` in the host's.
+    """
 
     num_caches: int
     ring_positions: int = 0
+    block_tokens: int = 0  # 0: there is no pool
+    num_slots: int = 0
+    num_host_slots: int = 0
 
 
 @dataclass(slots=True)
@@ -292,12 +301,12 @@ class ControlPage:
 
     def set_kv_layout(self, rank: int, layout: KvLayout) -> None:
         """Say which KV caches `rank` has, before it is ready. Writer: the rank itself."""
-        self._words[self._rank_word(rank, _KV_CACHES)] = layout.num_caches
-        self._words[self._rank_word(rank, _KV_RING)] = layout.ring_positions
+        for word, value in zip(_KV_LAYOUT, astuple(layout), strict=True):
+            self._words[self._rank_word(rank, word)] = value
 
     def kv_layout(self) -> KvLayout:
         """The KV caches of rank 0, like those of all ranks; none before it is ready."""
-        return KvLayout(self._words[self._rank_word(0, _KV_CACHES)], self._words[self._rank_word(0, _KV_RING)])
+        return KvLayout(*(self._words[self._rank_word(0, word)] for word in _KV_LAYOUT))
 
     def set_prefill(self, rank: int) -> None:
         """Say that prompts go through prefill on `rank`, before it is ready. Writer: the rank itself."""

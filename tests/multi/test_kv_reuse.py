@@ -16,6 +16,9 @@ from kog_dist.decode.request import KvUse
 from kog_dist.model.checkpoint import Checkpoint, open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.runtime.control import KvLayout
 from kog_dist.sampling_params import SamplingParams
+from kog_dist.workers import kept_caches
+from kog_dist.workers.engines import cpu_blocks
+from kog_dist.workers.engines.cpu_blocks import CpuBlocks
 from kog_dist.workers.kept_caches import KeptCaches
 from tests.multi.test_bits import SPECS, ThreadExchange, run_ranks
 
@@ -120,3 +123,50 @@ def test_what_a_cancelled_prefill_left_can_be_used(tmp_path: Path) -> None:
         return decode(engine, prompt, KvUse(1, 0, 12))
 
     assert run_ranks(2, work)[0] == fresh
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "slots", "all_cached"),
+    [
+        ("float32", 20, [0, 5, 0, 12, 10, 10, 17]),
+        ("bfloat16", 9, [0, 5, 0, 12, 8, 4, 8]),  # ends of what was not used for long had to go
+    ],
+)
+def test_blocks_of_earlier_conversations_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, slots: int, all_cached: list[int]
+) -> None:
+    """Three conversations take turns in one KV cache, on 1 and 2 ranks; what they have left comes from the block pool."""
+    monkeypatch.setattr(cpu_blocks, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(kept_caches, "_WORTH", 1)
+    spec = SPECS["laneformer"]
+    write_checkpoint(tmp_path, spec, random_tensors(spec, seed=11))
+    checkpoint = open_checkpoint(tmp_path)
+    begin = (3, 17, 4, 90, 41)
+    sequences = [(*begin, 5, 66, 23), (*begin, 9), (70, 71, 72, 73, 74, 75)]
+    for world_size in (1, 2):
+
+        def work(rank: int, exchange: ThreadExchange, world_size: int = world_size) -> list[tuple[int, Answer]]:
+            engine = make_engine(checkpoint, world_size, rank, exchange if world_size > 1 else None, kv_dtype)
+            blocks, books = CpuBlocks(engine.memory, slots), KeptCaches(KvLayout(1, 0, 4, slots), None)
+            held, found = list(sequences), list[tuple[int, Answer]]()
+            for turn in range(7):
+                prompt = (*held[turn % 3], 30 + turn)
+                use = books.take(prompt, reuse=True)
+                blocks.copy(use)
+                if use.copies:
+                    engine.filled(use.source, use.num_cached)
+                answer = decode(engine, prompt, use)
+                held[turn % 3] = prompt + answer.tokens
+                books.give_back(held[turn % 3], len(held[turn % 3]) - 1, len(held[turn % 3]) - 1)
+                if (saved := books.save()) is not None:
+                    blocks.copy(saved)
+                found.append((use.num_cached, answer))
+            return found
+
+        (found, *_) = run_ranks(world_size, work)
+        held = list(sequences)
+        for turn, (_, answer) in enumerate(found):
+            prompt = (*held[turn % 3], 30 + turn)
+            assert decode(make_engine(checkpoint, 1, 0, None, kv_dtype), prompt, KvUse()) == answer, f"turn {turn}"
+            held[turn % 3] = prompt + answer.tokens
+        assert [num_cached for num_cached, _ in found] == all_cached, f"{world_size} ranks"

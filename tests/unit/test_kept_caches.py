@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kog_dist.decode.request import KvUse
 from kog_dist.runtime.control import KvLayout
-from kog_dist.workers.kept_caches import KeptCaches, _num_common
+from kog_dist.workers.kept_blocks import num_common
+from kog_dist.workers.kept_caches import KeptCaches
 
 A = tuple(range(100, 140))
 
@@ -157,4 +158,4 @@ def test_a_ring_that_lost_the_beginning_is_not_used() -> None:
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
 def test_the_common_beginning_of_two_sequences(left: list[int], right: list[int]) -> None:
     different = [place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b]
-    assert _num_common(array("I", left), array("I", right)) == min([len(left), len(right), *different])
+    assert num_common(array("I", left), array("I", right)) == min([len(left), len(right), *different])

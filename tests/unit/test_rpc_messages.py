@@ -89,7 +89,8 @@ def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
         strategies |= {"message": texts.filter(bool), "request_id": st.none() | names}
     if cls is Generate:
         strategies |= {"prompt": texts, "sampling": st.builds(SamplingParams, **sampling)}
-        strategies |= {"json_schema": st.none() | texts.filter(bool), "regex": st.none()}
+        filled = st.none() | texts.filter(bool)
+        strategies |= {"json_schema": filled, "regex": st.none(), "cache_salt": filled}
     return st.builds(cls, **strategies)
 
 
@@ -152,7 +153,7 @@ def test_one_grammar_at_a_time() -> None:
     with pytest.raises(BadMessage, match="json_schema and regex exclude each other") as caught:
         Generate("a", "b", json_schema="{}", regex="a")
     assert caught.value.code is ErrorCode.INVALID_REQUEST
-    for name, size in (("json_schema", 65_537), ("regex", 4_097), ("regex", 0)):
+    for name, size in (("json_schema", 65_537), ("regex", 4_097), ("regex", 0), ("cache_salt", 1_025), ("cache_salt", 0)):
         with pytest.raises(BadMessage, match=f"{name} must have 1 to"):
             Generate("a", "b", **{name: "x" * size})  # type: ignore[arg-type]
 

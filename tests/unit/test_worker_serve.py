@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request import DecodeRequest, KvCopy, KvCopyKind, KvUse
 from kog_dist.decode.ring import Finish
 from kog_dist.errors import AbortedError, ConfigError, DeviceError, LaunchError
 from kog_dist.runtime.abi import WaitOp, WaitRecord
@@ -22,6 +22,7 @@ class StubEngine:
     def __init__(self, control: ControlPage, rouse: Callable[[], None] | None) -> None:
         self.control, self.rouse = control, rouse
         self.prompts: list[list[int]] = []
+        self.copied: list[KvUse] = []
 
     def startup(self) -> None:
         """Nothing to do."""
@@ -30,6 +31,9 @@ class StubEngine:
         self.prompts.append(list(request.prompt))
         self.control.set_abort(AbortCause.SHUTDOWN)
         return Finish.LENGTH
+
+    def copy_blocks(self, kv: KvUse) -> None:
+        self.copied.append(kv)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -60,6 +64,20 @@ def test_an_engine_that_can_be_roused_is_roused_between_requests(control: Contro
     assert roused == [0]
     assert engine.prompts == [[1, 2]]
     assert all(control.stages_ns(0)[: RankStage.UPLOADED]), "seen and read are stamped"
+
+
+def test_copies_without_an_answer_are_made_and_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    control, kept = ControlPage.create(1, 16), KvUse(0, 0, 0, (KvCopy(KvCopyKind.SAVE, 3, 0), KvCopy(KvCopyKind.MOVE, 3, 5)))
+    monkeypatch.setattr(FutexWord, "wait", lambda *_: True)
+    control.submit(DecodeRequest((0,), 1, kv=kept, only_copies=True))
+    control.submit(DecodeRequest((1, 2), 3))
+    engine = StubEngine(control, None)
+    with pytest.raises(AbortedError):
+        serve(engine, control, 0)
+    assert engine.copied == [kept]
+    assert engine.prompts == [[1, 2]]
+    assert control.all_done(2)
+    control.close()
 
 
 def test_an_engine_that_shares_its_core_is_not(control: ControlPage) -> None:

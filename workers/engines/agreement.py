@@ -26,6 +26,7 @@ def common_terms(args: WorkerArgs, checkpoint: Checkpoint, plan_digest: str) -> 
         "plan": plan_digest,
         "KV cache type": args.kv_dtype,
         "number of KV caches": str(args.num_kv_caches),
+        "memory for kept prefixes": f"{args.kept_bytes}, {args.kept_host_bytes}",
         "use of prefill": str(args.prefill),
         "memory layout": f"{abi_digest():016x}",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import Finish
 
 
@@ -32,6 +32,9 @@ class Engine(Protocol):
         The entry with a Finish is the last one of `seq` in the ring. A cancel ends the request after the same token everywhere.
         Raises AbortedError when the engine is being stopped, DeviceError when a wait ran out of time; then nothing is published.
         """
+
+    def copy_blocks(self, kv: KvUse) -> None:
+        """Make the copies of `kv` between its KV cache and the block pool. Not collective: all ranks are told the same."""
 
     @property
     def rouse(self) -> Callable[[], None] | None:

@@ -18,7 +18,7 @@ from kog_dist.decode.cursor import Choose
 from kog_dist.decode.interpreter import Interpreter, StepOutput
 from kog_dist.decode.places import with_place
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.validate import check
@@ -33,6 +33,7 @@ from kog_dist.runtime.wait import Deadline
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
 from kog_dist.workers.engines.agreement import agree, common_terms
+from kog_dist.workers.engines.cpu_blocks import BLOCK_TOKENS, CpuBlocks, num_slots
 from kog_dist.workers.engines.heartbeat import Heartbeat
 from kog_dist.workers.engines.root_choice import RootChoice
 
@@ -48,6 +49,7 @@ class CpuEngine:
         self._rendezvous: LocalRendezvous | None = None
         self._comm: CpuCommunicator | None = None
         self._interpreter: Interpreter | None = None
+        self._blocks: CpuBlocks | None = None
         self._start = StartTeller(partial(control.set_startup, self._rank))
         self._heartbeat = Heartbeat(control, self._rank, args.step_timeout_s + HEARTBEAT_MARGIN_S)
 
@@ -89,12 +91,22 @@ class CpuEngine:
         self._interpreter = Interpreter(
             plan, rank, weights, self._comm, kv_dtype=args.kv_dtype, num_kv_caches=args.num_kv_caches
         )  # fmt: skip
-        self._control.set_kv_layout(rank, KvLayout(args.num_kv_caches))
+        self._control.set_kv_layout(rank, self._kv_layout(spec, len(lanes)))
         self._start.begin(StartStage.TRIAL)
         self._interpreter.step(0, 0, SamplingParams())  # maps pages, fills caches, and shows that all ranks answer
         self._comm.waits = EpochWaits()  # only those of requests count
         self._control.set_epoch_waits(rank, self._comm.waits)
         self._rendezvous.barrier(deadline)
+
+    def _kv_layout(self, spec: ModelSpec, num_lanes: int) -> KvLayout:
+        """The caches, and a block pool where the memory that it may take has room for a block."""
+        assert self._interpreter is not None
+        memory = self._interpreter.memory
+        slots = num_slots(spec, num_lanes, memory.dtype.itemsize, self._args.kept_bytes)
+        if not slots:
+            return KvLayout(self._args.num_kv_caches)
+        self._blocks = CpuBlocks(memory, slots)
+        return KvLayout(self._args.num_kv_caches, block_tokens=BLOCK_TOKENS, num_slots=slots)
 
     # ---- requests ----
     def run(self, seq: int, request: DecodeRequest) -> Finish:
@@ -102,6 +114,9 @@ class CpuEngine:
         with self._heartbeat:
             assert self._interpreter is not None
             use = request.kv
+            if use.copies:
+                self.copy_blocks(use)
+                self._interpreter.filled(use.source, use.num_cached)
             self._interpreter.use_cache(use.cache, use.source, use.num_cached)
             self._control.set_progress(self._rank, seq, use.num_cached)
             if not self._prefill(seq, request):
@@ -109,6 +124,11 @@ class CpuEngine:
                 return Finish.CANCELLED
             self._control.stamp(self._rank, RankStage.PREFILLED)
             return self._decode(seq, request)
+
+    def copy_blocks(self, kv: KvUse) -> None:
+        """See `Engine.copy_blocks`."""
+        assert self._blocks is not None, "the coordinator knows whether there is a pool"
+        self._blocks.copy(kv)
 
     def _prefill(self, seq: int, request: DecodeRequest) -> bool:
         """Fill the KV cache with the prompt up to its last token; False when the request was cancelled meanwhile."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from numpy.typing import NDArray
 
 from kog_dist.decode.plan import make_plan
-from kog_dist.decode.request import DecodeRequest
+from kog_dist.decode.request import DecodeRequest, KvUse
 from kog_dist.decode.ring import NO_TOKEN, Finish
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.decode.validate import check
@@ -31,6 +31,7 @@ from kog_dist.runtime.startup import StartStage, StartTeller
 from kog_dist.runtime.wait import Deadline, WaitResult, wait
 from kog_dist.sampling_params import SamplingParams
 from kog_dist.workers.arguments import WorkerArgs
+from kog_dist.workers.cuda import kv_blocks
 from kog_dist.workers.cuda.processors import ProcessedRequest
 from kog_dist.workers.engines.cuda_device import device_index, kernel_shapes, translated_errors, use_device
 from kog_dist.workers.engines.cuda_peers import CudaPeers
@@ -62,6 +63,7 @@ class CudaEngine:
         self._args, self._control, self._rank = args, control, args.info.rank
         self._peers: CudaPeers | None = None  # None: one rank
         self._kernel: DecodeKernel | None = None
+        self._blocks: kv_blocks.KvBlocks | None = None
         self._prefill: Prefiller | None = None  # None: the kernel takes prompts token by token
         self._has_overflown = False  # prefill, in any request so far
         self._max_context = 0
@@ -94,13 +96,25 @@ class CudaEngine:
                 self._peers.agree(checkpoint, plan.digest(), device_index(args.device))
                 self._peers.build()
             self._kernel = self._load(checkpoint, shapes[self._rank])
+            self._make_blocks(shapes[self._rank], self._kernel)
             self._max_context = spec.max_context
             self._try_kernel(self._kernel)
 
-    def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
-        spec, peers = shape.spec, self._peers
+    def _make_blocks(self, shape: KernelShape, kernel: Any) -> None:
+        """The block pool, if there is memory for one, and the model can have one; said in the control page."""
+        spec, num_tokens = shape.spec, kv_blocks.block_tokens(shape)
         ring_positions = 16 * shape.splits * shape.window_batches if spec.window_layers else 0
-        self._control.set_kv_layout(self._rank, KvLayout(1, ring_positions))
+        slots, host_slots = (
+            num_bytes // kv_blocks.block_bytes(shape) for num_bytes in (self._args.kept_bytes, self._args.kept_host_bytes)
+        )
+        layout = KvLayout(1, ring_positions)
+        if slots and num_tokens:
+            self._blocks = kv_blocks.KvBlocks(shape, kernel.kv.data.ptr, slots, host_slots)
+            layout = KvLayout(1, ring_positions, num_tokens, slots, host_slots)
+        self._control.set_kv_layout(self._rank, layout)
+
+    def _load(self, checkpoint: Checkpoint, shape: KernelShape) -> DecodeKernel:
+        peers = self._peers
         kernel, self._prefill = Start(
             self._args, shape, checkpoint, self._control.masks, tell=self._start,
             limit_us=ALONE_WAIT_US if peers is None else AMONG_PEERS_WAIT_US,
@@ -183,10 +197,18 @@ class CudaEngine:
         return prefill
 
     # ---- requests ----
+    def copy_blocks(self, kv: KvUse) -> None:
+        """See `Engine.copy_blocks`. They are queued: what comes next is queued behind them."""
+        assert self._blocks is not None, "the coordinator knows whether there is a pool"
+        with translated_errors(self._args.device), self._heartbeat:
+            self._blocks.copy(kv, self._loaded.stream.ptr)
+
     def run(self, seq: int, request: DecodeRequest) -> Finish:
         """See `Engine.run`."""
         self._control.set_progress(self._rank, seq, request.kv.num_cached)
         with translated_errors(self._args.device), self._heartbeat as heartbeat:
+            if request.kv.copies:
+                self._fetch(request.kv)
             num_cached, launches = self._prefilled(seq, request, heartbeat)
             if launches is None:
                 if request.mask_epoch:
@@ -195,6 +217,13 @@ class CudaEngine:
             if num_cached > request.kv.num_cached:
                 self._tell(RankStage.PREFILLED)
             return self._decode(seq, request, heartbeat, num_cached, launches)
+
+    def _fetch(self, kv: KvUse) -> None:
+        """Queue what the block pool has of a prompt."""
+        assert self._blocks is not None
+        self._blocks.copy(kv, self._loaded.stream.ptr)
+        if self._prefill is not None:
+            self._prefill.forget(kv.copies[0].place * kv_blocks.block_tokens(self._blocks.shape))
 
     def _prefilled(self, seq: int, request: DecodeRequest, heartbeat: Heartbeat) -> tuple[int, Launches | None]:
         """Positions that the KV cache holds once the prompt has gone through prefill: all of them, and then the kernel begins
@@ -385,6 +414,9 @@ class CudaEngine:
             self._kernel.abort()
             with suppress(Exception):  # a context that has failed has nothing running
                 self._kernel.stream.synchronize()
+        if self._blocks is not None:
+            self._blocks.close()
+            self._blocks = None
         self._prefill = None  # its graphs use the kernel's memory and the peers'
         if self._peers is not None:
             self._peers.close()

@@ -27,6 +27,9 @@ def serve(
     prompts: Annotated[
         str | None, typer.Option(metavar="FILE", help="Prompts, one per line; .jsonl: objects with prompt or messages.")
     ] = None,
+    agents: Annotated[int, typer.Option(help="Agents that take turns: --input-len words more each time. 0: none.")] = 0,
+    shared_len: Annotated[int, typer.Option(help="Words that the prompts of all agents begin with.")] = 0,
+    each: Annotated[bool, typer.Option("--each", help="A line for each request, in the order in which they were asked.")] = False,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ask for answers of full length (kog_dist, vLLM, SGLang).")
     ] = False,
@@ -50,8 +53,9 @@ def serve(
         url=url, backend=backend, model=model, num_prompts=num_prompts, num_warmups=num_warmups, max_concurrency=max_concurrency,
         request_rate=request_rate, input_len=input_len, output_len=output_len, prompts=prompts, ignore_eos=ignore_eos,
         temperature=temperature, seed=seed, timeout_s=timeout, extra_body=extra_body, api_key=api_key,
+        agents=agents, shared_len=shared_len,
     )  # fmt: skip
     check_destination(output, html)
     paths = (None if path is None else Path(path) for path in (output, html))
-    if benchmark.run(settings, asked, output=next(paths), html=next(paths)):
+    if benchmark.run(settings, asked, output=next(paths), html=next(paths), each=each):
         raise typer.Exit(4)

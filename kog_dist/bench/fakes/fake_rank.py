@@ -69,6 +69,8 @@ class FakeRank:
         control.stamp(0, RankStage.SEEN)
         request = control.read_request(seq)
         control.stamp(0, RankStage.READ)
+        if request.only_copies:
+            return
         num_prompt = len(request.prompt)
         control.set_progress(0, seq, request.kv.num_cached)
         control.stamp(0, RankStage.UPLOADED)

@@ -26,8 +26,8 @@ METRICS: Final = {
 _BUSY_SHARE = 0.8  # of a core: above it the client may be what is measured
 PERCENTILES: Final = (90, 99)
 DETAILS: Final = (  # one entry for each request
-    "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts", "errors",
-    "stamps", "finish_reasons",
+    "input_lens", "cached_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
+    "errors", "stamps", "finish_reasons",
 )  # fmt: skip
 
 
@@ -91,6 +91,7 @@ def _own_figures(good: Sequence[RequestRecord]) -> dict[str, Any]:
 def _details(answers: Sequence[RequestRecord], begin_ns: int) -> dict[str, Any]:
     return {
         "input_lens": [answer.input_tokens for answer in answers],
+        "cached_lens": [answer.cached_tokens for answer in answers],
         "output_lens": [answer.output_tokens for answer in answers],
         "ttfts": [answer.ttft_s for answer in answers],
         "itls": [answer.itls_s for answer in answers],

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kog_dist.bench.service.prompts import Prompt, prompts_from_file, random_prompts
+from kog_dist.bench.service.prompts import Prompt, prompts_from_file, prompts_of_agents, random_prompts
 from kog_dist.bench.service.serve import PATHS, ServeSettings
 from kog_dist.chat.wire import ServiceUrl
 from kog_dist.errors import ConfigError
@@ -16,7 +16,7 @@ from kog_dist.errors import ConfigError
 def settings_of(
     *, url: str, backend: str, model: str | None, num_prompts: int, num_warmups: int, max_concurrency: int | None,
     request_rate: float | None, input_len: int, output_len: int, prompts: str | None, ignore_eos: bool, temperature: float,
-    seed: int, timeout_s: float, extra_body: str, api_key: str,
+    seed: int, timeout_s: float, extra_body: str, api_key: str, agents: int = 0, shared_len: int = 0,
 ) -> tuple[ServeSettings, list[Prompt]]:  # fmt: skip
     """What to ask and how. Raises ConfigError naming the flag that is wrong."""
     if backend not in PATHS:
@@ -37,7 +37,14 @@ def settings_of(
         1 if max_concurrency is None and request_rate is None else max_concurrency, num_warmups, seed,
         temperature if temperature >= 0 else None, ignore_eos, timeout_s, _object(extra_body), api_key,
     )  # fmt: skip
-    asked = random_prompts(num_prompts, input_len, seed) if prompts is None else prompts_from_file(Path(prompts), num_prompts)
+    if min(agents, shared_len) < 0 or (shared_len and not agents) or (agents and prompts is not None):
+        raise ConfigError("--agents and --shared-len must not be negative; --shared-len needs --agents, which --prompts excludes")
+    if prompts is not None:
+        asked = prompts_from_file(Path(prompts), num_prompts)
+    elif agents:
+        asked = prompts_of_agents(num_prompts, agents, shared_len, input_len, seed)
+    else:
+        asked = random_prompts(num_prompts, input_len, seed)
     if backend == "openai":
         for prompt in asked:
             prompt.as_text()  # raises where it cannot be asked

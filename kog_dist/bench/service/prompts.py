@@ -47,6 +47,18 @@ def random_prompts(count: int, num_words: int, seed: int) -> list[Prompt]:
     return [Prompt(" ".join(random.Random(f"{seed} {idx}").choices(_WORDS, k=num_words))) for idx in range(count)]
 
 
+def prompts_of_agents(count: int, num_agents: int, shared_words: int, num_words: int, seed: int) -> list[Prompt]:
+    """`count` prompts of agents that take turns: what all of them begin with, and `num_words` more of its own in each turn."""
+    source = random.Random(f"{seed} agents")
+    shared = " ".join(source.choices(_WORDS, k=shared_words))
+    held, prompts = [shared] * num_agents, list[Prompt]()
+    for idx in range(count):
+        agent = idx % num_agents
+        held[agent] += " " + " ".join(source.choices(_WORDS, k=num_words))
+        prompts.append(Prompt(held[agent].lstrip()))
+    return prompts
+
+
 def prompts_from_file(path: Path, count: int) -> list[Prompt]:
     """`count` prompts, from the beginning again where the file has fewer.
 

@@ -62,11 +62,13 @@ class ServeSettings:
         return body | self.extra_body
 
 
-def run(settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | None, html: Path | None) -> int:
+def run(
+    settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | None, html: Path | None, each: bool = False
+) -> int:  # fmt: skip
     """Measure, print a table and the JSON object, write the files; returns how many requests failed.
 
-    Raises LaunchError if nothing answers at the URL, ConfigError if the server has no model to ask, RequestFailed if no warm-up
-    request is answered.
+    `each`: a line per request, too. Raises LaunchError if nothing answers at the URL, ConfigError if the server has no model to
+    ask, RequestFailed if no warm-up request is answered.
     """
     for path in (output, html):
         if path is not None and not path.parent.is_dir():
@@ -79,6 +81,8 @@ def run(settings: ServeSettings, prompts: Sequence[Prompt], *, output: Path | No
         output.write_text(json.dumps(result) + "\n", encoding="utf-8")
     if html is not None:
         html.write_text(report_html(result), encoding="utf-8")
+    if each:
+        print(table_of_each(answers))
     print(_table(result), flush=True)
     print_json({name: value for name, value in result.items() if name not in DETAILS})
     return int(result["failed"])
@@ -194,6 +198,19 @@ def _result(settings: ServeSettings, load: _Load, answers: Sequence[RequestRecor
         "max_concurrency": settings.max_concurrency, **figures_of(answers, duration_s, load.begin_ns),
         "client_us_per_chunk": busy_us / num_chunks if num_chunks else None, "client_cpu_share": load.cpu_s / duration_s,
     }  # fmt: skip
+
+
+def table_of_each(answers: Sequence[RequestRecord]) -> str:
+    """A line for each request."""
+    lines = [f"{'request':>7}{'input':>9}{'cached':>9}{'output':>9}{'ttft ms':>11}{'tokens/s':>11}"]
+    for idx, answer in enumerate(answers):
+        cached = "-" if answer.cached_tokens is None else answer.cached_tokens
+        rate = f"{1 / answer.tpot_s:.1f}" if answer.tpot_s else "-"
+        lines.append(
+            f"{idx:>7}{answer.input_tokens:>9}{cached:>9}{answer.output_tokens:>9}{answer.ttft_s * 1e3:>11.1f}{rate:>11}"
+            + (f"  {answer.error}" if answer.error else "")
+        )
+    return "\n".join(lines)
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -101,6 +101,7 @@ def plan_choices(
                 "request_id": stamp.choice_id(choice, num_choices),
                 "sampling": _of_choice(params, choice % per_prompt),
                 "conversation": _choice_conversation(conversation, choice),
+                "cache_salt": request.cache_salt,
             },
         )
         for choice in range(num_choices)

@@ -121,6 +121,9 @@ class SamplingFields(RequestModel):
     prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME)] | None = Field(
         default=None, description="Requests with the same key go to the same replica, where their beginning is cached."
     )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = Field(
+        default=None, description="As in vLLM: only what requests with the same one have left is used again."
+    )
     metadata: Any = ignored("nothing is stored")
     store: Any = ignored("nothing is stored")
     safety_identifier: Any = ignored("nobody is reported")

@@ -13,6 +13,7 @@ from kog_dist.rpc.messages.limits import (
     LEAST_DEADLINE_S,
     MAX_ARRAY,
     MAX_REGEX_BYTES,
+    MAX_SALT_BYTES,
     MAX_SCHEMA_BYTES,
     MAX_SECONDS,
     MAX_STOP_BYTES,
@@ -56,6 +57,7 @@ class Generate(Checked):
     What has its default is not sent: another default needs another PROTOCOL_VERSION.
 
     `deadline_s` counts from the reception by the coordinator. `reuse_kv` false: prefill the whole prompt, as for a measurement.
+    `cache_salt`: what earlier requests left counts only where theirs is equal; so nobody learns from a time what others asked.
     """
 
     request_id: str = checked(ID)
@@ -72,6 +74,7 @@ class Generate(Checked):
     conversation: str | None = checked(optional(ID), default=None)  # shared by requests that extend one another
     json_schema: str | None = checked(optional(text(1, MAX_SCHEMA_BYTES)), default=None)  # the answer is JSON that satisfies it
     regex: str | None = checked(optional(text(1, MAX_REGEX_BYTES)), default=None)  # the answer, as a whole, matches it
+    cache_salt: str | None = checked(optional(text(1, MAX_SALT_BYTES)), default=None)
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)

@@ -16,6 +16,8 @@ class StatusReport(Checked):
     `running_position`: tokens of the running request that are in the KV cache; below `running_prompt_tokens` it is prefilling.
     `prefill`: whether prompts go through prefill, in blocks of many tokens, on all ranks (of all replicas).
     `own_sampling`: the model's own sampling for people, which HTTP uses where a request says nothing; empty for a router.
+    `kept_...`: blocks of `kept_block_tokens` tokens of earlier requests, used and as many as there is room for, in the memory of
+    the devices and behind it in the hosts'; 0: there are none, or not before the first request.
     `epochs_waited`, `waited_s`: how often and how long each rank has waited for peers; None for ranks that do not count it.
     """
 
@@ -51,3 +53,8 @@ class StatusReport(Checked):
     waited_s: tuple[float | None, ...] = checked(array(optional(SECONDS), 4096), default=())
     prefill: bool = checked(flag, default=False)
     own_sampling: str = checked(NAME, default="")
+    kept_block_tokens: int = checked(COUNT, default=0)
+    kept_used: int = checked(COUNT, default=0)
+    kept_slots: int = checked(COUNT, default=0)
+    kept_host_used: int = checked(COUNT, default=0)
+    kept_host_slots: int = checked(COUNT, default=0)

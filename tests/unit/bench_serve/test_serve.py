@@ -87,6 +87,24 @@ def test_figures_are_those_of_the_stamps(tmp_path: Path) -> None:
     assert stub.requests[0]["messages"][0]["role"] == "user"
 
 
+def test_agents_take_turns_and_each_request_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cached = {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}}
+    with openai_stub(Scripted(completion(["a b", "c"], usage=cached))) as stub:
+        settings, prompts = settings_of(**{**FLAGS, "url": stub.url, "num_prompts": 4, "agents": 2, "shared_len": 3})
+        serve.run(settings, prompts, output=tmp_path / "result.json", html=None, each=True)
+    first, second, third, fourth = (request["prompt"].split() for request in stub.requests[-4:])
+    assert first[:3] == second[:3] != first[3:6]
+    assert (len(first), len(third)) == (8, 13)
+    assert (third[:8], fourth[:8]) == (first, second)
+    assert first[3:] != second[3:]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["request", "input", "cached", "output", "ttft", "ms", "tokens/s"]
+    assert [line.split()[:4] for line in lines[1:5]] == [[str(idx), "7", "4", "3"] for idx in range(4)]
+    assert json.loads((tmp_path / "result.json").read_text())["cached_lens"] == [4] * 4
+    with pytest.raises(ConfigError, match="--shared-len needs --agents"):
+        settings_of(**{**FLAGS, "url": stub.url, "shared_len": 3})
+
+
 def test_without_usage_chunks_are_counted_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with openai_stub(Scripted(completion(["a b", "c"]))) as stub:
         result = measure(stub, tmp_path)

@@ -214,6 +214,15 @@ def test_engine_report(metrics: Metrics) -> None:
     assert page.value("num_requests_running") == 0
 
 
+def test_kept_tokens_of_engines_that_have_blocks(metrics: Metrics) -> None:
+    metrics.engine_report(report(kept_block_tokens=64, kept_used=3, kept_slots=10, kept_host_used=0, kept_host_slots=2))
+    page = Page(metrics)
+    assert (page.value("kept_tokens", memory="device"), page.value("kept_tokens_limit", memory="device")) == (192, 640)
+    assert (page.value("kept_tokens", memory="host"), page.value("kept_tokens_limit", memory="host")) == (0, 128)
+    metrics.engine_report(report())
+    assert not {"kog:kept_tokens", "kog:kept_tokens_limit"} & Page(metrics).families.keys()
+
+
 def test_epochs_waited_of_ranks_that_count_them(metrics: Metrics) -> None:
     metrics.engine_report(report(epochs_waited=(7, 0), waited_s=(0.25, 0.0)))
     text = metrics.render().decode()

@@ -1,0 +1,41 @@
+"""How much memory ranks get for kept beginnings of sequences: the block pool of `workers/kept_blocks.py`."""
+
+from __future__ import annotations
+
+from kog_dist.config import LaunchConfig, parse_gib
+from kog_dist.errors import ConfigError
+
+_CPU_BYTES = 64 << 20  # of a rank, unless told otherwise
+_MOST_GPU_BYTES, _SHARE_OF_FREE = 16 << 30, 4  # of a GPU, and of what is free there beside the model
+_HOST_BYTES = 4 << 30  # of all ranks of a host together, page-locked
+_SHARE_OF_HOST = 8  # of what is free there
+
+
+def kept_on_cpu(settings: LaunchConfig) -> int:
+    """Bytes of a CPU rank."""
+    asked = parse_gib(settings.prefix_cache)
+    return _CPU_BYTES if asked is None else asked
+
+
+def kept_on_gpus(settings: LaunchConfig, spare_bytes: int, num_ranks: int) -> tuple[int, int]:
+    """Bytes of each rank on its GPU, where `spare_bytes` are free beside the model, and in the host's memory.
+
+    Raises ConfigError for more than there is.
+    """
+    asked, asked_of_host = parse_gib(settings.prefix_cache), parse_gib(settings.prefix_host)
+    if asked is None:
+        asked = min(_MOST_GPU_BYTES, spare_bytes // _SHARE_OF_FREE)
+    elif asked > spare_bytes:
+        raise ConfigError(
+            f"prefix_cache {settings.prefix_cache} does not fit: {max(spare_bytes, 0) / 2**30:.1f} GiB of a GPU are free beside "
+            "the model; give less, off, or auto"
+        )
+    if asked_of_host is None:
+        asked_of_host = min(_HOST_BYTES, _free_of_host() // _SHARE_OF_HOST)
+    return max(asked, 0), asked_of_host // num_ranks if asked > 0 else 0
+
+
+def _free_of_host() -> int:
+    import psutil  # type: ignore[import-untyped]
+
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,80 @@
+"""Kept prefixes on a GPU: three conversations take turns, and what they left comes from the block pool, the host's part too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq", reason="needs pyzmq, which RPC speaks")
+
+from kog_dist.bench.engine.session import engine_session
+from kog_dist.bench.fakes.made_tokenizer import write_tokenizer
+from kog_dist.model.checkpoint import random_tensors, write_checkpoint
+from kog_dist.model.spec import ModelSpec
+from kog_dist.rpc.client import Client
+from kog_dist.rpc.messages import Done, Tokens
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kv_blocks import block_bytes, block_tokens
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(200)]
+SPEC = ModelSpec(
+    hidden_size=512, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=1024, vocab_size=512, max_context=4096,
+    num_lanes=4, delay=0, qk_norm=True,
+)  # fmt: skip
+BLOCK = block_tokens(KernelShape(SPEC, range(4)))
+GIB_OF_BLOCK = block_bytes(KernelShape(SPEC, range(4))) / 2**30
+SLOTS, HOST_SLOTS = 4, 6  # three conversations need more than the GPU's
+NUM_TOKENS = 24
+READY_S = 120.0
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return [(seed + 7 * idx * idx + 31 * idx) % 500 for idx in range(count)]
+
+
+def ask(client: Client, prompt: list[int], **options: Any) -> tuple[list[Tokens], Done]:
+    events = [*client.generate(
+        prompt_ids=prompt, max_tokens=NUM_TOKENS, ignore_eos=True, timeout_s=60.0, logit_digests=True, **options
+    )]  # fmt: skip
+    assert isinstance(events[-1], Done)
+    return [event for event in events if isinstance(event, Tokens)], events[-1]
+
+
+def tokens(events: list[Tokens]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+def digests(events: list[Tokens]) -> list[str]:
+    return [digest for event in events for digest in event.digests]
+
+
+@pytest.mark.parametrize("prefill", ["off", "on"])
+def test_conversations_take_turns(tmp_path: Path, prefill: str) -> None:
+    assert BLOCK < 1000, "or nothing is copied"
+    write_checkpoint(tmp_path, SPEC, random_tensors(SPEC, seed=3))
+    write_tokenizer(tmp_path, SPEC.vocab_size)
+    room = (f"--prefix-cache={GIB_OF_BLOCK * (SLOTS + 0.5)}", f"--prefix-host={GIB_OF_BLOCK * (HOST_SLOTS + 0.5)}")
+    shared = ids(BLOCK + 40, 1)
+    held = [shared + ids(BLOCK, 10), shared + ids(BLOCK // 2, 20), ids(BLOCK + 9, 30)]
+    with engine_session() as session:
+        session.launch(str(tmp_path), "--gpus=1", f"--prefill={prefill}", *room)
+        with session.connect(READY_S) as client:
+            caches = []
+            for turn in range(9):
+                prompt = held[turn % 3]
+                events, done = ask(client, prompt)
+                caches.append(done.num_cached_tokens)
+                anew, of_anew = ask(client, prompt, reuse_kv=False, cache_salt="by itself")
+                assert of_anew.num_cached_tokens == 0
+                assert len(digests(events)) == NUM_TOKENS
+                if prefill == "off":  # else decoded and prefilled positions round otherwise
+                    assert (tokens(events), digests(events)) == (tokens(anew), digests(anew))
+                held[turn % 3] = prompt + tokens(events) + ids(5, turn)
+            status = client.status()
+    print(prefill, caches, status.kept_used, status.kept_host_used)
+    assert (status.kept_block_tokens, status.kept_slots, status.kept_host_slots) == (BLOCK, SLOTS, HOST_SLOTS)
+    assert caches[1] >= BLOCK, "what two begin with"
+    assert status.kept_host_used > 0
+    assert sum(count >= BLOCK for count in caches[3:]) >= 3, "what has moved to the host came back"

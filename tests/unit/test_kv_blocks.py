@@ -1,0 +1,89 @@
+"""The block pool of a GPU, with host memory in its place: blocks are the positions that they are said to be."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kog_dist.bench.kernel.shapes import named_spec
+from kog_dist.decode.request import KvCopy, KvCopyKind, KvUse
+from kog_dist.model.spec import ModelSpec, laneformer_2b
+from kog_dist.workers.cuda import kv_blocks
+from kog_dist.workers.cuda.kernel_shape import KernelShape
+from kog_dist.workers.cuda.kv_blocks import KvBlocks, block_bytes, block_tokens
+from kog_dist.workers.prefill.model.cache_layout import CacheLayout
+
+STREAM = 5
+SPEC = ModelSpec(
+    hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, intermediate_size=512, vocab_size=100, max_context=1400,
+    num_lanes=2, delay=0,
+)  # fmt: skip
+
+
+def view(address: int, num_bytes: int) -> Any:
+    memory: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return np.frombuffer(memory, np.uint8)
+
+
+def copy(to: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+    assert (kind, stream) == (4, STREAM)
+    view(to, num_bytes)[:] = view(source, num_bytes)
+
+
+def copy_rows(to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, kind: int, stream: int) -> None:
+    for row in range(height):
+        copy(to + row * to_pitch, source + row * pitch, width, kind, stream)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    def allocate(num_bytes: int) -> Any:
+        held.append(np.full(num_bytes, 255, np.uint8))
+        return SimpleNamespace(ptr=held[-1].ctypes.data)
+
+    runtime = SimpleNamespace(memcpyAsync=copy, memcpy2DAsync=copy_rows)
+    cuda = SimpleNamespace(Memory=allocate, runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(kv_blocks, "HostMapping", lambda _address, _num_bytes: None)
+
+
+@pytest.mark.usefixtures("memory")
+def test_positions_go_to_blocks_and_back() -> None:
+    shape = KernelShape(SPEC, range(2))
+    layout, tokens = CacheLayout.of(shape), block_tokens(shape)
+    assert tokens == 16 * shape.splits
+    cache = torch.randint(-9, 9, (layout.num_values,), dtype=torch.int16)
+    before = cache.clone()
+    blocks = KvBlocks(shape, cache.data_ptr(), 2, 1)
+    block = 1
+    copies = (KvCopy(KvCopyKind.SAVE, 0, block), KvCopy(KvCopyKind.SAVE, 1, 0), KvCopy(KvCopyKind.MOVE, 0, 2))
+    blocks.copy(KvUse(copies=copies), STREAM)
+    assert torch.equal(cache, before), "saving changes nothing"
+    cache.fill_(0)
+    blocks.copy(KvUse(copies=(KvCopy(KvCopyKind.LOAD, 2, block),)), STREAM)
+    for layer in range(SPEC.num_layers):
+        for first, wanted in ((0, None), (tokens, before), (2 * tokens, None)):
+            end = min(first + tokens, SPEC.max_context)
+            found = layout.load(cache, layer, first, end)
+            kept = layout.load(before if wanted is not None else torch.zeros_like(cache), layer, first, end)
+            for part, other in zip(found, kept, strict=True):
+                assert torch.equal(part, other), f"layer {layer}, positions {first} to {end}"
+    blocks.copy(KvUse(copies=(KvCopy(KvCopyKind.LOAD, 1, 0),)), STREAM)
+    assert torch.equal(layout.load(cache, 2, 0, tokens)[0], layout.load(before, 2, 0, tokens)[0])
+
+
+def test_a_block_is_the_tokens_of_all_layers() -> None:
+    spec = named_spec("qwen3-4b@131072")
+    shape = KernelShape(spec, range(8))
+    assert block_tokens(shape) == 256
+    assert block_bytes(shape) == 256 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+    assert block_tokens(KernelShape(laneformer_2b(), range(8))) == 0, "windows keep a ring"

@@ -1,0 +1,111 @@
+"""The block pool of a GPU: keys and values of beginnings of sequences, beside the monokernel's KV cache and in the host's memory.
+
+A block is a batch of 16 positions of every split of every KV head and layer (see prefill/model/cache_layout.py), so the positions
+of a block are neighbours, and in the cache its batches lie `KernelShape.full_batches` apart: each copy is one of rows.
+"""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kog_dist.cuda.driver import HostMapping
+from kog_dist.decode.request import KvCopyKind, KvUse
+
+if TYPE_CHECKING:
+    from kog_dist.workers.cuda.kernel_shape import KernelShape
+
+_BATCH = 16  # positions
+_PAGE_THREADS = 8  # that have the system make pages, which takes one of them 0.4 s per GiB
+_DEFAULT = 4  # cudaMemcpyDefault: the addresses say from where to where
+
+
+def block_tokens(shape: KernelShape) -> int:
+    """Positions of a block; 0 for a model that can have none: windowed layers keep a ring, from which old positions are gone."""
+    return 0 if shape.spec.window_layers else _BATCH * shape.splits
+
+
+def block_bytes(shape: KernelShape) -> int:
+    """Of one block."""
+    return _num_rows(shape) * _row_bytes(shape)
+
+
+class KvBlocks:
+    """`slots` blocks on the current GPU and `host_slots` in page-locked memory of the host. `kv_ptr`: the KV cache.
+
+    Memory is taken at once. Copies are queued on a CUDA stream.
+    """
+
+    def __init__(self, shape: KernelShape, kv_ptr: int, slots: int, host_slots: int) -> None:
+        import cupy
+
+        self.shape, self._kv_ptr, self._slots = shape, kv_ptr, slots
+        self._block_bytes = block_bytes(shape)
+        self._memory: Any = cupy.cuda.Memory(slots * self._block_bytes)  # not of the pool, which rounds up
+        self._host = _HostMemory(host_slots * self._block_bytes) if host_slots else None
+
+    def close(self) -> None:
+        """Give the host's memory back. No copy runs any more."""
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
+    def copy(self, kv: KvUse, stream_ptr: int) -> None:
+        """Queue the copies of `kv`, in order, behind what is queued on the stream."""
+        from cupy.cuda import runtime
+
+        width, height = _row_bytes(self.shape), _num_rows(self.shape)
+        pitch = self.shape.full_batches * width
+        for kind, slot, place in kv.copies:
+            block = self._address(slot)
+            if kind is KvCopyKind.MOVE:
+                runtime.memcpyAsync(self._address(place), block, self._block_bytes, _DEFAULT, stream_ptr)
+                continue
+            cache = self._kv_ptr + place * width
+            if kind is KvCopyKind.LOAD:
+                runtime.memcpy2DAsync(cache, pitch, block, width, width, height, _DEFAULT, stream_ptr)
+            else:
+                runtime.memcpy2DAsync(block, width, cache, pitch, width, height, _DEFAULT, stream_ptr)
+
+    def _address(self, slot: int) -> int:
+        if slot < self._slots:
+            return int(self._memory.ptr) + slot * self._block_bytes
+        assert self._host is not None
+        return self._host.address + (slot - self._slots) * self._block_bytes
+
+
+class _HostMemory:
+    """Zeroed page-locked memory from `address` on. Several threads make its pages: cudaHostAlloc does it in one, and 4 GiB take
+    longer than all else of a start.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, num_bytes)
+        with suppress(OSError):  # a kernel without them
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        bytes_ = np.frombuffer(self._memory, np.uint8)
+        with ThreadPoolExecutor(_PAGE_THREADS) as pool:
+            list(pool.map(_touch, np.array_split(bytes_, _PAGE_THREADS)))
+        self.address = int(bytes_.ctypes.data)
+        self._mapping = HostMapping(self.address, num_bytes)
+
+    def close(self) -> None:
+        self._mapping.close()
+
+
+def _touch(part: Any) -> None:
+    part[:: mmap.PAGESIZE] = 0
+
+
+def _row_bytes(shape: KernelShape) -> int:
+    """Of a batch: 16 rows of K, and as many of V."""
+    return 2 * _BATCH * shape.spec.head_dim * 2
+
+
+def _num_rows(shape: KernelShape) -> int:
+    """Batches of a block."""
+    return shape.spec.num_layers * shape.num_lanes * shape.spec.lane_kv_heads * shape.splits
