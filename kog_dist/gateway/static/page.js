@@ -120,7 +120,7 @@ async function start() {
   run = mine;
   showRunning(true, "Waiting for the first token");
   announcer.began(() => mine.figures());
-  showSpeed();
+  showAnswer();
   if (chat) setPrompt("");
   let waits = true;
   const outcome = await mine.follow(request, key.headers(), (receipt) => {
@@ -150,10 +150,9 @@ function finished(asked, outcome) {
   askEngine();
 }
 
-/** On a small screen the figures are below the prompt. */
-function showSpeed() {
-  const speed = element("speed");
-  if (speed.getBoundingClientRect().bottom > innerHeight) speed.scrollIntoView({ block: "start" });
+/** On a small screen the answer is below the prompt: bring it into sight, with the figures above it. */
+function showAnswer() {
+  if (element("live").getBoundingClientRect().bottom > innerHeight) element("speed").scrollIntoView({ block: "start" });
 }
 
 /** @param {boolean} running @param {string} words */
@@ -163,6 +162,7 @@ function showRunning(running, words) {
   element("live").setAttribute("aria-busy", String(running));
   button("run").disabled = running;
   button("stop").disabled = !running;
+  button("stop-here").hidden = !running;
   if (hadFocus === button("run") || hadFocus === button("stop")) button(running ? "stop" : "run").focus({ preventScroll: true });
   element("outcome").textContent = words;
   if (running) for (const id of ["continue", "copy-answer"]) button(id).hidden = true;
@@ -231,7 +231,7 @@ document.addEventListener("keydown", (event) => {
 });
 addEventListener("pagehide", () => run?.abandon());
 
-button("stop").addEventListener("click", () => run?.stop());
+for (const id of ["stop", "stop-here"]) button(id).addEventListener("click", () => run?.stop());
 button("key-button").addEventListener("click", () => enterKey(false));
 button("copy-request").addEventListener("click", () => {
   const request = prompt.value === "" && sent !== null ? sent : currentRequest(); // a message that was sent is no longer in its box

@@ -67,8 +67,10 @@ def test_360_pixels_are_enough(browser: Browser, server: ReplayServer) -> None:
     page.locator(".turn summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     outside = """() => [...document.querySelectorAll("main *")].filter((element) => element.checkVisibility()
-        && element.getBoundingClientRect().right > 360.5).map((element) => element.id || element.className)"""
+        && !element.closest("#examples > *") && element.getBoundingClientRect().right > 360.5)
+        .map((element) => element.id || element.className)"""
     assert page.evaluate(outside) == []
+    assert page.evaluate("getComputedStyle(examples).overflowX") == "auto", "examples scroll sideways by themselves"
     page.close()
 
 
