@@ -1,11 +1,10 @@
 /** The page: wires the modules to the elements. Everything else is in the module that has its name. */
 
 import { Announcer } from "./announce.js";
+import { Answers } from "./answers.js";
+import { Composer } from "./composer.js";
 import { RequestDialog, askForKey } from "./dialogs.js";
 import { ApiKey, engineInfo, readiness } from "./engine.js";
-import { COMPLETIONS, QUESTIONS } from "./examples.js";
-import { guessLanguage } from "./highlight.js";
-import { Listing } from "./listing.js";
 import { ProblemView } from "./problem.js";
 import { RaceView } from "./race.js";
 import { RankStrip } from "./ranks.js";
@@ -13,7 +12,6 @@ import { makeRequest } from "./request.js";
 import { Run } from "./run.js";
 import { sampling, summariseSampling } from "./sampling.js";
 import { SpeedView, Trace } from "./speed.js";
-import { Turns } from "./turns.js";
 
 const ASK_EVERY_MS = 5_000;
 const OUTCOMES = {
@@ -23,105 +21,44 @@ const OUTCOMES = {
 const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
 const button = (id) => /** @type {HTMLButtonElement} */ (document.getElementById(id));
 const form = /** @type {HTMLFormElement} */ (document.getElementById("ask"));
-const prompt = /** @type {HTMLTextAreaElement} */ (document.getElementById("prompt"));
 
+let run = /** @type {Run | null} */ (null);
 const key = new ApiKey();
 const announcer = new Announcer();
+const composer = new Composer(() => answers.showMode());
+const answers = new Answers(composer, { copy, ask: start, isBusy: () => run?.streaming ?? false });
 const problem = new ProblemView({ retry: () => form.requestSubmit(), enterKey: () => enterKey(true) });
 const requestDialog = new RequestDialog();
-const turns = new Turns((turn) => {
-  chooseMode(turn.mode);
-  setPrompt(turn.prompt);
-});
-const views = {
-  live: new Listing(element("live")),
-  slow: new Listing(element("replay")),
+const instruments = {
   speed: new SpeedView(),
   trace: new Trace(/** @type {HTMLCanvasElement} */ (document.getElementById("trace"))),
   race: new RaceView(),
   ranks: new RankStrip(),
 };
 
-let run = /** @type {Run | null} */ (null);
 let sent = /** @type {import("./request.js").Request | null} */ (null);
-let latest = { prompt: "", answer: "" };
-let drafts = { completion: COMPLETIONS[0].prompt, conversation: "" };
 let needsKey = false;
 let chatStyle = /** @type {string | null} */ (null);
 
-/** @returns {import("./request.js").Mode} */
-function mode() {
-  return new FormData(form).get("mode") === "conversation" ? "conversation" : "completion";
-}
-
-/** @param {import("./request.js").Mode} chosen */
-function chooseMode(chosen) {
-  const radio = /** @type {HTMLInputElement} */ (form.querySelector(`input[value="${chosen}"]`));
-  if (!radio.checked) {
-    radio.checked = true;
-    modeChosen();
-  }
-}
-
-function modeChosen() {
-  const chat = mode() === "conversation";
-  drafts = { ...drafts, [chat ? "completion" : "conversation"]: prompt.value };
-  prompt.value = chat ? drafts.conversation : drafts.completion;
-  prompt.placeholder = chat ? "Ask for code" : "Code for the model to continue";
-  element("prompt-label").textContent = chat ? "Message" : "Code to continue";
-  showExamples(chat ? QUESTIONS : COMPLETIONS);
-  showChatNote();
-}
-
-/** A base model gets messages as plain text, and should not be taken for an assistant. */
-function showChatNote() {
-  element("chat-note").hidden = mode() !== "conversation" || chatStyle !== "plain";
-}
-
-/** @param {import("./examples.js").Example[]} examples */
-function showExamples(examples) {
-  element("examples").replaceChildren(...examples.map(({ title, prompt: text }) => {
-    const choice = document.createElement("button");
-    choice.type = "button";
-    choice.textContent = title;
-    choice.addEventListener("click", () => setPrompt(text));
-    return choice;
-  }));
-}
-
-/** @param {string} text */
-function setPrompt(text) {
-  prompt.value = text;
-  prompt.focus();
-  prompt.setSelectionRange(text.length, text.length);
-}
-
-function currentRequest() {
-  return makeRequest(mode(), prompt.value, turns.messages(), sampling());
-}
-
-async function start() {
+/** @param {string} prompt @param {number | null} [from] in a conversation: answers from this turn on are replaced */
+async function start(prompt, from = answers.editedIdx) {
   if (run?.streaming) return;
-  if (prompt.value.trim() === "") {
-    prompt.focus();
+  if (prompt.trim() === "") {
+    composer.focus();
     announcer.say("The prompt is empty.");
     return;
   }
   run?.abandon();
   problem.hide();
-  const request = currentRequest();
+  const request = makeRequest(composer.mode, prompt, answers.messages(from), sampling());
   sent = request;
-  const asked = { mode: request.mode, prompt: prompt.value };
-  const chat = request.mode === "conversation";
-  for (const listing of [views.live, views.slow]) {
-    listing.begin(chat ? "prose" : guessLanguage(asked.prompt), chat ? `${asked.prompt}\n\n` : asked.prompt);
-  }
-  const mine = new Run(views, sampling().maxTokens);
+  const asked = answers.begin(prompt, from);
+  const mine = new Run({ ...instruments, ...asked.views }, sampling().maxTokens);
   run = mine;
+  if (asked.exchange && prompt === composer.text) composer.edit("");
   showRunning(true, "Waiting for the first token");
   announcer.began(() => mine.figures());
   showAnswer();
-  if (chat) setPrompt("");
   let waits = true;
   const outcome = await mine.follow(request, key.headers(), (receipt) => {
     if (receipt.pieces.length) waits = false;
@@ -131,41 +68,38 @@ async function start() {
   if (run === mine) finished(asked, outcome);
 }
 
-/** @param {{mode: import("./request.js").Mode, prompt: string}} asked @param {import("./run.js").Outcome} outcome */
-function finished(asked, outcome) {
-  const words = outcome.failure ? outcome.failure.title : OUTCOMES[outcome.reason] ?? `Ended (${outcome.reason})`;
-  showRunning(false, outcome.answer || !outcome.failure ? words : "");
-  latest = { prompt: asked.mode === "completion" ? asked.prompt : "", answer: outcome.answer };
-  button("continue").hidden = asked.mode !== "completion" || !outcome.answer;
-  button("copy-answer").hidden = !outcome.answer;
-  if (outcome.answer) turns.add({ ...asked, answer: outcome.answer, figures: outcome.figures, outcome: words });
-  if (asked.mode === "conversation" && outcome.failure && !outcome.answer && prompt.value === "") prompt.value = asked.prompt;
-  if (!outcome.failure) {
-    announcer.ended(words, outcome.figures);
+/** @param {import("./answers.js").Asked} asked @param {import("./run.js").Outcome} outcome */
+function finished(asked, { answer, figures, failure, reason }) {
+  const words = failure ? failure.title : OUTCOMES[reason] ?? `Ended (${reason})`;
+  answers.keep(asked, { prompt: asked.prompt, answer, figures, outcome: words });
+  showRunning(false, answer || !failure ? words : "");
+  if (!failure) {
+    announcer.ended(words, figures);
     return;
   }
   announcer.ended();
-  needsKey ||= outcome.failure.needsKey;
-  problem.show(outcome.failure);
+  needsKey ||= failure.needsKey;
+  problem.show(failure);
   askEngine();
 }
 
 /** On a small screen the answer is below the prompt: bring it into sight, with the figures above it. */
 function showAnswer() {
-  if (element("live").getBoundingClientRect().bottom > innerHeight) element("speed").scrollIntoView({ block: "start" });
+  const view = element(composer.mode === "conversation" ? "transcript" : "live");
+  if (view.getBoundingClientRect().bottom > innerHeight) element("speed").scrollIntoView({ block: "start" });
 }
 
 /** @param {boolean} running @param {string} words */
 function showRunning(running, words) {
   const hadFocus = document.activeElement; // a disabled button would lose it
   document.body.toggleAttribute("data-running", running);
-  element("live").setAttribute("aria-busy", String(running));
+  for (const id of ["live", "transcript"]) element(id).setAttribute("aria-busy", String(running));
   button("run").disabled = running;
   button("stop").disabled = !running;
   button("stop-here").hidden = !running;
   if (hadFocus === button("run") || hadFocus === button("stop")) button(running ? "stop" : "run").focus({ preventScroll: true });
   element("outcome").textContent = words;
-  if (running) for (const id of ["continue", "copy-answer"]) button(id).hidden = true;
+  answers.showMode();
 }
 
 /** @param {boolean} retry run again once there is a key */
@@ -187,11 +121,12 @@ async function askEngine() {
   const words = state === "ready" ? [what, "ready", told === "locked" && "the server wants an API key"] : [state, reason];
   element("engine-sentence").textContent = words.filter(Boolean).join(state === "ready" ? " · " : ": ");
   if (info === null) return;
-  views.ranks.describe(info);
-  const untouched = chatStyle === null && turns.length === 0 && prompt.value === COMPLETIONS[0].prompt && !run;
+  answers.model = info.model?.id ?? answers.model;
+  instruments.ranks.describe(info);
+  const untouched = chatStyle === null && answers.isEmpty && composer.isUntouched && !run;
   chatStyle = info.model?.chat ?? chatStyle;
-  if (untouched && chatStyle === "template") chooseMode("conversation"); // a model that was made to be talked to
-  showChatNote();
+  if (untouched && chatStyle === "template") composer.choose("conversation"); // a model that was made to be talked to
+  composer.setChatStyle(chatStyle);
 }
 
 /** "2 ranks", or nothing where there are none. @param {unknown[] | undefined} things @param {string} name */
@@ -213,14 +148,11 @@ async function copy(text, from) {
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  start();
+  start(composer.text);
 });
 form.addEventListener("invalid", () => {
   element("sampling").setAttribute("open", ""); // a browser says nothing about a field that it cannot show
 }, { capture: true });
-form.addEventListener("change", (event) => {
-  if (/** @type {HTMLInputElement} */ (event.target).name === "mode") modeChosen();
-});
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !document.querySelector("dialog[open]")) {
     event.preventDefault();
@@ -230,23 +162,26 @@ document.addEventListener("keydown", (event) => {
   }
 });
 addEventListener("pagehide", () => run?.abandon());
+document.addEventListener("click", ({ target }) => {
+  for (const menu of document.querySelectorAll("details.menu[open]")) { // a click elsewhere, or on what it offers, closes it
+    if (!menu.contains(/** @type {Node} */ (target)) || /** @type {HTMLElement} */ (target).closest("button")) menu.removeAttribute("open");
+  }
+});
 
 for (const id of ["stop", "stop-here"]) button(id).addEventListener("click", () => run?.stop());
 button("key-button").addEventListener("click", () => enterKey(false));
 button("copy-request").addEventListener("click", () => {
-  const request = prompt.value === "" && sent !== null ? sent : currentRequest(); // a message that was sent is no longer in its box
-  requestDialog.show(request, needsKey || key.isSet);
+  const next = makeRequest(composer.mode, composer.text, answers.messages(), sampling());
+  requestDialog.show(composer.text === "" && sent !== null ? sent : next, needsKey || key.isSet); // a message that was sent is no longer in its box
 });
-button("copy-answer").addEventListener("click", () => copy(latest.answer, button("copy-answer")));
-button("continue").addEventListener("click", () => setPrompt(latest.prompt + latest.answer));
+button("copy-answer").addEventListener("click", () => copy(answers.shown.turns[0].answer, button("copy-answer")));
+button("continue").addEventListener("click", () => composer.edit(answers.shown.turns[0].prompt + answers.shown.turns[0].answer));
 button("clear").addEventListener("click", () => {
-  turns.clear();
+  answers.clear();
   announcer.say("History cleared.");
-  prompt.focus();
 });
 
-prompt.value = drafts.completion;
-showExamples(COMPLETIONS);
+answers.restore();
 summariseSampling();
 askEngine();
 setInterval(() => {

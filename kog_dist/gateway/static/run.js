@@ -13,8 +13,8 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 /**
  * @typedef {object} Views
- * @property {import("./listing.js").Listing} live
- * @property {import("./listing.js").Listing} slow
+ * @property {import("./listing.js").Listing | import("./prose.js").Prose} live
+ * @property {import("./listing.js").Listing | import("./prose.js").Prose} slow the same at 100 tokens/s
  * @property {import("./speed.js").SpeedView} speed
  * @property {import("./speed.js").Trace} trace
  * @property {import("./race.js").RaceView} race
@@ -35,6 +35,7 @@ export class Run {
   #answer = /** @type {string[]} */ ([]);
   #streaming = true;
   #abandoned = false;
+  #slowIsWhole = false;
   #paintedAt = -Infinity;
   #usage = /** @type {import("./stream.js").Usage | null} */ (null);
   #timings = /** @type {Record<string, number> | null} */ (null);
@@ -91,6 +92,7 @@ export class Run {
       if (!this.#abort.signal.aborted) failure = error instanceof Failure ? error : Failure.unreadable(String(error));
     }
     this.#streaming = false;
+    this.#views.live.complete();
     this.#replay.complete();
     const figures = this.#pace.figures();
     if (!this.#abandoned) this.#showEnd(figures);
@@ -140,6 +142,10 @@ export class Run {
     const { live, slow, speed, trace, race, ranks } = this.#views;
     live.paint();
     slow.append(this.#replay.due(now));
+    if (this.#replay.over && !this.#slowIsWhole) {
+      this.#slowIsWhole = true;
+      slow.complete();
+    }
     slow.paint();
     if (this.#pace.firstAt !== null) race.move(this.#pace.numTokens, this.#replay.numShown, Math.max(0, now - this.#pace.firstAt));
     if (this.#replay.finishedMs !== null && this.#pace.numTokens > 0) race.finishSlow(this.#replay.finishedMs);
