@@ -8,6 +8,7 @@ import { History } from "./history.js";
 import { Listing } from "./listing.js";
 import { Prose } from "./prose.js";
 import { Records } from "./records.js";
+import { refresh, setSystem } from "./settings.js";
 import { made } from "./text.js";
 import { Transcript } from "./transcript.js";
 
@@ -21,6 +22,8 @@ const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id))
  * @property {string} prompt
  * @property {import("./transcript.js").Exchange | null} exchange of a conversation
  * @property {import("./conversation.js").Turn[]} replaced turns that were here before, and come back if there is no answer
+ * @property {string} system prompt that goes with it
+ * @property {boolean} isJson
  * @property {{live: Listing | Prose, slow: Listing | Prose}} views of the answer and of its slow twin
  *
  * @typedef {object} Actions
@@ -86,30 +89,38 @@ export class Answers {
     return messages(this.#conversation.turns.slice(0, from ?? undefined));
   }
 
-  /** Make room for an answer. @param {string} prompt @param {number | null} from answers from this turn on are replaced @returns {Asked} */
-  begin(prompt, from) {
+  /**
+   * Make room for an answer.
+   * @param {string} prompt
+   * @param {number | null} from answers from this turn on are replaced
+   * @param {import("./settings.js").Settings} settings
+   * @returns {Asked}
+   */
+  begin(prompt, from, { system, isJson }) {
     const mode = this.#composer.mode;
     if (mode === "completion") {
-      for (const view of [this.#listing, this.#slowListing]) view.begin(guessLanguage(prompt), prompt);
-      return { mode, prompt, exchange: null, replaced: [], views: { live: this.#listing, slow: this.#slowListing } };
+      for (const view of [this.#listing, this.#slowListing]) view.begin(isJson ? "c-like" : guessLanguage(prompt), prompt);
+      return { mode, prompt, system, isJson, exchange: null, replaced: [], views: { live: this.#listing, slow: this.#slowListing } };
     }
     const replaced = from === null ? [] : this.#conversation.turns.splice(from);
     this.#stopEditing();
     this.#transcript.cut(this.#conversation.turns.length);
     const exchange = this.#transcript.begin(prompt);
-    const slow = made("div", "prose");
-    element("replay").replaceChildren(slow);
+    const column = made("div", "prose");
+    element("replay").replaceChildren(column);
     this.#replayFollower.begin();
-    return { mode, prompt, exchange, replaced, views: { live: exchange.prose, slow: new Prose(slow, this.#replayFollower) } };
+    const slow = new Prose(column, this.#replayFollower);
+    if (isJson) for (const prose of [exchange.prose, slow]) prose.beginCode("json");
+    return { mode, prompt, system, isJson, exchange, replaced, views: { live: exchange.prose, slow } };
   }
 
   /** Keep the turn; without an answer it is as if nothing had been asked. @param {Asked} asked @param {import("./conversation.js").Turn} turn */
-  keep({ mode, prompt, exchange, replaced }, turn) {
+  keep({ mode, prompt, system, exchange, replaced }, turn) {
     if (turn.answer !== "") {
       exchange?.end(turn);
       const at = Date.now();
       if (mode === "completion") this.#completion = newRecord(mode, this.model, [turn]);
-      else this.#conversation = { ...this.#conversation, model: this.model, at, turns: [...this.#conversation.turns, turn] };
+      else this.#conversation = { ...this.#conversation, model: this.model, at, system, turns: [...this.#conversation.turns, turn] };
       this.#records.save(mode === "completion" ? this.#completion : this.#conversation);
       this.#showHistory();
     } else if (mode === "conversation") {
@@ -126,6 +137,8 @@ export class Answers {
     const empty = this.shown.turns.length === 0 || this.#actions.isBusy();
     element("live").hidden = chat;
     element("transcript").hidden = !chat;
+    element("system-field").hidden = !chat;
+    refresh();
     element("edit-note").hidden = !chat || this.#editedIdx === null;
     element("new").hidden = !chat || empty;
     for (const id of ["continue", "copy-answer"]) element(id).hidden = chat || empty;
@@ -182,6 +195,7 @@ export class Answers {
       return;
     }
     this.#conversation = { ...record, turns: [...record.turns] };
+    setSystem(typeof record.system === "string" ? record.system : "");
     this.#transcript.show(this.#conversation.turns);
     this.#stopEditing();
   }

@@ -6,12 +6,14 @@
  * @property {string} answer
  * @property {import("./pace.js").Figures} figures
  * @property {string} outcome
+ * @property {boolean} [isJson] the answer is JSON
  *
  * @typedef {object} Record what the browser keeps of a conversation, or of one completion
  * @property {string} id
  * @property {import("./request.js").Mode} mode
  * @property {number} at milliseconds since 1970 of its last change
  * @property {string} model
+ * @property {string} [system] prompt of the conversation
  * @property {Turn[]} turns
  */
 

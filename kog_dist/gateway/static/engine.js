@@ -11,7 +11,7 @@ const ANSWER_WITHIN_MS = 5_000;
  * @property {number} [num_lanes] model lanes that the rank computes
  *
  * @typedef {object} EngineInfo what the page reads of `/kog/info`; every field may be missing or null
- * @property {{id?: string, chat?: "template" | "plain" | "none", num_lanes?: number}} [model] `chat`: how messages become a prompt
+ * @property {{id?: string, chat?: "template" | "plain" | "none", num_lanes?: number, max_model_len?: number}} [model] `chat`: how messages become a prompt
  * @property {{bytes_per_token?: number, peak_bytes_s?: number, peak_source?: string}} [speed] of all ranks together
  * @property {RankInfo[]} [ranks]
  * @property {{name: string, state: string, is_running: boolean}[]} [replicas] engines behind a router

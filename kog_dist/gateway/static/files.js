@@ -11,15 +11,21 @@ export function asText(record) {
   if (record.mode === "completion") return first.prompt + first.answer;
   const turns = record.turns.map(({ prompt, answer }) => `## Question\n\n${prompt}\n\n## Answer\n\n${answer.trimEnd()}\n`);
   const head = `# ${title(record)}\n\n${record.model || "A model"}, ${new Date(record.at).toISOString()}\n`;
-  return [head, ...turns].join("\n");
+  const system = instructions(record).map(({ content }) => `## System prompt\n\n${content}\n`);
+  return [head, ...system, ...turns].join("\n");
 }
 
 /** @param {Record} record @returns {string} */
 export function asJson(record) {
   const { mode, model, at, turns } = record;
-  const said = mode === "completion" ? { prompt: turns[0].prompt, completion: turns[0].answer } : { messages: messages(turns) };
+  const said = mode === "completion" ? { prompt: turns[0].prompt, completion: turns[0].answer } : { messages: [...instructions(record), ...messages(turns)] };
   const measured = turns.map(({ figures, outcome }) => ({ outcome, ...figures }));
   return `${JSON.stringify({ model, saved_at: new Date(at).toISOString(), ...said, figures: measured }, null, 2)}\n`;
+}
+
+/** @param {Record} record */
+function instructions({ system }) {
+  return system?.trim() ? [{ role: "system", content: system }] : [];
 }
 
 /** Hand a file to the browser, which keeps it where it keeps downloads. @param {Record} record @param {"text" | "json"} form */

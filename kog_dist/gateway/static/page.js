@@ -10,7 +10,7 @@ import { RaceView } from "./race.js";
 import { RankStrip } from "./ranks.js";
 import { makeRequest } from "./request.js";
 import { Run } from "./run.js";
-import { sampling, summariseSampling } from "./sampling.js";
+import { settings, watchSettings } from "./settings.js";
 import { SpeedView, Trace } from "./speed.js";
 
 const ASK_EVERY_MS = 5_000;
@@ -38,6 +38,7 @@ const instruments = {
 
 let sent = /** @type {import("./request.js").Request | null} */ (null);
 let needsKey = false;
+let contextTokens = 2048; // of prompt and answer together, until the server has said it
 let chatStyle = /** @type {string | null} */ (null);
 
 /** @param {string} prompt @param {number | null} [from] in a conversation: answers from this turn on are replaced */
@@ -50,10 +51,11 @@ async function start(prompt, from = answers.editedIdx) {
   }
   run?.abandon();
   problem.hide();
-  const request = makeRequest(composer.mode, prompt, answers.messages(from), sampling());
+  const chosen = settings();
+  const request = makeRequest(composer.mode, prompt, answers.messages(from), chosen);
   sent = request;
-  const asked = answers.begin(prompt, from);
-  const mine = new Run({ ...instruments, ...asked.views }, sampling().maxTokens);
+  const asked = answers.begin(prompt, from, chosen);
+  const mine = new Run({ ...instruments, ...asked.views }, chosen.maxTokens ?? contextTokens);
   run = mine;
   if (asked.exchange && prompt === composer.text) composer.edit("");
   showRunning(true, "Waiting for the first token");
@@ -71,7 +73,7 @@ async function start(prompt, from = answers.editedIdx) {
 /** @param {import("./answers.js").Asked} asked @param {import("./run.js").Outcome} outcome */
 function finished(asked, { answer, figures, failure, reason }) {
   const words = failure ? failure.title : OUTCOMES[reason] ?? `Ended (${reason})`;
-  answers.keep(asked, { prompt: asked.prompt, answer, figures, outcome: words });
+  answers.keep(asked, { prompt: asked.prompt, answer, figures, outcome: words, ...(asked.isJson && { isJson: true }) });
   showRunning(false, answer || !failure ? words : "");
   if (!failure) {
     announcer.ended(words, figures);
@@ -122,6 +124,7 @@ async function askEngine() {
   element("engine-sentence").textContent = words.filter(Boolean).join(state === "ready" ? " · " : ": ");
   if (info === null) return;
   answers.model = info.model?.id ?? answers.model;
+  contextTokens = info.model?.max_model_len ?? contextTokens;
   instruments.ranks.describe(info);
   const untouched = chatStyle === null && answers.isEmpty && composer.isUntouched && !run;
   chatStyle = info.model?.chat ?? chatStyle;
@@ -171,7 +174,7 @@ document.addEventListener("click", ({ target }) => {
 for (const id of ["stop", "stop-here"]) button(id).addEventListener("click", () => run?.stop());
 button("key-button").addEventListener("click", () => enterKey(false));
 button("copy-request").addEventListener("click", () => {
-  const next = makeRequest(composer.mode, composer.text, answers.messages(), sampling());
+  const next = makeRequest(composer.mode, composer.text, answers.messages(), settings());
   requestDialog.show(composer.text === "" && sent !== null ? sent : next, needsKey || key.isSet); // a message that was sent is no longer in its box
 });
 button("copy-answer").addEventListener("click", () => copy(answers.shown.turns[0].answer, button("copy-answer")));
@@ -182,7 +185,7 @@ button("clear").addEventListener("click", () => {
 });
 
 answers.restore();
-summariseSampling();
+watchSettings(() => {});
 askEngine();
 setInterval(() => {
   if (!document.hidden && !run?.streaming) askEngine();

@@ -45,6 +45,7 @@ export class Transcript {
     this.cut(0);
     for (const turn of turns) {
       const exchange = this.begin(turn.prompt);
+      if (turn.isJson) exchange.prose.beginCode("json");
       exchange.prose.append(turn.answer);
       exchange.prose.complete();
       exchange.end(turn);

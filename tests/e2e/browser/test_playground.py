@@ -193,30 +193,6 @@ def test_the_key_is_asked_for_and_sent_and_never_written_out(page: Page, server:
     assert page.evaluate("Object.values(localStorage).join() + document.cookie").find("sk-secret") == -1
 
 
-def test_sampling_controls_reach_the_request_and_its_code(page: Page, server: ReplayServer) -> None:
-    page.click(".sampling summary")
-    for field, value in (
-        ("temperature", "0.8"),
-        ("top-p", "0.9"),
-        ("max-tokens", "64"),
-        ("seed", "7"),
-        ("stop-texts", "\\ndef|it's"),
-    ):
-        page.fill(f"#{field}", value)
-    run(page, "x = 'é'")
-    ended(page)
-    wanted = {"prompt": "x = 'é'", "temperature": 0.8, "top_p": 0.9, "max_tokens": 64, "seed": 7, "stop": ["\ndef", "it's"]}
-    sent = server.served[0].body
-    assert {name: sent[name] for name in wanted} == wanted
-    expect(page.locator("#sampling-summary")).to_contain_text("temperature 0.8, at most 64 tokens")
-    page.fill("#temperature", "-1")
-    page.click(".sampling summary")
-    expect(page.locator("#temperature")).to_be_hidden()
-    run(page)
-    expect(page.locator("#temperature")).to_be_focused()
-    assert len(server.served) == 1, "the browser refuses values out of range"
-
-
 def test_the_request_as_code_is_the_request(page: Page, server: ReplayServer) -> None:
     page.fill("#prompt", 'def f():\n    return "it\'s" # $HOME `x` \\n')
     page.click("#copy-request")
