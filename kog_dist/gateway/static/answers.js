@@ -10,6 +10,7 @@ import { Prose } from "./prose.js";
 import { Records } from "./records.js";
 import { refresh, setSystem } from "./settings.js";
 import { made } from "./text.js";
+import { TokenText, TwoViews } from "./tokens.js";
 import { Transcript } from "./transcript.js";
 
 const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
@@ -24,7 +25,7 @@ const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id))
  * @property {import("./conversation.js").Turn[]} replaced turns that were here before, and come back if there is no answer
  * @property {string} system prompt that goes with it
  * @property {boolean} isJson
- * @property {{live: Listing | Prose, slow: Listing | Prose}} views of the answer and of its slow twin
+ * @property {{live: Listing | Prose | TwoViews, slow: Listing | Prose}} views of the answer and of its slow twin
  *
  * @typedef {object} Actions
  * @property {(text: string, from: HTMLElement) => void} copy
@@ -44,10 +45,15 @@ export class Answers {
   #conversation = newRecord("conversation", "");
   #completion = newRecord("completion", "");
   #editedIdx = /** @type {number | null} */ (null);
+  #card;
+  #tokens;
+  #hasTokens = false;
   model = "";
 
-  /** @param {import("./composer.js").Composer} composer @param {Actions} actions */
-  constructor(composer, actions) {
+  /** @param {import("./composer.js").Composer} composer @param {import("./tokens.js").ChanceCard} card @param {Actions} actions */
+  constructor(composer, card, actions) {
+    this.#card = card;
+    this.#tokens = new TokenText(element("live-tokens"), new Follower(element("live-tokens")), card);
     this.#composer = composer;
     this.#actions = actions;
     this.#history = new History({ open: (record) => this.#open(record), save: download, remove: (record) => this.#remove(record) });
@@ -58,6 +64,11 @@ export class Answers {
     });
     element("export-text").addEventListener("click", () => download(this.shown, "text"));
     element("export-json").addEventListener("click", () => download(this.shown, "json"));
+    element("as-tokens").addEventListener("click", ({ currentTarget }) => {
+      const button = /** @type {HTMLElement} */ (currentTarget);
+      button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true"));
+      this.showMode();
+    });
     element("new").addEventListener("click", () => this.startAnew());
     element("edit-cancel").addEventListener("click", () => this.#stopEditing());
   }
@@ -96,11 +107,15 @@ export class Answers {
    * @param {import("./settings.js").Settings} settings
    * @returns {Asked}
    */
-  begin(prompt, from, { system, isJson }) {
+  begin(prompt, from, { system, isJson, numLogprobs }) {
     const mode = this.#composer.mode;
+    const asked = { mode, prompt, system, isJson };
     if (mode === "completion") {
       for (const view of [this.#listing, this.#slowListing]) view.begin(isJson ? "c-like" : guessLanguage(prompt), prompt);
-      return { mode, prompt, system, isJson, exchange: null, replaced: [], views: { live: this.#listing, slow: this.#slowListing } };
+      this.#hasTokens = numLogprobs !== null;
+      if (this.#hasTokens) this.#tokens.begin(prompt);
+      const live = this.#hasTokens ? new TwoViews(this.#listing, this.#tokens) : this.#listing;
+      return { ...asked, exchange: null, replaced: [], views: { live, slow: this.#slowListing } };
     }
     const replaced = from === null ? [] : this.#conversation.turns.splice(from);
     this.#stopEditing();
@@ -111,7 +126,8 @@ export class Answers {
     this.#replayFollower.begin();
     const slow = new Prose(column, this.#replayFollower);
     if (isJson) for (const prose of [exchange.prose, slow]) prose.beginCode("json");
-    return { mode, prompt, system, isJson, exchange, replaced, views: { live: exchange.prose, slow } };
+    const live = numLogprobs === null ? exchange.prose : exchange.withTokens(this.#card);
+    return { ...asked, exchange, replaced, views: { live, slow } };
   }
 
   /** Keep the turn; without an answer it is as if nothing had been asked. @param {Asked} asked @param {import("./conversation.js").Turn} turn */
@@ -135,7 +151,10 @@ export class Answers {
   showMode() {
     const chat = this.#composer.mode === "conversation";
     const empty = this.shown.turns.length === 0 || this.#actions.isBusy();
-    element("live").hidden = chat;
+    const asTokens = this.#hasTokens && element("as-tokens").getAttribute("aria-pressed") === "true";
+    element("live").hidden = chat || asTokens;
+    element("live-tokens").hidden = chat || !asTokens;
+    element("as-tokens").hidden = chat || !this.#hasTokens;
     element("transcript").hidden = !chat;
     element("system-field").hidden = !chat;
     refresh();

@@ -12,6 +12,7 @@ import { makeRequest } from "./request.js";
 import { Run } from "./run.js";
 import { settings, watchSettings } from "./settings.js";
 import { SpeedView, Trace } from "./speed.js";
+import { ChanceCard } from "./tokens.js";
 
 const ASK_EVERY_MS = 5_000;
 const OUTCOMES = {
@@ -26,7 +27,7 @@ let run = /** @type {Run | null} */ (null);
 const key = new ApiKey();
 const announcer = new Announcer();
 const composer = new Composer(() => answers.showMode());
-const answers = new Answers(composer, { copy, ask: start, isBusy: () => run?.streaming ?? false });
+const answers = new Answers(composer, new ChanceCard((sentence) => announcer.say(sentence)), { copy, ask: start, isBusy: () => run?.streaming ?? false });
 const problem = new ProblemView({ retry: () => form.requestSubmit(), enterKey: () => enterKey(true) });
 const requestDialog = new RequestDialog();
 const instruments = {
@@ -87,8 +88,8 @@ function finished(asked, { answer, figures, failure, reason }) {
 
 /** On a small screen the answer is below the prompt: bring it into sight, with the figures above it. */
 function showAnswer() {
-  const view = element(composer.mode === "conversation" ? "transcript" : "live");
-  if (view.getBoundingClientRect().bottom > innerHeight) element("speed").scrollIntoView({ block: "start" });
+  const view = document.querySelector(".live > :is(.listing, .transcript):not([hidden])");
+  if (view && view.getBoundingClientRect().bottom > innerHeight) element("speed").scrollIntoView({ block: "start" });
 }
 
 /** @param {boolean} running @param {string} words */

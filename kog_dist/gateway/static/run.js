@@ -13,7 +13,7 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 /**
  * @typedef {object} Views
- * @property {import("./listing.js").Listing | import("./prose.js").Prose} live
+ * @property {import("./listing.js").Listing | import("./prose.js").Prose | import("./tokens.js").TwoViews} live
  * @property {import("./listing.js").Listing | import("./prose.js").Prose} slow the same at 100 tokens/s
  * @property {import("./speed.js").SpeedView} speed
  * @property {import("./speed.js").Trace} trace
@@ -106,7 +106,7 @@ export class Run {
     this.#pace.receive(receipt.at, numTokens);
     this.#replay.receive(receipt.at, receipt.pieces);
     if (!this.#abandoned) {
-      this.#views.live.append(text);
+      this.#views.live.append(text, receipt.pieces.flatMap(({ chances }) => chances ?? []));
       if (numTokens) this.#views.trace.receive(receipt.at, numTokens);
     }
     this.#answer.push(text);

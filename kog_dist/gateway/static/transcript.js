@@ -4,6 +4,7 @@ import { Follower } from "./follow.js";
 import { count, duration, rate } from "./numbers.js";
 import { Prose } from "./prose.js";
 import { made, madeButton } from "./text.js";
+import { TokenText, TwoViews } from "./tokens.js";
 
 /**
  * @typedef {object} Actions
@@ -59,15 +60,28 @@ export class Exchange {
   element = made("article", "exchange");
   #actions;
   #idx;
+  #follower;
+  #answer = made("div", "prose");
+  #tokens = /** @type {HTMLElement | null} */ (null);
 
   /** @param {string} prompt @param {number} idx @param {Follower} follower @param {Actions} actions */
   constructor(prompt, idx, follower, actions) {
     this.#actions = actions;
     this.#idx = idx;
     this.element.setAttribute("aria-label", `Turn ${idx + 1}`);
-    const answer = made("div", "prose");
-    this.element.append(made("p", "question", prompt), answer);
-    this.prose = new Prose(answer, follower);
+    this.#follower = follower;
+    this.element.append(made("p", "question", prompt), this.#answer);
+    this.prose = new Prose(this.#answer, follower);
+  }
+
+  /** Show the answer token by token; its text is a button away. @param {import("./tokens.js").ChanceCard} card @returns {TwoViews} */
+  withTokens(card) {
+    this.#tokens = made("div", "tokens");
+    this.#tokens.setAttribute("role", "group");
+    this.#tokens.setAttribute("aria-label", "Answer, token by token; arrow keys say how likely each was");
+    this.element.append(this.#tokens);
+    this.#answer.hidden = true;
+    return new TwoViews(this.prose, new TokenText(this.#tokens, this.#follower, card));
   }
 
   /** @param {import("./conversation.js").Turn} turn as it has become */
@@ -79,8 +93,21 @@ export class Exchange {
     const copies = madeButton("Copy", () => copy(turn.answer, copies));
     const again = madeButton("Regenerate", regenerate);
     again.classList.add("only-last");
-    foot.append(made("p", "", words), copies, again, madeButton("Edit", () => edit(this.#idx)));
+    foot.append(made("p", "", words), ...this.#switch(), copies, again, madeButton("Edit", () => edit(this.#idx)));
     this.element.append(foot);
+  }
+
+  /** @returns {HTMLElement[]} a button between tokens and text, where there are both */
+  #switch() {
+    const tokens = this.#tokens;
+    if (!tokens) return [];
+    const button = madeButton("Tokens", () => {
+      tokens.hidden = !tokens.hidden;
+      this.#answer.hidden = !tokens.hidden;
+      button.setAttribute("aria-pressed", String(!tokens.hidden));
+    });
+    button.setAttribute("aria-pressed", "true");
+    return [button];
   }
 }
 

@@ -22,6 +22,7 @@ from kog_dist.runtime.wait import Deadline
 STRICT_POLICY = f"{POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"  # so that text cannot become markup at all
 NOTHING = "\u2013"  # what the page writes where there is no figure
 TICK_S = 0.001  # tokens that are due are written this often
+LOGPROBS = (-0.01, -0.5, -1.5, -3.0)  # of the pieces, in turn; each is the second-best but the first of four
 INFO = {
     "state": "ready", "model": {"id": "demo", "max_model_len": 2048, "num_lanes": 8},
     "speed": {"bytes_per_token": 14_686_720, "peak_bytes_s": 2e11, "peak_source": "measured copy"},
@@ -188,8 +189,11 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
         if due > served.num_sent:
             pieces = script.pieces[served.num_sent : due]
             counts = range(served.num_sent + 1, due + 1)
-            frames = (_frame(chat, piece, count if script.counts else None) for piece, count in zip(pieces, counts, strict=True))
-            writer.write(b"".join(frames))
+            frames = [_chunk(chat, piece, count if script.counts else None) for piece, count in zip(pieces, counts, strict=True)]
+            if "logprobs" in served.body:
+                for frame, piece, count in zip(frames, pieces, counts, strict=True):
+                    frame["choices"][0]["logprobs"] = _logprobs(chat, piece, LOGPROBS[(count - 1) % 4], served.body)
+            writer.write(b"".join(map(_event, frames)))
             served.num_sent = due
             await writer.drain()
         await asyncio.sleep(TICK_S)
@@ -210,12 +214,22 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
         )
 
 
-def _frame(chat: bool, text: str, count: int | None) -> bytes:
+def _chunk(chat: bool, text: str, count: int | None) -> dict[str, Any]:
     choice = {"index": 0, "finish_reason": None, **_piece(chat, text)}
     chunk: dict[str, Any] = {"id": "cmpl-1", "object": "chunk", "created": 1, "model": "demo", "choices": [choice]}
     if count is not None:
         chunk["usage"] = {"prompt_tokens": 12, "completion_tokens": count, "total_tokens": 12 + count}
-    return _event(chunk)
+    return chunk
+
+
+def _logprobs(chat: bool, text: str, logprob: float, body: Mapping[str, Any]) -> dict[str, Any]:
+    """As the gateway has them: of the piece, and of one other that is a little more likely than it, but for the likeliest."""
+    best = [(text, logprob), (" other", -4.6)] if logprob > -0.1 else [(" other", logprob + 0.1), (text, logprob)]
+    best = best[: body.get("top_logprobs", body["logprobs"])]
+    if not chat:
+        return {"tokens": [text], "token_logprobs": [logprob], "top_logprobs": [dict(best)], "text_offset": [0]}
+    entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    return {"content": [{**entry, "top_logprobs": [{"token": name, "logprob": p, "bytes": None} for name, p in best]}]}
 
 
 def _piece(chat: bool, text: str) -> dict[str, Any]:
