@@ -4,8 +4,10 @@ import { Announcer } from "./announce.js";
 import { Answers } from "./answers.js";
 import { Composer } from "./composer.js";
 import { RequestDialog, askForKey } from "./dialogs.js";
-import { ApiKey, engineInfo, readiness } from "./engine.js";
+import { ApiKey } from "./engine.js";
+import { Header } from "./header.js";
 import { ProblemView } from "./problem.js";
+import { Pulse } from "./pulse.js";
 import { RaceView } from "./race.js";
 import { RankStrip } from "./ranks.js";
 import { makeRequest } from "./request.js";
@@ -14,7 +16,6 @@ import { settings, watchSettings } from "./settings.js";
 import { SpeedView, Trace } from "./speed.js";
 import { ChanceCard } from "./tokens.js";
 
-const ASK_EVERY_MS = 5_000;
 const OUTCOMES = {
   stop: "Finished", length: "Reached the maximum of tokens", stopped: "Stopped", deadline: "Ended by its deadline", cancelled: "Cancelled",
 };
@@ -30,6 +31,8 @@ const composer = new Composer(() => answers.showMode());
 const answers = new Answers(composer, new ChanceCard((sentence) => announcer.say(sentence)), { copy, ask: start, isBusy: () => run?.streaming ?? false });
 const problem = new ProblemView({ retry: () => form.requestSubmit(), enterKey: () => enterKey(true) });
 const requestDialog = new RequestDialog();
+const header = new Header();
+const pulse = new Pulse(key, { onAnswer: engineSaid, onAge: (ageMs, isFresh) => header.age(ageMs, isFresh) });
 const instruments = {
   speed: new SpeedView(),
   trace: new Trace(/** @type {HTMLCanvasElement} */ (document.getElementById("trace"))),
@@ -83,7 +86,7 @@ function finished(asked, { answer, figures, failure, reason }) {
   announcer.ended();
   needsKey ||= failure.needsKey;
   problem.show(failure);
-  askEngine();
+  pulse.ask();
 }
 
 /** On a small screen the answer is below the prompt: bring it into sight, with the figures above it. */
@@ -110,32 +113,22 @@ async function enterKey(retry) {
   const entered = await askForKey();
   if (entered === null) return;
   key.set(entered);
-  askEngine();
+  pulse.ask();
   if (retry && entered) form.requestSubmit();
 }
 
-async function askEngine() {
-  const { state, reason } = await readiness(key);
-  const told = state === "unreachable" ? null : await engineInfo(key);
-  const info = told === "locked" ? null : told;
+/** @param {import("./engine.js").Readiness} readiness @param {import("./engine.js").EngineInfo | "locked" | null} told */
+function engineSaid(readiness, told) {
+  header.show(readiness, told);
   needsKey ||= told === "locked";
-  element("engine").dataset.state = state;
-  const what = [info?.model?.id, number(info?.ranks, "rank"), number(info?.replicas, "replica")].filter(Boolean).join(", ");
-  const words = state === "ready" ? [what, "ready", told === "locked" && "the server wants an API key"] : [state, reason];
-  element("engine-sentence").textContent = words.filter(Boolean).join(state === "ready" ? " · " : ": ");
-  if (info === null) return;
-  answers.model = info.model?.id ?? answers.model;
-  contextTokens = info.model?.max_model_len ?? contextTokens;
-  instruments.ranks.describe(info);
+  if (told === null || told === "locked") return;
+  answers.model = told.model?.id ?? answers.model;
+  contextTokens = told.model?.max_model_len ?? contextTokens;
+  instruments.ranks.describe(told);
   const untouched = chatStyle === null && answers.isEmpty && composer.isUntouched && !run;
-  chatStyle = info.model?.chat ?? chatStyle;
+  chatStyle = told.model?.chat ?? chatStyle;
   if (untouched && chatStyle === "template") composer.choose("conversation"); // a model that was made to be talked to
   composer.setChatStyle(chatStyle);
-}
-
-/** "2 ranks", or nothing where there are none. @param {unknown[] | undefined} things @param {string} name */
-function number(things, name) {
-  return things?.length ? `${things.length} ${name}${things.length === 1 ? "" : "s"}` : "";
 }
 
 /** @param {string} text @param {HTMLElement} from its label says for a moment that it worked */
@@ -187,7 +180,4 @@ button("clear").addEventListener("click", () => {
 
 answers.restore();
 watchSettings(() => {});
-askEngine();
-setInterval(() => {
-  if (!document.hidden && !run?.streaming) askEngine();
-}, ASK_EVERY_MS);
+pulse.ask();

@@ -24,7 +24,10 @@ NOTHING = "\u2013"  # what the page writes where there is no figure
 TICK_S = 0.001  # tokens that are due are written this often
 LOGPROBS = (-0.01, -0.5, -1.5, -3.0)  # of the pieces, in turn; each is the second-best but the first of four
 INFO = {
-    "state": "ready", "model": {"id": "demo", "max_model_len": 2048, "num_lanes": 8},
+    "state": "ready", "model": {
+        "id": "demo", "max_model_len": 2048, "num_lanes": 8, "num_parameters": 16_400_000, "format": "bfloat16",
+    },
+    "devices": [{"name": "CPU", "count": 4}],
     "speed": {"bytes_per_token": 14_686_720, "peak_bytes_s": 2e11, "peak_source": "measured copy"},
     "ranks": [{"rank": rank, "state": "ready", "beat_age_s": 0.01, "place": f"CPU {rank}"} for rank in range(4)], "replicas": [],
 }  # fmt: skip
@@ -71,6 +74,7 @@ class ReplayServer:
         self.readiness: tuple[int, dict[str, Any]] = (200, {"state": "ready", "reason": "all ranks answer"})
         self.info: dict[str, Any] = dict(INFO)
         self.api_key: str | None = None
+        self.is_silent = False  # about the engine's state: questions get no answer
         self.served: list[Served] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="replay server")
@@ -81,7 +85,7 @@ class ReplayServer:
     def reset(self) -> None:
         """Forget what a test has set."""
         self.script, self.readiness, self.info = Script(), (200, {"state": "ready", "reason": "all ranks answer"}), dict(INFO)
-        self.api_key, self.served = None, []
+        self.api_key, self.served, self.is_silent = None, [], False
 
     def close(self) -> None:
         """Stop; streams that are still open are cut."""
@@ -124,6 +128,8 @@ class ReplayServer:
         if method == "POST":
             await self._answer(Served(path, headers, json.loads(body)), reader, writer)
             return False
+        while self.is_silent and path in ("/readyz", "/kog/info"):
+            await asyncio.sleep(0.05)
         self._get(path, headers, writer)
         return True
 
