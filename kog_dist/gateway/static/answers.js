@@ -30,6 +30,7 @@ const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id))
  * @typedef {object} Actions
  * @property {(text: string, from: HTMLElement) => void} copy
  * @property {(prompt: string, from: number) => void} ask again, in place of the turns from that index on
+ * @property {() => void} changed called when what goes before the next message is another one
  * @property {() => boolean} isBusy
  */
 
@@ -198,6 +199,7 @@ export class Answers {
   #stopEditing() {
     this.#editedIdx = null;
     this.showMode();
+    this.#actions.changed();
   }
 
   #askAgain() {

@@ -34,6 +34,7 @@ export class Composer {
   /** @param {string} text */
   set text(text) {
     this.#box.value = text;
+    this.#box.dispatchEvent(new Event("input", { bubbles: true })); // whoever counts its tokens shall hear of it
   }
 
   /** Whether the box has what the page opened with. */
@@ -45,9 +46,14 @@ export class Composer {
     this.#box.focus();
   }
 
+  /** @returns {string | null} how messages become a prompt, see `engine.js` */
+  get chatStyle() {
+    return this.#chatStyle;
+  }
+
   /** Put a text into the box, ready to be changed. @param {string} text */
   edit(text) {
-    this.#box.value = text;
+    this.text = text;
     this.#box.focus();
     this.#box.setSelectionRange(text.length, text.length);
   }

@@ -3,6 +3,7 @@
 import { Announcer } from "./announce.js";
 import { Answers } from "./answers.js";
 import { Composer } from "./composer.js";
+import { ContextMeter } from "./context.js";
 import { RequestDialog, askForKey } from "./dialogs.js";
 import { ApiKey } from "./engine.js";
 import { Header } from "./header.js";
@@ -10,7 +11,7 @@ import { ProblemView } from "./problem.js";
 import { Pulse } from "./pulse.js";
 import { RaceView } from "./race.js";
 import { RankStrip } from "./ranks.js";
-import { makeRequest } from "./request.js";
+import { conversation, makeRequest } from "./request.js";
 import { Run } from "./run.js";
 import { settings, watchSettings } from "./settings.js";
 import { SpeedView, Trace } from "./speed.js";
@@ -27,8 +28,16 @@ const form = /** @type {HTMLFormElement} */ (document.getElementById("ask"));
 let run = /** @type {Run | null} */ (null);
 const key = new ApiKey();
 const announcer = new Announcer();
-const composer = new Composer(() => answers.showMode());
-const answers = new Answers(composer, new ChanceCard((sentence) => announcer.say(sentence)), { copy, ask: start, isBusy: () => run?.streaming ?? false });
+const composer = new Composer(() => {
+  answers.showMode();
+  instruments.context.changed(0);
+});
+const answers = new Answers(composer, new ChanceCard((sentence) => announcer.say(sentence)), {
+  copy,
+  ask: start,
+  changed: () => instruments.context.changed(),
+  isBusy: () => run?.streaming ?? false,
+});
 const problem = new ProblemView({ retry: () => form.requestSubmit(), enterKey: () => enterKey(true) });
 const requestDialog = new RequestDialog();
 const header = new Header();
@@ -38,12 +47,22 @@ const instruments = {
   trace: new Trace(/** @type {HTMLCanvasElement} */ (document.getElementById("trace"))),
   race: new RaceView(),
   ranks: new RankStrip(),
+  context: new ContextMeter(key, draft),
 };
 
 let sent = /** @type {import("./request.js").Request | null} */ (null);
 let needsKey = false;
 let contextTokens = 2048; // of prompt and answer together, until the server has said it
 let chatStyle = /** @type {string | null} */ (null);
+
+/** What the box and the settings would send. @returns {import("./context.js").Draft} */
+function draft() {
+  const { system, maxTokens } = settings();
+  if (composer.mode === "completion") return { text: { prompt: composer.text }, maxTokens };
+  const messages = conversation(system, answers.messages(), composer.text);
+  if (composer.chatStyle === "template") return { text: { messages }, maxTokens };
+  return { text: { prompt: messages.map(({ content }) => content).join("\n\n") }, maxTokens }; // as the gateway joins them
+}
 
 /** @param {string} prompt @param {number | null} [from] in a conversation: answers from this turn on are replaced */
 async function start(prompt, from = answers.editedIdx) {
@@ -61,7 +80,8 @@ async function start(prompt, from = answers.editedIdx) {
   const asked = answers.begin(prompt, from, chosen);
   const mine = new Run({ ...instruments, ...asked.views }, chosen.maxTokens ?? contextTokens);
   run = mine;
-  if (asked.exchange && prompt === composer.text) composer.edit("");
+  if (asked.exchange && prompt === composer.text) composer.text = "";
+  if (asked.exchange && !matchMedia("(pointer: coarse)").matches) composer.focus(); // on a phone the keyboard would cover the answer
   showRunning(true, "Waiting for the first token");
   announcer.began(() => mine.figures());
   showAnswer();
@@ -105,6 +125,7 @@ function showRunning(running, words) {
   button("stop-here").hidden = !running;
   if (hadFocus === button("run") || hadFocus === button("stop")) button(running ? "stop" : "run").focus({ preventScroll: true });
   element("outcome").textContent = words;
+  instruments.context.setRunning(running);
   answers.showMode();
 }
 
@@ -124,6 +145,7 @@ function engineSaid(readiness, told) {
   if (told === null || told === "locked") return;
   answers.model = told.model?.id ?? answers.model;
   contextTokens = told.model?.max_model_len ?? contextTokens;
+  if (told.model?.max_model_len) instruments.context.setLimit(told.model.max_model_len);
   instruments.ranks.describe(told);
   const untouched = chatStyle === null && answers.isEmpty && composer.isUntouched && !run;
   chatStyle = told.model?.chat ?? chatStyle;
@@ -179,5 +201,6 @@ button("clear").addEventListener("click", () => {
 });
 
 answers.restore();
-watchSettings(() => {});
+watchSettings(() => instruments.context.changed());
+form.addEventListener("input", () => instruments.context.changed());
 pulse.ask();

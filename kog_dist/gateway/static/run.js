@@ -19,6 +19,7 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
  * @property {import("./speed.js").Trace} trace
  * @property {import("./race.js").RaceView} race
  * @property {import("./ranks.js").RankStrip} ranks
+ * @property {import("./context.js").ContextMeter} context
  *
  * @typedef {object} Outcome
  * @property {string} reason the engine's finish reason, or "stopped"
@@ -118,7 +119,8 @@ export class Run {
   /** @param {import("./pace.js").Figures} figures */
   #showEnd(figures) {
     const now = performance.now();
-    const { speed, trace, race, ranks } = this.#views;
+    const { speed, trace, race, ranks, context } = this.#views;
+    if (this.#usage) context.used(this.#usage);
     speed.show(figures, now, true);
     speed.showEngine(this.#usage, this.#timings);
     trace.draw();
@@ -139,7 +141,7 @@ export class Run {
 
   /** @param {number} now */
   #paint(now) {
-    const { live, slow, speed, trace, race, ranks } = this.#views;
+    const { live, slow, speed, trace, race, ranks, context } = this.#views;
     live.paint();
     slow.append(this.#replay.due(now));
     if (this.#replay.over && !this.#slowIsWhole) {
@@ -153,6 +155,7 @@ export class Run {
       const figures = this.#pace.figures();
       speed.show(figures, now);
       trace.refresh(now);
+      if (this.#usage) context.used(this.#usage);
       if (figures.tokensPerS !== null) ranks.flow(figures.tokensPerS, now);
     }
     live.follow(); // last: one layout for everything

@@ -76,6 +76,8 @@ class ReplayServer:
         self.api_key: str | None = None
         self.is_silent = False  # about the engine's state: questions get no answer
         self.served: list[Served] = []
+        self.tokenized: list[dict[str, Any]] = []
+        self.has_tokenizer = True
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="replay server")
         self._thread.start()
@@ -86,6 +88,7 @@ class ReplayServer:
         """Forget what a test has set."""
         self.script, self.readiness, self.info = Script(), (200, {"state": "ready", "reason": "all ranks answer"}), dict(INFO)
         self.api_key, self.served, self.is_silent = None, [], False
+        self.tokenized, self.has_tokenizer = [], True
 
     def close(self) -> None:
         """Stop; streams that are still open are cut."""
@@ -125,6 +128,9 @@ class ReplayServer:
         method, path, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
+        if path == "/tokenize":
+            _write(writer, *self._tokenize(json.loads(body)))
+            return True
         if method == "POST":
             await self._answer(Served(path, headers, json.loads(body)), reader, writer)
             return False
@@ -132,6 +138,12 @@ class ReplayServer:
             await asyncio.sleep(0.05)
         self._get(path, headers, writer)
         return True
+
+    def _tokenize(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Words are tokens; a message has two more. Nothing can be counted if the model has no tokenizer."""
+        texts = [body["prompt"]] if "prompt" in body else [f"{message['content']} x x" for message in body["messages"]]
+        self.tokenized.append(body)
+        return (200, {"count": len(" ".join(texts).split())}) if self.has_tokenizer else (400, {})
 
     def _refused(self, headers: Mapping[str, str]) -> bool:
         return self.api_key is not None and headers.get("authorization") != f"Bearer {self.api_key}"

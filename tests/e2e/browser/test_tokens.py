@@ -108,7 +108,7 @@ def test_chances_are_read_in_both_forms(page: Page) -> None:
         "top_logprobs": [{"a": -0.5}, {}, {"bytes:\\xc3": -4}], "text_offset": [0, 0, 0],
     }}  # fmt: skip
     partial = {"name": "\ufffd", "bytes": [226, 130], "logprob": -1, "others": [["a", -0.5]]}
-    end = {"name": "token_id:2", "bytes": None, "logprob": -2, "others": []}
+    end: dict[str, Any] = {"name": "token_id:2", "bytes": None, "logprob": -2, "others": []}
     accent = {"name": "é", "bytes": [195, 169], "logprob": -3, "others": [["\ufffd", -4]]}
     assert evaluate(page, read, [chat, legacy, {"text": "x"}, {"logprobs": None}]) == [
         [partial, end],
