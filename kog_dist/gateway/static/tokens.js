@@ -155,7 +155,7 @@ export class ChanceCard {
     this.#say = say;
     document.addEventListener("keydown", ({ key }) => key === "Escape" && this.hide());
     addEventListener("scroll", ({ target }) => {
-      if (/** @type {Node} */ (target).contains(this.#token)) this.hide(); // it is no longer where the card is
+      if (!this.#card.hidden && /** @type {Node} */ (target).contains(this.#token)) this.#place();
     }, { capture: true, passive: true });
   }
 
@@ -167,7 +167,7 @@ export class ChanceCard {
     this.#card.replaceChildren(...rows.map(([other, value]) => row(other, value, other === name && value === logprob)));
     this.#card.hidden = false;
     this.#token = token;
-    this.#place(token.getClientRects()[0] ?? token.getBoundingClientRect());
+    this.#place();
     if (!aloud) return;
     const instead = others.filter(([other]) => other !== name).slice(0, 3).map(([other, value]) => `${shown(other)} ${percent(value)}`);
     this.#say(`${shown(name)}, ${percent(logprob)}.${instead.length ? ` Instead: ${instead.join(", ")}.` : ""}`);
@@ -177,8 +177,10 @@ export class ChanceCard {
     this.#card.hidden = true;
   }
 
-  /** Below the token, or above it where there is more room. @param {DOMRect} beside */
-  #place(beside) {
+  /** Below the token, or above it where there is more room; not at all if it has scrolled out of sight. */
+  #place() {
+    const beside = this.#token?.getClientRects()[0];
+    if (!beside || beside.bottom < 0 || beside.top > innerHeight) return this.hide();
     const { width, height } = this.#card.getBoundingClientRect();
     const fitsBelow = beside.bottom + height + 12 < innerHeight;
     this.#card.style.left = `${Math.max(8, Math.min(beside.left, innerWidth - width - 8))}px`;
