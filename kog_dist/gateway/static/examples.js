@@ -12,19 +12,19 @@ export const COMPLETIONS = [
     prompt: '"""Fibonacci numbers, five ways: recursive, iterative, with a cache, with a generator, by matrices."""\n\nimport argparse\nimport functools\n\n\ndef recursive(n):\n',
   },
   {
-    title: "A stack",
+    title: "Stack",
     prompt: '"""Stacks and queues."""\n\n\nclass Stack:\n    """A last-in, first-out collection of items."""\n\n    def __init__(self, items=()):\n        self._items = list(items)\n\n    def push(self, item):\n        """Put an item on top."""\n        self._items.append(item)\n\n    def pop(self):\n        """Take the item on top away and return it.\n\n        Raises IndexError if there is none.\n        """\n',
   },
   {
-    title: "Parse a date",
+    title: "Dates",
     prompt: 'from datetime import date\n\n\ndef parse_date(text: str) -> date:\n    """Parse a date of the form YYYY-MM-DD.\n\n    Raises ValueError if the text is no date.\n    """\n',
   },
   {
-    title: "A graph",
+    title: "Graph",
     prompt: 'class Graph:\n    """A directed graph with weighted edges."""\n\n    def __init__(self):\n        self._edges = {}\n\n    def add_edge(self, source, target, weight=1):\n',
   },
   {
-    title: "Command line",
+    title: "Word count",
     prompt: 'import argparse\n\n\ndef main():\n    """Count the words of a file."""\n    parser = argparse.ArgumentParser(description=main.__doc__)\n    parser.add_argument("path")\n',
   },
   {

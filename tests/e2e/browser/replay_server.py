@@ -23,7 +23,7 @@ STRICT_POLICY = f"{POLICY}; require-trusted-types-for 'script'; trusted-types 'n
 NOTHING = "\u2013"  # what the page writes where there is no figure
 TICK_S = 0.001  # tokens that are due are written this often
 LOGPROBS = (-0.01, -0.5, -1.5, -3.0)  # of the pieces, in turn; each is the second-best but the first of four
-INFO = {
+INFO: dict[str, Any] = {
     "state": "ready", "model": {
         "id": "demo", "max_model_len": 2048, "num_lanes": 8, "num_parameters": 16_400_000, "format": "bfloat16",
     },
