@@ -13,14 +13,15 @@ import { made, madeButton, textNodes } from "./text.js";
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 /** Quotes and lists within each other, as deep as anybody writes them. */
 const DEEPEST = 12;
-const QUOTES = /^(?:[ \t]*>){20}/m;
+/** What takes the library long, and no reader misses: quotes within quotes, and words of a thousand letters. Code may have them. */
+const SLOW = /^(?:[ \t]*>){20}|\S{1000}/m;
 const WITHIN = new Set(["blockquote", "list_item"]);
 const INLINE = { strong: "strong", em: "em", del: "del" };
 
 /** @param {string} source @returns {Token[]} whose `raw` together are the source */
 export function parsed(source) {
   try {
-    if (!QUOTES.test(source)) return new Lexer({ gfm: true }).lex(source);
+    if (!SLOW.test(source.split(/```|~~~/, 1)[0])) return new Lexer({ gfm: true }).lex(source);
   } catch {
     // thousands of lists within each other: too deep for the stack
   }

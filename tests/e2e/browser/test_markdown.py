@@ -185,7 +185,7 @@ HOSTILE = {
     "stars": "**a " * 10_000, "tildes": "~a~~" * 10_000, "numbers": "1. " * 10_000,
     "nested": "\n".join(" " * 2 * (idx % 60) + "- a" for idx in range(4000)), "one list": "- an item of a list\n" * 5_000,
     "one table": "| a | b |\n|---|---|\n" + "| 1 | 2 |\n" * 4_000, "one line": "word " * 20_000, "fences": "```\n" * 10_000,
-    "line of code": "```\n" + "x = 1; " * 20_000,
+    "line of code": "```\n" + "x = 1; " * 20_000, "long words": ("b" * 3_000 + " ") * 10,
 }  # fmt: skip
 
 
@@ -207,8 +207,16 @@ def test_no_text_holds_up_the_page(blank: Page, name: str) -> None:
         return [steps.sort((a, b) => a - b), performance.now() - began, element.textContent.replace(/[^a-z]/g, "").length];
     """, HOSTILE[name])  # fmt: skip
     print(f"{name}: longest step {steps[-1]:.0f} ms, p99 {steps[int(len(steps) * 0.99)]:.1f} ms, all {total / 1000:.1f} s")
-    assert steps[-1] < 400
+    assert steps[-1] < 1000  # below 150 when nothing else runs; what grows with the square takes many seconds
     assert letters >= sum(letter.isalpha() for letter in HOSTILE[name])
+
+
+def test_code_with_long_words_is_code(blank: Page) -> None:
+    source = "Words.\n\n```c\nint x = " + "1" * 2_000 + ";\n" + ">" * 40 + "\n```\nEnd."
+    assert evaluate(blank, RENDER + """
+        const element = rendered([given]);
+        return [element.querySelector("pre .keyword").textContent, element.lastChild.textContent];
+    """, source) == ["int", "End."]  # fmt: skip
 
 
 def test_the_library_is_the_published_one() -> None:
