@@ -27,6 +27,8 @@ const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id))
  * @property {boolean} isJson
  * @property {{live: Listing | Prose | TwoViews, slow: Listing | Prose}} views of the answer and of its slow twin
  *
+ * @typedef {{id: string, prompt: string, from: number}} Place of a turn: conversation, question, index
+ *
  * @typedef {object} Actions
  * @property {(text: string, from: HTMLElement) => void} copy
  * @property {(prompt: string, from: number) => void} ask again, in place of the turns from that index on
@@ -146,6 +148,18 @@ export class Answers {
       if (this.#composer.text === "" && replaced.at(0)?.prompt !== prompt) this.#composer.text = prompt;
     }
     this.showMode();
+  }
+
+  /**
+   * Where a turn of the conversation is asked again, once it has been kept; null for a question that is back in its box.
+   * @param {Asked} asked
+   * @param {string} answer
+   * @returns {Place | null}
+   */
+  placeOf({ prompt, replaced }, answer) {
+    const { id, turns } = this.#conversation;
+    if (answer !== "") return { id, prompt, from: turns.length - 1 };
+    return replaced.length ? { id, prompt, from: turns.length - replaced.length } : null;
   }
 
   /** Each mode has its own view of answers, and what can be done with them. */

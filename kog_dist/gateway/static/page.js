@@ -38,7 +38,7 @@ const answers = new Answers(composer, new ChanceCard((sentence) => announcer.say
   changed: () => instruments.context.changed(),
   isBusy: () => run?.streaming ?? false,
 });
-const problem = new ProblemView({ retry: () => form.requestSubmit(), enterKey: () => enterKey(true) });
+const problem = new ProblemView({ retry, enterKey: () => enterKey(true) });
 const requestDialog = new RequestDialog();
 const header = new Header();
 const pulse = new Pulse(key, { onAnswer: engineSaid, onAge: (ageMs, isFresh) => header.age(ageMs, isFresh) });
@@ -51,6 +51,7 @@ const instruments = {
 };
 
 let sent = /** @type {import("./request.js").Request | null} */ (null);
+let failed = /** @type {import("./answers.js").Place | null} */ (null); // of an answer that trying again replaces
 let needsKey = false;
 let contextTokens = 2048; // of prompt and answer together, until the server has said it
 let chatStyle = /** @type {string | null} */ (null);
@@ -98,6 +99,7 @@ async function start(prompt, from = answers.editedIdx) {
 function finished(asked, { answer, figures, failure, reason }) {
   const words = failure ? failure.title : OUTCOMES[reason] ?? `Ended (${reason})`;
   answers.keep(asked, { prompt: asked.prompt, answer, figures, outcome: words, ...(asked.isJson && { isJson: true }) });
+  failed = failure && asked.exchange ? answers.placeOf(asked, answer) : null;
   showRunning(false, answer || !failure ? words : "");
   if (!failure) {
     announcer.ended(words, figures);
@@ -107,6 +109,11 @@ function finished(asked, { answer, figures, failure, reason }) {
   needsKey ||= failure.needsKey;
   problem.show(failure);
   pulse.ask();
+}
+
+function retry() {
+  if (failed?.id === answers.shown.id) start(failed.prompt, failed.from);
+  else form.requestSubmit(); // the prompt may have been changed, as the remedy says
 }
 
 /** On a small screen the answer is below the prompt: bring it into sight, with the figures above it. */
@@ -129,13 +136,13 @@ function showRunning(running, words) {
   answers.showMode();
 }
 
-/** @param {boolean} retry run again once there is a key */
-async function enterKey(retry) {
+/** @param {boolean} isRetry run again once there is a key */
+async function enterKey(isRetry) {
   const entered = await askForKey();
   if (entered === null) return;
   key.set(entered);
   pulse.ask();
-  if (retry && entered) form.requestSubmit();
+  if (isRetry && entered) retry();
 }
 
 /** @param {import("./engine.js").Readiness} readiness @param {import("./engine.js").EngineInfo | "locked" | null} told */

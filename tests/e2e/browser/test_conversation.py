@@ -108,6 +108,12 @@ def test_the_last_answer_is_regenerated(chat: Page, server: ReplayServer) -> Non
     expect(chat.locator("#problem")).to_be_visible()
     expect(chat.locator(".exchange .prose").last).to_have_text("two")
     assert len(chat.evaluate(RECORDS)[0]["turns"]) == 2
+    server.script = Script(pieces=["three"])
+    chat.click("#problem-retry")
+    ended(chat)
+    assert messages(server) == ["First?", "one", "Second?"]
+    assert chat.locator(".exchange .prose").all_text_contents() == ["one", "three"]
+    assert chat.input_value("#prompt") == "a draft"
 
 
 def test_an_earlier_question_is_edited(chat: Page, server: ReplayServer) -> None:
@@ -125,6 +131,18 @@ def test_an_earlier_question_is_edited(chat: Page, server: ReplayServer) -> None
     assert chat.locator(".exchange .question").all_text_contents() == ["First?", "Instead?"]
     assert [turn["prompt"] for turn in chat.evaluate(RECORDS)[0]["turns"]] == ["First?", "Instead?"]
     expect(chat.locator("#edit-note")).to_be_hidden()
+    chat.locator(".exchange").first.get_by_role("button", name="Edit").click()
+    server.script = Script(status=503)
+    run(chat, "Anew?")
+    expect(chat.locator("#problem")).to_be_visible()
+    assert chat.locator(".exchange .question").all_text_contents() == ["First?", "Instead?"]
+    assert chat.input_value("#prompt") == "Anew?"
+    server.script = Script(pieces=["three"])
+    chat.click("#problem-retry")
+    ended(chat)
+    assert messages(server) == ["Anew?"]
+    assert chat.locator(".exchange .question").all_text_contents() == ["Anew?"]
+    assert chat.input_value("#prompt") == ""
 
 
 def test_a_question_that_failed_is_back_in_its_box(chat: Page, server: ReplayServer) -> None:
@@ -138,6 +156,12 @@ def test_a_question_that_failed_is_back_in_its_box(chat: Page, server: ReplaySer
     ended(chat)
     expect(chat.locator(".exchange footer")).to_contain_text("The answer was cut off")
     assert chat.input_value("#prompt") == ""
+    server.script = Script(pieces=ANSWER)
+    chat.click("#problem-retry")
+    ended(chat)
+    assert messages(server) == ["Why?"], "what was cut off is asked for again"
+    expect(chat.locator(".exchange")).to_have_count(1)
+    expect(chat.locator(".exchange footer")).to_contain_text("Finished")
 
 
 def test_history_survives_a_reload(chat: Page, server: ReplayServer) -> None:
