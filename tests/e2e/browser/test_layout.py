@@ -59,6 +59,18 @@ def test_open_settings_leave_the_answer_in_sight(sized: Page) -> None:
     assert bottom < 800
 
 
+@pytest.mark.parametrize("sized", [LAPTOP, {"width": 900, "height": 700}], indirect=True, ids=["1280x800", "900x700"])
+def test_the_answer_never_covers_the_history(sized: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=LONG)
+    sized.click(".sampling summary")
+    run(sized)
+    ended(sized)
+    sized.locator(".turn summary").click()
+    sized.mouse.wheel(0, 5000)
+    sized.wait_for_function("() => scrollY + innerHeight >= document.documentElement.scrollHeight - 1")
+    assert box(sized, ".answer")[3] <= box(sized, "#turns")[1]
+
+
 @pytest.mark.parametrize("sized", [PHONE], indirect=True, ids=["360x740"])
 def test_a_phone_shows_the_answer(sized: Page, server: ReplayServer) -> None:
     prompt, live = box(sized, "#prompt"), box(sized, "#live")
