@@ -1,14 +1,17 @@
-"""What an engine reads for one token and how fast its memory is, from the model's folder and from what it says of its ranks."""
+"""What an engine serves, reads for one token and runs on: from the model's folder and from what it says of its ranks."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from kog_dist.errors import KogError
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu
-from kog_dist.model.published_config import spec_of_folder
+from kog_dist.model.gguf.folder import main_format
+from kog_dist.model.published_config import read_config_file, spec_of_folder
 from kog_dist.model.spec import ModelSpec
 from kog_dist.rpc.messages import StatusReport
 
@@ -24,6 +27,24 @@ def read_spec(folder: str | None) -> ModelSpec | None:
         return spec_of_folder(Path(folder))
     except KogError:
         return None  # a folder with a tokenizer alone serves a gateway as well
+
+
+def read_format(folder: str | None) -> str | None:
+    """How most of the model's values are stored: bfloat16, or Q4_K of a GGUF file. None where the folder does not say."""
+    if folder is None:
+        return None
+    try:
+        return main_format(Path(folder)) or read_config_file(Path(folder)).dtype
+    except KogError:
+        return None
+
+
+def devices(report: StatusReport) -> dict[str, int]:
+    """Names of the ranks' devices, with how many of each there are; a router does not say its replicas'."""
+    if report.rank_places:
+        names = (re.match(r"GPU \d+ \((.+), GPU-", place) for place in report.rank_places)
+        return dict(Counter("GPU" if name is None else name[1] for name in names))
+    return {"CPU": report.world_size} if report.world_size and not report.replica_names else {}
 
 
 def engine_facts(max_context: int, spec: ModelSpec | None, report: StatusReport, gpus: Sequence[Gpu]) -> EngineFacts:

@@ -6,9 +6,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kog_dist import __version__
+from kog_dist.gateway.engine_facts import devices
 from kog_dist.rpc.messages import StatusReport
 
 if TYPE_CHECKING:
+    from kog_dist.gateway.openai.served import ServedModel
     from kog_dist.gateway.service import Service
 
 
@@ -21,15 +23,24 @@ def describe(service: Service) -> dict[str, Any]:
         "uptime_s": round(time.monotonic() - service.begin_s, 3),
         "state": str(health.state),
         "reason": health.reason,
-        "model": None
-        if service.served is None
-        else {**service.served.card(), "vocab_size": service.served.vocab_size, "has_tokenizer": service.tokenizer is not None},
+        "model": None if service.served is None else _model(service, service.served),
         "instance": welcome.instance if welcome is not None else None,
         "speed": _speed(service),
         "engine": None if report is None else _engine(report),
+        "devices": [] if report is None else [{"name": name, "count": count} for name, count in devices(report).items()],
         "ranks": [] if report is None else _ranks(report),
         "replicas": [] if report is None else _replicas(report),
     }
+
+
+def _model(service: Service, served: ServedModel) -> dict[str, Any]:
+    """Size, lanes and format are the folder's, of which a gateway by itself may know nothing."""
+    spec = service.spec
+    return {
+        **served.card(), "vocab_size": served.vocab_size, "has_tokenizer": service.tokenizer is not None,
+        "num_parameters": None if spec is None else spec.num_parameters, "num_lanes": None if spec is None else spec.num_lanes,
+        "format": service.weights_format,
+    }  # fmt: skip
 
 
 def _speed(service: Service) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 /** What the server says about its engine: readiness and `/kog/info`, asked now and then; and the API key for all of it. */
 
 const KEY_NAME = "kog-api-key";
-const ANSWER_WITHIN_MS = 5_000;
+const ANSWER_WITHIN_MS = 3_000;
 
 /**
  * @typedef {object} RankInfo every field but `rank` may be missing
@@ -10,9 +10,18 @@ const ANSWER_WITHIN_MS = 5_000;
  * @property {string} [place] device and processors
  * @property {number} [num_lanes] model lanes that the rank computes
  *
+ * @typedef {object} ModelInfo
+ * @property {string} [id]
+ * @property {"template" | "plain" | "none"} [chat] how messages become a prompt
+ * @property {number} [num_parameters]
+ * @property {number} [num_lanes]
+ * @property {string} [format] in which weights are published
+ * @property {number} [max_model_len] tokens of prompt and answer together
+ *
  * @typedef {object} EngineInfo what the page reads of `/kog/info`; every field may be missing or null
- * @property {{id?: string, chat?: "template" | "plain" | "none", num_lanes?: number}} [model] `chat`: how messages become a prompt
+ * @property {ModelInfo} [model]
  * @property {{bytes_per_token?: number, peak_bytes_s?: number, peak_source?: string}} [speed] of all ranks together
+ * @property {{name: string, count: number}[]} [devices]
  * @property {RankInfo[]} [ranks]
  * @property {{name: string, state: string, is_running: boolean}[]} [replicas] engines behind a router
  *

@@ -1,4 +1,7 @@
-/** Prompts to start with. The bundled demo model continues Python; a model with a chat template answers questions. */
+/**
+ * Prompts to start with, whose answers are long enough for a speed: 300 tokens and more. The bundled demo model continues Python; a
+ * model with a chat template answers questions.
+ */
 
 /** @typedef {{title: string, prompt: string}} Example */
 
@@ -6,22 +9,22 @@
 export const COMPLETIONS = [
   {
     title: "Fibonacci",
-    prompt: 'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number, counting from zero."""\n',
+    prompt: '"""Fibonacci numbers, five ways: recursive, iterative, with a cache, with a generator, by matrices."""\n\nimport argparse\nimport functools\n\n\ndef recursive(n):\n',
   },
   {
-    title: "A stack",
-    prompt: 'class Stack:\n    """A last-in, first-out collection of items."""\n\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n',
+    title: "Stack",
+    prompt: '"""Stacks and queues."""\n\n\nclass Stack:\n    """A last-in, first-out collection of items."""\n\n    def __init__(self, items=()):\n        self._items = list(items)\n\n    def push(self, item):\n        """Put an item on top."""\n        self._items.append(item)\n\n    def pop(self):\n        """Take the item on top away and return it.\n\n        Raises IndexError if there is none.\n        """\n',
   },
   {
-    title: "Parse a date",
+    title: "Dates",
     prompt: 'from datetime import date\n\n\ndef parse_date(text: str) -> date:\n    """Parse a date of the form YYYY-MM-DD.\n\n    Raises ValueError if the text is no date.\n    """\n',
   },
   {
-    title: "Retry with backoff",
-    prompt: 'import time\n\n\ndef retry(function, attempts=5, delay=0.1):\n    """Call `function` until it succeeds, waiting twice as long after each failure."""\n',
+    title: "Graph",
+    prompt: 'class Graph:\n    """A directed graph with weighted edges."""\n\n    def __init__(self):\n        self._edges = {}\n\n    def add_edge(self, source, target, weight=1):\n',
   },
   {
-    title: "Command line",
+    title: "Word count",
     prompt: 'import argparse\n\n\ndef main():\n    """Count the words of a file."""\n    parser = argparse.ArgumentParser(description=main.__doc__)\n    parser.add_argument("path")\n',
   },
   {
@@ -32,8 +35,20 @@ export const COMPLETIONS = [
 
 /** @type {Example[]} */
 export const QUESTIONS = [
-  { title: "Binary search", prompt: "Write a Python function that finds a value in a sorted list by binary search, with tests." },
-  { title: "Game of Life", prompt: "Write Conway's Game of Life for a terminal, in Python without dependencies." },
-  { title: "Tokenizer", prompt: "Write a tokenizer for arithmetic expressions in JavaScript and explain each step." },
-  { title: "Ring buffer", prompt: "Write a lock-free single-producer ring buffer in C and say which memory order each access needs." },
+  {
+    title: "Binary search",
+    prompt: "Write a Python module for binary search: find a value, the first and the last of equal ones, and where to insert. Explain each function, then write a unit test for every edge case.",
+  },
+  {
+    title: "Game of Life",
+    prompt: "Write Conway's Game of Life for a terminal in Python without dependencies, then explain the code line by line and how to extend it.",
+  },
+  {
+    title: "Tokenizer",
+    prompt: "Write a tokenizer and a parser for arithmetic expressions in JavaScript, explain each step, and show what they give for three examples.",
+  },
+  {
+    title: "Ring buffer",
+    prompt: "Write a lock-free single-producer ring buffer in C. Say which memory order each access needs and why, and write a program that tests it.",
+  },
 ];

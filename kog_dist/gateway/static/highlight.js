@@ -5,40 +5,20 @@
  * Colours are a help to the eye, not a parser: what is not recognised stays plain.
  */
 
+import { LANGUAGES } from "./languages.js";
+
 /**
- * @typedef {"keyword" | "constant" | "string" | "comment" | "number" | "name" | "call" | "decorator" | "heading" | null} Colour
+ * @typedef {"keyword" | "constant" | "string" | "comment" | "number" | "name" | "call" | "decorator" | null} Colour
  * @typedef {[Colour, string]} Run
  * @typedef {object} State
  * @property {string} language
  * @property {string | null} until what ends the string or comment in which the line begins
  * @property {Colour} colour of that string or comment
- * @property {string | null} fence in prose: the language of the code block in which the line begins
  */
 
-const words = (text) => new Set(text.split(" "));
-
-const PYTHON = {
-  token: /(?<comment>#.*)|(?<open>(?:\b[rbfuRBFU]{1,2})?(?:"""|'''))|(?<string>(?:\b[rbfuRBFU]{1,2})?(?:"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?))|(?<decorator>@[A-Za-z_][\w.]*)|(?<number>\b(?:0[xXbBoO][\da-fA-F_]+|\d[\d_]*\.?[\d_]*(?:[eE][+-]?\d+)?)j?)|(?<word>[A-Za-z_]\w*)/g,
-  keywords: words("and as assert async await break case class continue def del elif else except finally for from global if import in is lambda match nonlocal not or pass raise return try while with yield"),
-  constants: words("None True False self cls NotImplemented Ellipsis __name__"),
-  naming: words("def class"),
-  end: (open) => open.slice(-3),
-};
-
-const C_LIKE = {
-  token: /(?<comment>\/\/.*)|(?<open>\/\*|`)|(?<string>"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?)|(?<decorator>^\s*#\s*[a-z]+|@[A-Za-z_]\w*)|(?<number>\b(?:0[xXbB][\da-fA-F_']+|\d[\d_']*\.?[\d_]*(?:[eE][+-]?\d+)?)[a-zA-Z]*)|(?<word>[A-Za-z_$][\w$]*)/g,
-  keywords: words("abstract as async auto await bool break case catch char class const constexpr continue default delete do double else enum export extends extern final float fn for from func function go goto if impl implements import in inline instanceof int interface let long match mod mut namespace new of operator package private protected pub public return short signed sizeof static struct super switch template throw try type typedef typename typeof union unsigned use using var virtual void volatile where while with yield"),
-  constants: words("null nullptr undefined true false NULL this self None nil NaN Infinity"),
-  naming: words("class enum fn func function interface struct"),
-  end: (open) => (open === "`" ? "`" : "*/"),
-};
-
-const LANGUAGES = /** @type {Record<string, typeof PYTHON>} */ ({ python: PYTHON, "c-like": C_LIKE });
-const FENCE_NAMES = /^(py|python|python3|pycon)$/i;
-
-/** @param {string} language "python", "c-like", "prose" (text with fenced code) or "plain" @returns {State} */
+/** @param {string} language one of `languages.js`, or "plain" @returns {State} */
 export function beginning(language) {
-  return { language, until: null, colour: null, fence: null };
+  return { language, until: null, colour: null };
 }
 
 /**
@@ -57,7 +37,6 @@ export function guessLanguage(text) {
  * @returns {{runs: Run[], state: State}}
  */
 export function colourLine(state, line) {
-  if (state.language === "prose") return proseLine(state, line);
   const language = LANGUAGES[state.language];
   return language ? codeLine(language, state, line) : { runs: [[null, line]], state };
 }
@@ -79,7 +58,7 @@ function codeLine(language, state, line) {
     let found = match[0];
     let colour = /** @type {Colour} */ (null);
     if (groups.open !== undefined) {
-      colour = found.startsWith("/") ? "comment" : "string";
+      colour = /^[/<]/.test(found) ? "comment" : "string";
       const until = language.end(found);
       const end = endOf(until, line, match.index + found.length);
       if (end === -1) state = { ...state, until, colour };
@@ -88,7 +67,7 @@ function codeLine(language, state, line) {
       colour = wordColour(language, found, naming, line, match.index + found.length);
       naming = language.naming.has(found);
     } else {
-      colour = /** @type {Colour} */ (["comment", "string", "decorator", "number"].find((name) => groups[name] !== undefined) ?? null);
+      colour = /** @type {Colour} */ (["comment", "string", "decorator", "number", "name"].find((name) => groups[name] !== undefined) ?? null);
     }
     if (match.index > position) runs.push([null, line.slice(position, match.index)]);
     runs.push([colour, found]);
@@ -102,7 +81,7 @@ function codeLine(language, state, line) {
 /** @returns {Colour} */
 function wordColour(language, word, naming, line, end) {
   if (naming) return "name";
-  if (language.keywords.has(word)) return "keyword";
+  if (language.keywords.has(language.anyCase ? word.toLowerCase() : word)) return "keyword";
   if (language.constants.has(word)) return "constant";
   return line[end] === "(" ? "call" : null;
 }
@@ -112,23 +91,7 @@ function endOf(until, line, from) {
   for (let at = line.indexOf(until, from); at !== -1; at = line.indexOf(until, at + 1)) {
     let backslashes = 0;
     while (line[at - 1 - backslashes] === "\\") backslashes++;
-    if (until === "*/" || backslashes % 2 === 0) return at + until.length;
+    if (until === "*/" || until === "-->" || backslashes % 2 === 0) return at + until.length;
   }
   return -1;
-}
-
-/** Prose with fenced code blocks. @returns {{runs: Run[], state: State}} */
-function proseLine(state, line) {
-  const fence = /^\s*(?:```|~~~)\s*([\w+#-]*)/.exec(line);
-  if (fence) {
-    const opened = state.fence === null ? (FENCE_NAMES.test(fence[1]) ? "python" : "c-like") : null;
-    return { runs: [["comment", line]], state: { ...beginning("prose"), fence: opened } };
-  }
-  if (state.fence !== null) {
-    const inside = codeLine(LANGUAGES[state.fence], state, line);
-    return { runs: inside.runs, state: inside.state };
-  }
-  if (/^#{1,6} /.test(line)) return { runs: [["heading", line]], state };
-  const runs = /** @type {Run[]} */ (line.split(/(`[^`]+`)/).map((part, idx) => [idx % 2 ? "string" : null, part]));
-  return { runs: runs.filter(([, part]) => part !== ""), state };
 }

@@ -27,6 +27,12 @@ export function seconds(ms) {
   return `${(ms / 1000).toFixed(ms < 99_950 ? 2 : 0)} s`;
 }
 
+/** A number of parameters. @param {number} value */
+export function size(value) {
+  const [unit, letter] = value >= 999.5e6 ? [1e9, "B"] : [1e6, "M"];
+  return `${(value / unit).toPrecision(3)} ${letter}`;
+}
+
 /** Bytes per second. @param {number} value */
 export function bandwidth(value) {
   if (value >= 1e12) return `${(value / 1e12).toFixed(2)} TB/s`;

@@ -1,21 +1,22 @@
 /** The page: wires the modules to the elements. Everything else is in the module that has its name. */
 
 import { Announcer } from "./announce.js";
+import { Answers } from "./answers.js";
+import { Composer } from "./composer.js";
+import { ContextMeter } from "./context.js";
 import { RequestDialog, askForKey } from "./dialogs.js";
-import { ApiKey, engineInfo, readiness } from "./engine.js";
-import { COMPLETIONS, QUESTIONS } from "./examples.js";
-import { guessLanguage } from "./highlight.js";
-import { Listing } from "./listing.js";
+import { ApiKey } from "./engine.js";
+import { Header } from "./header.js";
 import { ProblemView } from "./problem.js";
+import { Pulse } from "./pulse.js";
 import { RaceView } from "./race.js";
 import { RankStrip } from "./ranks.js";
-import { makeRequest } from "./request.js";
+import { conversation, makeRequest } from "./request.js";
 import { Run } from "./run.js";
-import { sampling, summariseSampling } from "./sampling.js";
+import { settings, watchSettings } from "./settings.js";
 import { SpeedView, Trace } from "./speed.js";
-import { Turns } from "./turns.js";
+import { ChanceCard } from "./tokens.js";
 
-const ASK_EVERY_MS = 5_000;
 const OUTCOMES = {
   stop: "Finished", length: "Reached the maximum of tokens", stopped: "Stopped", deadline: "Ended by its deadline", cancelled: "Cancelled",
 };
@@ -23,105 +24,68 @@ const OUTCOMES = {
 const element = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
 const button = (id) => /** @type {HTMLButtonElement} */ (document.getElementById(id));
 const form = /** @type {HTMLFormElement} */ (document.getElementById("ask"));
-const prompt = /** @type {HTMLTextAreaElement} */ (document.getElementById("prompt"));
 
+let run = /** @type {Run | null} */ (null);
 const key = new ApiKey();
 const announcer = new Announcer();
-const problem = new ProblemView({ retry: () => form.requestSubmit(), enterKey: () => enterKey(true) });
-const requestDialog = new RequestDialog();
-const turns = new Turns((turn) => {
-  chooseMode(turn.mode);
-  setPrompt(turn.prompt);
+const composer = new Composer(() => {
+  answers.showMode();
+  instruments.context.changed(0);
 });
-const views = {
-  live: new Listing(element("live")),
-  slow: new Listing(element("replay")),
+const answers = new Answers(composer, new ChanceCard((sentence) => announcer.say(sentence)), {
+  copy,
+  ask: start,
+  changed: () => instruments.context.changed(),
+  isBusy: () => run?.streaming ?? false,
+});
+const problem = new ProblemView({ retry, enterKey: () => enterKey(true) });
+const requestDialog = new RequestDialog();
+const header = new Header();
+const pulse = new Pulse(key, { onAnswer: engineSaid, onAge: (ageMs, isFresh) => header.age(ageMs, isFresh) });
+const instruments = {
   speed: new SpeedView(),
   trace: new Trace(/** @type {HTMLCanvasElement} */ (document.getElementById("trace"))),
   race: new RaceView(),
   ranks: new RankStrip(),
+  context: new ContextMeter(key, draft),
 };
 
-let run = /** @type {Run | null} */ (null);
 let sent = /** @type {import("./request.js").Request | null} */ (null);
-let latest = { prompt: "", answer: "" };
-let drafts = { completion: COMPLETIONS[0].prompt, conversation: "" };
+let failed = /** @type {import("./answers.js").Place | null} */ (null); // of an answer that trying again replaces
 let needsKey = false;
+let contextTokens = 2048; // of prompt and answer together, until the server has said it
 let chatStyle = /** @type {string | null} */ (null);
 
-/** @returns {import("./request.js").Mode} */
-function mode() {
-  return new FormData(form).get("mode") === "conversation" ? "conversation" : "completion";
+/** What the box and the settings would send. @returns {import("./context.js").Draft} */
+function draft() {
+  const { system, maxTokens } = settings();
+  if (composer.mode === "completion") return { text: { prompt: composer.text }, maxTokens };
+  const messages = conversation(system, answers.messages(), composer.text);
+  if (composer.chatStyle === "template") return { text: { messages }, maxTokens };
+  return { text: { prompt: messages.map(({ content }) => content).join("\n\n") }, maxTokens }; // as the gateway joins them
 }
 
-/** @param {import("./request.js").Mode} chosen */
-function chooseMode(chosen) {
-  const radio = /** @type {HTMLInputElement} */ (form.querySelector(`input[value="${chosen}"]`));
-  if (!radio.checked) {
-    radio.checked = true;
-    modeChosen();
-  }
-}
-
-function modeChosen() {
-  const chat = mode() === "conversation";
-  drafts = { ...drafts, [chat ? "completion" : "conversation"]: prompt.value };
-  prompt.value = chat ? drafts.conversation : drafts.completion;
-  prompt.placeholder = chat ? "Ask for code" : "Code for the model to continue";
-  element("prompt-label").textContent = chat ? "Message" : "Code to continue";
-  showExamples(chat ? QUESTIONS : COMPLETIONS);
-  showChatNote();
-}
-
-/** A base model gets messages as plain text, and should not be taken for an assistant. */
-function showChatNote() {
-  element("chat-note").hidden = mode() !== "conversation" || chatStyle !== "plain";
-}
-
-/** @param {import("./examples.js").Example[]} examples */
-function showExamples(examples) {
-  element("examples").replaceChildren(...examples.map(({ title, prompt: text }) => {
-    const choice = document.createElement("button");
-    choice.type = "button";
-    choice.textContent = title;
-    choice.addEventListener("click", () => setPrompt(text));
-    return choice;
-  }));
-}
-
-/** @param {string} text */
-function setPrompt(text) {
-  prompt.value = text;
-  prompt.focus();
-  prompt.setSelectionRange(text.length, text.length);
-}
-
-function currentRequest() {
-  return makeRequest(mode(), prompt.value, turns.messages(), sampling());
-}
-
-async function start() {
+/** @param {string} prompt @param {number | null} [from] in a conversation: answers from this turn on are replaced */
+async function start(prompt, from = answers.editedIdx) {
   if (run?.streaming) return;
-  if (prompt.value.trim() === "") {
-    prompt.focus();
+  if (prompt.trim() === "") {
+    composer.focus();
     announcer.say("The prompt is empty.");
     return;
   }
   run?.abandon();
   problem.hide();
-  const request = currentRequest();
+  const chosen = settings();
+  const request = makeRequest(composer.mode, prompt, answers.messages(from), chosen);
   sent = request;
-  const asked = { mode: request.mode, prompt: prompt.value };
-  const chat = request.mode === "conversation";
-  for (const listing of [views.live, views.slow]) {
-    listing.begin(chat ? "prose" : guessLanguage(asked.prompt), chat ? `${asked.prompt}\n\n` : asked.prompt);
-  }
-  const mine = new Run(views, sampling().maxTokens);
+  const asked = answers.begin(prompt, from, chosen);
+  const mine = new Run({ ...instruments, ...asked.views }, chosen.maxTokens ?? contextTokens);
   run = mine;
+  if (asked.exchange && prompt === composer.text) composer.text = "";
+  if (asked.exchange && !matchMedia("(pointer: coarse)").matches) composer.focus(); // on a phone the keyboard would cover the answer
   showRunning(true, "Waiting for the first token");
   announcer.began(() => mine.figures());
-  showSpeed();
-  if (chat) setPrompt("");
+  showAnswer();
   let waits = true;
   const outcome = await mine.follow(request, key.headers(), (receipt) => {
     if (receipt.pieces.length) waits = false;
@@ -131,72 +95,69 @@ async function start() {
   if (run === mine) finished(asked, outcome);
 }
 
-/** @param {{mode: import("./request.js").Mode, prompt: string}} asked @param {import("./run.js").Outcome} outcome */
-function finished(asked, outcome) {
-  const words = outcome.failure ? outcome.failure.title : OUTCOMES[outcome.reason] ?? `Ended (${outcome.reason})`;
-  showRunning(false, outcome.answer || !outcome.failure ? words : "");
-  latest = { prompt: asked.mode === "completion" ? asked.prompt : "", answer: outcome.answer };
-  button("continue").hidden = asked.mode !== "completion" || !outcome.answer;
-  button("copy-answer").hidden = !outcome.answer;
-  if (outcome.answer) turns.add({ ...asked, answer: outcome.answer, figures: outcome.figures, outcome: words });
-  if (asked.mode === "conversation" && outcome.failure && !outcome.answer && prompt.value === "") prompt.value = asked.prompt;
-  if (!outcome.failure) {
-    announcer.ended(words, outcome.figures);
+/** @param {import("./answers.js").Asked} asked @param {import("./run.js").Outcome} outcome */
+function finished(asked, { answer, figures, failure, reason }) {
+  const words = failure ? failure.title : OUTCOMES[reason] ?? `Ended (${reason})`;
+  answers.keep(asked, { prompt: asked.prompt, answer, figures, outcome: words, ...(asked.isJson && { isJson: true }) });
+  failed = failure && asked.exchange ? answers.placeOf(asked, answer) : null;
+  showRunning(false, answer || !failure ? words : "");
+  if (!failure) {
+    announcer.ended(words, figures);
     return;
   }
   announcer.ended();
-  needsKey ||= outcome.failure.needsKey;
-  problem.show(outcome.failure);
-  askEngine();
+  needsKey ||= failure.needsKey;
+  problem.show(failure);
+  pulse.ask();
 }
 
-/** On a small screen the figures are below the prompt. */
-function showSpeed() {
-  const speed = element("speed");
-  if (speed.getBoundingClientRect().bottom > innerHeight) speed.scrollIntoView({ block: "start" });
+function retry() {
+  if (failed?.id === answers.shown.id) start(failed.prompt, failed.from);
+  else form.requestSubmit(); // the prompt may have been changed, as the remedy says
+}
+
+/** On a small screen the answer is below the prompt: bring it into sight, with the figures above it. */
+function showAnswer() {
+  const view = document.querySelector(".live > :is(.listing, .transcript):not([hidden])");
+  if (view && view.getBoundingClientRect().bottom > innerHeight) element("speed").scrollIntoView({ block: "start" });
 }
 
 /** @param {boolean} running @param {string} words */
 function showRunning(running, words) {
   const hadFocus = document.activeElement; // a disabled button would lose it
   document.body.toggleAttribute("data-running", running);
-  element("live").setAttribute("aria-busy", String(running));
+  for (const id of ["live", "transcript"]) element(id).setAttribute("aria-busy", String(running));
   button("run").disabled = running;
   button("stop").disabled = !running;
+  button("stop-here").hidden = !running;
   if (hadFocus === button("run") || hadFocus === button("stop")) button(running ? "stop" : "run").focus({ preventScroll: true });
   element("outcome").textContent = words;
-  if (running) for (const id of ["continue", "copy-answer"]) button(id).hidden = true;
+  instruments.context.setRunning(running);
+  answers.showMode();
 }
 
-/** @param {boolean} retry run again once there is a key */
-async function enterKey(retry) {
+/** @param {boolean} isRetry run again once there is a key */
+async function enterKey(isRetry) {
   const entered = await askForKey();
   if (entered === null) return;
   key.set(entered);
-  askEngine();
-  if (retry && entered) form.requestSubmit();
+  pulse.ask();
+  if (isRetry && entered) retry();
 }
 
-async function askEngine() {
-  const { state, reason } = await readiness(key);
-  const told = state === "unreachable" ? null : await engineInfo(key);
-  const info = told === "locked" ? null : told;
+/** @param {import("./engine.js").Readiness} readiness @param {import("./engine.js").EngineInfo | "locked" | null} told */
+function engineSaid(readiness, told) {
+  header.show(readiness, told);
   needsKey ||= told === "locked";
-  element("engine").dataset.state = state;
-  const what = [info?.model?.id, number(info?.ranks, "rank"), number(info?.replicas, "replica")].filter(Boolean).join(", ");
-  const words = state === "ready" ? [what, "ready", told === "locked" && "the server wants an API key"] : [state, reason];
-  element("engine-sentence").textContent = words.filter(Boolean).join(state === "ready" ? " · " : ": ");
-  if (info === null) return;
-  views.ranks.describe(info);
-  const untouched = chatStyle === null && turns.length === 0 && prompt.value === COMPLETIONS[0].prompt && !run;
-  chatStyle = info.model?.chat ?? chatStyle;
-  if (untouched && chatStyle === "template") chooseMode("conversation"); // a model that was made to be talked to
-  showChatNote();
-}
-
-/** "2 ranks", or nothing where there are none. @param {unknown[] | undefined} things @param {string} name */
-function number(things, name) {
-  return things?.length ? `${things.length} ${name}${things.length === 1 ? "" : "s"}` : "";
+  if (told === null || told === "locked") return;
+  answers.model = told.model?.id ?? answers.model;
+  contextTokens = told.model?.max_model_len ?? contextTokens;
+  if (told.model?.max_model_len) instruments.context.setLimit(told.model.max_model_len);
+  instruments.ranks.describe(told);
+  const untouched = chatStyle === null && answers.isEmpty && composer.isUntouched && !run;
+  chatStyle = told.model?.chat ?? chatStyle;
+  if (untouched && chatStyle === "template") composer.choose("conversation"); // a model that was made to be talked to
+  composer.setChatStyle(chatStyle);
 }
 
 /** @param {string} text @param {HTMLElement} from its label says for a moment that it worked */
@@ -213,14 +174,11 @@ async function copy(text, from) {
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  start();
+  start(composer.text);
 });
 form.addEventListener("invalid", () => {
   element("sampling").setAttribute("open", ""); // a browser says nothing about a field that it cannot show
 }, { capture: true });
-form.addEventListener("change", (event) => {
-  if (/** @type {HTMLInputElement} */ (event.target).name === "mode") modeChosen();
-});
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !document.querySelector("dialog[open]")) {
     event.preventDefault();
@@ -230,25 +188,26 @@ document.addEventListener("keydown", (event) => {
   }
 });
 addEventListener("pagehide", () => run?.abandon());
+document.addEventListener("click", ({ target }) => {
+  for (const menu of document.querySelectorAll("details.menu[open]")) { // a click elsewhere, or on what it offers, closes it
+    if (!menu.contains(/** @type {Node} */ (target)) || /** @type {HTMLElement} */ (target).closest("button")) menu.removeAttribute("open");
+  }
+});
 
-button("stop").addEventListener("click", () => run?.stop());
+for (const id of ["stop", "stop-here"]) button(id).addEventListener("click", () => run?.stop());
 button("key-button").addEventListener("click", () => enterKey(false));
 button("copy-request").addEventListener("click", () => {
-  const request = prompt.value === "" && sent !== null ? sent : currentRequest(); // a message that was sent is no longer in its box
-  requestDialog.show(request, needsKey || key.isSet);
+  const next = makeRequest(composer.mode, composer.text, answers.messages(), settings());
+  requestDialog.show(composer.text === "" && sent !== null ? sent : next, needsKey || key.isSet); // a message that was sent is no longer in its box
 });
-button("copy-answer").addEventListener("click", () => copy(latest.answer, button("copy-answer")));
-button("continue").addEventListener("click", () => setPrompt(latest.prompt + latest.answer));
+button("copy-answer").addEventListener("click", () => copy(answers.shown.turns[0].answer, button("copy-answer")));
+button("continue").addEventListener("click", () => composer.edit(answers.shown.turns[0].prompt + answers.shown.turns[0].answer));
 button("clear").addEventListener("click", () => {
-  turns.clear();
+  answers.clear();
   announcer.say("History cleared.");
-  prompt.focus();
 });
 
-prompt.value = drafts.completion;
-showExamples(COMPLETIONS);
-summariseSampling();
-askEngine();
-setInterval(() => {
-  if (!document.hidden && !run?.streaming) askEngine();
-}, ASK_EVERY_MS);
+answers.restore();
+watchSettings(() => instruments.context.changed());
+form.addEventListener("input", () => instruments.context.changed());
+pulse.ask();

@@ -77,7 +77,7 @@ export class RaceView {
     this.#goal = Math.max(1, maxTokens);
     this.#live.reset();
     this.#slow.reset();
-    this.#verdict.textContent = "Both start at the first token, with the same answer.";
+    this.#verdict.textContent = "Both start at the first token.";
   }
 
   /** @param {number} numLive @param {number} numSlow tokens shown @param {number} elapsedMs since the first token */

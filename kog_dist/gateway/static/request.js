@@ -2,14 +2,7 @@
 
 /**
  * @typedef {"completion" | "conversation"} Mode
- * @typedef {{role: "user" | "assistant", content: string}} Message
- *
- * @typedef {object} Sampling
- * @property {number} temperature
- * @property {number} topP
- * @property {number} maxTokens
- * @property {number | null} seed
- * @property {string[]} stop
+ * @typedef {{role: "system" | "user" | "assistant", content: string}} Message
  *
  * @typedef {object} Request
  * @property {Mode} mode
@@ -17,28 +10,36 @@
  * @property {Record<string, unknown>} body as it goes over the wire
  */
 
+/** Fields that the `openai` package has no argument for. */
+const OPENAI_LACKS = {
+  completion: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "response_format"]),
+  conversation: new Set(["top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"]),
+};
 const PATHS = { completion: "/v1/completions", conversation: "/v1/chat/completions" };
 
 /**
  * @param {Mode} mode
  * @param {string} prompt
  * @param {Message[]} earlier messages of the conversation
- * @param {Sampling} sampling
+ * @param {import("./settings.js").Settings} settings
  * @returns {Request}
  */
-export function makeRequest(mode, prompt, earlier, sampling) {
-  /** @type {Record<string, unknown>} */
-  const body = { model: "default" };
-  if (mode === "completion") body.prompt = prompt;
-  else body.messages = [...earlier, { role: "user", content: prompt }];
-  body.max_tokens = sampling.maxTokens;
-  body.temperature = sampling.temperature;
-  if (sampling.topP < 1) body.top_p = sampling.topP;
-  if (sampling.seed !== null) body.seed = sampling.seed;
-  if (sampling.stop.length) body.stop = sampling.stop;
-  body.stream = true;
-  body.stream_options = { include_usage: true };
+export function makeRequest(mode, prompt, earlier, { system, fields, numLogprobs }) {
+  const body = {
+    model: "default",
+    ...(mode === "completion" ? { prompt } : { messages: conversation(system, earlier, prompt) }),
+    ...fields,
+    ...(numLogprobs === null ? {} : mode === "completion" ? { logprobs: numLogprobs } : { logprobs: true, top_logprobs: numLogprobs }),
+    stream: true,
+    stream_options: { include_usage: true },
+  };
   return { mode, path: PATHS[mode], body };
+}
+
+/** @returns {Message[]} */
+export function conversation(system, earlier, prompt) {
+  const first = system.trim() === "" ? [] : [{ role: /** @type {const} */ ("system"), content: system }];
+  return [...first, ...earlier, { role: "user", content: prompt }];
 }
 
 /** @param {Request} request @param {string} origin @param {boolean} needsKey @returns {string} */
@@ -51,7 +52,11 @@ export function asCurl(request, origin, needsKey) {
 export function asPython(request, origin, needsKey) {
   const { stream, ...fields } = request.body;
   const chat = request.mode === "conversation";
-  const lines = Object.entries({ ...fields, stream }).map(([name, value]) => `    ${name}=${pythonLiteral(value)},\n`);
+  const lacks = OPENAI_LACKS[request.mode];
+  const own = Object.fromEntries(Object.entries(fields).filter(([name]) => !lacks.has(name)));
+  const extra = Object.fromEntries(Object.entries(fields).filter(([name]) => lacks.has(name)));
+  const all = { ...own, stream, ...(Object.keys(extra).length ? { extra_body: extra } : {}) };
+  const lines = Object.entries(all).map(([name, value]) => `    ${name}=${pythonLiteral(value)},\n`);
   return [
     "import os\n\n".repeat(Number(needsKey)), "from openai import OpenAI\n\n",
     `client = OpenAI(base_url=${pythonLiteral(`${origin}/v1`)}, api_key=${needsKey ? 'os.environ["KOG_API_KEY"]' : '"none"'})\n`,

@@ -13,12 +13,13 @@ const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 /**
  * @typedef {object} Views
- * @property {import("./listing.js").Listing} live
- * @property {import("./listing.js").Listing} slow
+ * @property {import("./listing.js").Listing | import("./prose.js").Prose | import("./tokens.js").TwoViews} live
+ * @property {import("./listing.js").Listing | import("./prose.js").Prose} slow the same at 100 tokens/s
  * @property {import("./speed.js").SpeedView} speed
  * @property {import("./speed.js").Trace} trace
  * @property {import("./race.js").RaceView} race
  * @property {import("./ranks.js").RankStrip} ranks
+ * @property {import("./context.js").ContextMeter} context
  *
  * @typedef {object} Outcome
  * @property {string} reason the engine's finish reason, or "stopped"
@@ -35,6 +36,7 @@ export class Run {
   #answer = /** @type {string[]} */ ([]);
   #streaming = true;
   #abandoned = false;
+  #slowIsWhole = false;
   #paintedAt = -Infinity;
   #usage = /** @type {import("./stream.js").Usage | null} */ (null);
   #timings = /** @type {Record<string, number> | null} */ (null);
@@ -91,6 +93,7 @@ export class Run {
       if (!this.#abort.signal.aborted) failure = error instanceof Failure ? error : Failure.unreadable(String(error));
     }
     this.#streaming = false;
+    this.#views.live.complete();
     this.#replay.complete();
     const figures = this.#pace.figures();
     if (!this.#abandoned) this.#showEnd(figures);
@@ -104,7 +107,7 @@ export class Run {
     this.#pace.receive(receipt.at, numTokens);
     this.#replay.receive(receipt.at, receipt.pieces);
     if (!this.#abandoned) {
-      this.#views.live.append(text);
+      this.#views.live.append(text, receipt.pieces.flatMap(({ chances }) => chances ?? []));
       if (numTokens) this.#views.trace.receive(receipt.at, numTokens);
     }
     this.#answer.push(text);
@@ -116,7 +119,8 @@ export class Run {
   /** @param {import("./pace.js").Figures} figures */
   #showEnd(figures) {
     const now = performance.now();
-    const { speed, trace, race, ranks } = this.#views;
+    const { speed, trace, race, ranks, context } = this.#views;
+    if (this.#usage) context.used(this.#usage);
     speed.show(figures, now, true);
     speed.showEngine(this.#usage, this.#timings);
     trace.draw();
@@ -137,9 +141,13 @@ export class Run {
 
   /** @param {number} now */
   #paint(now) {
-    const { live, slow, speed, trace, race, ranks } = this.#views;
+    const { live, slow, speed, trace, race, ranks, context } = this.#views;
     live.paint();
     slow.append(this.#replay.due(now));
+    if (this.#replay.over && !this.#slowIsWhole) {
+      this.#slowIsWhole = true;
+      slow.complete();
+    }
     slow.paint();
     if (this.#pace.firstAt !== null) race.move(this.#pace.numTokens, this.#replay.numShown, Math.max(0, now - this.#pace.firstAt));
     if (this.#replay.finishedMs !== null && this.#pace.numTokens > 0) race.finishSlow(this.#replay.finishedMs);
@@ -147,6 +155,7 @@ export class Run {
       const figures = this.#pace.figures();
       speed.show(figures, now);
       trace.refresh(now);
+      if (this.#usage) context.used(this.#usage);
       if (figures.tokensPerS !== null) ranks.flow(figures.tokensPerS, now);
     }
     live.follow(); // last: one layout for everything

@@ -5,12 +5,14 @@
  * one read share a moment; the page does not pretend to know more than that.
  */
 
+import { chancesOf } from "./chances.js";
 import { Failure } from "./failures.js";
 
 /**
  * @typedef {object} Piece text as one event brought it
  * @property {string} text may be empty: a token whose text is held back
  * @property {number} numTokens
+ * @property {import("./chances.js").Chance[]} [chances] of its tokens, where the request asked for them
  *
  * @typedef {object} Receipt what one network read brought
  * @property {number} at milliseconds of `performance.now()`
@@ -103,7 +105,8 @@ export class ChunkReader {
     const text = choice?.text ?? choice?.delta?.content ?? "";
     if (typeof text !== "string") throw Failure.unreadable("a chunk whose text is no text");
     const numTokens = this.#numTokens(chunk, text);
-    if (text || numTokens) receipt.pieces.push({ text, numTokens });
+    const chances = chancesOf(choice);
+    if (text || numTokens || chances.length) receipt.pieces.push({ text, numTokens, ...(chances.length && { chances }) });
     receipt.finishReason = choice?.finish_reason ?? receipt.finishReason;
     receipt.usage = chunk.usage ?? receipt.usage;
     receipt.timings = chunk.timings ?? receipt.timings;

@@ -5,7 +5,9 @@ The small files that it stands for are made from its header; those that lie next
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -56,16 +58,27 @@ def open_weights(folder: Path) -> GgufFile | None:
     return None if path is None else _model(path).weights()
 
 
+def main_format(folder: Path) -> str | None:
+    """The format of most values of the folder's GGUF file, such as Q4_K; None if it has none. Raises CheckpointError."""
+    path = gguf_of(folder)
+    if path is None:
+        return None
+    num_values: Counter[str] = Counter()
+    for tensor in _model(path).header.tensors.values():
+        num_values[tensor.format.name] += math.prod(tensor.shape)
+    return next((name for name, _ in num_values.most_common(1)), None)
+
+
 class _Model:
     """A file with what its header says; small files are made when they are asked for, and kept."""
 
     def __init__(self, header: GgufHeader) -> None:
-        self._header = header
+        self.header = header
         self._made: dict[str, bytes] = {}
 
     @property
     def has_vocabulary(self) -> bool:
-        return self._header.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+        return self.header.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
 
     def small_file(self, name: str) -> bytes:
         if name not in self._made:
@@ -73,10 +86,10 @@ class _Model:
         return self._made[name]
 
     def weights(self) -> GgufFile:
-        return GgufFile.from_header(self._header, self._make("config.json")["head_dim"])
+        return GgufFile.from_header(self.header, self._make("config.json")["head_dim"])
 
     def _make(self, name: str) -> Mapping[str, Any]:
-        header = self._header
+        header = self.header
         try:
             if name == "config.json":
                 return config.read_config(header, lambda: read_plain(header, config.ROPE_FACTORS))

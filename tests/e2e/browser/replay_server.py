@@ -22,8 +22,12 @@ from kog_dist.runtime.wait import Deadline
 STRICT_POLICY = f"{POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"  # so that text cannot become markup at all
 NOTHING = "\u2013"  # what the page writes where there is no figure
 TICK_S = 0.001  # tokens that are due are written this often
-INFO = {
-    "state": "ready", "model": {"id": "demo", "max_model_len": 2048, "num_lanes": 8},
+LOGPROBS = (-0.01, -0.5, -1.5, -3.0)  # of the pieces, in turn; each is the second-best but the first of four
+INFO: dict[str, Any] = {
+    "state": "ready", "model": {
+        "id": "demo", "max_model_len": 2048, "num_lanes": 8, "num_parameters": 16_400_000, "format": "bfloat16",
+    },
+    "devices": [{"name": "CPU", "count": 4}],
     "speed": {"bytes_per_token": 14_686_720, "peak_bytes_s": 2e11, "peak_source": "measured copy"},
     "ranks": [{"rank": rank, "state": "ready", "beat_age_s": 0.01, "place": f"CPU {rank}"} for rank in range(4)], "replicas": [],
 }  # fmt: skip
@@ -70,7 +74,10 @@ class ReplayServer:
         self.readiness: tuple[int, dict[str, Any]] = (200, {"state": "ready", "reason": "all ranks answer"})
         self.info: dict[str, Any] = dict(INFO)
         self.api_key: str | None = None
+        self.is_silent = False  # about the engine's state: questions get no answer
         self.served: list[Served] = []
+        self.tokenized: list[dict[str, Any]] = []
+        self.has_tokenizer = True
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="replay server")
         self._thread.start()
@@ -80,7 +87,8 @@ class ReplayServer:
     def reset(self) -> None:
         """Forget what a test has set."""
         self.script, self.readiness, self.info = Script(), (200, {"state": "ready", "reason": "all ranks answer"}), dict(INFO)
-        self.api_key, self.served = None, []
+        self.api_key, self.served, self.is_silent = None, [], False
+        self.tokenized, self.has_tokenizer = [], True
 
     def close(self) -> None:
         """Stop; streams that are still open are cut."""
@@ -120,11 +128,22 @@ class ReplayServer:
         method, path, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
+        if path == "/tokenize":
+            _write(writer, *self._tokenize(json.loads(body)))
+            return True
         if method == "POST":
             await self._answer(Served(path, headers, json.loads(body)), reader, writer)
             return False
+        while self.is_silent and path in ("/readyz", "/kog/info"):
+            await asyncio.sleep(0.05)
         self._get(path, headers, writer)
         return True
+
+    def _tokenize(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Words are tokens; a message has two more. Nothing can be counted if the model has no tokenizer."""
+        texts = [body["prompt"]] if "prompt" in body else [f"{message['content']} x x" for message in body["messages"]]
+        self.tokenized.append(body)
+        return (200, {"count": len(" ".join(texts).split())}) if self.has_tokenizer else (400, {})
 
     def _refused(self, headers: Mapping[str, str]) -> bool:
         return self.api_key is not None and headers.get("authorization") != f"Bearer {self.api_key}"
@@ -188,8 +207,11 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
         if due > served.num_sent:
             pieces = script.pieces[served.num_sent : due]
             counts = range(served.num_sent + 1, due + 1)
-            frames = (_frame(chat, piece, count if script.counts else None) for piece, count in zip(pieces, counts, strict=True))
-            writer.write(b"".join(frames))
+            frames = [_chunk(chat, piece, count if script.counts else None) for piece, count in zip(pieces, counts, strict=True)]
+            if "logprobs" in served.body:
+                for frame, piece, count in zip(frames, pieces, counts, strict=True):
+                    frame["choices"][0]["logprobs"] = _logprobs(chat, piece, LOGPROBS[(count - 1) % 4], served.body)
+            writer.write(b"".join(map(_event, frames)))
             served.num_sent = due
             await writer.drain()
         await asyncio.sleep(TICK_S)
@@ -210,12 +232,22 @@ async def _stream(script: Script, served: Served, writer: asyncio.StreamWriter) 
         )
 
 
-def _frame(chat: bool, text: str, count: int | None) -> bytes:
+def _chunk(chat: bool, text: str, count: int | None) -> dict[str, Any]:
     choice = {"index": 0, "finish_reason": None, **_piece(chat, text)}
     chunk: dict[str, Any] = {"id": "cmpl-1", "object": "chunk", "created": 1, "model": "demo", "choices": [choice]}
     if count is not None:
         chunk["usage"] = {"prompt_tokens": 12, "completion_tokens": count, "total_tokens": 12 + count}
-    return _event(chunk)
+    return chunk
+
+
+def _logprobs(chat: bool, text: str, logprob: float, body: Mapping[str, Any]) -> dict[str, Any]:
+    """As the gateway has them: of the piece, and of one other that is a little more likely than it, but for the likeliest."""
+    best = [(text, logprob), (" other", -4.6)] if logprob > -0.1 else [(" other", logprob + 0.1), (text, logprob)]
+    best = best[: body.get("top_logprobs", body["logprobs"])]
+    if not chat:
+        return {"tokens": [text], "token_logprobs": [logprob], "top_logprobs": [dict(best)], "text_offset": [0]}
+    entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    return {"content": [{**entry, "top_logprobs": [{"token": name, "logprob": p, "bytes": None} for name, p in best]}]}
 
 
 def _piece(chat: bool, text: str) -> dict[str, Any]:

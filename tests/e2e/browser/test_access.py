@@ -67,8 +67,46 @@ def test_360_pixels_are_enough(browser: Browser, server: ReplayServer) -> None:
     page.locator(".turn summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     outside = """() => [...document.querySelectorAll("main *")].filter((element) => element.checkVisibility()
-        && element.getBoundingClientRect().right > 360.5).map((element) => element.id || element.className)"""
+        && !element.closest("#examples > *") && element.getBoundingClientRect().right > 360.5)
+        .map((element) => element.id || element.className)"""
     assert page.evaluate(outside) == []
+    assert page.evaluate("getComputedStyle(examples).overflowX") == "auto", "examples scroll sideways by themselves"
+    page.close()
+
+
+SMALL = """() => [...document.querySelectorAll("button, summary, input, select, textarea, .modes label")].filter((element) => {
+    const box = (element.closest("label.check, .modes label") ?? element).getBoundingClientRect();
+    return element.checkVisibility() && (box.height < 40 || box.width < 40);
+}).map((element) => element.id || element.textContent || element.name)"""
+FINE = """() => [...document.querySelectorAll("input:not([type=radio], [type=checkbox]), select, textarea")]
+    .filter((element) => parseFloat(getComputedStyle(element).fontSize) < 16).map((element) => element.id)"""
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_fingers_hit_and_telephones_do_not_magnify(browser: Browser, server: ReplayServer, width: int) -> None:
+    """Targets have 40 pixels, and fields text of 16, for which no telephone magnifies the page."""
+    page = browser.new_page(viewport={"width": width, "height": 740})
+    page.goto(server.url)
+    server.script = Script(pieces=["```python\n", "x = 1\n", "```\n"])
+    page.click(".sampling summary")
+    page.select_option("#num-logprobs", "3")
+    page.select_option("#format", "json_schema")
+    for mode in ("Complete code", "Conversation"):
+        page.get_by_role("radio", name=mode).check()
+        run(page, "x")
+        ended(page)
+    for details in page.locator("details:visible").all():
+        details.evaluate("(each) => { each.open = true; }")
+    assert page.evaluate(SMALL) == []
+    for opener in ("#copy-request", "#key-button"):
+        page.click(opener)
+        assert page.evaluate(SMALL) == []
+        page.keyboard.press("Escape")
+    server.script = Script(status=401)
+    run(page, "x")
+    expect(page.locator("#problem")).to_be_visible()
+    assert page.evaluate(SMALL) == []
+    assert page.evaluate(FINE) == []
     page.close()
 
 

@@ -193,53 +193,6 @@ def test_the_key_is_asked_for_and_sent_and_never_written_out(page: Page, server:
     assert page.evaluate("Object.values(localStorage).join() + document.cookie").find("sk-secret") == -1
 
 
-def test_a_conversation_goes_on_and_is_cleared(page: Page, server: ReplayServer) -> None:
-    server.script = Script(pieces=["Use ", "`sorted`:\n", "```python\n", "def f(): pass\n", "```\n"])
-    page.get_by_role("radio", name="Conversation").check()
-    for question in ("How?", "And then?"):
-        run(page, question)
-        ended(page)
-        expect(page.locator("#outcome")).to_have_text("Finished")
-    expect(page.locator("#live .keyword", has_text="def")).to_be_visible()
-    said = "Use `sorted`:\n```python\ndef f(): pass\n```\n"
-    assert [served.path for served in server.served] == ["/v1/chat/completions"] * 2
-    assert server.served[1].body["messages"] == [
-        {"role": "user", "content": "How?"}, {"role": "assistant", "content": said}, {"role": "user", "content": "And then?"},
-    ]  # fmt: skip
-    expect(page.locator(".turn")).to_have_count(2)
-    page.locator(".turn summary").first.click()
-    expect(page.locator(".turn pre").first).to_contain_text("And then?")
-    page.click("#clear")
-    expect(page.locator("#turns")).to_be_hidden()
-    run(page, "Again")
-    ended(page)
-    assert server.served[2].body["messages"] == [{"role": "user", "content": "Again"}]
-
-
-def test_sampling_controls_reach_the_request_and_its_code(page: Page, server: ReplayServer) -> None:
-    page.click(".sampling summary")
-    for field, value in (
-        ("temperature", "0.8"),
-        ("top-p", "0.9"),
-        ("max-tokens", "64"),
-        ("seed", "7"),
-        ("stop-texts", "\\ndef|it's"),
-    ):
-        page.fill(f"#{field}", value)
-    run(page, "x = 'é'")
-    ended(page)
-    wanted = {"prompt": "x = 'é'", "temperature": 0.8, "top_p": 0.9, "max_tokens": 64, "seed": 7, "stop": ["\ndef", "it's"]}
-    sent = server.served[0].body
-    assert {name: sent[name] for name in wanted} == wanted
-    expect(page.locator("#sampling-summary")).to_contain_text("temperature 0.8, at most 64 tokens")
-    page.fill("#temperature", "-1")
-    page.click(".sampling summary")
-    expect(page.locator("#temperature")).to_be_hidden()
-    run(page)
-    expect(page.locator("#temperature")).to_be_focused()
-    assert len(server.served) == 1, "the browser refuses values out of range"
-
-
 def test_the_request_as_code_is_the_request(page: Page, server: ReplayServer) -> None:
     page.fill("#prompt", 'def f():\n    return "it\'s" # $HOME `x` \\n')
     page.click("#copy-request")

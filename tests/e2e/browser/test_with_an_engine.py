@@ -7,11 +7,11 @@ import os
 import signal
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from kog_dist.bench.engine.session import EngineSession, until
 from kog_dist.gateway.args import HTTP_FILE
-from kog_dist.rpc.messages import Tokens
+from kog_dist.rpc.messages import Done, Tokens
 from tests.e2e.browser.test_playground import answer, ended, run
 from tests.e2e.test_smollm2 import FOLDER
 
@@ -41,6 +41,19 @@ def test_the_page_of_a_real_engine(browser: Browser, session: EngineSession) -> 
         expect(page.locator("#engine-num-tokens")).to_have_text("40")
         expect(page.locator("#engine-rate")).not_to_be_empty()
 
+        page.select_option("#num-logprobs", "3")
+        run(page, PROMPT)
+        ended(page)
+        tokens = page.locator("#live-tokens .tok")
+        expect(tokens).to_have_count(40)
+        assert "".join(tokens.all_text_contents()) == answer(page)
+        tokens.first.hover()
+        expect(page.locator("#chance .taken")).to_contain_text("%")
+        expect(page.locator("#chance div")).to_have_count(3)
+        page.select_option("#num-logprobs", "")
+        expect(page.locator("#engine-facts")).to_contain_text("16.4 M parameters · bfloat16 · 2 \u00d7 CPU")
+        expect(page.locator("#context-words")).to_contain_text("and up to 40 of 2,048")
+
         page.fill("#max-tokens", "2000")
         run(page)
         page.wait_for_function("() => document.querySelectorAll('#live .block')[0].textContent.length > 20")
@@ -53,6 +66,17 @@ def test_the_page_of_a_real_engine(browser: Browser, session: EngineSession) -> 
         os.kill(session.processes()["rank 1"], signal.SIGKILL)
         expect(page.locator("#problem")).to_contain_text("cut off")
         page.close()
+
+
+def test_examples_are_long_enough_for_a_speed(page: Page, session: EngineSession) -> None:
+    """With the page's own settings: CPU ranks give the same tokens each time."""
+    examples = page.evaluate("async () => (await import('/static/examples.js')).COMPLETIONS")
+    session.launch("--no-http", "--ranks=2")
+    with session.connect() as client:
+        for example in examples:
+            *_, done = client.generate(prompt=example["prompt"], max_tokens=512, temperature=0.5, seed=1)
+            assert isinstance(done, Done)
+            assert done.num_generated_tokens >= 300, example["title"]
 
 
 @pytest.mark.service
@@ -71,7 +95,8 @@ def test_a_conversation_with_a_real_model(browser: Browser, session: EngineSessi
         run(page, question)
         ended(page)
         expect(page.locator("#outcome")).to_have_text("Finished")  # by the model's own stop id
-        assert word in (said := answer(page))
+        assert word in (said := page.locator(".exchange .prose").last.inner_text())
         assert len(said) > 5
-    expect(page.locator(".turn")).to_have_count(2)
+    expect(page.locator(".exchange")).to_have_count(2)
+    expect(page.locator(".turn")).to_have_count(1)
     page.close()

@@ -357,6 +357,9 @@ def test_metrics_and_info(http: httpx.Client, engine: ScriptedEngine) -> None:
     found = http.get("/kog/info").json()
     assert (found["state"], found["model"]["id"], len(found["ranks"])) == ("ready", "demo", 2)
     assert found["speed"]["num_tokens"] == 2
+    assert found["devices"] == [{"name": "CPU", "count": 2}]
+    size = {"num_parameters": 16_421_760, "num_lanes": 8, "format": "bfloat16"}
+    assert {name: found["model"][name] for name in size} == size
 
 
 def test_the_document_names_what_there_is(running: RunningGateway, http: httpx.Client) -> None:

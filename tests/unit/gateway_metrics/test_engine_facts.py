@@ -6,11 +6,12 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from kog_dist.gateway.engine_facts import engine_facts, read_spec
+from kog_dist.gateway.engine_facts import devices, engine_facts, read_format, read_spec
 from kog_dist.gateway.engine_metrics import EngineFacts
 from kog_dist.hardware.gpus import Gpu
 from kog_dist.model.spec import laneformer_2b
 from kog_dist.rpc.messages import EngineState, StatusReport
+from tests.unit.gguf_files import random_tensors, write_gguf
 
 H200 = Gpu(0, "GPU-0123456789ab", "NVIDIA H200", "0000:01:00.0", peak_bytes_s=4.9e12)
 GPUS = (H200, replace(H200, index=1, uuid="GPU-ba9876543210"))
@@ -53,3 +54,23 @@ def test_unknown_models_have_no_facts(tmp_path: Path) -> None:
     demo = read_spec(str(Path(str(resources.files("kog_dist"))) / "models" / "demo"))
     assert demo is not None
     assert demo.num_lanes == 8
+
+
+def test_the_format_is_that_of_most_values(tmp_path: Path) -> None:
+    assert read_format(None) is read_format(str(tmp_path)) is None
+    assert read_format(str(Path(str(resources.files("kog_dist"))) / "models" / "demo")) == "bfloat16"
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", random_tensors("llama"), form="Q4_1")
+    assert read_format(str(path)) == read_format(str(tmp_path)) == "Q4_1"
+    path.write_bytes(b"no model")
+    assert read_format(str(path)) is None
+
+
+def test_devices_are_counted_by_name() -> None:
+    assert devices(on_gpus(*GPUS)) == {"NVIDIA H200": 2}
+    assert devices(on_gpus(H200, replace(H200, index=1, name="NVIDIA H100 80GB HBM3"))) == {
+        "NVIDIA H200": 1, "NVIDIA H100 80GB HBM3": 1,
+    }  # fmt: skip
+    assert devices(replace(REPORT, rank_places=("a GPU that is not here, not pinned",))) == {"GPU": 1}
+    assert devices(REPORT) == {"CPU": 2}
+    assert devices(replace(REPORT, replica_names=("r0",))) == {}, "a router does not say"

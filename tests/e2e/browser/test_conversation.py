@@ -1,0 +1,298 @@
+"""Conversations: questions and answers together, changed, asked again, kept in the browser and taken out of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.e2e.browser.replay_server import ReplayServer, Script
+from tests.e2e.browser.test_playground import ANSWER, HOSTILE, ended, run
+
+SAID = "Use `sorted`:\n```python\ndef f(): pass\n```\n"
+PIECES = ("Use ", "`sorted`:\n", "```python\n", "def f(): pass\n", "```\n")
+RECORDS = """() => Object.entries(localStorage).filter(([key]) => key.startsWith("kog-history/"))
+    .map(([, value]) => JSON.parse(value)).sort((one, other) => other.at - one.at)"""
+
+
+@pytest.fixture
+def chat(page: Page) -> Page:
+    page.get_by_role("radio", name="Conversation").check()
+    return page
+
+
+def ask(page: Page, *questions: str) -> None:
+    for question in questions:
+        run(page, question)
+        ended(page)
+
+
+def messages(server: ReplayServer, idx: int = -1) -> list[str]:
+    """What the request with this index says, in turns."""
+    return [message["content"] for message in server.served[idx].body["messages"]]
+
+
+def test_a_conversation_goes_on_and_is_cleared(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=PIECES)
+    for question in ("How?", "And then?"):
+        run(chat, question)
+        ended(chat)
+        expect(chat.locator("#outcome")).to_have_text("Finished")
+    expect(chat.locator("#transcript .keyword", has_text="def").first).to_be_visible()
+    assert [served.path for served in server.served] == ["/v1/chat/completions"] * 2
+    assert server.served[1].body["messages"] == [
+        {"role": "user", "content": "How?"}, {"role": "assistant", "content": SAID}, {"role": "user", "content": "And then?"},
+    ]  # fmt: skip
+    expect(chat.locator(".turn")).to_have_count(1)
+    expect(chat.locator(".turn .turn-figures")).to_contain_text("2 turns")
+    chat.locator(".turn summary").first.click()
+    expect(chat.locator(".turn pre").first).to_contain_text("And then?")
+    chat.click("#clear")
+    expect(chat.locator("#turns")).to_be_hidden()
+    expect(chat.locator(".exchange")).to_have_count(0)
+    run(chat, "Again")
+    ended(chat)
+    assert server.served[2].body["messages"] == [{"role": "user", "content": "Again"}]
+
+
+def test_question_and_answer_stand_together_in_markdown(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=["# Two ways\n\n", "1. **sort**\n", "2. *sorted*\n\n", "```python\n", "x = sorted(y)\n", "```"])
+    ask(chat, "How do I\n  sort?")
+    exchange = chat.locator(".exchange")
+    expect(exchange.locator(".question")).to_have_text("How do I\n  sort?")
+    assert exchange.locator("h3").all_text_contents() == ["Two ways"]
+    assert exchange.locator("ol > li").all_text_contents() == ["sort", "sorted"]
+    expect(exchange.locator("figcaption")).to_contain_text("python")
+    expect(exchange.locator("pre")).to_have_text("x = sorted(y)\n")
+    expect(exchange.locator("footer")).to_contain_text("Finished · 6 tokens")
+    expect(chat.locator("#replay h3")).to_have_text("Two ways")
+    expect(chat.locator("#replay pre")).to_have_text("x = sorted(y)\n")
+    question, answer = exchange.locator(".question").bounding_box(), exchange.locator("h3").bounding_box()
+    assert question is not None
+    assert answer is not None
+    assert question["y"] < answer["y"]
+    assert chat.input_value("#prompt") == ""
+
+
+def test_what_a_model_writes_stays_text_in_markdown(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=[*HOSTILE, "\n\n[x](javascript:window.pwned=1) ![y](http://192.0.2.1/z.png)\n"])
+    ask(chat, "<script>window.pwned = 1</script>\u202e")
+    chat.locator(".turn summary").click()
+    chat.reload()
+    expect(chat.locator(".exchange")).to_have_count(1)
+    for link in chat.locator("#transcript a").all():
+        assert str(link.get_attribute("href")).startswith("http")
+    assert chat.evaluate("window.pwned") is None
+    assert chat.locator("main script, main img, main b:not(.rank b), main i:not(.rank i)").count() == 0
+    assert chat.locator("#transcript [data-code='U+202E']").count() == 2
+
+
+def test_the_last_answer_is_regenerated(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=["one"])
+    ask(chat, "First?", "Second?")
+    server.script = Script(pieces=["two"])
+    chat.fill("#prompt", "a draft")
+    expect(chat.get_by_role("button", name="Regenerate")).to_have_count(1)
+    chat.get_by_role("button", name="Regenerate").click()
+    ended(chat)
+    assert messages(server) == ["First?", "one", "Second?"]
+    expect(chat.locator(".exchange")).to_have_count(2)
+    expect(chat.locator(".exchange .prose").last).to_have_text("two")
+    assert chat.input_value("#prompt") == "a draft"
+    server.script = Script(status=503)
+    chat.get_by_role("button", name="Regenerate").click()
+    expect(chat.locator("#problem")).to_be_visible()
+    expect(chat.locator(".exchange .prose").last).to_have_text("two")
+    assert len(chat.evaluate(RECORDS)[0]["turns"]) == 2
+    server.script = Script(pieces=["three"])
+    chat.click("#problem-retry")
+    ended(chat)
+    assert messages(server) == ["First?", "one", "Second?"]
+    assert chat.locator(".exchange .prose").all_text_contents() == ["one", "three"]
+    assert chat.input_value("#prompt") == "a draft"
+
+
+def test_an_earlier_question_is_edited(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=["one"])
+    ask(chat, "First?", "Second?", "Third?")
+    chat.locator(".exchange").nth(1).get_by_role("button", name="Edit").click()
+    assert chat.input_value("#prompt") == "Second?"
+    expect(chat.locator("#edit-note")).to_contain_text("replaces turn 2 and those after it")
+    chat.click("#edit-cancel")
+    expect(chat.locator("#edit-note")).to_be_hidden()
+    chat.locator(".exchange").nth(1).get_by_role("button", name="Edit").click()
+    server.script = Script(pieces=["two"])
+    ask(chat, "Instead?")
+    assert messages(server) == ["First?", "one", "Instead?"]
+    assert chat.locator(".exchange .question").all_text_contents() == ["First?", "Instead?"]
+    assert [turn["prompt"] for turn in chat.evaluate(RECORDS)[0]["turns"]] == ["First?", "Instead?"]
+    expect(chat.locator("#edit-note")).to_be_hidden()
+    chat.locator(".exchange").first.get_by_role("button", name="Edit").click()
+    server.script = Script(status=503)
+    run(chat, "Anew?")
+    expect(chat.locator("#problem")).to_be_visible()
+    assert chat.locator(".exchange .question").all_text_contents() == ["First?", "Instead?"]
+    assert chat.input_value("#prompt") == "Anew?"
+    server.script = Script(pieces=["three"])
+    chat.click("#problem-retry")
+    ended(chat)
+    assert messages(server) == ["Anew?"]
+    assert chat.locator(".exchange .question").all_text_contents() == ["Anew?"]
+    assert chat.input_value("#prompt") == ""
+
+
+def test_a_question_that_failed_is_back_in_its_box(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(status=503)
+    run(chat, "Why?")
+    expect(chat.locator("#problem")).to_be_visible()
+    assert chat.input_value("#prompt") == "Why?"
+    expect(chat.locator(".exchange")).to_have_count(0)
+    server.script = Script(pieces=ANSWER, end="error")
+    chat.click("#problem-retry")
+    ended(chat)
+    expect(chat.locator(".exchange footer")).to_contain_text("The answer was cut off")
+    assert chat.input_value("#prompt") == ""
+    server.script = Script(pieces=ANSWER)
+    chat.click("#problem-retry")
+    ended(chat)
+    assert messages(server) == ["Why?"], "what was cut off is asked for again"
+    expect(chat.locator(".exchange")).to_have_count(1)
+    expect(chat.locator(".exchange footer")).to_contain_text("Finished")
+
+
+def test_history_survives_a_reload(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=PIECES)
+    ask(chat, "How?", "And then?")
+    chat.get_by_role("radio", name="Complete code").check()
+    run(chat, "def f():\n")
+    ended(chat)
+    chat.reload()
+    expect(chat.locator(".turn")).to_have_count(2)
+    expect(chat.locator(".turn-prompt").first).to_have_text("def f():")
+    chat.locator(".turn summary").nth(1).click()
+    chat.get_by_role("button", name="Open this conversation").click()
+    assert chat.get_by_role("radio", name="Conversation").is_checked()
+    expect(chat.locator(".exchange")).to_have_count(2)
+    expect(chat.locator(".exchange .keyword").first).to_have_text("def")
+    ask(chat, "More?")
+    assert messages(server) == ["How?", SAID, "And then?", SAID, "More?"]
+    expect(chat.locator(".turn")).to_have_count(2)
+    chat.reload()
+    expect(chat.locator(".exchange")).to_have_count(3)
+    assert chat.get_by_role("radio", name="Conversation").is_checked(), "the page opens with what was last used"
+    chat.click("#new")
+    expect(chat.locator(".exchange")).to_have_count(0)
+    ask(chat, "Else?")
+    assert messages(server) == ["Else?"]
+    expect(chat.locator(".turn")).to_have_count(3)
+    chat.locator(".turn summary").first.click()
+    chat.get_by_role("button", name="Delete").click()
+    expect(chat.locator(".turn")).to_have_count(2)
+    expect(chat.locator(".exchange")).to_have_count(0)
+    chat.click("#clear")
+    assert chat.evaluate(RECORDS) == []
+
+
+def test_another_tab_shows_the_same_history(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=PIECES)
+    other = chat.context.new_page()
+    other.goto(server.url)
+    ask(chat, "How?")
+    expect(other.locator(".turn")).to_have_count(1)
+    other.click("#clear")
+    expect(chat.locator(".turn")).to_have_count(0)
+    other.close()
+
+
+def test_storage_that_is_full_forgets_the_oldest(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=["a" * 300_000] * 2, tokens_per_s=10_000)
+    ask(chat, "0?")
+    for idx in range(1, 5):
+        chat.click("#new")
+        ask(chat, f"{idx}?")
+    prompts = [record["turns"][0]["prompt"] for record in chat.evaluate(RECORDS)]
+    assert prompts == ["4?", "3?", "2?"]
+    chat.evaluate("""() => {
+        Storage.prototype.setItem = () => { throw new DOMException("full", "QuotaExceededError"); };
+    }""")
+    chat.click("#new")
+    ask(chat, "5?")
+    expect(chat.locator(".turn")).to_have_count(1)
+    expect(chat.locator(".exchange")).to_have_count(1)
+    chat.reload()
+
+
+@pytest.mark.parametrize(
+    "value", ["nonsense", "null", "{}", '{"id": "x", "mode": "conversation", "at": 1, "turns": [{"prompt": 1}]}']
+)
+def test_foreign_records_are_left_out(page: Page, value: str) -> None:
+    page.evaluate("(value) => localStorage.setItem('kog-history/x', value)", value)
+    page.reload()
+    expect(page.locator("#engine")).to_have_attribute("data-state", "ready")
+    expect(page.locator("#turns")).to_be_hidden()
+
+
+def test_without_storage_the_page_works(browser: Browser, server: ReplayServer) -> None:
+    page = browser.new_page()
+    page.add_init_script(
+        "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('no', 'SecurityError'); } })"
+    )
+    page.goto(server.url)
+    page.get_by_role("radio", name="Conversation").check()
+    server.script = Script(pieces=PIECES)
+    ask(page, "How?", "And then?")
+    assert messages(server) == ["How?", SAID, "And then?"]
+    expect(page.locator(".turn")).to_have_count(1)
+    page.close()
+
+
+def saved(page: Page, click: Callable[[], None]) -> tuple[str, str]:
+    """Name and text of the file that a click gives."""
+    with page.expect_download() as download:
+        click()
+    return download.value.suggested_filename, Path(download.value.path()).read_text(encoding="utf-8")
+
+
+def test_conversations_and_completions_are_exported(chat: Page, server: ReplayServer) -> None:
+    server.script = Script(pieces=PIECES)
+    ask(chat, "How do I sort?", "And then?")
+    chat.click("#export summary")
+    name, text = saved(chat, lambda: chat.click("#export-text"))
+    expect(chat.locator("#export-text")).to_be_hidden()
+    assert name == "how-do-i-sort.md"
+    assert text.startswith("# How do I sort?\n\ndemo, 20")
+    assert f"## Question\n\nAnd then?\n\n## Answer\n\n{SAID}" in text
+    chat.click("#export summary")
+    name, text = saved(chat, lambda: chat.click("#export-json"))
+    found: dict[str, Any] = json.loads(text)
+    assert (name, found["model"]) == ("how-do-i-sort.json", "demo")
+    assert [message["content"] for message in found["messages"]] == ["How do I sort?", SAID, "And then?", SAID]
+    assert [figures["numTokens"] for figures in found["figures"]] == [5, 5]
+    chat.get_by_role("radio", name="Complete code").check()
+    expect(chat.locator("#export")).to_be_hidden()
+    server.script = Script(pieces=ANSWER)
+    run(chat, "def fib(n):\n")
+    ended(chat)
+    chat.locator(".turn summary").first.click()
+    name, text = saved(chat, lambda: chat.get_by_role("button", name="Export as text").click())
+    assert (name, text) == ("def-fib-n.txt", "def fib(n):\n" + "".join(ANSWER))
+
+
+def test_code_is_copied_without_its_fence(browser: Browser, server: ReplayServer) -> None:
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto(server.url)
+    page.get_by_role("radio", name="Conversation").check()
+    server.script = Script(pieces=PIECES)
+    ask(page, "How?")
+    page.locator(".code button").first.click()
+    expect(page.locator(".code button").first).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "def f(): pass\n"
+    page.locator(".exchange footer").get_by_role("button", name="Copy").click()
+    page.wait_for_function("async () => (await navigator.clipboard.readText()).startsWith('Use')")
+    assert page.evaluate("navigator.clipboard.readText()") == SAID
+    context.close()
