@@ -89,7 +89,7 @@ def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
         strategies |= {"message": texts.filter(bool), "request_id": st.none() | names}
     if cls is Generate:
         strategies |= {"prompt": texts, "sampling": st.builds(SamplingParams, **sampling)}
-        strategies |= {"json_schema": st.none() | texts.filter(bool), "regex": st.none()}
+        strategies |= {"json_schema": st.none() | texts.filter(bool), "regex": st.none(), "prompt_logprobs": st.just(False)}
     return st.builds(cls, **strategies)
 
 
