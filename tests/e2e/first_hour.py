@@ -88,7 +88,7 @@ class FirstHour:
 
     def check(self) -> str:
         """Whether it would run."""
-        return self._run([self._bin / "kog-launch", MODEL, "--check"]).splitlines()[0][:60]
+        return self._run([self._bin / "kog-launch", MODEL, "--check"]).partition(", float16")[0]
 
     def launch(self) -> str:
         """Until it serves."""
@@ -145,7 +145,7 @@ class FirstHour:
         try:
             self._get("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "temprature": 1})
         except urllib.error.HTTPError as error:
-            return _expected("did you mean temperature?", str(json.load(error)["error"]["message"]))
+            return _expected("did you mean temperature?", str(json.load(error)["error"]["message"]).partition(" docs/")[0])
         raise StepFailed("a misspelt field was accepted")
 
     def stop(self) -> str:
@@ -193,7 +193,7 @@ class FirstHour:
 def _expected(part: str, text: str) -> str:
     if part not in text:
         raise StepFailed(f"{part!r} was expected in: {text}")
-    return " ".join(text.split())[:60]
+    return text.strip().splitlines()[0]
 
 
 def _statistics(said: str) -> str:

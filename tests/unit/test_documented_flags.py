@@ -38,10 +38,11 @@ NUMBER = re.compile(r"\bN\b")  # stands for one
 
 
 def shown(text: str) -> Iterator[str]:
-    """Commands in a page: between single backticks, and the lines of blocks."""
+    """Commands in a page: between single backticks, and the lines of blocks but those of what they print (```text)."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    commands = re.sub(r"^```text\n.*?^```", "", text, flags=re.M | re.S)  # what they print
     yield from (" ".join(found[0].split()) for found in re.finditer(rf"(?<=`){PROGRAM}( [^`]*)?(?=`)", outside))
-    for block in re.finditer(r"^```\w*\n(.*?)^```|((?:^    .*\n)+)", text, re.M | re.S):
+    for block in re.finditer(r"^```\w*\n(.*?)^```|((?:^    .*\n)+)", commands, re.M | re.S):
         for line in (block[1] or block[2]).replace("\\\n", " ").splitlines():
             command = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
             if re.match(rf"{PROGRAM}( |$)", command) and command.isascii():  # pictures have lines of other characters
