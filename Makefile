@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 # An environment that could not be finished (no ensurepip, no package index) is made anew, not taken for a good one.
 .DELETE_ON_ERROR:
 
-.PHONY: demo model chat test lint types check cluster service fuzz chaos mutants bench clean
+.PHONY: demo model chat test lint types check cluster service clients first-hour fuzz chaos mutants bench clean
 
 demo: $(VENV)/.installed  ## start the bundled model on CPU ranks and watch an answer being written
 	@prompt="$$(printf '$(PROMPT)_')"; prompt="$${prompt%_}"; printf '%s' "$$prompt"; \
@@ -65,6 +65,12 @@ cluster: $(VENV)/.installed-dev  ## what needs minutes of a simulated Ray cluste
 
 service: $(VENV)/.installed-dev  ## what needs minutes of hostile HTTP traffic, and is not part of `make test`
 	$(BIN)/python -m pytest -m service -s
+
+clients: $(VENV)/.installed-dev model  ## the clients that people use, each in an environment of its own: 3 GB from package indexes
+	$(BIN)/python -m pytest -m clients tests/clients
+
+first-hour:  ## what a new user does first, in a fresh clone of the commit, with seconds for each step
+	$(PYTHON) -m tests.e2e.first_hour
 
 SECONDS ?= 3600
 fuzz: $(VENV)/.installed-dev  ## hours of hostile bytes: SECONDS for each target; `make test` has a minute of it for all

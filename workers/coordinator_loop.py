@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kog_dist.decode.ring import Finish
+from kog_dist.decode.ring import Finish, TokenEntry
 from kog_dist.rpc.client_events import NOT_STARTED, Farewell
 from kog_dist.rpc.counters import Counters
 from kog_dist.rpc.listener import RpcListener
@@ -37,6 +37,7 @@ from kog_dist.workers.engine_life import EngineLife
 from kog_dist.workers.grammar.service import GrammarService
 from kog_dist.workers.model_folder import ModelFolder
 from kog_dist.workers.open_requests import OpenRequests
+from kog_dist.workers.prompt_scoring import PromptScoring
 from kog_dist.workers.reports import status_report, welcome
 from kog_dist.workers.request_queue import RequestQueue
 from kog_dist.workers.streams import RequestStream
@@ -48,6 +49,7 @@ FAREWELL_S = 0.25  # for the last events, once the loop has ended
 _TOKEN_WAIT_S = 0.01  # longest wait while ranks decode (a token ends it at once, a message within 1 ms): bounds an abort's delay
 _QUEUE_WAIT_S = 0.01  # the same while a request waits for ranks that load, or for a client that does not read
 _IDLE_WAIT_S = 0.05
+_DAMAGED = "the weights or the device are damaged"
 _MESSAGES_PER_TURN = 16  # so that a flood of messages does not hold up tokens
 
 
@@ -164,22 +166,60 @@ class Coordinator:
 
     # ---- tokens ----
     def _start_next(self) -> None:
-        if self.requests.running is not None or not len(self.requests.queue) or self._farewell is not None:
+        stream = self.requests.running
+        if stream is not None:
+            if stream.scoring is not None and stream.scoring.is_done and self._slot.may_submit():
+                stream.scoring = None
+                # Behind the prompt, of which nothing was cached before.
+                self._slot.submit(stream.request, reuse_kv=True, scope=stream.cache_salt)
             return
-        if self._life.is_ready() and self._slot.may_submit():
+        if len(self.requests.queue) and self._farewell is None and self._life.is_ready() and self._slot.may_submit():
             stream = self.requests.running = self.requests.queue.pop()
             stream.timings.submitted(self._clock())
-            request, constraint = stream.request, stream.constraint
-            if constraint is not None:
-                request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
-            stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv, scope=stream.cache_salt)
+            if stream.wants_scores:
+                self._score_prompt(stream)
+            else:
+                self._decode(stream)
             stream.timings.stage("submitted", self._control.submitted_ns)
-            if constraint is not None and self._slot.seq is not None:
-                self._grammars.run(self._slot.seq, request.mask_epoch, constraint)
+
+    def _decode(self, stream: RequestStream) -> None:
+        request, constraint = stream.request, stream.constraint
+        if constraint is not None:
+            request = replace(request, mask_epoch=self._grammars.reserve_epochs(request.max_tokens))
+        stream.request = self._slot.submit(request, reuse_kv=stream.reuses_kv, scope=stream.cache_salt)
+        if constraint is not None and self._slot.seq is not None:
+            self._grammars.run(self._slot.seq, request.mask_epoch, constraint)
+
+    def _score_prompt(self, stream: RequestStream) -> None:
+        prompt, num_top = stream.request.prompt, stream.request.sampling.logprobs
+        assert num_top is not None, "a Generate message that wants them says how many"
+        epoch = self._grammars.reserve_epochs(len(prompt) - 1)
+        stream.scoring = PromptScoring(prompt, num_top, self._control.masks, epoch)
+        stream.scoring.write_masks()
+        self._slot.submit(stream.scoring.request, reuse_kv=False, scope=stream.cache_salt)
+
+    def _read_scores(self, stream: RequestStream, scoring: PromptScoring, entries: Sequence[TokenEntry]) -> None:
+        """Log-probabilities of the prompt; the answer begins in `_start_next`."""
+        event, finish = scoring.take(stream.request_id, entries) if entries else (None, Finish.NONE)
+        if event is not None and not self._clients.send(stream, event):
+            return
+        if finish is Finish.NONE:
+            scoring.write_masks()
+        elif finish is Finish.LENGTH and not stream.request.max_tokens:
+            self._clients.finish(stream, FinishReason.LENGTH)
+        elif finish is Finish.NUMERICAL_FAULT:
+            message = f"the logits before token {1 + scoring.num_taken} of the prompt are not finite; {_DAMAGED}"
+            self._clients.fail(stream, ErrorCode.NUMERICAL_FAULT, message)
+        elif finish is not Finish.LENGTH:
+            message = f"the ranks were not told of token {1 + scoring.num_taken} of the prompt in time; send the request again"
+            self._clients.fail(stream, ErrorCode.INTERNAL_ERROR, message)
 
     def _read_tokens(self) -> None:
         entries = self._slot.read()
         stream = self.requests.running
+        if stream is not None and stream.scoring is not None and not stream.scoring.is_done:
+            self._read_scores(stream, stream.scoring, entries)
+            return
         if stream is None or not entries:
             return
         is_first, taken_ns = not stream.num_tokens, self._clock()
@@ -200,7 +240,7 @@ class Coordinator:
         elif faulty:
             self._clients.fail(
                 stream, ErrorCode.NUMERICAL_FAULT,
-                f"the logits of token {stream.num_tokens} are not finite; the weights or the device are damaged",
+                f"the logits of token {stream.num_tokens} are not finite; {_DAMAGED}",
             )  # fmt: skip
 
     # ---- ends of a request ----

@@ -68,6 +68,9 @@ class ModelFolder:
         if room < 1:
             raise _too_long(f"the prompt has {len(prompt_ids)} tokens and the context {context}: no room for an answer")
         max_tokens = message.max_tokens if message.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
+        if max_tokens == 0 and len(prompt_ids) == 1:
+            reason = "the only token of the prompt has no log-probability, and max_tokens is 0: there is nothing to do"
+            raise RequestError(ErrorCode.INVALID_REQUEST, reason)
         if max_tokens > room:
             raise _too_long(
                 f"{len(prompt_ids)} prompt tokens and max_tokens {max_tokens} exceed the context of {context} tokens; "

@@ -12,6 +12,7 @@ from kog_dist.decode.ring import NO_TOKEN, Finish, TokenEntry
 from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.rpc.messages import Done, FinishReason, Generate, Tokens
 from kog_dist.workers.grammar.compiler import constraint_of
+from kog_dist.workers.prompt_scoring import PromptScoring
 from kog_dist.workers.stop_strings import StopFilter
 from kog_dist.workers.timings import RequestTimings
 
@@ -41,14 +42,20 @@ class RequestStream:
         self.request = request
         self.constraint = constraint_of(message)
         self.reuses_kv, self.cache_salt = message.reuse_kv, message.cache_salt or ""
+        self.scoring: PromptScoring | None = None  # from its beginning until the answer begins
         self.deadline_ns = None if message.deadline_s is None else received_ns + round(message.deadline_s * 1e9)
         self.timings = RequestTimings(received_ns)
         self.last_sent_ns = received_ns
         self.told_position = -1  # place in the queue that the client knows of
         self.num_tokens = 0
-        self._sends_stamps = message.stamps
+        self._sends_stamps, self._prompt_logprobs = message.stamps, message.prompt_logprobs
         self.decoder = decoder
         self._stop_filter = StopFilter(message.stop)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probabilities of the prompt come before the answer; its first token has none."""
+        return self._prompt_logprobs and len(self.request.prompt) > 1
 
     @property
     def next_mask(self) -> int | None:

@@ -1,4 +1,6 @@
-"""Masks of the vocabulary, from the process that knows a request's grammar to the engines: shared memory, one mask per token.
+"""Masks of the vocabulary, from who knows what may come (a grammar process, of a prompt the coordinator) to the engines.
+
+They lie in shared memory, one mask per token.
 
 A mask is V bits: bit id % 32 of word id // 32 says whether id may be chosen. Each 64-bit word here carries 32 of them, and the
 mask's tag (its epoch modulo 2^32 - 1, plus 1) in its upper half, so that data is its own flag: a reader of any slice (all words
@@ -6,8 +8,8 @@ on CPU ranks, a thread block's own slice on a GPU, which maps this memory) knows
 of an older mask is ever taken.
 
 Epochs only grow: a request's first mask has the epoch that its request block names, every next token one more. Two slots are used
-in turn. The mask of a token is written only when the token before it was read from the ring, and that was chosen with the mask
-before; so nobody reads any more what is overwritten.
+in turn. A token that was read from the ring was chosen from the offers of all ranks, which have read their masks before that: its
+own slot may be written again. Grammars write a mask when the token before it is known.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from kog_dist.gateway.openai.served import ServedModel
 from kog_dist.gateway.pages import INDEX, Pages
 from kog_dist.gateway.readiness import RETRY_AFTER_S
 from kog_dist.gateway.service import Service
+from kog_dist.gateway.tokens import tokenizer_info
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -104,8 +105,14 @@ def _tokens(service: Service) -> Iterator[Route]:
 
         return answer
 
+    async def info(_request: Request) -> Response:
+        if service.served is None:
+            raise not_serving(service.readiness.health())
+        return json_response(tokenizer_info(service.served))
+
     for path in TOKENS:
         yield _route("POST", path, endpoint(path))
+    yield _route("GET", "/tokenizer_info", info)
 
 
 def _state(service: Service) -> Iterator[Route]:

@@ -86,6 +86,7 @@ _TOKENS: Final[dict[str, tuple[type[BaseModel], str, dict[str, Any]]]] = {
 _GETS: Final[dict[str, tuple[str, str, Any]]] = {
     "/v1/models": ("The model that is served", "application/json", {"type": "object"}),
     "/v1/models/{name}": ("The same, by a name it has", "application/json", {"type": "object"}),
+    "/tokenizer_info": ("Special tokens and chat template", "application/json", {"type": "object"}),
     "/livez": ("Whether this process answers", "application/json", {"type": "object"}),
     "/readyz": ("Whether requests are taken, and why not", "application/json", HEALTH_SCHEMA),
     "/health": ("The same as /readyz", "application/json", HEALTH_SCHEMA),
@@ -134,7 +135,9 @@ def _operations() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _get(path: str, summary: str, media_type: str, schema: Any) -> dict[str, Any]:
-    errors = _UNKNOWN_YET if path.startswith("/v1/models") else {}
+    errors = _UNKNOWN_YET if path.startswith(("/v1/models", "/tokenizer_info")) else {}
+    if path == "/tokenizer_info":
+        errors = errors | {400: "there is no tokenizer"}
     if "{name}" in path:
         errors = errors | {404: "there is none of that name"}
     operation = _operation(path, summary, {"description": summary, "content": {media_type: {"schema": schema}}}, errors)

@@ -15,7 +15,7 @@ from kog_dist.gateway.limits import Limits
 from kog_dist.gateway.metrics import Metrics, RequestMeter
 from kog_dist.gateway.openai.errors import SERVER, ApiError, from_rpc
 from kog_dist.gateway.openai.reply import Planned, place_comment
-from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, PrefillProgress, Tokens
+from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Event, PrefillProgress, PromptLogprobs, Tokens
 
 
 class Exchange:
@@ -78,6 +78,9 @@ class Exchange:
             self._take_place(event)
         if isinstance(event, Error):
             self.fail(choice, from_rpc(event), event)
+        elif isinstance(event, PromptLogprobs):
+            self._put(choice, self.reply.on_event(choice, event))
+            self._decided(choice)
         elif isinstance(event, Accepted | Alive | PrefillProgress | Done):
             self._put(choice, self.reply.on_event(choice, event), is_growing=False)
             if isinstance(event, Alive | PrefillProgress) and time.monotonic() - self._written_s > self._limits.keepalive_s:

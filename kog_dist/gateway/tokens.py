@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, with vLLM's field names."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -73,6 +73,12 @@ def detokenize(body: object, served: ServedModel) -> dict[str, Any]:
         if token_id >= served.vocab_size:
             raise invalid(f"tokens[{place}]", f"token id {token_id} is not below the vocabulary's {served.vocab_size}")
     return {"prompt": tokenizer.decode(asked.tokens)}
+
+
+def tokenizer_info(served: ServedModel) -> dict[str, Any]:
+    """bos_token, eos_token, ... and chat_template, as clients need them that have no tokenizer themselves. Raises ApiError."""
+    template = served.chat_template
+    return {**_tokenizer(served, None).special_tokens, "chat_template": None if template is None else template.source}
 
 
 def _tokenizer(served: ServedModel, name: str | None) -> Tokenizer:

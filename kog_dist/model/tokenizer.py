@@ -74,9 +74,10 @@ class Tokenizer:
         older = read_json(folder, SPECIAL_TOKENS_NAME, manifest) or {}
         tokenizer.special_tokens = _special_tokens(older) | _special_tokens(config)
         tokenizer.eos_ids = read_eos_ids(folder)
-        eos = tokenizer.id_of(tokenizer.special_tokens.get("eos_token", ""))
-        if eos is not None and eos not in tokenizer.eos_ids and len(tokenizer.eos_ids) < MAX_EOS_IDS:
-            tokenizer.eos_ids += (eos,)  # fine-tuned models often end with a token that their config.json does not know
+        for name in ("eos_token", "eot_token"):  # fine-tuned models often end with a token that their config.json does not know
+            end = tokenizer.id_of(tokenizer.special_tokens.get(name, ""))
+            if end is not None and end not in tokenizer.eos_ids and len(tokenizer.eos_ids) < MAX_EOS_IDS:
+                tokenizer.eos_ids += (end,)  # eot_token: that of CodeLlama ends what fills the middle
         return tokenizer
 
     def check_fits(self, vocab_size: int) -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from kog_dist.router.requests import RoutedRequest
 from kog_dist.rpc.client_events import ClientEvents
 from kog_dist.rpc.listener import error_event
-from kog_dist.rpc.messages import Accepted, Cancel, Done, ErrorCode, FinishReason, PrefillProgress
+from kog_dist.rpc.messages import Accepted, Cancel, Done, ErrorCode, FinishReason, PrefillProgress, PromptLogprobs
 
 
 class RoutedEvents(ClientEvents[RoutedRequest]):
     """Passes on what a replica says of a request; a replica that works on one for nobody is told."""
 
-    def pass_on(self, request: RoutedRequest, event: Accepted | PrefillProgress) -> None:
+    def pass_on(self, request: RoutedRequest, event: Accepted | PrefillProgress | PromptLogprobs) -> None:
         """Send an event that a replica has sent, under the client's id."""
         self.send(request, replace(event, request_id=request.request_id))
 

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 import zmq
 
@@ -39,6 +39,7 @@ from kog_dist.rpc.messages import (
     Generate,
     Hello,
     PrefillProgress,
+    PromptLogprobs,
     Request,
     Status,
     StatusReport,
@@ -57,6 +58,8 @@ _NEW_SHARE = 0.2  # of the latest request in a mean
 _LOOK_AGAIN_S = 0.25  # replicas that were avoided may be free again
 _MESSAGES_PER_TURN = 32
 _FULL_S = 0.1  # how long a replica is left alone that says its queue is full
+
+_OfRequest: TypeAlias = Accepted | PrefillProgress | PromptLogprobs | Done | Error
 
 # A replica says these of itself, not of the request: another one may do better.
 _ELSEWHERE = {ErrorCode.DRAINING, ErrorCode.QUEUE_FULL}
@@ -279,10 +282,10 @@ class Router:
             link.reported(event)
             self._greet()
             self._look_again_s = 0.0
-        elif isinstance(event, Accepted | PrefillProgress | Done | Error) and event.request_id is not None:
+        elif isinstance(event, _OfRequest) and event.request_id is not None:
             self._take_stream_event(link, event, now_s)
 
-    def _take_stream_event(self, link: ReplicaLink, event: Accepted | PrefillProgress | Done | Error, now_s: float) -> None:
+    def _take_stream_event(self, link: ReplicaLink, event: _OfRequest, now_s: float) -> None:
         attempt_id = event.request_id
         assert attempt_id is not None
         if isinstance(event, Done | Error):
@@ -297,8 +300,9 @@ class Router:
             self._affinity.remember(request.all_keys(), link.name)
             self._turn_s += _NEW_SHARE * (event.total_s - self._turn_s)
             self._clients.finish(request, event)
-        elif isinstance(event, PrefillProgress) or not request.is_accepted:
+        elif not isinstance(event, Accepted) or not request.is_accepted:
             request.is_accepted = True
+            request.is_streamed = request.is_streamed or isinstance(event, PromptLogprobs)
             self._clients.pass_on(request, event)
 
     def _take_error(self, request: RoutedRequest, link: ReplicaLink, event: Error, now_s: float) -> None:

@@ -30,6 +30,7 @@ from kog_dist.rpc.messages import (
     Generate,
     Hello,
     PrefillProgress,
+    PromptLogprobs,
     Request,
     Status,
     StatusReport,
@@ -48,7 +49,7 @@ STATUS_TIMEOUT_S = 1.0  # of an engine that has not answered a greeting
 _READY_POLL_S = 0.02
 
 Answer = TypeVar("Answer", Welcome, StatusReport)
-StreamEvent: TypeAlias = Accepted | Alive | PrefillProgress | Tokens | Done
+StreamEvent: TypeAlias = Accepted | Alive | PrefillProgress | PromptLogprobs | Tokens | Done
 
 
 class DeadlineExceeded(RequestFailed):
@@ -109,7 +110,8 @@ class Client:
         self, prompt: str | None = None, *, prompt_ids: Sequence[int] | None = None, max_tokens: int | None = None,
         stop: Sequence[str] = (), ignore_eos: bool = False, logit_digests: bool = False, stamps: bool = False,
         deadline_s: float | None = None, reuse_kv: bool = True, conversation: str | None = None, json_schema: str | None = None,
-        regex: str | None = None, cache_salt: str | None = None, request_id: str | None = None, timeout_s: float | None = None,
+        regex: str | None = None, cache_salt: str | None = None, prompt_logprobs: bool = False, request_id: str | None = None,
+        timeout_s: float | None = None,
         sampling: SamplingParams = GREEDY, **parameters: Any,
     ) -> Generator[StreamEvent, None, None]:  # fmt: skip
         """Decode one prompt: yields `Accepted`, then `Alive`, `PrefillProgress` and `Tokens` as they come, last `Done`.
@@ -120,13 +122,14 @@ class Client:
         request waits, a `Done` with finish reason `deadline` once it runs. `conversation` is an id that its requests share: a
         router sends them where their beginning is cached. `parameters` replace those of `sampling` by name: `temperature=0.7,
         seed=1`; see docs/sampling.md. The whole answer satisfies `json_schema` (a text) or matches `regex` unless it ends early,
-        for its length for instance. Of what earlier requests left, that of those with the same `cache_salt` is used.
+        for its length for instance. Of what earlier requests left, that of those with the same `cache_salt` is used. With
+        `prompt_logprobs`, and `logprobs` of the parameters, `PromptLogprobs` come before `Tokens`.
         """
         try:
             message = Generate(
                 request_id or secrets.token_hex(8), prompt, None if prompt_ids is None else tuple(prompt_ids), max_tokens,
                 replace(sampling, **parameters) if parameters else sampling, tuple(stop), ignore_eos, logit_digests, stamps,
-                deadline_s, reuse_kv, conversation, json_schema, regex, cache_salt,
+                deadline_s, reuse_kv, conversation, json_schema, regex, cache_salt, prompt_logprobs,
             )  # fmt: skip
             self._connection.send(message)
         except (BadMessage, ValueError) as error:

@@ -21,6 +21,7 @@ from kog_dist.train.commands.healing import healing
 from kog_dist.train.commands.prepare import prepare
 from kog_dist.train.commands.run import run
 
+PROGRAM = "python -m kog_dist.train"
 COMMANDS: tuple[Callable[..., dict[str, Any] | None], ...] = (
     prepare,
     run,
@@ -32,7 +33,7 @@ COMMANDS: tuple[Callable[..., dict[str, Any] | None], ...] = (
     healing,
 )
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
 
 
 def _printing(command: Callable[..., dict[str, Any] | None]) -> Callable[..., None]:
@@ -53,9 +54,9 @@ def main() -> None:
     """Run the command line; a KogError becomes one line on stderr and its exit code."""
     try:
         with checked_stdout(), naming_extra("train"):
-            app()
+            app(prog_name=PROGRAM)
     except KogError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"{PROGRAM}: {error}", err=True)
         sys.exit(error.exit_code)
 
 

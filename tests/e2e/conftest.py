@@ -63,6 +63,16 @@ def lines_of(errors: str) -> list[str]:
     return [line for line in without_progress(errors).splitlines() if line.startswith(("kog-", "Error"))]
 
 
+def check_refusal(code: int, sentence: str, seen_code: int, out: str, err: str) -> None:
+    """What a refused command has said is one sentence, but for how to use it."""
+    assert seen_code == code, err
+    assert sentence in err
+    assert "Traceback" not in err
+    lines = [line for line in without_progress(err).splitlines() if not line.startswith(("Usage:", "usage:", "Try "))]
+    assert len([line for line in lines if line.strip()]) == 1, err
+    assert out == ""
+
+
 @pytest.fixture
 def session() -> Iterator[EngineSession]:
     """Engines and commands of one test, in a runtime folder of its own; whatever they leave is killed."""

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kog_dist.bench.engine.session import INSTANCE, EngineSession, engine_session, until
+from kog_dist.bench.engine.session import INSTANCE, EngineSession, until
 from kog_dist.model.checkpoint import open_checkpoint, random_tensors, write_checkpoint
 from kog_dist.model.spec import ModelSpec
-from tests.e2e.conftest import without_progress
+from tests.e2e.conftest import check_refusal
 
 LAUNCH, CLIENT = "kog_dist.launch.cli", "kog_dist.rpc.cli"
 ENDED_S = 30.0  # no promise, only an end of waiting; a loaded machine is slow
@@ -32,34 +32,8 @@ def refused(session: EngineSession, code: int, sentence: str, *arguments: str, m
 
 
 Case = tuple[list[str], int, str]
-# Refused before anything is started.
+# What only the engine, the model or the system can refuse; all else: test_wrong_invocations.py.
 WRONG: list[Case] = [
-    (["--ranks=two"], 2, "Invalid value for '--ranks': Input should be a valid integer"),
-    (["--ranks=8"], 2, "4 lanes cannot be spread over 8 ranks"),
-    (["--launcher=slurm"], 2, "--launcher: launcher 'slurm' is not available"),
-    (["--launcher=mpi"], 3, "no mpirun has started this process; start it as mpirun -n 4 kog-launch"),
-    (["--gpus=99"], 2, "4 lanes cannot be spread over 99 ranks"),
-    (["--gpus=4"], 2, "the CUDA kernel cannot run this model: it has head_dim 8 (a multiple of 16); use --device cpu"),
-    (["--gpus=one"], 2, "--gpus must be a count, all, or a list of indices or UUIDs such as 0,2"),
-    (["--config=no-such.toml"], 2, "config file no-such.toml cannot be read"),
-    (["--instance=a/b"], 2, "--instance: instance name 'a/b' must be"),
-    (["--json"], 2, "--json describes one request and goes only with --prompt or --prompt-ids"),
-    (["--prompt=x", "--prompt-ids=1"], 2, "--prompt and --prompt-ids exclude each other"),
-    (["--prompt-ids=1,b"], 2, "--prompt-ids must be token ids separated by commas"),
-    (["--prompt-ids=1", "--max-tokens=0"], 2, "--max-tokens must be at least 1, got 0"),
-    (["--prompt-ids=1", "--temperature=1e-9"], 2, "temperature must be 0 or between 0.001 and 100, got 1e-09"),
-    (["--prompt-ids=1", "--temperature=nan"], 2, "temperature must be 0 or between 0.001 and 100, got nan"),
-    (["--prompt-ids=1", "--seed=-1"], 2, "--seed must be between 0 and 2**63 - 1, got -1"),
-    (["--check", "--dry-run"], 2, "exclude each other"),
-    (["--prompt-ids=-1"], 2, "--prompt-ids must be token ids separated by commas"),
-    (["--prompt-ids=1_0,+3"], 2, "--prompt-ids must be token ids separated by commas"),
-    (["--prompt-ids=" + "9" * 6000], 2, "--prompt-ids must be token ids separated by commas"),
-    (["--gpus=+1,"], 2, "--gpus must be a count, all, or a list of indices or UUIDs such as 0,2"),
-    (["--instance=.."], 2, "and start with a letter or digit"),
-    (["--log-dir="], 2, "--log-dir: log_dir must be a folder, got ''"),
-]
-# The same, and what only the engine, the model or the system can refuse: each as a command of its own.
-WRONG_COMMANDS: list[Case] = [
     (["--rnaks=2"], 2, "No such option: --rnaks"),
     (["--ranks=3"], 2, "4 lanes cannot be spread over 3 ranks; use one of 1, 2, 4"),
     (["--log-dir=/proc/no"], 3, "log folder /proc/no cannot be made"),
@@ -69,55 +43,13 @@ WRONG_COMMANDS: list[Case] = [
     (["--ranks=1", "--prompt-ids=" + "1," * 32_768 + "1"], 2, "the prompt has 32769 tokens and the context 32768"),
     (["--ranks=1", "--prompt-ids=1", "--max-tokens=33000"], 2, "exceed the context of 32768 tokens"),
 ]
-# One interpreter for all of `WRONG`: most of the time of such a command is that of its start.
-RUN_ALL = """
-import contextlib, io, json, sys
-from kog_dist.launch.flags import run
-
-def said(arguments):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(arguments)
-    return code, out.getvalue(), err.getvalue()
-
-print(json.dumps([said(arguments) for arguments in json.loads(sys.argv[1])]))
-"""
 
 
 def named(value: object) -> str | None:
     return value[-1][:30] if isinstance(value, list) else None
 
 
-@pytest.fixture(scope="module")
-def answers(tiny_model: Path) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr for each of `WRONG`."""
-    with engine_session() as session:
-        commands = json.dumps([[str(tiny_model), *arguments] for arguments, _, _ in WRONG])
-        done = subprocess.run(
-            [sys.executable, "-c", RUN_ALL, commands], env=session.environment(), stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert session.leftovers() == []
-        found: list[tuple[int, str, str]] = json.loads(done.stdout)
-        return found
-
-
-def check_refusal(code: int, sentence: str, seen_code: int, out: str, err: str) -> None:
-    assert seen_code == code, err
-    assert sentence in err
-    assert "Traceback" not in err
-    lines = [line for line in without_progress(err).splitlines() if not line.startswith(("Usage:", "Try "))]
-    assert len([line for line in lines if line.strip()]) == 1, err
-    assert out == ""
-
-
 @pytest.mark.parametrize(("arguments", "code", "sentence"), WRONG, ids=named)
-def test_wrong_settings(answers: list[tuple[int, str, str]], arguments: list[str], code: int, sentence: str) -> None:
-    check_refusal(code, sentence, *answers[WRONG.index((arguments, code, sentence))])
-
-
-@pytest.mark.parametrize(("arguments", "code", "sentence"), WRONG_COMMANDS, ids=named)
 def test_wrong_commands(session: EngineSession, tiny_model: Path, arguments: list[str], code: int, sentence: str) -> None:
     refused(session, code, sentence, str(tiny_model), *arguments)
 

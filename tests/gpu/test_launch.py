@@ -18,7 +18,7 @@ from kog_dist.bench.engine.session import EngineSession, engine_session, until
 from kog_dist.bench.engine.soak import soak
 from kog_dist.errors import RequestFailed
 from kog_dist.rpc.client import Client
-from kog_dist.rpc.messages import ErrorCode, Tokens
+from kog_dist.rpc.messages import Done, ErrorCode, PromptLogprobs, Tokens
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
@@ -59,6 +59,27 @@ def test_sampled_prompt_has_the_tokens_of_cpu_ranks(session: EngineSession) -> N
     flags = ("--max-tokens=64", "--temperature=0.8", "--seed=7", "--kv-dtype=bfloat16")
     on_gpu = answer(session, "--gpus=1", "--prefill=off", *flags)
     assert on_gpu["token_ids"] == answer(session, "--device=cpu", "--ranks=1", *flags)["token_ids"]
+
+
+def test_a_prompt_has_the_log_probabilities_with_which_it_was_generated(session: EngineSession) -> None:
+    launcher = session.launch("--gpus=1", "--prefill=off")
+    with session.connect(READY_S) as client:
+        events = list(client.generate(prompt_ids=[5, 6], max_tokens=100, logprobs=2, ignore_eos=True, timeout_s=60.0))
+        answer = [event for event in events if isinstance(event, Tokens)]
+        ids = [token_id for event in answer for token_id in event.token_ids]
+        again = client.generate(
+            prompt_ids=[5, 6, *ids], max_tokens=3, logprobs=2, prompt_logprobs=True, ignore_eos=True, timeout_s=60.0
+        )
+        found = list(again)
+        scored = [event for event in found if isinstance(event, PromptLogprobs)]
+        assert [token_id for event in scored for token_id in event.token_ids] == [6, *ids]
+        expected = [value for event in answer for value in event.logprobs]
+        assert [value for event in scored for value in event.logprobs][1:] == pytest.approx(expected, abs=1e-4)
+        assert [token_id for event in scored for token_id in event.top_ids][2:] == [i for event in answer for i in event.top_ids]
+        (done,) = [event for event in found if isinstance(event, Done)]
+        assert (done.num_prompt_tokens, done.num_generated_tokens) == (102, 3)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(ENDED_S) == 0
 
 
 def test_engine_serves_cancels_and_drains(session: EngineSession) -> None:

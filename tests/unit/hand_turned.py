@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from kog_dist.decode.request import DecodeRequest
 from kog_dist.decode.ring import NO_TOKEN, Finish
+from kog_dist.decode.sampling import TokenLogprobs
 from kog_dist.errors import RequestError
 from kog_dist.model.spec import ModelSpec
 from kog_dist.model.tokenizer import Tokenizer
@@ -153,6 +154,7 @@ class Ranks:
         self.seq, self.index = 0, 0
         self.request: DecodeRequest | None = None
         self.uses: list[DecodeRequest] = []
+        self.forced: list[int] = []  # by the masks of the current request
         self.now_ns = 0
         self._caches: list[list[int]] = [[] for _ in range(num_kv_caches)]
 
@@ -172,7 +174,7 @@ class Ranks:
         """Take the next request, if there is one; its prefill stands where its cached prefix ends."""
         if self.control.doorbell() == self.seq or self.control.aborted():
             return False
-        self.seq, self.index = self.seq + 1, 0
+        self.seq, self.index, self.forced = self.seq + 1, 0, []
         request = self.request = self.control.read_request(self.seq)
         self.uses.append(request)
         use = request.kv
@@ -192,19 +194,27 @@ class Ranks:
     def _decode_one(self, *, is_faulty: bool) -> None:
         request = self.request
         assert request is not None
-        token_id, finish = answer_of(request.prompt)[self.index], Finish.NONE
+        token_id, finish, logprobs = answer_of(request.prompt)[self.index], Finish.NONE, None
+        if request.mask_epoch:
+            mask = self.control.masks.get(request.mask_epoch + self.index)
+            token_id, finish = (NO_TOKEN, Finish.NO_MASK) if mask is None else (int(mask[0]).bit_length() - 1, Finish.NONE)
+            self.forced.append(token_id)
+        if request.sampling.logprobs is not None and token_id != NO_TOKEN:
+            num_top = request.sampling.logprobs
+            logprobs = TokenLogprobs(-0.5 * token_id, tuple(range(num_top)), tuple(-0.25 * i for i in range(num_top)))
         if self.control.cancelled(self.seq):
-            token_id, finish = NO_TOKEN, Finish.CANCELLED
+            token_id, finish, logprobs = NO_TOKEN, Finish.CANCELLED, None
         elif is_faulty:
-            token_id, finish = NO_TOKEN, Finish.NUMERICAL_FAULT
+            token_id, finish, logprobs = NO_TOKEN, Finish.NUMERICAL_FAULT, None
         elif token_id in request.stop_ids and not request.ignore_eos:
             finish = Finish.STOP
-        elif self.index == request.max_tokens - 1:
+        elif self.index == request.max_tokens - 1 and finish is Finish.NONE:
             finish = Finish.LENGTH
         if finish is not Finish.CANCELLED or self.index:
-            self._caches[request.kv.cache] = [*request.prompt, *answer_of(request.prompt)[: self.index]]
+            answer = self.forced if request.mask_epoch else answer_of(request.prompt)
+            self._caches[request.kv.cache] = [*request.prompt, *answer[: self.index]]
         self.control.set_progress(0, self.seq, len(self._caches[request.kv.cache]))
-        self.control.ring.put(self.seq, self.index, token_id, self.now_ns, None, finish)
+        self.control.ring.put(self.seq, self.index, token_id, self.now_ns, None, finish, logprobs)
         self.index += 1
         if finish is not Finish.NONE:
             self.request = None
@@ -222,7 +232,7 @@ class HandTurned:
             hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=8, vocab_size=ALPHABET + 1,
             max_context=CONTEXT,
         )  # fmt: skip
-        self.control = ControlPage.create(WORLD_SIZE, CONTEXT)
+        self.control = ControlPage.create(WORLD_SIZE, CONTEXT, vocab_size=ALPHABET + 1)
         self.wire = Wire()
         self.ranks = Ranks(self.control, NUM_KV_CACHES)
         self.now_ns = 10**12

@@ -1,12 +1,14 @@
-"""Every command of ours that README and docs show has all options that it requires, and none that it does not know.
+"""Every command of ours that README and docs show exists, with all options that it requires and none that it does not know.
 
-Those in ```console blocks also run: tests/e2e/test_documented_commands.py.
+Those in ```console blocks also run: tests/e2e/test_documented_commands.py. docs/reproduce.md explains those of docs/results.md.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,25 +32,35 @@ APPS: dict[str, typer.Typer] = {
     "kog-bench": bench, "kog-chat": chat, "kog-client": client, "kog-gateway": gateway, "kog-launch": launch,
     "python -m kog_dist.train": train,
 }  # fmt: skip
-PROGRAM = "(" + "|".join(map(re.escape, APPS)) + r")(?![\w-])"
+PROGRAM = r"(kog-[a-z-]+|python -m kog_dist[\w.]*)"
 BEHIND = re.compile(r" (?:[|<>&;]|2>).*|;.*| +#.*")  # what a shell does with it, a comment
 NUMBER = re.compile(r"\bN\b")  # stands for one
 
 
 def shown(text: str) -> Iterator[str]:
-    """Commands in a page: between single backticks, and the lines of blocks."""
+    """Commands in a page: between single backticks, and the lines of blocks but those of what they print (```text)."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    commands = re.sub(r"^```text\n.*?^```", "", text, flags=re.M | re.S)  # what they print
     yield from (" ".join(found[0].split()) for found in re.finditer(rf"(?<=`){PROGRAM}( [^`]*)?(?=`)", outside))
-    for block in re.finditer(r"^```\w*\n(.*?)^```|((?:^    .*\n)+)", text, re.M | re.S):
+    for block in re.finditer(r"^```\w*\n(.*?)^```|((?:^    .*\n)+)", commands, re.M | re.S):
         for line in (block[1] or block[2]).replace("\\\n", " ").splitlines():
             command = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
-            if re.match(PROGRAM, command) and command.isascii():  # pictures have lines of other characters
+            if re.match(rf"{PROGRAM}( |$)", command) and command.isascii():  # pictures have lines of other characters
                 yield " ".join(command.split())
 
 
 def arguments_of(command: str) -> tuple[str, list[str]]:
-    program = next(name for name in APPS if command.startswith(name))
-    return program, shlex.split(NUMBER.sub("1", BEHIND.sub("", command[len(program) :])))
+    found = re.match(PROGRAM, command)
+    assert found is not None, command
+    return found[0], shlex.split(NUMBER.sub("1", BEHIND.sub("", command[found.end() :])))
+
+
+def exists(program: str) -> bool:
+    """Whether it is one of our scripts, or a module that can be run."""
+    if program.startswith("python"):
+        return importlib.util.find_spec(program.removeprefix("python -m ")) is not None
+    with (ROOT / "pyproject.toml").open("rb") as stream:
+        return program in tomllib.load(stream)["project"]["scripts"]
 
 
 EXAMPLES_OF_HELP = [(name, command) for name, pairs in EXAMPLES.items() for command, _ in pairs]
@@ -70,7 +82,8 @@ def test_a_documented_command_parses(
     page: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, arguments = arguments_of(command)
-    if not arguments or "COMMAND" in arguments:
+    assert exists(program), f"{page}: {command}"
+    if program not in APPS or not arguments or "COMMAND" in arguments:
         return  # only the name of a program
     with pytest.raises(SystemExit) as ended:
         parse(program, arguments, monkeypatch)
@@ -98,10 +111,31 @@ def test_commands_are_found() -> None:
     assert len(COMMANDS) > 100
 
 
+def test_every_command_of_the_results_is_explained() -> None:
+    def measured(page: str) -> set[tuple[str, ...]]:
+        found = [arguments_of(command) for name, command in COMMANDS if name == f"docs/{page}"]
+        return {(program, *arguments[:1]) for program, arguments in found if arguments or program.startswith("python")}
+
+    results = measured("results.md")
+    assert {("kog-bench", "decode"), ("kog-bench", "latency"), ("python -m kog_dist.train", "evaluate")} <= results
+    assert results <= measured("reproduce.md")
+
+
 @pytest.mark.parametrize(
-    "command", ["python -m kog_dist.train evaluate", "kog-client --key-file FILE", "kog-launch --frobnicate"]
+    "command",
+    [
+        "python -m kog_dist.train evaluate",
+        "kog-client --key-file FILE",
+        "kog-launch --frobnicate",
+        "kog-bench nonsense",
+        "kog-bench decode --nonsense",
+    ],
 )
-def test_what_lacks_an_option_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(*arguments_of(command), monkeypatch)
     assert ended.value.code == 2
+
+
+def test_what_does_not_exist_is_found() -> None:
+    assert [exists(name) for name in ("kog-doctor", "kog-nonsense", "python -m kog_dist.nonsense")] == [True, False, False]

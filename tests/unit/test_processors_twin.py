@@ -284,6 +284,18 @@ def test_masks_and_end_ids(programs: Any) -> None:
     answer.check(logits, HOT, request, stop_ids, masks)
 
 
+@pytest.mark.parametrize("name", ["1 rank", "2 ranks"])
+def test_a_prompt_that_is_scored_has_the_model_s_own_log_probabilities(programs: Any, name: str) -> None:
+    """As workers/prompt_scoring.py asks for them: each mask allows one token, which is seldom a likely one."""
+    logits, greedy = random_logits(name), SamplingParams()
+    wanted = [7, 3, logits.shape[1] - 1, int(logits[3].argmax())]
+    masks = tuple(mask_of(logits.shape[1], (token_id,)) for token_id in wanted)
+    request = ProcessedRequest(SamplingParams(logprobs=2))
+    answer = Answer(programs(name), name, logits, greedy, request, masks=masks)
+    assert (answer.token_ids, answer.finish) == (wanted, Finish.LENGTH)
+    answer.check(logits, greedy, request, masks=masks)
+
+
 def test_a_mask_that_allows_nothing_ends_the_answer(programs: Any) -> None:
     name, logits = "2 ranks", random_logits("2 ranks")
     masks = (mask_of(96, (3, 4)), mask_of(96, ()), *[mask_of(96, (1,))] * 2)

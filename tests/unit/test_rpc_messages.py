@@ -90,7 +90,7 @@ def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
     if cls is Generate:
         strategies |= {"prompt": texts, "sampling": st.builds(SamplingParams, **sampling)}
         filled = st.none() | texts.filter(bool)
-        strategies |= {"json_schema": filled, "regex": st.none(), "cache_salt": filled}
+        strategies |= {"json_schema": filled, "regex": st.none(), "cache_salt": filled, "prompt_logprobs": st.just(False)}
     return st.builds(cls, **strategies)
 
 

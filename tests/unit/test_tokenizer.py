@@ -234,6 +234,7 @@ def load(folder: Path) -> Tokenizer:
         ({"tokenizer_config": {"eos_token": "<|end|>"}, "config": {"eos_token_id": 2}}, (2, 1)),
         ({"tokenizer_config": {"eos_token": "<|end|>"}, "generation_config": {"eos_token_id": [1, 0]}}, (1, 0)),
         ({"special_tokens_map": {"eos_token": {"content": "<|end|>"}}}, (1,)),
+        ({"tokenizer_config": {"eos_token": "<|end|>", "eot_token": "<|größer|>"}}, (1, 2)),
         ({"tokenizer_config": {"eos_token": "<|end|>"}, "special_tokens_map": {"eos_token": "<|begin|>"}}, (1,)),
     ],
 )

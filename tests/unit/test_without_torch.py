@@ -34,7 +34,7 @@ def test_training_without_torch_names_the_extra(without_torch: dict[str, str], t
     command += ["--tokenizer", DEMO / "tokenizer.json", "--model", DEMO]
     done = subprocess.run(command, env=without_torch, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == LaunchError.exit_code
-    assert done.stderr == "error: this needs torch, which is not installed: pip install 'kog-dist[train]'\n"
+    assert done.stderr == "python -m kog_dist.train: this needs torch, which is not installed: pip install 'kog-dist[train]'\n"
 
 
 def test_a_module_that_no_extra_brings_is_an_error_of_ours() -> None:

@@ -19,8 +19,11 @@ def chaos(
 ) -> None:
     """Kill, stop, terminate and pause every role at every point. Code 1: a promise was broken."""
     from kog_dist.bench.chaos import run as benchmark
+    from kog_dist.bench.chaos.table import cells
 
     if seconds <= 0 or ranks not in (1, 2, 4):
         raise ConfigError("--seconds must be positive, --ranks 1, 2 or 4")
+    if not any(only in str(cell) for cell in cells()):
+        raise ConfigError(f"--only {only!r}: no cell has this in its name; one is called {next(cells())}")
     if not benchmark.run(seconds, ranks, seed, output, only):
         raise typer.Exit(1)

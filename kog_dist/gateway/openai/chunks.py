@@ -14,7 +14,7 @@ from kog_dist.gateway.openai.logprobs import to_json
 from kog_dist.gateway.openai.planning import Stamp
 from kog_dist.gateway.openai.reply import KEEPALIVE, StreamEvent
 from kog_dist.gateway.openai.request_model import StreamOptions
-from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, Tokens
+from kog_dist.rpc.messages import Accepted, Done, Error, FinishReason, PromptLogprobs, Tokens
 
 DONE: Final = b"data: [DONE]\n\n"
 # A deadline cuts an answer as a limit does. Cancelled answers end with an error instead.
@@ -71,6 +71,10 @@ class ChunkReply(abc.ABC):
     def _on_tokens(self, choice: int, event: Tokens) -> bytes:
         """Take a piece of the answer; its frames if the answer is streamed."""
 
+    def _on_prompt(self, choice: int, event: PromptLogprobs) -> bytes:
+        """Take log-probabilities of the prompt; their frames if the answer is streamed. Only text completions ask for them."""
+        return b""
+
     @abc.abstractmethod
     def _on_done(self, choice: int, done: Done) -> bytes:
         """The same for the end of a choice."""
@@ -100,7 +104,7 @@ class ChunkReply(abc.ABC):
             return self._on_done(choice, event)
         if isinstance(event, Accepted):
             self._num_prompt[choice] = event.num_prompt_tokens
-        return b""
+        return self._on_prompt(choice, event) if isinstance(event, PromptLogprobs) else b""
 
     def on_error(self, choice: int, error: Error | ApiError) -> bytes:
         """See Reply."""

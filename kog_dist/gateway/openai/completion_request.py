@@ -11,8 +11,8 @@ from kog_dist.gateway.openai.chat_request import JsonSchemaFormat
 from kog_dist.gateway.openai.request_model import (
     MAX_CHOICES,
     REFUSED_EVERYWHERE,
-    AnswerTokens,
     JsonObjectFormat,
+    NoTokens,
     Refusal,
     SamplingFields,
     StreamOptions,
@@ -38,10 +38,7 @@ def _prompt_kind(prompt: object) -> str | None:
 class CompletionRequest(SamplingFields):
     """One or several prompts to be continued."""
 
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        **REFUSED_EVERYWHERE,
-        "echo": Refusal("the prompt is not repeated", (None, False)),
-    }
+    refused: ClassVar[Mapping[str, Refusal]] = {name: why for name, why in REFUSED_EVERYWHERE.items() if name != "suffix"}
 
     prompt: Annotated[
         Annotated[str, Tag("text")]
@@ -53,9 +50,17 @@ class CompletionRequest(SamplingFields):
         ),
     ] = Field(description=f"A text, token ids, or a list of them. Prompts times n: at most {MAX_CHOICES}.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: AnswerTokens = Field(default=None, description=f"Default: {DEFAULT_MAX_TOKENS}. -1: what fits the context.")
-    max_completion_tokens: AnswerTokens = Field(default=None, description="The same; with both, the smaller one counts.")
+    max_tokens: NoTokens = Field(
+        default=None, description=f"Default: {DEFAULT_MAX_TOKENS}. -1: what fits the context. 0: none, with echo."
+    )
+    max_completion_tokens: NoTokens = Field(default=None, description="The same; with both, the smaller one counts.")
     logprobs: TopLogprobs | None = Field(default=None, description="How many alternatives of each token.")
+    echo: bool | None = Field(
+        default=None, description="The answer begins with the prompt; with logprobs its tokens have them, too, but for the first."
+    )
+    suffix: str | None = Field(
+        default=None, description="What comes after the answer, of models that fill in the middle; then prompts are texts."
+    )
     stream_options: StreamOptions | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(
         default=None, discriminator="type", description="As in vLLM: the same as that of a chat."

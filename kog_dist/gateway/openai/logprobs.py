@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kog_dist.model.tokenizer import Tokenizer
-from kog_dist.rpc.messages import Tokens
+from kog_dist.rpc.messages import PromptLogprobs, Tokens
 
 
 class TokenNames:
@@ -20,6 +20,13 @@ class TokenNames:
     def bytes_of(self, token_id: int) -> bytes:
         """What it stands for; none for a special token."""
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    def decoder(self, *, is_beginning: bool) -> Callable[[int], str]:
+        """Ids one by one to text; `is_beginning`: of a whole text, which some models begin with a blank that does not count."""
+        if is_beginning and self._tokenizer is not None:
+            return self._tokenizer.stream().push
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token_id: utf8.decode(self.bytes_of(token_id))
 
     def text_of(self, token_id: int) -> str:
         """For readers: bytes that are no whole character show as U+FFFD."""
@@ -43,14 +50,19 @@ def entries(event: Tokens, names: TokenNames) -> list[dict[str, Any]]:
 
 
 class LegacyLogprobs:
-    """`logprobs` of a text completion. `text_offset` counts characters from the beginning of the answer."""
+    """`logprobs` of a text completion. `text_offset` counts characters from the beginning of the answer, or of its prompt."""
 
-    def __init__(self, names: TokenNames) -> None:
+    def __init__(self, names: TokenNames, *, has_prompt: bool = False) -> None:
         self._names = names
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = names.decoder(is_beginning=has_prompt)
         self._offset = 0
 
-    def of(self, event: Tokens) -> dict[str, list[Any]]:
+    def first(self, token_id: int) -> dict[str, list[Any]]:
+        """The entry of a prompt's first token."""
+        self._offset += len(self._decode(token_id))
+        return {"tokens": [self._names.exact(token_id)], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+
+    def of(self, event: Tokens | PromptLogprobs) -> dict[str, list[Any]]:
         """The entries of this event's tokens, which follow those of the events before."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, logprob, alternatives in _tokens(event):
@@ -58,7 +70,7 @@ class LegacyLogprobs:
             found["token_logprobs"].append(logprob)
             found["top_logprobs"].append({self._names.exact(other): value for other, value in alternatives})
             found["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.decode(self._names.bytes_of(token_id)))
+            self._offset += len(self._decode(token_id))
         return found
 
 
@@ -72,7 +84,7 @@ def _entry(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
     return {"token": names.text_of(token_id), "logprob": logprob, "bytes": list(raw) if raw else None}
 
 
-def _tokens(event: Tokens) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+def _tokens(event: Tokens | PromptLogprobs) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
     """Each token with its log-probability and its alternatives, if the request asked for them."""
     if not event.logprobs:
         return

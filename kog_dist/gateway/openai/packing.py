@@ -10,6 +10,7 @@ from typing import Any
 from kog_dist.gateway.openai.chat import ChatReply
 from kog_dist.gateway.openai.chunks import ReplyForm
 from kog_dist.gateway.openai.completions import CompletionReply
+from kog_dist.gateway.openai.echo import Echo
 from kog_dist.gateway.openai.errors import ApiError, invalid
 from kog_dist.gateway.openai.logprobs import TokenNames
 from kog_dist.gateway.openai.planning import Stamp
@@ -38,7 +39,10 @@ def unpacked(generates: Sequence[bytes], reply: bytes, left_out: Sequence[str], 
         made: Reply = ResponseReply(recipe["outline"], _tool_use(recipe["use"]), names, stream=recipe["stream"])
         return Planned(messages, recipe["stream"], made, tuple(left_out))
     form = ReplyForm(**{**recipe["form"], "stamp": Stamp(**recipe["form"]["stamp"])})
-    made = ChatReply(form, _tool_use(recipe["use"]), names) if "use" in recipe else CompletionReply(form, names)
+    if "use" in recipe:
+        made = ChatReply(form, _tool_use(recipe["use"]), names)
+    else:
+        made = CompletionReply(form, names, [Echo(**echo) for echo in recipe["echoes"]])
     return Planned(messages, form.stream, made, tuple(left_out))
 
 
@@ -59,7 +63,9 @@ def _recipe(reply: Reply) -> dict[str, Any]:
         return {"outline": reply.outline, "use": use, "has_names": names, "stream": reply.stream}
     assert isinstance(reply, ChatReply | CompletionReply)
     recipe = {"form": asdict(reply.form), "has_names": reply.has_names}
-    return recipe | ({"use": _parts(reply.use)} if isinstance(reply, ChatReply) else {})
+    if isinstance(reply, ChatReply):
+        return recipe | {"use": _parts(reply.use)}
+    return recipe | {"echoes": [asdict(echo) for echo in reply.echoes]}
 
 
 def _parts(use: ToolUse) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from kog_dist.gateway.openai.errors import ApiError
-from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Generate, PrefillProgress, Tokens
+from kog_dist.rpc.messages import Accepted, Alive, Done, Error, Generate, PrefillProgress, PromptLogprobs, Tokens
 
-StreamEvent: TypeAlias = Accepted | Alive | PrefillProgress | Tokens | Done
+StreamEvent: TypeAlias = Accepted | Alive | PrefillProgress | PromptLogprobs | Tokens | Done
 
 KEEPALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 

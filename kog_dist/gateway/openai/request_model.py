@@ -78,6 +78,7 @@ def _instead_of_minus_1(meaning: int | None) -> BeforeValidator:
 
 
 AnswerTokens = Annotated[Tokens | None, _instead_of_minus_1(MOST_TOKENS)]
+NoTokens = Annotated[Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None, _instead_of_minus_1(MOST_TOKENS)]
 Seed = Annotated[Annotated[int, Field(ge=0, le=MAX_SEED)] | None, _instead_of_minus_1(None)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 ModelName = Annotated[str, Field(max_length=1024, description="A name of /v1/models, or `default`.")]
@@ -160,7 +161,7 @@ REFUSED_EVERYWHERE: Final[Mapping[str, Refusal]] = {
     "length_penalty": Refusal("there is no beam search", (None, 1, 1.0)),
     "early_stopping": Refusal("there is no beam search", (None, False)),
     "truncate_prompt_tokens": Refusal("prompts are never cut; shorten it", (None,)),
-    "prompt_logprobs": Refusal("log-probabilities are those of the answer; use logprobs", (None,)),
+    "prompt_logprobs": Refusal("use echo with logprobs in /v1/completions", (None,)),
     "guided_json": Refusal("use response_format with a json_schema"),
     "guided_regex": Refusal("use response_format with a json_schema that has a pattern"),
     "guided_choice": Refusal("use response_format with a json_schema that has an enum"),
@@ -168,5 +169,5 @@ REFUSED_EVERYWHERE: Final[Mapping[str, Refusal]] = {
     "structured_outputs": Refusal("use response_format with a json_schema"),
     "moderation": Refusal("nothing is moderated"),
     "best_of": Refusal("choices are not ranked; ask for n", (None, 1)),
-    "suffix": Refusal("the model cannot fill in the middle", (None, "")),
+    "suffix": Refusal("use /v1/completions, of a model that fills in the middle", (None, "")),
 }

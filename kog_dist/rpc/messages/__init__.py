@@ -11,7 +11,18 @@ from __future__ import annotations
 from kog_dist.rpc.messages.checks import BadMessage
 from kog_dist.rpc.messages.codec import Message, build_hash, decode_event, decode_request, encode, looks_like_generate
 from kog_dist.rpc.messages.codes import EngineState, ErrorCode, FinishReason
-from kog_dist.rpc.messages.events import EVENTS, Accepted, Alive, Done, Error, Event, PrefillProgress, Tokens, Welcome
+from kog_dist.rpc.messages.events import (
+    EVENTS,
+    Accepted,
+    Alive,
+    Done,
+    Error,
+    Event,
+    PrefillProgress,
+    PromptLogprobs,
+    Tokens,
+    Welcome,
+)
 from kog_dist.rpc.messages.limits import (
     MAGIC,
     MAX_ARRAY,
@@ -51,6 +62,7 @@ __all__ = [
     "Hello",
     "Message",
     "PrefillProgress",
+    "PromptLogprobs",
     "Request",
     "Status",
     "StatusReport",

@@ -59,6 +59,21 @@ class PrefillProgress(Checked):
     num_prompt_tokens: int = checked(COUNT)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs(Checked):
+    """Log-probabilities of the prompt's tokens `index`, `index + 1`, ... if the request asked for them, before all `Tokens`.
+
+    The first token has none, so the first `index` is 1. `top_ids` and `top_logprobs` as in `Tokens`.
+    """
+
+    request_id: str = checked(ID)
+    index: int = checked(COUNT)
+    token_ids: tuple[int, ...] = checked(array(_TOKEN_ID, MAX_ARRAY))
+    logprobs: tuple[float, ...] = checked(array(_LOGPROB, MAX_ARRAY))
+    top_ids: tuple[int, ...] = checked(array(_TOKEN_ID, MAX_ARRAY))
+    top_logprobs: tuple[float, ...] = checked(array(_LOGPROB, MAX_ARRAY))
+
+
 @dataclass(slots=True)  # not frozen like the others: there is one for each token, and to make it would take ten times as long
 class Tokens(Checked):
     """Tokens `index`, `index + 1`, ... and the text that became certain with them.
@@ -136,8 +151,8 @@ class Error(Checked):
     retry_after_s: float | None = checked(optional(SECONDS), default=None)
 
 
-Event: TypeAlias = Welcome | Accepted | Alive | PrefillProgress | Tokens | Done | Error | StatusReport
+Event: TypeAlias = Welcome | Accepted | Alive | PrefillProgress | PromptLogprobs | Tokens | Done | Error | StatusReport
 EVENTS = tagged({
-    "welcome": Welcome, "accepted": Accepted, "alive": Alive, "prefill": PrefillProgress, "tokens": Tokens, "done": Done,
-    "error": Error, "status_report": StatusReport,
+    "welcome": Welcome, "accepted": Accepted, "alive": Alive, "prefill": PrefillProgress, "prompt_logprobs": PromptLogprobs,
+    "tokens": Tokens, "done": Done, "error": Error, "status_report": StatusReport,
 })  # fmt: skip

@@ -6,6 +6,7 @@ MAGIC = b"KOG"
 PROTOCOL_VERSION = 4  # another one for whatever an end of the version before would read otherwise, a default too
 MAX_MESSAGE_BYTES = 1 << 20  # all frames of a message together
 MAX_ARRAY = 1 << 16  # longest array: token ids of one prompt
+MAX_TOKENS = 2**31 - 1  # of an answer
 MAX_FIELDS = 48  # of one message
 MAX_CONTAINERS = 64  # lists and maps in one message; stops a small message from growing into a large heap
 MAX_STOP_STRINGS = 16

@@ -18,6 +18,7 @@ from kog_dist.rpc.messages.limits import (
     MAX_SECONDS,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
+    MAX_TOKENS,
 )
 from kog_dist.sampling_params import DEFAULTS, GREEDY, SamplingParams
 
@@ -58,12 +59,14 @@ class Generate(Checked):
 
     `deadline_s` counts from the reception by the coordinator. `reuse_kv` false: prefill the whole prompt, as for a measurement.
     `cache_salt`: what earlier requests left counts only where theirs is equal; so nobody learns from a time what others asked.
+    `prompt_logprobs`: the prompt's tokens are reported, too, as many alternatives of each as `sampling.logprobs` says; then
+    `max_tokens` may be 0.
     """
 
     request_id: str = checked(ID)
     prompt: str | None = checked(optional(TEXT), default=None)
     prompt_ids: Sequence[int] | None = checked(optional(token_ids(MAX_ARRAY)), default=None)
-    max_tokens: int | None = checked(optional(integer(1, 2**31 - 1)), default=None)  # None: what fits, at most 256
+    max_tokens: int | None = checked(optional(integer(0, MAX_TOKENS)), default=None)  # None: what fits, at most 256
     sampling: SamplingParams = checked(_sampling, default=GREEDY)  # noqa: RUF009
     stop: tuple[str, ...] = checked(array(text(1, MAX_STOP_BYTES), MAX_STOP_STRINGS), default=())
     ignore_eos: bool = checked(flag, default=False)
@@ -75,6 +78,7 @@ class Generate(Checked):
     json_schema: str | None = checked(optional(text(1, MAX_SCHEMA_BYTES)), default=None)  # the answer is JSON that satisfies it
     regex: str | None = checked(optional(text(1, MAX_REGEX_BYTES)), default=None)  # the answer, as a whole, matches it
     cache_salt: str | None = checked(optional(text(1, MAX_SALT_BYTES)), default=None)
+    prompt_logprobs: bool = checked(flag, default=False)
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
@@ -82,6 +86,17 @@ class Generate(Checked):
             raise BadMessage("generate: give either prompt or prompt_ids", ErrorCode.INVALID_REQUEST)
         if self.json_schema is not None and self.regex is not None:
             raise BadMessage("generate: json_schema and regex exclude each other", ErrorCode.INVALID_REQUEST)
+        if self.prompt_logprobs:
+            self._check_prompt_logprobs()
+        elif self.max_tokens == 0:
+            raise BadMessage(f"generate: max_tokens must be from 1 to {MAX_TOKENS}, got 0")
+
+    def _check_prompt_logprobs(self) -> None:
+        if self.sampling.logprobs is None:
+            raise BadMessage("generate: prompt_logprobs needs logprobs, the number of alternatives", ErrorCode.INVALID_REQUEST)
+        if self.json_schema is not None or self.regex is not None:
+            name = "json_schema" if self.json_schema is not None else "regex"
+            raise BadMessage(f"generate: prompt_logprobs and {name} exclude each other", ErrorCode.INVALID_REQUEST)
 
 
 @dataclass(frozen=True, slots=True)

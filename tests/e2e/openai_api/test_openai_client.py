@@ -126,6 +126,49 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert "".join(legacy.logprobs.tokens) == legacy.text
 
 
+# ---- the prompt's own log-probabilities ----
+def test_a_text_has_the_log_probabilities_with_which_it_was_generated(client: openai.OpenAI) -> None:
+    """To the bit: on CPU ranks a token that a mask forces is computed like one that was chosen."""
+    answer = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=24, logprobs=2).choices[0]
+    whole = client.completions.create(**GREEDY, prompt=TEXT + answer.text, max_tokens=1, logprobs=2, echo=True).choices[0]
+    assert answer.logprobs is not None
+    assert whole.logprobs is not None
+    assert whole.text.startswith(TEXT + answer.text)
+    tokens, expected = whole.logprobs.tokens or [], answer.logprobs.tokens or []
+    begin = len(tokens) - 1 - len(expected)
+    assert tokens[begin:-1] == expected
+    assert (whole.logprobs.token_logprobs or [])[begin:-1] == answer.logprobs.token_logprobs
+    assert (whole.logprobs.top_logprobs or [])[begin:-1] == answer.logprobs.top_logprobs
+    assert (whole.logprobs.token_logprobs or [0.0])[0] is None
+
+
+def test_a_batch_of_prompts_is_scored_as_lm_eval_asks_for_it(client: openai.OpenAI) -> None:
+    body: Any = {**GREEDY, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}
+    alone = [client.completions.create(**body, prompt=[ids]).choices[0] for ids in ([5, 6, 7], [8, 9])]
+    together = client.completions.create(**body, prompt=[[5, 6, 7], [8, 9]])
+    assert [choice.index for choice in together.choices] == [0, 1]
+    assert [choice.logprobs for choice in together.choices] == [choice.logprobs for choice in alone]
+    assert together.usage is not None
+    assert (together.usage.prompt_tokens, together.usage.completion_tokens) == (5, 2)
+    with client.completions.create(**body, prompt=[[5, 6, 7], [8, 9]], stream=True) as chunks:
+        texts = ["", ""]
+        for chunk in chunks:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in together.choices]
+
+
+def test_an_answer_begins_the_same_behind_an_echo(client: openai.OpenAI) -> None:
+    plain = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=16).choices[0]
+    scored = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=16, logprobs=0, echo=True)
+    assert scored.choices[0].text == TEXT + plain.text
+    nothing = client.completions.create(**GREEDY, prompt=TEXT, max_tokens=0, logprobs=0, echo=True)
+    assert (nothing.choices[0].text, nothing.choices[0].finish_reason) == (TEXT, "length")
+    assert nothing.usage is not None
+    assert nothing.usage.completion_tokens == 0
+    assert client.completions.create(**GREEDY, prompt=TEXT, max_tokens=16, echo=True).choices[0].text == TEXT + plain.text
+
+
 # ---- structure ----
 def test_answers_are_parsed_into_models(client: openai.OpenAI) -> None:
     chat = client.chat.completions.parse(**GREEDY, messages=MESSAGES, response_format=Verdict, max_tokens=100)

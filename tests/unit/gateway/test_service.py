@@ -304,6 +304,10 @@ def test_tokens(http: httpx.Client) -> None:
     )
 
 
+def test_what_is_said_of_the_tokenizer(http: httpx.Client) -> None:
+    assert http.get("/tokenizer_info").json() == {"eos_token": "<|endoftext|>", "chat_template": None}
+
+
 def test_a_gateway_without_the_model_s_folder(shared_engine: ScriptedEngine, folder: Path, engine: ScriptedEngine) -> None:
     engine.on_generate = says("ok")
     with gateway(shared_engine, folder, model=None) as made, client(made) as http:
@@ -311,6 +315,7 @@ def test_a_gateway_without_the_model_s_folder(shared_engine: ScriptedEngine, fol
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
             refused = http.post(path, json=body)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_tokenizer")
+        assert http.get("/tokenizer_info").json()["error"]["code"] == "no_tokenizer"
         answer = http.post("/v1/completions", json={"prompt": [7, 8]})
         assert answer.status_code == 200, answer.text
         assert list(engine.received[0].message.prompt_ids or ()) == [7, 8]

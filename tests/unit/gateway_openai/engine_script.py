@@ -10,7 +10,7 @@ from typing import Any
 from kog_dist.errors import RequestError
 from kog_dist.gateway.openai.reply import Planned
 from kog_dist.model.template_sandbox import RaisedByTemplate, make_environment
-from kog_dist.rpc.messages import Accepted, Done, FinishReason, Generate, PrefillProgress, Tokens
+from kog_dist.rpc.messages import Accepted, Done, FinishReason, Generate, PrefillProgress, PromptLogprobs, Tokens
 
 TAGGED_TEMPLATE = """\
 {%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
@@ -61,6 +61,10 @@ def events_of(
         PrefillProgress(message.request_id, 1, num_prompt),
     ]
     num_top = message.sampling.logprobs or 0
+    if message.prompt_logprobs:
+        top = tuple(range(num_top)), tuple(-0.25 * i for i in range(num_top))
+        ids = tuple(message.prompt_ids or ())
+        events += [PromptLogprobs(message.request_id, idx, (ids[idx],), (-0.125 * idx,), *top) for idx in range(1, len(ids))]
     for idx, piece in enumerate(pieces):
         has = message.sampling.logprobs is not None
         events.append(

@@ -34,6 +34,11 @@ CLIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lm-eval": (plan_completion, {
         "model": "demo", "prompt": [[5, 6], [7]], "max_tokens": 16, "temperature": 0, "stop": ["<|endoftext|>", "\n\n"],
         "seed": 1234}),
+    "lm-eval, log-likelihoods": (plan_completion, {
+        "model": "demo", "prompt": [[5, 6], [7, 8]], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True,
+        "seed": 1234}),
+    "llama.vscode, the middle of nothing": (plan_completion, {
+        "model": "demo", "prompt": "def f(", "suffix": "", "max_tokens": 8, "stream": True}),
     "LangChain": (plan_chat, {
         "model": "demo", "n": 1, "temperature": 0.7, "parallel_tool_calls": False, "stream": False,
         "messages": [

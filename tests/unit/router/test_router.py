@@ -25,6 +25,7 @@ from kog_dist.rpc.messages import (
     ErrorCode,
     FinishReason,
     Hello,
+    PromptLogprobs,
     Status,
     StatusReport,
     Tokens,
@@ -203,6 +204,22 @@ def test_lost_after_the_first_token_is_one_clear_error(world: World, pair: Pair)
     )
     world.settle()
     assert second.running == []
+
+
+def test_log_probabilities_of_a_prompt_pass_and_are_a_part_of_the_answer(world: World, pair: Pair) -> None:
+    client = world.client()
+    client.generate("mine")
+    world.until(lambda: sum(running(*pair)) == 1)
+    first, second = pair if pair[0].running else pair[::-1]
+    first.accept()
+    first.send(PromptLogprobs(first.running[0].request_id, 1, (5,), (-0.5,), (), ()))
+    world.until(lambda: client.of(PromptLogprobs))
+    assert client.of(PromptLogprobs) == [PromptLogprobs("mine", 1, (5,), (-0.5,), (), ())]
+    first.die()
+    world.until(lambda: client.of(Error))
+    assert only_error(client).code is ErrorCode.ENGINE_LOST
+    world.settle()
+    assert second.running == [], "a client would have them twice"
 
 
 def test_answer_that_was_complete_when_its_replica_died_is_complete(world: World, pair: Pair) -> None:

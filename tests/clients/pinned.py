@@ -1,0 +1,13 @@
+"""The versions of other people's clients that `make clients` installs; docs/clients.md shows the same."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# What a user installs, and the version. From the Python package index:
+PYTHON: Final = {
+    "openai": "3.57.0", "litellm": "1.110.2", "pydantic-ai-slim[openai]": "2.68.0", "openai-agents": "0.24.0", "llm": "0.36",
+    "aider-chat": "0.86.2", "lm_eval[api]": "0.4.13",
+}  # fmt: skip
+# From npm:
+NODE: Final = {"opencode-ai": "1.18.33", "@continuedev/cli": "1.5.47"}
