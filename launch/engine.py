@@ -216,7 +216,7 @@ class EngineProcesses:
             model=str(self._target.folder), device=self._target.rank_device(rank), kv_dtype=self._target.kv_dtype,
             verify=settings.verify, startup_timeout_s=settings.startup_timeout, step_timeout_s=settings.step_timeout,
             num_kv_caches=self._target.num_kv_caches, placement=self._target.placement(rank), prefill=self._target.prefill,
-            context=self._target.checkpoint.spec.max_context,
+            context=self._target.checkpoint.spec.max_context, quantize=settings.quantize,
         )  # fmt: skip
 
     def _spawn_coordinator(self) -> None:

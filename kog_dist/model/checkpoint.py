@@ -51,7 +51,7 @@ def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0, quan
     """Open a model folder and check its metadata: config, file sizes, headers, names, shapes, dtypes, manifest. Reads no values.
 
     `verify` is kept for later: whether the readers of the checkpoint check the values they load. `context`: see
-    `ModelSpec.with_context`. `quantize`: a word of `rounding.CHOICES`.
+    `ModelSpec.with_context`. `quantize`: as in `LaunchConfig`.
     Raises CheckpointError naming the file and tensor that is wrong; ConfigError for the context, or what cannot be quantised.
     """
     published, family, announced, quantisation = read_config_file(folder)

@@ -15,12 +15,17 @@ _HALF: Final = 2  # bytes of a weight that is not quantised
 
 def formats(checkpoint: Checkpoint) -> str:
     """`bfloat16`, or how matrices are quantised and what the others are: `FP8 (E4M3) ..., the rest bfloat16`."""
+    return quantised(checkpoint) or checkpoint.dtype
+
+
+def quantised(checkpoint: Checkpoint) -> str:
+    """`formats` of a model with quantised matrices; empty if it has none."""
     found: dict[str, None] = {}
     for name in checkpoint.layouts:
         if (form := weight_format(checkpoint, name)) is not None:
             found[str(form)] = None
     if not found:
-        return checkpoint.dtype
+        return ""
     source = "rounded at the start" if checkpoint.quantisation is None else f"as published ({checkpoint.quantisation.method})"
     return f"{'; '.join(found)}, {source}, the rest {checkpoint.dtype}"
 

@@ -6,7 +6,7 @@ All of it is elementwise IEEE arithmetic in float32 and maxima, so that it gives
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,9 @@ from kog_dist.model.formats.numbers import NUMBERS, Values, e8m0_values
 from kog_dist.model.formats.weight_format import CodedMatrix, Indices, WeightFormat
 from kog_dist.model.safetensors_file import narrow, widen
 
-CHOICES: Final = ("none", "fp8", "int4")
-
 
 def chosen_format(choice: str, dtype: str) -> WeightFormat | None:
-    """What a word of CHOICES means for a model whose 16-bit values are of `dtype`; None: as they are."""
+    """What a word of the setting `quantize` means for a model whose values are of `dtype`; None: as they are."""
     forms: Mapping[str, WeightFormat] = {
         "fp8": WeightFormat("E4M3", 128, 128, "F32"),
         "int4": WeightFormat("INT4", 1, 128, "F16" if dtype == "float16" else "BF16"),
