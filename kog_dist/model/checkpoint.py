@@ -62,7 +62,7 @@ def open_checkpoint(folder: Path, *, verify: bool = True, context: int = 0, quan
     files, place = open_shards(folder, manifest)
     if quantisation is not None:
         shapes = {stored.name: stored.shape(layouts[name]) for name, stored in names.items() if name != EMBEDDING}
-        place = with_matrices(quantisation, place, shapes)
+        place = with_matrices(folder, quantisation, place, shapes)
     extra = () if quantisation is None else IGNORED
     wanted_names = {stored.name for stored in names.values()}
     _check_names(folder, place, wanted_names, lambda name: family.ignores(name, spec) or name.endswith(extra))
@@ -143,7 +143,7 @@ class Checkpoint:
         for name, layout in self.layouts.items():
             for part_idx, (first, last) in enumerate(layout.parts):
                 out = aligned_empty((last - first, layout.values_per_row), np.dtype(np.float32))
-                self.read_part(name, part_idx, out, verify=True)
+                self.read_unrounded(name, part_idx, out, verify=True)
 
     def part_digests(self, name: str) -> list[str]:
         """Read and check every value of a tensor; the SHA-256 of each of its parts. Raises CheckpointError."""

@@ -135,7 +135,7 @@ class SafetensorsFile:
     ) -> str:  # fmt: skip
         """`read` of any bytes of a tensor: `chunks(next_buffer)` gives them in order, `first` values of the tensor lie before.
 
-        `not_finite`: what to say of a value that is not, with a place for its number.
+        `not_finite`: what to say of a value that is not, with {} for its number.
         """
         dtype = self.tensors[name].dtype
         width = DTYPES[dtype][1]
@@ -152,7 +152,7 @@ class SafetensorsFile:
                 hasher.update(chunk)
                 if not np.isfinite(values).all():
                     bad = first + start + int(np.argmin(np.isfinite(values)))
-                    raise CheckpointError(f"{self.path}: {not_finite.format(bad)}")
+                    raise CheckpointError(f"{self.path}: {str(bad).join(not_finite.rsplit('{}', 1))}")  # names may have braces
             start += values.size
         if start != flat.size:
             raise ValueError(f"{start} values of tensor {name} were read for an array of {flat.size}")

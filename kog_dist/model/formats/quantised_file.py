@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from numpy.typing import NDArray
@@ -77,7 +78,7 @@ class QuantisedFile(SafetensorsFile):
 
 
 def with_matrices(
-    quantisation: Quantisation, place: Mapping[str, SafetensorsFile], shapes: Mapping[str, tuple[int, ...]]
+    folder: Path, quantisation: Quantisation, place: Mapping[str, SafetensorsFile], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SafetensorsFile]:
     """`place`, the file of every tensor, with quantised matrices in the place of the tensors that make them up.
 
@@ -96,7 +97,7 @@ def with_matrices(
             changed.pop(piece.name, None)
     if not found:
         what = f"a tensor .{quantisation.storage.codes} with its codes"
-        raise CheckpointError(f"{next(iter(place.values())).path}: config.json says {quantisation}, but no file has {what}")
+        raise CheckpointError(f"{folder}: config.json says {quantisation}, but no file has {what}")
     for file in {id(file): file for file in place.values()}.values():
         matrices = {name: one for name, one in found.items() if one.pieces["codes"].file is file}
         tensors = {name: StoredTensor("F32", shapes[name], 0, prod(shapes[name]) * _WIDTH) for name in matrices}

@@ -38,7 +38,7 @@ def opened(folder: Path, method: Method, written: Written, shape: tuple[int, int
     path = folder / "model.safetensors"
     save_file({f"{MODULE}.{end}": tensor.contiguous() for end, tensor in written.tensors.items()}, path)
     file = SafetensorsFile.open(path)
-    quantised = with_matrices(quantisation(method), dict.fromkeys(file.tensors, file), {NAME: shape})[NAME]
+    quantised = with_matrices(folder, quantisation(method), dict.fromkeys(file.tensors, file), {NAME: shape})[NAME]
     assert isinstance(quantised, QuantisedFile)
     return quantised
 
@@ -205,7 +205,7 @@ def test_a_matrix_of_no_whole_words_or_groups_is_refused(tmp_path: Path) -> None
         with pytest.raises(
             CheckpointError, match=rf"{MODULE} in {name}: it has {shape[0]} rows and {shape[1]} columns, which are no"
         ):
-            with_matrices(quantisation(METHODS[name]), {f"{MODULE}.qweight": file}, {NAME: shape})
+            with_matrices(tmp_path, quantisation(METHODS[name]), {f"{MODULE}.qweight": file}, {NAME: shape})
 
 
 def test_files_without_quantised_tensors_contradict_the_config(tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ def test_files_without_quantised_tensors_contradict_the_config(tmp_path: Path) -
     save_file({NAME: torch.zeros(ROWS, COLUMNS)}, path)
     file = SafetensorsFile.open(path)
     for name in ("fp8", "awq"):
-        with pytest.raises(CheckpointError, match=r"model.safetensors: config.json says .* but no file has a tensor \.q?weight"):
-            with_matrices(quantisation(METHODS[name]), {NAME: file}, {NAME: (ROWS, COLUMNS)})
+        with pytest.raises(CheckpointError, match=r"config.json says .* but no file has a tensor \.q?weight"):
+            with_matrices(tmp_path, quantisation(METHODS[name]), {NAME: file}, {NAME: (ROWS, COLUMNS)})
 
 
 def test_a_file_that_has_changed_is_noticed(tmp_path: Path) -> None:
