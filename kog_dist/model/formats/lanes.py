@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 def weight_format(checkpoint: Checkpoint, name: str) -> WeightFormat | None:
     """How the tensor that the engine calls `name` is quantised; None if its values are stored.
 
-    Without files it is what config.json says, of all matrices of the layers.
+    Without files it is what config.json says, of all matrices of the layers that it does not exclude by their names.
     """
     if checkpoint.is_rounded(name):
         return checkpoint.rounding
     if name in checkpoint.owner:
         return form_in(checkpoint.owner[name], checkpoint.names[name].name)
-    is_said = checkpoint.quantisation is not None and is_layer_matrix(checkpoint.layouts, name)
-    return checkpoint.quantisation.form if checkpoint.quantisation is not None and is_said else None
+    said = checkpoint.quantisation
+    if said is None or not is_layer_matrix(checkpoint.layouts, name):
+        return None
+    return None if checkpoint.names[name].name.removesuffix(".weight") in said.ignored else said.form
 
 
 def lane_codes(checkpoint: Checkpoint, name: str, lane: int) -> CodedMatrix:

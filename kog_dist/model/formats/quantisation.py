@@ -30,7 +30,10 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """`method` as published. `ignored`: modules that are not quantised, for people. Files may have another `form.scale`."""
+    """`method` as published. `ignored`: modules that are not quantised, where there are no files to tell.
+
+    Files may have another type of scales than `form.scale`.
+    """
 
     method: str
     form: WeightFormat

@@ -34,14 +34,20 @@ class HasName(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
-    """One matrix: its format, with the type of scales that the file has, and the tensors that hold it."""
+    """One matrix: its format, with the type of scales that the file has, and the tensors that hold it.
+
+    `bias`: one that the model does not have, and that must be 0; AutoGPTQ wrote such.
+    """
 
     form: WeightFormat
     storage: Storage
     pieces: Pieces
+    bias: Piece | None = None
 
     def read(self, box: Box) -> CodedMatrix:
         """A part of it. Raises CheckpointError."""
+        if self.bias is not None and self.bias.numbers().any():
+            raise self.bias.refusal("is not 0, but the model has no such bias")
         return self.storage.read(self.pieces, self.form, box)
 
 
@@ -93,6 +99,10 @@ def with_matrices(
         if module == name or len(shape) != 2 or codes not in place or not _has_codes(quantisation, place[codes].tensors[codes]):
             continue
         found[name] = _matrix(quantisation, module, shape, place)
+        bias = f"{module}.bias"
+        if bias in place and bias not in shapes and place[bias].tensors[bias].dtype in FLOAT_SCALES:
+            found[name] = replace(found[name], bias=Piece(place[bias], bias))
+            changed.pop(bias)
         for piece in found[name].pieces.values():
             changed.pop(piece.name, None)
     if not found:

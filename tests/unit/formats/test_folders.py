@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kog_dist.errors import CheckpointError, ConfigError
-from kog_dist.model.checkpoint import open_checkpoint, write_manifest
+from kog_dist.model.checkpoint import open_checkpoint, planned_checkpoint, write_manifest
 from kog_dist.model.formats.lanes import lane_codes, weight_format
 from kog_dist.model.laneformer import Laneformer
 from kog_dist.model.layout import is_layer_matrix
@@ -202,6 +202,33 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path, method: str, c
     save(folder, tensors, json.loads((folder / "config.json").read_text()))
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(folder)
+
+
+def test_a_bias_that_the_model_does_not_have_must_be_zero(tmp_path: Path) -> None:
+    folder, tensors, model = made(tmp_path, "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    save(folder, tensors | {f"{Q_PROJ}.bias": torch.zeros(256)}, config)
+    expected = expected_logits(model, PROMPT[:3])
+    assert np.abs(logits(open_checkpoint(folder), PROMPT[:3]) - expected).max() < 1e-5 * np.abs(expected).max()
+    save(folder, tensors | {f"{Q_PROJ}.bias": torch.ones(256)}, config)
+    with pytest.raises(CheckpointError, match=rf"tensor {Q_PROJ}.bias is not 0, but the model has no such bias"):
+        open_checkpoint(folder).rank_weights([0])
+
+
+def test_biases_of_quantised_matrices_are_read(tmp_path: Path) -> None:
+    made(tmp_path, "gptq", "qwen2")
+    checkpoint = open_checkpoint(tmp_path)
+    assert "model.layers.0.attention.wq.bias" in checkpoint.layouts
+    assert checkpoint.tensor("model.layers.0.attention.wq.bias").any()
+
+
+def test_without_files_the_config_says_what_is_quantised(tmp_path: Path) -> None:
+    block = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"num_hidden_layers": 2, "quantization_config": block}))
+    checkpoint = planned_checkpoint(tmp_path)
+    plain = [name for name in checkpoint.layouts if name.endswith("w2.weight") and weight_format(checkpoint, name) is None]
+    assert plain == ["model.layers.0.feed_forward.w2.weight"]
+    assert num_quantised(checkpoint) == 2 * (4 * 64 * 64 + 3 * 64 * 64) - 64 * 64
 
 
 def test_quantised_tensors_without_a_config_are_refused(tmp_path: Path) -> None:
