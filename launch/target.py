@@ -108,7 +108,8 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
         world_size = settings.ranks or _ranks_for(checkpoint.spec.num_lanes)
         checkpoint.spec.lanes_of_rank(0, world_size)
         kv_dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-        target = Target(folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=settings.kv_caches or CPU_KV_CACHES)
+        caches, note = settings.kv_caches or CPU_KV_CACHES, _why_cpu(settings, checkpoint)
+        target = Target(folder, name, checkpoint, world_size, "cpu", kv_dtype, num_kv_caches=caches, note=note)
         return (target, ()) if settings.context else _within_memory(target)
     if settings.kv_caches > 1:
         raise ConfigError(f"kv_caches {settings.kv_caches} cannot be had on GPUs yet: the kernel has one KV cache; leave it out")
@@ -119,6 +120,13 @@ def plan_target(settings: LaunchConfig, *, needs_weights: bool = True) -> tuple[
     )
     machine = read_cpu_map() if settings.pin else None
     return replace(target, placements=place_on_gpus(choice, machine)), choice.obstacles
+
+
+def _why_cpu(settings: LaunchConfig, checkpoint: Checkpoint) -> str:
+    """A note where nobody asked for CPU ranks and the model's weights rule out GPUs, however many there are."""
+    from kog_dist.model.weight_bytes import quantised
+
+    return "CPU ranks, since GPUs do not run quantised weights yet" if settings.device == "auto" and quantised(checkpoint) else ""
 
 
 def place_on_gpus(choice: GpuChoice, machine: CpuMap | None) -> tuple[Placement, ...]:
@@ -187,4 +195,4 @@ def _within_memory(target: Target) -> tuple[Target, tuple[KogError, ...]]:
         f"{_SHARE_OF_MEMORY} % of the memory that is free; --context asks for another, --kv-caches for fewer"
     )
     shorter = replace(target.checkpoint, spec=spec.with_context(context))
-    return replace(target, checkpoint=shorter, note=note), ()
+    return replace(target, checkpoint=shorter, note="; ".join(filter(None, (target.note, note)))), ()

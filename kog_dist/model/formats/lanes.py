@@ -67,7 +67,8 @@ def lane_codes(checkpoint: Checkpoint, name: str, lane: int) -> CodedMatrix:
             f"{what}: it was quantised in an order of columns of its own (desc_act), so that its groups are no neighbours; "
             "use --device cpu, or a checkpoint without"
         )
-    coded = coded.with_rows(stored.in_order(np.arange(len(coded.codes))))
+    if stored.half_pairs:
+        coded = coded.with_rows(stored.in_order(np.arange(len(coded.codes))))
     if checkpoint.verify:
         _verify(checkpoint, name, lane, coded)
     return coded
@@ -78,7 +79,7 @@ def _verify(checkpoint: Checkpoint, name: str, lane: int, coded: CodedMatrix) ->
     largest = 15.0 if coded.zeros is not None else float(np.nanmax(np.abs(number.values)))
     with np.errstate(over="ignore"):
         is_finite = bool(np.isfinite(np.abs(coded.scales) * np.float32(largest)).all())
-    if not is_finite or np.isnan(number.values[coded.codes]).any():
+    if not is_finite or any((coded.codes == code).any() for code in np.flatnonzero(np.isnan(number.values))):
         path, stored = checkpoint.owner[name].path, checkpoint.names[name].name
         raise CheckpointError(f"{path}: tensor {stored} has a code or scale of a value that is not finite")
     if checkpoint.manifest is not None:

@@ -89,6 +89,13 @@ def test_gpus_refuse_quantised_weights_by_name(tmp_path: Path, quantize: str) ->
         load_weights(None, checkpoint)  # type: ignore[arg-type]
 
 
+def test_who_did_not_ask_for_cpu_ranks_hears_why_there_are_some(tmp_path: Path) -> None:
+    made(tmp_path, "awq")
+    for device, told in (("auto", "CPU ranks, since GPUs do not run quantised weights yet"), ("cpu", "")):
+        target, obstacles = plan_target(LaunchConfig(model=str(tmp_path), device=device, ranks=1))
+        assert (target.device, target.note, obstacles) == ("cpu", told, ())
+
+
 def test_workers_are_told_how_to_round() -> None:
     args = WorkerArgs(RankInfo(0, 1, 0, "x"), "/model", "cpu", "float32", True, 1.0, 1.0, quantize="int4")
     assert WorkerArgs.from_json(args.to_json()).quantize == "int4"
