@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kog_dist.model.formats.source import FLOAT_SCALES, Box, Expected, Pieces, regular
+from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 
 
@@ -22,15 +22,15 @@ class Fp8Storage:
 
     codes: str = "weight"
 
-    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, Expected]:
+    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, TensorRule]:
         """See `Storage`."""
         down, across = form.num_blocks(rows, columns)
         shapes: tuple[tuple[int, ...], ...] = ((down, across), (down, 1, across, 1))  # the second is ModelOpt's
         if across == 1 and not form.block_columns:
             shapes += ((down,), ())[: 2 if down == 1 else 1]
         return {
-            "codes": Expected((self.codes,), ("F8_E4M3",), ((rows, columns),)),
-            "scales": Expected(("weight_scale_inv", "weight_scale"), (*FLOAT_SCALES, "F8_E8M0"), shapes),
+            "codes": TensorRule((self.codes,), ("F8_E4M3",), ((rows, columns),)),
+            "scales": TensorRule(("weight_scale_inv", "weight_scale"), (*FLOAT_SCALES, "F8_E8M0"), shapes),
         }
 
     def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:

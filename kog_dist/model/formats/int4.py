@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.model.formats.numbers import Codes, nibbles
-from kog_dist.model.formats.source import FLOAT_SCALES, Box, Expected, Piece, Pieces, regular
+from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, StoredPiece, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 
 PER_WORD: Final = 8
@@ -43,7 +43,7 @@ def _check(rows: int, columns: int, form: WeightFormat) -> None:
         )
 
 
-def _of_rows(piece: Piece, box: Box, places: tuple[int, ...]) -> Codes:
+def _of_rows(piece: StoredPiece, box: Box, places: tuple[int, ...]) -> Codes:
     """(rows of the box, groups) of a tensor (groups, rows / 8)."""
     first, last = box.first // PER_WORD, -(-box.last // PER_WORD)
     codes = unpacked(piece.whole()[:, first:last], places)
@@ -56,14 +56,14 @@ class AwqStorage:
 
     codes: str = "qweight"
 
-    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, Expected]:
+    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, TensorRule]:
         """See `Storage`."""
         _check(rows, columns, form)
         groups = form.num_blocks(rows, columns)[1]
         return {
-            "codes": Expected((self.codes,), ("I32",), ((columns, rows // PER_WORD),)),
-            "zeros": Expected(("qzeros",), ("I32",), ((groups, rows // PER_WORD),)),
-            "scales": Expected(("scales",), FLOAT_SCALES, ((groups, rows),)),
+            "codes": TensorRule((self.codes,), ("I32",), ((columns, rows // PER_WORD),)),
+            "zeros": TensorRule(("qzeros",), ("I32",), ((groups, rows // PER_WORD),)),
+            "scales": TensorRule(("scales",), FLOAT_SCALES, ((groups, rows),)),
         }
 
     def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:
@@ -85,15 +85,15 @@ class GptqStorage:
     less: int
     codes: str = "qweight"
 
-    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, Expected]:
+    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, TensorRule]:
         """See `Storage`."""
         _check(rows, columns, form)
         groups = form.num_blocks(rows, columns)[1]
         return {
-            "codes": Expected((self.codes,), ("I32",), ((columns // PER_WORD, rows),)),
-            "zeros": Expected(("qzeros",), ("I32",), ((groups, rows // PER_WORD),)),
-            "scales": Expected(("scales",), FLOAT_SCALES, ((groups, rows),)),
-            "groups": Expected(("g_idx",), ("I32",), ((columns,),), is_needed=False),
+            "codes": TensorRule((self.codes,), ("I32",), ((columns // PER_WORD, rows),)),
+            "zeros": TensorRule(("qzeros",), ("I32",), ((groups, rows // PER_WORD),)),
+            "scales": TensorRule(("scales",), FLOAT_SCALES, ((groups, rows),)),
+            "groups": TensorRule(("g_idx",), ("I32",), ((columns,),), is_needed=False),
         }
 
     def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:
@@ -120,16 +120,18 @@ class PackedStorage:
 
     codes: str = "weight_packed"
 
-    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, Expected]:
+    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, TensorRule]:
         """See `Storage`."""
         groups = form.num_blocks(rows, columns)[1]
         if columns % (form.block_columns or columns):
             raise ValueError(f"{columns} columns, which are no whole groups of {form.block_columns}")
-        zeros = {"zeros": Expected(("weight_zero_point",), ("I32",), ((-(-rows // PER_WORD), groups),))} if form.has_zeros else {}
+        zeros = (
+            {"zeros": TensorRule(("weight_zero_point",), ("I32",), ((-(-rows // PER_WORD), groups),))} if form.has_zeros else {}
+        )
         return {
-            "codes": Expected((self.codes,), ("I32",), ((rows, -(-columns // PER_WORD)),)),
-            "scales": Expected(("weight_scale",), FLOAT_SCALES, ((rows, groups),)),
-            "shape": Expected(("weight_shape",), ("I64", "I32"), ((2,),)),
+            "codes": TensorRule((self.codes,), ("I32",), ((rows, -(-columns // PER_WORD)),)),
+            "scales": TensorRule(("weight_scale",), FLOAT_SCALES, ((rows, groups),)),
+            "shape": TensorRule(("weight_shape",), ("I64", "I32"), ((2,),)),
         } | zeros
 
     def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kog_dist.model.formats.numbers import e8m0_values, nibbles
-from kog_dist.model.formats.source import Box, Expected, Pieces, regular
+from kog_dist.model.formats.source import Box, Pieces, TensorRule, regular
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 
 GROUP: Final = 32
@@ -27,13 +27,13 @@ class MxStorage:
 
     codes: str = "weight_packed"
 
-    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, Expected]:
+    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, TensorRule]:
         """See `Storage`."""
         if columns % GROUP:
             raise ValueError(f"{columns} columns, which are no whole groups of {GROUP}")
         return {
-            "codes": Expected((self.codes,), ("U8",), ((rows, columns // 2),)),
-            "scales": Expected(("weight_scale",), ("U8", "F8_E8M0"), ((rows, columns // GROUP),)),
+            "codes": TensorRule((self.codes,), ("U8",), ((rows, columns // 2),)),
+            "scales": TensorRule(("weight_scale",), ("U8", "F8_E8M0"), ((rows, columns // GROUP),)),
         }
 
     def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:

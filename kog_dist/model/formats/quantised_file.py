@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kog_dist.errors import CheckpointError
 from kog_dist.model.formats.quantisation import Quantisation
-from kog_dist.model.formats.source import FLOAT_SCALES, Box, Piece, Pieces, Storage
+from kog_dist.model.formats.source import FLOAT_SCALES, Box, Pieces, Storage, StoredPiece
 from kog_dist.model.formats.weight_format import CodedMatrix, WeightFormat
 from kog_dist.model.safetensors_file import SafetensorsFile, StoredTensor
 
@@ -42,7 +42,7 @@ class QuantisedMatrix:
     form: WeightFormat
     storage: Storage
     pieces: Pieces
-    bias: Piece | None = None
+    bias: StoredPiece | None = None
 
     def read(self, box: Box) -> CodedMatrix:
         """A part of it. Raises CheckpointError."""
@@ -101,7 +101,7 @@ def with_matrices(
         found[name] = _matrix(quantisation, module, shape, place)
         bias = f"{module}.bias"
         if bias in place and bias not in shapes and place[bias].tensors[bias].dtype in FLOAT_SCALES:
-            found[name] = replace(found[name], bias=Piece(place[bias], bias))
+            found[name] = replace(found[name], bias=StoredPiece(place[bias], bias))
             changed.pop(bias)
         for piece in found[name].pieces.values():
             changed.pop(piece.name, None)
@@ -139,7 +139,7 @@ def _matrix(
             if wanted.is_needed:
                 raise CheckpointError(f"{file.path}: tensor {module}.{storage.codes} is quantised, but no file has {names[0]}")
             continue
-        piece = pieces[what] = Piece(place[name], name)
+        piece = pieces[what] = StoredPiece(place[name], name)
         if piece.tensor.dtype not in wanted.dtypes:
             raise piece.refusal(f"is {piece.tensor.dtype}, but {quantisation} has {' or '.join(wanted.dtypes)}")
         if piece.tensor.shape not in wanted.shapes:

@@ -29,7 +29,7 @@ class Box(NamedTuple):
     right: int
 
 
-class Expected(NamedTuple):
+class TensorRule(NamedTuple):
     """What one tensor of a quantised matrix must be like. `ends`: of its name behind that of the module, one of them."""
 
     ends: tuple[str, ...]
@@ -39,7 +39,7 @@ class Expected(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """One of the tensors that a quantised matrix consists of."""
 
     file: SafetensorsFile
@@ -78,7 +78,7 @@ class Piece:
         return CheckpointError(f"{self.file.path}: tensor {self.name} {why}")
 
 
-Pieces = Mapping[str, Piece]  # by what they have: codes, scales, zeros, groups, shape
+Pieces = Mapping[str, StoredPiece]  # by what they have: codes, scales, zeros, groups, shape
 
 
 class Storage(Protocol):
@@ -88,7 +88,7 @@ class Storage(Protocol):
     def codes(self) -> str:
         """End of the name of the tensor that has the codes, behind the name of the module."""
 
-    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, Expected]:
+    def expected(self, form: WeightFormat, rows: int, columns: int) -> Mapping[str, TensorRule]:
         """The tensors of a matrix by what they have. Raises ValueError, with what it has, if there can be no such matrix."""
 
     def read(self, pieces: Pieces, form: WeightFormat, box: Box) -> CodedMatrix:
